@@ -1,0 +1,96 @@
+# THE table of kernels: which units exist. A unit is one source file, generated from the table, with the
+# variants of one (architecture, operation, dtype, head dim); kernel_table.cpp lists all units.
+#
+# Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
+# the same unit and 23 s in one of its own.
+
+set(ANYFLASH_SM80_FORWARD_DTYPES fp16 bf16)
+set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_full 32 64 96 128 192 256)
+set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_minimal 64 128)
+
+set(ANYFLASH_ELEMENT_fp16 cutlass::half_t)
+set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
+
+# Instruction sets of the CPU kernels and the flags of their units.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|i686)$" AND NOT MSVC)
+  set(ANYFLASH_CPU_ISAS baseline avx2 avx512)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  set(ANYFLASH_CPU_ISAS neon)
+else()
+  set(ANYFLASH_CPU_ISAS baseline)
+endif()
+set(ANYFLASH_CPU_FLAGS_baseline "")
+set(ANYFLASH_CPU_FLAGS_neon "")
+set(ANYFLASH_CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(ANYFLASH_CPU_FLAGS_avx512
+    ${ANYFLASH_CPU_FLAGS_avx2}
+    -mavx512f
+    -mavx512bw
+    -mavx512vl
+    -mavx512dq
+    -mprefer-vector-width=512
+)
+set(ANYFLASH_CPU_ENUM_baseline kBaseline)
+set(ANYFLASH_CPU_ENUM_avx2 kAvx2)
+set(ANYFLASH_CPU_ENUM_avx512 kAvx512)
+set(ANYFLASH_CPU_ENUM_neon kNeon)
+
+set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
+
+# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "fp16-64".
+function(anyflash_sm80_units output kernel_set)
+  if(NOT DEFINED ANYFLASH_SM80_FORWARD_HEAD_DIMS_${kernel_set})
+    message(FATAL_ERROR "ANYFLASH_KERNEL_SET is '${kernel_set}'; 'full' and 'minimal' are allowed")
+  endif()
+  set(units "")
+  foreach(head_dim IN LISTS ANYFLASH_SM80_FORWARD_HEAD_DIMS_${kernel_set})
+    foreach(dtype IN LISTS ANYFLASH_SM80_FORWARD_DTYPES)
+      list(APPEND units ${dtype}-${head_dim})
+    endforeach()
+  endforeach()
+  set(${output} ${units} PARENT_SCOPE)
+endfunction()
+
+# Writes one unit per requested row below `folder`, and the table that lists them.
+#   CPU_ISAS    instruction sets             SM80_UNITS  dtype-head_dim pairs
+#   ARCHS       names of the GPU code: sm_80, compute_80, ...
+#   EXTENSION   of the GPU units: cu, or cpp for the emulator
+# Sets ${output} to the source files.
+function(anyflash_generate_kernels output folder)
+  cmake_parse_arguments(PARSE_ARGV 2 ARG "" "EXTENSION" "CPU_ISAS;SM80_UNITS;ARCHS")
+  set(sources "")
+  set(declarations "")
+  set(entries "")
+  set(archs "")
+  foreach(isa IN LISTS ARG_CPU_ISAS)
+    set(unit cpu_forward_${isa})
+    set(enum ${ANYFLASH_CPU_ENUM_${isa}})
+    set(file "${folder}/${unit}.cpp")
+    configure_file("${ANYFLASH_UNIT_TEMPLATES}/cpu_unit.cpp.in" "${file}" @ONLY)
+    set_source_files_properties(
+      "${file}"
+      PROPERTIES COMPILE_OPTIONS "-fno-math-errno;${ANYFLASH_CPU_FLAGS_${isa}}"
+    )
+    list(APPEND sources "${file}")
+    string(APPEND declarations "extern const KernelRows ${unit};\n")
+    string(APPEND entries "    &rows::${unit},\n")
+  endforeach()
+  foreach(pair IN LISTS ARG_SM80_UNITS)
+    string(REPLACE "-" ";" pair "${pair}")
+    list(GET pair 0 dtype)
+    list(GET pair 1 head_dim)
+    set(element ${ANYFLASH_ELEMENT_${dtype}})
+    set(unit sm80_forward_${dtype}_d${head_dim})
+    set(file "${folder}/${unit}.${ARG_EXTENSION}")
+    configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_forward_unit.in" "${file}" @ONLY)
+    list(APPEND sources "${file}")
+    string(APPEND declarations "extern const KernelRows ${unit};\n")
+    string(APPEND entries "    &rows::${unit},\n")
+  endforeach()
+  foreach(arch IN LISTS ARG_ARCHS)
+    string(APPEND archs "\"${arch}\", ")
+  endforeach()
+  set(table "${folder}/kernel_table.cpp")
+  configure_file("${ANYFLASH_UNIT_TEMPLATES}/kernel_table.cpp.in" "${table}" @ONLY)
+  set(${output} ${sources} "${table}" PARENT_SCOPE)
+endfunction()

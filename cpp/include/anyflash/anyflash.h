@@ -1,0 +1,77 @@
+/* C ABI of anyflash. Tensors are DLPack's DLTensor, options a struct that begins with its size.
+ *
+ * Every function returns a status; on failure anyflash_last_error() says what was given and what is
+ * allowed, and nothing has been written. What the functions compute, shapes and types: attention.h.
+ */
+#ifndef ANYFLASH_ANYFLASH_H_
+#define ANYFLASH_ANYFLASH_H_
+
+#include <dlpack/dlpack.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "anyflash/export.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+  ANYFLASH_OK = 0,
+  ANYFLASH_INVALID_VALUE = 1,
+  ANYFLASH_INVALID_TYPE = 2,
+  ANYFLASH_UNSUPPORTED = 3,
+  ANYFLASH_DEVICE_ERROR = 4,
+  ANYFLASH_INTERNAL_ERROR = 5
+} anyflash_status;
+
+typedef enum {
+  ANYFLASH_CPU_AUTO = 0,
+  ANYFLASH_CPU_BASELINE = 1,
+  ANYFLASH_CPU_AVX2 = 2,
+  ANYFLASH_CPU_AVX512 = 3,
+  ANYFLASH_CPU_NEON = 4
+} anyflash_cpu_isa;
+
+/* New fields are only ever added at the end; `size` tells the library which ones the caller knows.
+ * Initialise with ANYFLASH_FORWARD_OPTIONS_INIT. */
+typedef struct {
+  size_t size;               /* sizeof(anyflash_forward_options) */
+  double softmax_scale;      /* read if has_softmax_scale, else 1 / sqrt(head_dim) */
+  int32_t has_softmax_scale;
+  int32_t causal;
+  int32_t num_threads;       /* CPU; 0: OpenMP's default */
+  int32_t cpu_isa;           /* anyflash_cpu_isa */
+  void* stream;              /* cudaStream_t; NULL: the legacy default stream */
+} anyflash_forward_options;
+
+#define ANYFLASH_FORWARD_OPTIONS_INIT {sizeof(anyflash_forward_options), 0.0, 0, 0, 0, 0, NULL}
+
+/* `lse` may be NULL, `options` may be NULL (defaults). The workspace lies on the tensors' device. */
+ANYFLASH_API anyflash_status anyflash_forward_workspace_size(
+    const DLTensor* q, const DLTensor* k, const DLTensor* v, const DLTensor* out,
+    const DLTensor* lse, const anyflash_forward_options* options, size_t* bytes);
+
+ANYFLASH_API anyflash_status anyflash_forward(const DLTensor* q, const DLTensor* k,
+                                              const DLTensor* v, const DLTensor* out,
+                                              const DLTensor* lse,
+                                              const anyflash_forward_options* options,
+                                              void* workspace, size_t workspace_bytes);
+
+/* The message of this thread's last failure; an empty string before the first. */
+ANYFLASH_API const char* anyflash_last_error(void);
+
+/* "0.1.0" */
+ANYFLASH_API const char* anyflash_version(void);
+
+/* The kernels of this build, 0 <= index < anyflash_kernel_count(). */
+ANYFLASH_API size_t anyflash_kernel_count(void);
+ANYFLASH_API const char* anyflash_kernel_name(size_t index);
+/* How often this process has launched the kernel. */
+ANYFLASH_API uint64_t anyflash_kernel_launches(size_t index);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* ANYFLASH_ANYFLASH_H_ */

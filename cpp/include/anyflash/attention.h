@@ -1,0 +1,90 @@
+// Exact attention for engines: no Python, no framework, no hidden allocation, no synchronisation.
+//
+//   std::vector<std::byte> workspace(anyflash::forward_workspace_size(q, k, v, out, lse, options));
+//   anyflash::forward(q, k, v, out, lse, options, {workspace.data(), workspace.size()});
+//
+// All functions may be called from several threads at once and throw anyflash::Error before anything
+// is written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "anyflash/error.h"
+#include "anyflash/export.h"
+#include "anyflash/options.h"
+#include "anyflash/tensor_view.h"
+
+namespace anyflash {
+
+// Memory on the tensors' device, aligned to 256 bytes. It may be reused as soon as the work enqueued
+// on the stream is done (on the CPU: when the call returns).
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+// out = softmax(softmax_scale * q k^T) v, computed in tiles with an online softmax
+// (FlashAttention-2, arXiv 2307.08691).
+//
+//   q    (batch, seqlen_q, heads, head_dim)
+//   k    (batch, seqlen_k, heads_k, head_dim)     heads_k divides heads (MHA, GQA, MQA)
+//   v    (batch, seqlen_k, heads_k, head_dim_v)
+//   out  (batch, seqlen_q, heads, head_dim_v)
+//   lse  (batch, heads, seqlen_q) float32, the natural logarithm of the softmax's denominator with
+//        the scale included; null where it is not wanted
+//
+// q, k, v and out have one data type and one device. CPU: float64, float32, float16, bfloat16, any
+// head dim, any strides. CUDA: float16 and bfloat16, head dim up to 256; tensors whose last axis is
+// not contiguous or whose rows do not begin at multiples of 16 bytes are copied to the workspace first.
+// A row that sees no key gets out = 0 and lse = -inf.
+ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const TensorView& v,
+                          const TensorView& out, const TensorView* lse,
+                          const ForwardOptions& options, Workspace workspace);
+
+// Bytes of workspace that forward() needs for the same arguments. Data addresses count (for their
+// alignment), but nothing is read.
+ANYFLASH_API std::size_t forward_workspace_size(const TensorView& q, const TensorView& k,
+                                                const TensorView& v, const TensorView& out,
+                                                const TensorView* lse,
+                                                const ForwardOptions& options);
+
+// One compiled kernel. `launches` counts the calls of this process.
+struct KernelInfo {
+  std::string name;
+  std::string arch;  // "cpu-avx2", "sm80", ...
+  std::string op;    // "forward"
+  DType dtype = DType::kFloat32;
+  int head_dim = 0;  // the largest it takes; 0: any
+  int block_m = 0;
+  int block_n = 0;
+  int warps = 0;
+  std::size_t smem_bytes = 0;
+  std::uint64_t launches = 0;
+};
+
+struct DeviceInfo {
+  int index = 0;
+  std::string name;
+  int compute_capability = 0;  // 80 for 8.0
+  bool supported = false;      // this build holds code that it can run
+};
+
+struct BuildInfo {
+  std::string version;
+  bool cuda = false;
+  std::string cuda_version;               // of the toolkit, "13.0"; empty without CUDA
+  std::vector<std::string> cuda_archs;    // "sm_80", "compute_80"
+  std::vector<std::string> cpu_isas;      // built: "baseline", "avx2", ...
+  std::string cpu_isa;                    // the one that this machine uses
+  int cpu_threads = 0;                    // default of ForwardOptions::num_threads
+  std::vector<DeviceInfo> devices;        // CUDA devices of this machine
+  std::string device_error;               // why there are none, one sentence
+};
+
+ANYFLASH_API BuildInfo build_info();
+ANYFLASH_API std::vector<KernelInfo> kernels();
+
+}  // namespace anyflash

@@ -1,0 +1,35 @@
+// A tensor that somebody else owns: address, type, device, shape and strides.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace anyflash {
+
+enum class DType : int { kFloat64, kFloat32, kFloat16, kBFloat16 };
+
+enum class DeviceType : int { kCpu, kCuda };
+
+struct Device {
+  DeviceType type = DeviceType::kCpu;
+  int index = 0;
+
+  friend bool operator==(const Device& a, const Device& b) {
+    return a.type == b.type && a.index == b.index;
+  }
+  friend bool operator!=(const Device& a, const Device& b) { return !(a == b); }
+};
+
+inline constexpr int kMaxRank = 4;
+
+// `data` is the address of element (0, ..., 0). Strides count elements and may be zero or negative.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Device device;
+  int rank = 0;
+  std::array<int64_t, kMaxRank> shape{};
+  std::array<int64_t, kMaxRank> stride{};
+};
+
+}  // namespace anyflash

@@ -1,0 +1,31 @@
+// Views of an mma.sync accumulator as a matrix of rows and columns, and as the next product's operand.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+
+namespace anyflash {
+
+// (MMA=(2,2), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, MMA_N)): the atom's inner mode runs along a
+// row, its outer mode across the two row groups that a thread holds.
+template <class Layout>
+ANYFLASH_HOST_DEVICE auto accumulator_as_matrix(Layout layout) {
+  using namespace cute;
+  static_assert(decltype(size<0>(layout))::value == 4 && decltype(rank(layout))::value == 3);
+  auto l = logical_divide(layout, Shape<_2>{});  // ((2, 2), MMA_M, MMA_N)
+  return make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l)));
+}
+
+// (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2): two m16n8 accumulators side by side hold
+// what the m16k16 operand A of the next mma.sync wants, in the same registers.
+template <class Layout>
+ANYFLASH_HOST_DEVICE auto accumulator_as_operand_a(Layout layout) {
+  using namespace cute;
+  using X = Underscore;
+  static_assert(decltype(size<0>(layout))::value == 4 && decltype(rank(layout))::value == 3);
+  auto l = logical_divide(layout, Shape<X, X, _2>{});  // (4, MMA_M, (2, MMA_N / 2))
+  return make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l));
+}
+
+}  // namespace anyflash

@@ -1,0 +1,15 @@
+// Words for error messages.
+#pragma once
+
+#include <string>
+
+#include "anyflash/tensor_view.h"
+
+namespace anyflash {
+
+const char* name(DType dtype);               // "float16"
+std::string name(const Device& device);      // "cpu", "cuda:0"
+std::string shape_of(const TensorView& t);   // "(2, 128, 8, 64)"
+int bytes_of(DType dtype);
+
+}  // namespace anyflash

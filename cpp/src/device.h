@@ -1,0 +1,48 @@
+// What the host code needs of a GPU. device_cuda.cu implements it with the CUDA runtime,
+// device_none.cpp for builds without CUDA, and the tests' emulator for its own device.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace anyflash {
+
+struct DeviceProperties {
+  std::string name;
+  int compute_capability = 0;  // 80 for 8.0
+  int multiprocessors = 0;
+  std::size_t smem_per_block = 0;  // with opt-in
+  std::size_t l2_bytes = 0;
+};
+
+// CUDA devices that can be used, and, if there are none, why in one sentence.
+struct DeviceList {
+  int count = 0;
+  std::string error;
+};
+
+DeviceList list_devices();
+
+// Properties of device `index`; throws Error(kDevice) if it cannot be used.
+const DeviceProperties& device_properties(int index);
+
+// Toolkit version of this build ("13.0"), empty without CUDA.
+std::string cuda_version();
+
+// Plain device memory; the first throws Error(kDevice).
+void* device_allocate(int index, std::size_t bytes);
+void device_free(int index, void* data) noexcept;
+
+// Makes device `index` current for the lifetime of the object.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int index);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+}  // namespace anyflash

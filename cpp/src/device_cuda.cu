@@ -1,0 +1,104 @@
+// The GPU through the CUDA runtime, which is linked statically: without a driver every call fails with
+// an error code and nothing else happens.
+#include "device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "anyflash/error.h"
+
+namespace anyflash {
+
+namespace {
+
+std::string version_string(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string missing_device(cudaError_t status) {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  cudaGetLastError();  // the failure is reported here and not by the next call
+  if (driver == 0) return "no NVIDIA driver is installed on this machine";
+  if (status == cudaErrorInsufficientDriver) {
+    return "the NVIDIA driver supports CUDA up to " + version_string(driver) +
+           ", but this build of anyflash needs CUDA " + version_string(CUDART_VERSION);
+  }
+  return std::string("no CUDA device can be used: ") + cudaGetErrorString(status);
+}
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    throw Error(ErrorCode::kDevice, std::string(what) + ": " + cudaGetErrorString(status));
+  }
+}
+
+DeviceProperties query(int index) {
+  cudaDeviceProp p{};
+  check(cudaGetDeviceProperties(&p, index), "cudaGetDeviceProperties");
+  return {p.name, p.major * 10 + p.minor, p.multiProcessorCount, p.sharedMemPerBlockOptin,
+          static_cast<std::size_t>(p.l2CacheSize)};
+}
+
+}  // namespace
+
+DeviceList list_devices() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) return {0, missing_device(status)};
+  return {count, ""};
+}
+
+const DeviceProperties& device_properties(int index) {
+  static std::mutex mutex;
+  static std::vector<DeviceProperties> cache;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (cache.empty()) {
+    const DeviceList devices = list_devices();
+    if (devices.count == 0) throw Error(ErrorCode::kDevice, devices.error);
+    std::vector<DeviceProperties> found;  // complete before it is kept: references stay valid
+    for (int i = 0; i < devices.count; ++i) found.push_back(query(i));
+    cache = std::move(found);
+  }
+  if (index < 0 || index >= static_cast<int>(cache.size())) {
+    throw Error(ErrorCode::kDevice, "CUDA device " + std::to_string(index) + " does not exist; there are " +
+                                        std::to_string(cache.size()));
+  }
+  return cache[static_cast<std::size_t>(index)];
+}
+
+std::string cuda_version() { return version_string(CUDART_VERSION); }
+
+void* device_allocate(int index, std::size_t bytes) {
+  const DeviceGuard guard(index);
+  void* data = nullptr;
+  check(cudaMalloc(&data, bytes), "cudaMalloc");
+  return data;
+}
+
+// Also runs when the process ends, where the runtime may be gone: nothing to report to.
+void device_free(int index, void* data) noexcept {
+  int previous = 0;
+  cudaGetDevice(&previous);
+  cudaSetDevice(index);
+  cudaFree(data);
+  cudaSetDevice(previous);
+}
+
+DeviceGuard::DeviceGuard(int index) {
+  check(cudaGetDevice(&previous_), "cudaGetDevice");
+  if (previous_ == index) {
+    previous_ = -1;
+  } else {
+    check(cudaSetDevice(index), "cudaSetDevice");
+  }
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+}  // namespace anyflash

@@ -1,0 +1,30 @@
+// A build without CUDA.
+#include "anyflash/error.h"
+#include "copy_rows.h"
+#include "device.h"
+
+namespace anyflash {
+
+namespace {
+
+const char* const kMessage =
+    "this build of anyflash has no CUDA kernels; build it where nvcc or an NVIDIA driver is found, "
+    "or with -Ccmake.define.ANYFLASH_CUDA=ON";
+
+}  // namespace
+
+DeviceList list_devices() { return {0, kMessage}; }
+
+const DeviceProperties& device_properties(int) { throw Error(ErrorCode::kUnsupported, kMessage); }
+
+std::string cuda_version() { return ""; }
+
+void* device_allocate(int, std::size_t) { throw Error(ErrorCode::kUnsupported, kMessage); }
+void device_free(int, void*) noexcept {}
+
+DeviceGuard::DeviceGuard(int) { throw Error(ErrorCode::kUnsupported, kMessage); }
+DeviceGuard::~DeviceGuard() = default;
+
+void copy_rows(const CopyRowsParams&, void*) { throw Error(ErrorCode::kUnsupported, kMessage); }
+
+}  // namespace anyflash

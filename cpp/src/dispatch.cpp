@@ -1,0 +1,131 @@
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "anyflash/error.h"
+#include "cpu_features.h"
+#include "describe.h"
+#include "device.h"
+#include "kernel_table.h"
+
+namespace anyflash {
+
+namespace {
+
+std::vector<const KernelRow*> all_rows() {
+  std::vector<const KernelRow*> rows;
+  for (std::size_t unit = 0; unit < kKernelUnitCount; ++unit) {
+    for (std::size_t i = 0; i < kKernelUnits[unit]->count; ++i) {
+      rows.push_back(&kKernelUnits[unit]->rows[i]);
+    }
+  }
+  return rows;
+}
+
+struct Registry {
+  std::vector<const KernelRow*> rows = all_rows();
+  std::unique_ptr<std::atomic<std::uint64_t>[]> launches{
+      new std::atomic<std::uint64_t>[rows.size()]()};
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+const KernelRow& select_cpu(const ForwardProblem& problem) {
+  const CpuIsa isa = problem.cpu_isa == CpuIsa::kAuto ? best_isa() : problem.cpu_isa;
+  if (!cpu_has(isa)) {
+    throw Error(ErrorCode::kUnsupported,
+                std::string("cpu_isa is ") + name(isa) + ", which this processor does not have");
+  }
+  for (const KernelRow* row : registry().rows) {
+    if (row->arch == Arch::kCpu && row->isa == isa && row->dtype == problem.dtype) return *row;
+  }
+  throw Error(ErrorCode::kUnsupported,
+              std::string("this build has no CPU kernels for ") + name(isa));
+}
+
+std::string built_archs() {
+  std::string list;
+  for (const char* const* arch = kCudaArchs; *arch != nullptr; ++arch) {
+    list += (list.empty() ? "" : ", ") + std::string(*arch);
+  }
+  return list;
+}
+
+const KernelRow& select_cuda(const ForwardProblem& problem) {
+  const DeviceProperties& device = device_properties(problem.device.index);
+  const int cc = device.compute_capability;
+  if (!built_for(cc)) {
+    throw Error(ErrorCode::kUnsupported,
+                "CUDA device " + std::to_string(problem.device.index) + " (" + device.name +
+                    ") has compute capability " + std::to_string(cc / 10) + "." +
+                    std::to_string(cc % 10) + "; this build holds code for " + built_archs());
+  }
+  const KernelRow* best = nullptr;
+  std::string head_dims;
+  for (const KernelRow* row : registry().rows) {
+    if (row->arch != Arch::kSm80 || row->dtype != problem.dtype) continue;
+    head_dims += (head_dims.empty() ? "" : ", ") + std::to_string(row->head_dim);
+    if (row->head_dim < problem.head_dim || row->smem_bytes > device.smem_per_block) continue;
+    if (best == nullptr || row->head_dim < best->head_dim) best = row;
+  }
+  if (best != nullptr) return *best;
+  if (head_dims.empty()) {
+    throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
+                                             "; the CUDA kernels of this build take float16 and "
+                                             "bfloat16");
+  }
+  throw Error(ErrorCode::kUnsupported,
+              "head dim " + std::to_string(problem.head_dim) + " is more than the kernels for " +
+                  name(problem.dtype) + " on " + device.name +
+                  " take; this build has head dims up to " + head_dims);
+}
+
+}  // namespace
+
+std::vector<CountedKernel> counted_kernels() {
+  const Registry& r = registry();
+  std::vector<CountedKernel> kernels;
+  for (std::size_t i = 0; i < r.rows.size(); ++i) {
+    kernels.push_back({r.rows[i], r.launches[i].load(std::memory_order_relaxed)});
+  }
+  return kernels;
+}
+
+void count_launch(const KernelRow& row) {
+  Registry& r = registry();
+  for (std::size_t i = 0; i < r.rows.size(); ++i) {
+    if (r.rows[i] == &row) r.launches[i].fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+CpuIsa best_isa() {
+  static const CpuIsa best = [] {
+    CpuIsa isa = CpuIsa::kBaseline;
+    for (const KernelRow* row : registry().rows) {
+      if (row->arch == Arch::kCpu && cpu_has(row->isa) && row->isa > isa) isa = row->isa;
+    }
+    return isa;
+  }();
+  return best;
+}
+
+const KernelRow& select_forward(const ForwardProblem& problem) {
+  return problem.device.type == DeviceType::kCpu ? select_cpu(problem) : select_cuda(problem);
+}
+
+bool built_for(int compute_capability) {
+  for (const char* const* arch = kCudaArchs; *arch != nullptr; ++arch) {
+    const std::string text = *arch;
+    const int built = std::atoi(text.c_str() + text.find('_') + 1);
+    // Machine code runs on later minor versions of its major version; PTX on everything later.
+    const bool same_major = built / 10 == compute_capability / 10;
+    const bool ptx = text.rfind("compute_", 0) == 0;
+    if (built <= compute_capability && (ptx || same_major)) return true;
+  }
+  return false;
+}
+
+}  // namespace anyflash

@@ -1,0 +1,86 @@
+// Conversion of DLPack's tensor description.
+#include "dlpack.h"
+
+#include <cstddef>
+#include <iterator>
+#include <string>
+
+#include "anyflash/error.h"
+
+namespace anyflash {
+
+namespace {
+
+bool dtype_of(const DLDataType& type, DType& result) {
+  if (type.lanes != 1) return false;
+  if (type.code == kDLFloat && type.bits == 64) result = DType::kFloat64;
+  else if (type.code == kDLFloat && type.bits == 32) result = DType::kFloat32;
+  else if (type.code == kDLFloat && type.bits == 16) result = DType::kFloat16;
+  else if (type.code == kDLBfloat && type.bits == 16) result = DType::kBFloat16;
+  else return false;
+  return true;
+}
+
+bool device_of(const DLDevice& device, Device& result) {
+  switch (device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      result = {DeviceType::kCpu, 0};
+      return true;
+    case kDLCUDA:
+    case kDLCUDAManaged:
+      result = {DeviceType::kCuda, device.device_id};
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string text_of(const DLDataType& type) {
+  static const char* const kCodes[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const std::string code = type.code < std::size(kCodes) ? kCodes[type.code] : "type code " + std::to_string(type.code) + ", bits ";
+  return code + std::to_string(type.bits) +
+         (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
+}
+
+}  // namespace
+
+TensorView view_of(const DLTensor* tensor, const char* argument) {
+  const std::string what = argument;
+  if (tensor == nullptr) throw Error(ErrorCode::kInvalidValue, what + " is NULL");
+  TensorView view;
+  if (!dtype_of(tensor->dtype, view.dtype)) {
+    throw Error(ErrorCode::kInvalidType, what + " is " + text_of(tensor->dtype) +
+                                             "; float64, float32, float16 and bfloat16 are allowed");
+  }
+  if (!device_of(tensor->device, view.device)) {
+    throw Error(ErrorCode::kInvalidType,
+                what + " is on a device of DLPack type " +
+                    std::to_string(tensor->device.device_type) +
+                    "; CPU and CUDA devices are allowed");
+  }
+  if (tensor->ndim < 0 || tensor->ndim > kMaxRank) {
+    throw Error(ErrorCode::kInvalidValue, what + " has " + std::to_string(tensor->ndim) +
+                                              " dimensions; at most " + std::to_string(kMaxRank) +
+                                              " are allowed");
+  }
+  view.rank = tensor->ndim;
+  view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;
+  int64_t contiguous = 1;
+  bool empty = false;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    if (tensor->shape[i] < 0) {
+      throw Error(ErrorCode::kInvalidValue, what + " has a negative extent");
+    }
+    view.shape[i] = tensor->shape[i];
+    view.stride[i] = tensor->strides != nullptr ? tensor->strides[i] : contiguous;
+    contiguous *= tensor->shape[i];
+    empty = empty || tensor->shape[i] == 0;
+  }
+  if (tensor->data == nullptr && !empty) {
+    throw Error(ErrorCode::kInvalidValue, what + " has a NULL data pointer");
+  }
+  return view;
+}
+
+}  // namespace anyflash

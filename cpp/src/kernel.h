@@ -1,0 +1,50 @@
+// A compiled kernel as data: what it can do, its tile, and how to launch it.
+//
+// One generated unit per row group (cmake/kernels.cmake) defines a KernelRows object; the generated
+// kernel_table.cpp lists them all. Nothing registers itself.
+#pragma once
+
+#include <cstddef>
+
+#include "anyflash/options.h"
+#include "anyflash/tensor_view.h"
+#include "params.h"
+
+namespace anyflash {
+
+enum class Arch : int { kCpu, kSm80 };
+enum class Op : int { kForward };
+
+struct Tile {
+  int block_m = 0;  // query rows of a CTA (CPU: of a task)
+  int block_n = 0;  // keys of one step
+  int warps = 0;    // 0 on the CPU
+};
+
+// Where and with what a kernel runs.
+struct LaunchContext {
+  int num_threads = 1;      // CPU
+  void* stream = nullptr;   // CUDA
+  void* scratch = nullptr;  // `scratch_bytes` of the row, aligned to 256 bytes
+  std::size_t scratch_bytes = 0;
+};
+
+struct KernelRow {
+  const char* name;  // "sm80_forward_bf16_d128"
+  Arch arch;
+  CpuIsa isa;  // of a CPU kernel
+  Op op;
+  DType dtype;
+  int head_dim;  // largest head dim (q/k and v); 0: any
+  Tile tile;
+  std::size_t smem_bytes;  // dynamic shared memory of a CTA
+  std::size_t (*scratch_bytes)(const ForwardParams& params, int num_threads);
+  void (*launch)(const ForwardParams& params, const LaunchContext& context);
+};
+
+struct KernelRows {
+  const KernelRow* rows;
+  std::size_t count;
+};
+
+}  // namespace anyflash

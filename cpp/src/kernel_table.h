@@ -1,0 +1,45 @@
+// All kernels of this build, and which of them runs a problem.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "anyflash/options.h"
+#include "anyflash/tensor_view.h"
+#include "kernel.h"
+
+namespace anyflash {
+
+// Defined in the generated kernel_table.cpp (cmake/kernels.cmake).
+extern const KernelRows* const kKernelUnits[];
+extern const std::size_t kKernelUnitCount;
+// "sm_80" for machine code, "compute_80" for PTX; ends with a null pointer.
+extern const char* const kCudaArchs[];
+
+// Every row with its launch counter, in the table's order.
+struct CountedKernel {
+  const KernelRow* row;
+  std::uint64_t launches;
+};
+std::vector<CountedKernel> counted_kernels();
+void count_launch(const KernelRow& row);
+
+// What the choice depends on.
+struct ForwardProblem {
+  Device device;
+  DType dtype;
+  int head_dim;  // the larger of q/k's and v's
+  CpuIsa cpu_isa;
+};
+
+// The row that runs the problem; throws Error(kUnsupported) that lists what was built.
+const KernelRow& select_forward(const ForwardProblem& problem);
+
+// The best instruction set that is built and that this machine has.
+CpuIsa best_isa();
+
+// True if this build holds machine code, or PTX to be compiled, for the compute capability (80 = 8.0).
+bool built_for(int compute_capability);
+
+}  // namespace anyflash

@@ -1,0 +1,127 @@
+"""`python -m anyflash`: what is built, what this machine can run, and a demonstration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import anyflash
+
+NEXT_COMMANDS = (
+    ("python -m anyflash demo", "search sentences with a real transformer (all-MiniLM-L6-v2)"),
+    ("python -m anyflash --json", "these facts, for a program"),
+)
+
+
+def _kernel_rows(kernels: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """One row (op, arch, dtypes, head dims) for all dtypes that come with the same head dims."""
+    dims: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for kernel in kernels:
+        dims[kernel["op"], kernel["arch"], kernel["dtype"]].add(kernel["head_dim"])
+    dtypes: defaultdict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (op, arch, dtype), head_dims in sorted(dims.items()):
+        dtypes[op, arch, tuple(sorted(head_dims))].append(dtype)
+    return [
+        (op, arch, " ".join(names), " ".join(map(str, head_dims)))
+        for (op, arch, head_dims), names in dtypes.items()
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _built(info: dict[str, Any]) -> list[tuple[str, str]]:
+    cuda = info["cuda"]
+    facts = [
+        (
+            "CUDA",
+            f"runtime {cuda['runtime_version']} for {' '.join(cuda['archs'])}" if cuda else "no",
+        ),
+        ("CPU", " ".join(info["cpu"]["compiled"])),
+    ]
+    rows = _kernel_rows(info["kernels"])
+    if rows:
+        table = _table([("op", "arch", "dtypes", "head dims"), *rows])
+        facts += zip(("kernels", *[""] * len(rows)), table, strict=True)
+    return facts
+
+
+def _machine(info: dict[str, Any]) -> list[tuple[str, str]]:
+    threads = info["cpu"]["threads"]
+    facts = [("CPU", f"{info['cpu']['isa']}, {threads} thread{'s' if threads != 1 else ''}")]
+    for device in info["devices"]:
+        use = "ready" if device["supported"] else "no kernels for it in this build"
+        about = f"{device['name']}, compute capability {device['compute_capability']}: {use}"
+        facts.append((f"GPU {device['index']}", about))
+    if info["device_error"]:
+        facts.append(("GPU", info["device_error"]))
+    elif not info["devices"]:
+        facts.append(("GPU", "none"))
+    return facts
+
+
+def overview(info: dict[str, Any]) -> str:
+    """The text that `python -m anyflash` prints."""
+    lines = [f"anyflash {info['version']}"]
+    for title, facts in (("built", _built(info)), ("this machine", _machine(info))):
+        lines += ["", title, *(f"  {name:<9}{value}".rstrip() for name, value in facts)]
+    lines += ["", "next", *(f"  {row}" for row in _table(NEXT_COMMANDS))]
+    return "\n".join(lines)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m anyflash",
+        description="Print what is built and what this machine can run.",
+    )
+    parser.add_argument("--version", action="version", version=f"anyflash {anyflash.__version__}")
+    parser.add_argument("--json", action="store_true", help="print anyflash.build_info() as JSON")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="search sentences with a real transformer (all-MiniLM-L6-v2)",
+        description="Rank sentences by their closeness in meaning to a query. The transformer "
+        "all-MiniLM-L6-v2 runs in NumPy, with every attention layer through anyflash.attention.",
+    )
+    demo.add_argument("sentences", nargs="*", metavar="SENTENCE", help="default: a built-in set")
+    demo.add_argument("--query", metavar="TEXT", help="default: the first of your sentences")
+    demo.add_argument("--top", type=_positive, default=5, metavar="N", help="default: 5")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "demo":
+        from anyflash import demo
+
+        sentences, query = list(arguments.sentences), arguments.query
+        if not sentences:
+            sentences, query = list(demo.SENTENCES), query or demo.QUERY
+        elif query is None:
+            query = sentences.pop(0)
+            if not sentences:
+                parser.error("demo: give --query TEXT, or at least two sentences")
+        return demo.run(sentences, query, arguments.top)
+    info = anyflash.build_info()
+    print(json.dumps(info, indent=2) if arguments.json else overview(info))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Build backend: scikit-build-core, plus build requirements that depend on the machine.
+
+A pyproject.toml cannot say "the CUDA headers, but only where CUDA kernels are built". This wrapper adds
+
+* CUTLASS's headers where CUDA kernels will be built,
+* nvcc where it is missing although an NVIDIA driver is there.
+
+The setting is read where CMake reads it: ``-Ccmake.define.ANYFLASH_CUDA=ON|OFF|AUTO``, or the
+environment variable ``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON"``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from scikit_build_core.build import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+from scikit_build_core.build import (
+    get_requires_for_build_editable as _requires_editable,
+)
+from scikit_build_core.build import (
+    get_requires_for_build_wheel as _requires_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+Settings = Mapping[str, "str | list[str]"]
+
+CUTLASS = ["nvidia-cutlass==4.2.0.0"]
+TOOLKIT = [
+    f"{package}==13.0.*"
+    for package in (
+        "nvidia-cuda-nvcc",
+        "nvidia-cuda-crt",
+        "nvidia-nvvm",
+        "nvidia-cuda-runtime",
+        "nvidia-cuda-cccl",
+    )
+]
+
+
+def cuda_setting(settings: Settings | None) -> str:
+    """What ANYFLASH_CUDA will be: 'ON', 'OFF' or 'AUTO'."""
+    defines = dict(
+        item.split("=", 1)
+        for item in os.environ.get("SKBUILD_CMAKE_DEFINE", "").split(";")
+        if "=" in item
+    )
+    given = (settings or {}).get("cmake.define.ANYFLASH_CUDA", defines.get("ANYFLASH_CUDA", "AUTO"))
+    value = (given if isinstance(given, str) else given[-1]).upper()
+    names = {"1": "ON", "TRUE": "ON", "YES": "ON", "0": "OFF", "FALSE": "OFF", "NO": "OFF"}
+    return names.get(value, value)
+
+
+def has_nvcc() -> bool:
+    """Whether CMake will find a toolkit of the system's (cmake/cuda.cmake looks in the same places)."""
+    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
+    return bool(
+        os.environ.get("CUDACXX")
+        or shutil.which("nvcc")
+        or any(root and (Path(root) / "bin" / "nvcc").exists() for root in roots)
+    )
+
+
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is installed."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def cuda_requirements(settings: Settings | None) -> list[str]:
+    """The build requirements that CUDA kernels add on this machine."""
+    if cuda_setting(settings) == "OFF":
+        return []
+    if has_nvcc():
+        return CUTLASS
+    return CUTLASS + TOOLKIT if has_driver() else []
+
+
+def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
+    return [*_requires_wheel(config_settings), *cuda_requirements(config_settings)]
+
+
+def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
+    return [*_requires_editable(config_settings), *cuda_requirements(config_settings)]

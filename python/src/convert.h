@@ -1,0 +1,27 @@
+// Python arrays as TensorViews.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "anyflash/tensor_view.h"
+
+namespace anyflash::python {
+
+namespace nb = nanobind;
+
+// Keeps the array's memory alive while its view is used.
+struct Array {
+  nb::ndarray<nb::ro> owner;
+  TensorView view;
+};
+
+// `object` is a DLPack capsule, or an object with __dlpack__ or the buffer protocol; nothing is copied.
+// bf16_bits: the elements are bfloat16 shown as uint16 (NumPy cannot export bfloat16).
+// writable: read-only arrays are refused. Throws anyflash::Error.
+Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool writable);
+
+// Uninitialised memory that owns itself and speaks DLPack.
+nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index);
+
+}  // namespace anyflash::python

@@ -1,0 +1,54 @@
+# Where third-party headers are found. Nothing is vendored: they come from packages of the build
+# environment, or from a folder that a variable names. Pins live in pyproject.toml.
+#
+#   ANYFLASH_DLPACK_INCLUDE_DIR    holds dlpack/dlpack.h, DLPack 1.x     (package apache-tvm-ffi)
+#   ANYFLASH_CUTLASS_INCLUDE_DIR   holds cute/ and cutlass/, CUTLASS 4.2 (package nvidia-cutlass)
+
+# Sets ${variable} to ${subfolder} of an installed Python package, if it is there.
+function(anyflash_find_in_package variable package subfolder probe)
+  if(${variable})
+    if(NOT EXISTS "${${variable}}/${probe}")
+      message(FATAL_ERROR "${variable} is ${${variable}}, which does not hold ${probe}")
+    endif()
+    return()
+  endif()
+  if(NOT Python_EXECUTABLE)
+    find_program(Python_EXECUTABLE NAMES python3 python)
+  endif()
+  set(program
+      "import importlib.util as u; s = u.find_spec('${package}'); print(list(s.submodule_search_locations)[0] if s else '')"
+  )
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c "${program}"
+    OUTPUT_VARIABLE root
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    ERROR_QUIET
+  )
+  if(root AND EXISTS "${root}/${subfolder}/${probe}")
+    set(${variable} "${root}/${subfolder}" PARENT_SCOPE)
+  endif()
+endfunction()
+
+function(anyflash_require variable package)
+  if(NOT ${variable})
+    message(
+      FATAL_ERROR
+      "${variable} is not set and the Python package ${package} was not found; set the variable, or "
+      "run: pip install --no-deps ${package}"
+    )
+  endif()
+endfunction()
+
+anyflash_find_in_package(ANYFLASH_DLPACK_INCLUDE_DIR tvm_ffi include dlpack/dlpack.h)
+anyflash_require(ANYFLASH_DLPACK_INCLUDE_DIR apache-tvm-ffi)
+
+# Only where kernels for a GPU, real or emulated, are compiled.
+macro(anyflash_require_cutlass)
+  anyflash_find_in_package(
+    ANYFLASH_CUTLASS_INCLUDE_DIR
+    cutlass_library
+    source/include
+    cute/tensor.hpp
+  )
+  anyflash_require(ANYFLASH_CUTLASS_INCLUDE_DIR nvidia-cutlass==4.2.0.0)
+endmacro()
