@@ -4,11 +4,11 @@
 # Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
 # the same unit and 23 s in one of its own.
 
-set(ANYFLASH_SM80_FORWARD_DTYPES fp16 bf16)
+set(ANYFLASH_SM80_FORWARD_DTYPES f16 bf16)
 set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_full 32 64 96 128 192 256)
 set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_minimal 64 128)
 
-set(ANYFLASH_ELEMENT_fp16 cutlass::half_t)
+set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
 
 # Instruction sets of the CPU kernels and the flags of their units.
@@ -37,7 +37,7 @@ set(ANYFLASH_CPU_ENUM_neon kNeon)
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
-# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "fp16-64".
+# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64".
 function(anyflash_sm80_units output kernel_set)
   if(NOT DEFINED ANYFLASH_SM80_FORWARD_HEAD_DIMS_${kernel_set})
     message(FATAL_ERROR "ANYFLASH_KERNEL_SET is '${kernel_set}'; 'full' and 'minimal' are allowed")

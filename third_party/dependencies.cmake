@@ -52,3 +52,33 @@ macro(anyflash_require_cutlass)
   )
   anyflash_require(ANYFLASH_CUTLASS_INCLUDE_DIR nvidia-cutlass==4.2.0.0)
 endmacro()
+
+# Headers of a CUDA toolkit, for g++: the emulator's. ANYFLASH_CUDA_INCLUDE_DIRS overrides; else the
+# system's toolkit, else the packages nvidia-cuda-runtime, -crt, -cccl.
+macro(anyflash_require_cuda_headers)
+  if(NOT ANYFLASH_CUDA_INCLUDE_DIRS)
+    execute_process(
+      COMMAND
+        "${Python_EXECUTABLE}" -c
+        "import glob, sys; print(next((f for p in sys.path for f in glob.glob(p + '/nvidia/cu13/include')), ''))"
+      OUTPUT_VARIABLE pypi_cuda_include
+      OUTPUT_STRIP_TRAILING_WHITESPACE
+      ERROR_QUIET
+    )
+    find_path(
+      ANYFLASH_CUDA_HEADERS
+      cuda_runtime.h
+      HINTS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda
+      PATHS "${pypi_cuda_include}"
+      PATH_SUFFIXES include
+    )
+    set(ANYFLASH_CUDA_INCLUDE_DIRS "${ANYFLASH_CUDA_HEADERS}" "${ANYFLASH_CUDA_HEADERS}/cccl")
+  endif()
+  if(NOT ANYFLASH_CUDA_INCLUDE_DIRS MATCHES "/")
+    message(
+      FATAL_ERROR
+      "No CUDA headers were found; set ANYFLASH_CUDA_INCLUDE_DIRS, or run: pip install "
+      "nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"
+    )
+  endif()
+endmacro()

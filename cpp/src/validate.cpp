@@ -49,6 +49,9 @@ void check_shape(const TensorView& t, const char* argument,
 // A tensor that is written must not hold one address twice.
 void check_writable(const TensorView& t, const char* argument) {
   for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == 0) return;  // strides of an empty tensor mean nothing
+  }
+  for (int i = 0; i < t.rank; ++i) {
     if (t.shape[i] > 1 && t.stride[i] == 0) {
       invalid_value(std::string(argument) + " has stride 0 in dimension " + std::to_string(i) +
                     " of shape " + shape_of(t) + "; an output must not repeat elements");

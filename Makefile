@@ -1,0 +1,65 @@
+# make demo       install into .venv and run a real transformer through anyflash
+# make test       install, build the C++ tests and the emulated GPU, run all tests
+# make test-full  the same with every case of every table
+# make lint       formatters, type checker, include rules
+# Needs g++ (or clang++), Python 3.10+ with venv, and nothing else; CUDA kernels are built where nvcc is
+# found. Stages and what they may take: CONTRIBUTING.md.
+
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+export PATH := $(BIN):$(PATH)
+EMULATED := $(CURDIR)/build/test/_emulated_sm80.so
+
+.PHONY: demo test test-full install build-test lint check-cpp check-python check-emulator check-sass clean
+
+demo: install .venv/demo
+	$(BIN)/python -m anyflash demo
+
+test: install build-test lint check-cpp check-sass check-emulator check-python
+test-full: export ANYFLASH_TEST_FULL := 1
+test-full: test
+
+# -- environment: a marker file a step, made anew when its list of packages changes
+.venv/build: third_party/requirements.txt third_party/requirements-headers.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install -r third_party/requirements.txt
+	$(PIP) install --no-deps -r third_party/requirements-headers.txt
+	touch $@
+
+.venv/demo: .venv/build tests/requirements-demo.txt
+	$(PIP) install numpy tokenizers safetensors
+	$(PIP) install --no-deps -r tests/requirements-demo.txt
+	touch $@
+
+.venv/test: .venv/demo tests/requirements.txt tests/sass/requirements.txt
+	$(PIP) install -r tests/requirements.txt -r tests/sass/requirements.txt
+	touch $@
+
+# -- build
+install: .venv/build
+	$(PIP) install --no-build-isolation -Cbuild-dir=build/wheel .
+
+build-test: .venv/test
+	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON \
+	  -DPython_EXECUTABLE=$(BIN)/python --log-level=WARNING
+	cmake --build build/test
+
+# -- checks
+lint: .venv/test
+	$(BIN)/python tests/lint/lint.py
+
+check-cpp: build-test
+	ctest --test-dir build/test --output-on-failure -j 2
+
+check-sass: install .venv/test
+	$(BIN)/python -m pytest tests/sass
+
+check-emulator: build-test
+	$(BIN)/python -m pytest tests/emulator
+
+check-python: install build-test
+	ANYFLASH_EMULATED_SM80=$(EMULATED) $(BIN)/python -m pytest tests/python tests/lint
+
+clean:
+	rm -rf build .venv

@@ -1,0 +1,46 @@
+// NaN and infinity in 16-bit tiles.
+//
+// A masked probability is 0, but 0 * NaN is NaN: in a tile that is only partly visible, a NaN or an
+// infinity in V would reach rows that do not see it. Such tiles are looked at before the product, and
+// the rare bad one is handled apart (sm80/fwd_mainloop.h).
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+
+namespace anyflash {
+
+// The bits of the exponent, all ones in NaN and infinity.
+template <class Element>
+inline constexpr uint16_t kExponentBits = 0;
+template <>
+inline constexpr uint16_t kExponentBits<cutlass::half_t> = 0x7c00;
+template <>
+inline constexpr uint16_t kExponentBits<cutlass::bfloat16_t> = 0x7f80;
+
+template <class Element>
+ANYFLASH_DEVICE bool is_finite(Element x) {
+  return (x.storage & kExponentBits<Element>) != kExponentBits<Element>;
+}
+
+template <class Engine, class Layout>
+ANYFLASH_DEVICE bool all_finite(const cute::Tensor<Engine, Layout>& tensor) {
+  using Element = typename Engine::value_type;
+  // Adding the exponent's lowest bit to its bits carries into the sign's place if they are all ones.
+  constexpr uint32_t kBits = kExponentBits<Element> * 0x10001u;
+  constexpr uint32_t kOne = (0x8000u - kExponentBits<Element>) * 0x10001u;
+  auto copy = cute::make_fragment_like(tensor);
+  cute::copy(cute::AutoVectorizingCopy{}, tensor, copy);
+  auto words = cute::recast<const uint32_t>(copy);
+  uint32_t seen = 0;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(words); ++i) seen |= (words(i) & kBits) + kOne;
+  return (seen & 0x80008000u) == 0;
+}
+
+}  // namespace anyflash

@@ -1,0 +1,162 @@
+// The two products of attention on a panel of query rows, with the sums in registers.
+//
+// Lanes are query rows: a panel holds NV vectors of rows, and the other operand is broadcast, one
+// scalar at a time. So S^T = K Q^T and O^T = V^T P^T need no transposed K or V, the softmax runs down
+// columns (no operation across lanes), and a causal limit is one integer per lane.
+//
+//   q  (head_dim,   NV * lanes)      k  (keys, head_dim)
+//   s  (keys,       NV * lanes)      v  (head_dim_v / 8, keys, 8)
+//   o  (head_dim_v, NV * lanes)
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/simd.h"
+
+namespace anyflash::cpu::ANYFLASH_CPU_ISA {
+
+// Register tile: kMaxVectors vectors of rows by scalar_group(NV) keys (or columns of v).
+//   32 registers: 24 sums, 3 vectors, 1 scalar; 11 loads for 24 multiply-adds
+//   16 registers: 12 sums, 3 vectors, 1 scalar;  7 loads for 12
+// x86 without FMA needs a register for each product too: 8 sums, 2 vectors (20 % faster than 12 and 3
+// with SSE2 on an AMD EPYC, Zen 4 or later; float32, head_dim 64 and 128, 2048 keys).
+#if ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__FMA__)
+inline constexpr int kMaxVectors = 2;
+#else
+inline constexpr int kMaxVectors = 3;
+#endif
+
+constexpr int scalar_group(int vectors) { return kVectorRegisters == 32 || vectors == 1 ? 8 : 4; }
+
+// Keys and columns are padded with zeros to a multiple of this, so that a group is always whole.
+inline constexpr int kGroupPad = 8;
+
+// Which keys a row sees: all of them (no code), or those below a limit of its lane.
+struct EveryKey {
+  template <typename T>
+  ANYFLASH_CPU_INLINE typename Simd<T>::Vec select(int /*vector*/, int /*key*/,
+                                                   typename Simd<T>::Vec visible,
+                                                   typename Simd<T>::Vec /*hidden*/) const {
+    return visible;
+  }
+};
+
+template <typename I>
+struct KeysBelow {
+  const I* limit;  // one per row of the panel
+
+  template <typename T>
+  ANYFLASH_CPU_INLINE typename Simd<T>::Vec select(int vector, int key,
+                                                   typename Simd<T>::Vec visible,
+                                                   typename Simd<T>::Vec hidden) const {
+    using S = Simd<T>;
+    return S::load(limit + vector * S::kLanes) > S::broadcast_int(key) ? visible : hidden;
+  }
+};
+
+// Sums over head_dim run in parts of this many terms, and the parts are added up: rounding errors
+// grow with the length of a chain (at head_dim 128 half as large as in one chain, at 1.5 % of the time).
+inline constexpr int kChain = 32;
+
+// acc[j][i] = sum over c in [first, last) of k[j][c] q[c][i]
+template <typename T, int NV>
+ANYFLASH_CPU_INLINE void dot_part(const T* k, const T* q, std::int64_t ld, int first, int last,
+                                  typename Simd<T>::Vec (&acc)[scalar_group(NV)][NV]) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int kScalars = scalar_group(NV);
+  constexpr int kRows = NV * S::kLanes;
+  ANYFLASH_CPU_UNROLL
+  for (int r = 0; r < kScalars; ++r) {
+    ANYFLASH_CPU_UNROLL
+    for (int n = 0; n < NV; ++n) acc[r][n] = Vec{};
+  }
+  for (int c = first; c < last; ++c) {
+    Vec b[NV];
+    ANYFLASH_CPU_UNROLL
+    for (int n = 0; n < NV; ++n) b[n] = S::load(q + c * kRows + n * S::kLanes);
+    ANYFLASH_CPU_UNROLL
+    for (int r = 0; r < kScalars; ++r) {
+      const Vec a = S::broadcast(k[r * ld + c]);
+      ANYFLASH_CPU_UNROLL
+      for (int n = 0; n < NV; ++n) acc[r][n] += a * b[n];
+    }
+  }
+}
+
+// One group of keys:  s[j][i] = scale * sum_c k[j][c] q[c][i], -inf where row i does not see key j,
+//                     row_max[i] = max(row_max[i], s[j][i])
+template <typename T, int NV, typename Visible>
+ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T scale, int first_key,
+                                     const Visible& visible, T* s,
+                                     typename Simd<T>::Vec (&row_max)[NV]) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int kScalars = scalar_group(NV);
+  constexpr int kRows = NV * S::kLanes;
+  const Vec hidden = S::broadcast(T(-kInfinity));
+  Vec acc[kScalars][NV];
+  int c = 0;
+  for (; c + kChain < head_dim; c += kChain) {
+    dot_part<T, NV>(k, q, head_dim, c, c + kChain, acc);
+    ANYFLASH_CPU_UNROLL
+    for (int r = 0; r < kScalars; ++r) {
+      ANYFLASH_CPU_UNROLL
+      for (int n = 0; n < NV; ++n) {
+        T* const at = s + r * kRows + n * S::kLanes;
+        S::store(at, c == 0 ? acc[r][n] : S::load(at) + acc[r][n]);
+      }
+    }
+  }
+  dot_part<T, NV>(k, q, head_dim, c, head_dim, acc);
+  ANYFLASH_CPU_UNROLL
+  for (int r = 0; r < kScalars; ++r) {
+    ANYFLASH_CPU_UNROLL
+    for (int n = 0; n < NV; ++n) {
+      T* const at = s + r * kRows + n * S::kLanes;
+      const Vec dot = c == 0 ? acc[r][n] : S::load(at) + acc[r][n];
+      const Vec x = visible.template select<T>(n, first_key + r, dot * scale, hidden);
+      S::store(at, x);
+      row_max[n] = S::max(x, row_max[n]);  // a NaN score is left out here, and makes its p NaN
+    }
+  }
+}
+
+// One group of columns:  o[c][i] = alpha[i] o[c][i] + sum_j v[j][c] p[j][i]
+// over keys [0, full), which every row sees, and [full, keys), where each row takes what it sees: a
+// hidden key adds nothing, not even 0 * NaN.
+template <typename T, int NV, typename Visible>
+ANYFLASH_CPU_INLINE void output_group(const T* v, const T* p, int full, int keys, int first_key,
+                                      const Visible& visible,
+                                      const typename Simd<T>::Vec (&alpha)[NV], T* o) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int kScalars = scalar_group(NV);
+  constexpr int kRows = NV * S::kLanes;
+  Vec acc[kScalars][NV] = {};
+  const auto step = [&](int j, const auto& seen) {
+    Vec b[NV];
+    ANYFLASH_CPU_UNROLL
+    for (int n = 0; n < NV; ++n) b[n] = S::load(p + j * kRows + n * S::kLanes);
+    ANYFLASH_CPU_UNROLL
+    for (int r = 0; r < kScalars; ++r) {
+      const Vec a = S::broadcast(v[j * kGroupPad + r]);
+      ANYFLASH_CPU_UNROLL
+      for (int n = 0; n < NV; ++n) {
+        acc[r][n] = seen.template select<T>(n, first_key + j, acc[r][n] + a * b[n], acc[r][n]);
+      }
+    }
+  };
+  for (int j = 0; j < full; ++j) step(j, EveryKey{});
+  for (int j = full; j < keys; ++j) step(j, visible);
+  ANYFLASH_CPU_UNROLL
+  for (int r = 0; r < kScalars; ++r) {
+    ANYFLASH_CPU_UNROLL
+    for (int n = 0; n < NV; ++n) {
+      T* const at = o + r * kRows + n * S::kLanes;
+      S::store(at, S::load(at) * alpha[n] + acc[r][n]);
+    }
+  }
+}
+
+}  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -1,0 +1,143 @@
+// The table of kernels, the counters of launches, and the thread-local error message.
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "anyflash/anyflash.h"
+#include "check.h"
+#include "tensor.h"
+
+namespace {
+
+using anyflash::BuildInfo;
+using anyflash::CpuIsa;
+using anyflash::KernelInfo;
+using test::DType;
+using test::Tensor;
+
+void check_table() {
+  const std::vector<KernelInfo> kernels = anyflash::kernels();
+  CHECK_EQ(kernels.size(), anyflash_kernel_count());
+  std::set<std::string> names;
+  for (std::size_t i = 0; i < kernels.size(); ++i) {
+    const KernelInfo& kernel = kernels[i];
+    CHECK_MSG(names.insert(kernel.name).second, kernel.name + " is listed twice");
+    CHECK_EQ(kernel.name, std::string(anyflash_kernel_name(i)));
+    CHECK_EQ(kernel.op, std::string("forward"));
+    CHECK_MSG(kernel.block_m > 0 && kernel.block_n > 0, kernel.name);
+    const bool cpu = kernel.arch.rfind("cpu-", 0) == 0;
+    CHECK_MSG(cpu == (kernel.head_dim == 0 && kernel.warps == 0 && kernel.smem_bytes == 0),
+              kernel.name);
+  }
+}
+
+// Every instruction set of the build has every dtype, once.
+void check_cpu_rows() {
+  const BuildInfo info = anyflash::build_info();
+  CHECK(!info.cpu_isas.empty());
+  CHECK(info.cpu_threads >= 1);
+  CHECK_EQ(info.version, std::string(anyflash_version()));
+  CHECK_EQ(info.cuda, !info.cuda_archs.empty());
+  CHECK_EQ(info.cuda, !info.cuda_version.empty());
+  CHECK_EQ(info.devices.empty(), !info.device_error.empty());
+  bool used_is_built = false;
+  std::size_t cpu_rows = 0;
+  for (const std::string& isa : info.cpu_isas) {
+    used_is_built = used_is_built || isa == info.cpu_isa;
+    for (const DType dtype : test::kDTypes) {
+      int count = 0;
+      for (const KernelInfo& kernel : anyflash::kernels()) {
+        count += kernel.arch == "cpu-" + isa && kernel.dtype == dtype;
+      }
+      CHECK_MSG(count == 1, isa + ", dtype " + std::to_string(static_cast<int>(dtype)));
+      ++cpu_rows;
+    }
+  }
+  CHECK(used_is_built);
+  for (const KernelInfo& kernel : anyflash::kernels()) cpu_rows -= kernel.arch != "sm80";
+  CHECK_EQ(cpu_rows, std::size_t{0});
+}
+
+std::map<std::string, std::uint64_t> launches() {
+  std::map<std::string, std::uint64_t> result;
+  for (std::size_t i = 0; i < anyflash_kernel_count(); ++i) {
+    result[anyflash_kernel_name(i)] = anyflash_kernel_launches(i);
+  }
+  for (const KernelInfo& kernel : anyflash::kernels()) {
+    CHECK_EQ(kernel.launches, result[kernel.name]);
+  }
+  return result;
+}
+
+void call(DType dtype, int64_t batch, int num_threads) {
+  Tensor q(dtype, {batch, 4, 2, 8});
+  Tensor k(dtype, {batch, 4, 2, 8});
+  Tensor v(dtype, {batch, 4, 2, 8});
+  const Tensor out(dtype, {batch, 4, 2, 8});
+  unsigned seed = 1;
+  for (Tensor* input : {&q, &k, &v}) input->fill(seed++);
+  anyflash::ForwardOptions options;
+  options.num_threads = num_threads;
+  const test::AlignedBytes memory(
+      anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
+  anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());
+}
+
+// Calls from several threads count once each, on the row that ran and on no other.
+void check_counters() {
+  constexpr int kThreads = 4;
+  constexpr int kCalls = 25;
+  const std::string arch = "cpu-" + anyflash::build_info().cpu_isa;
+  for (const DType dtype : test::kDTypes) {
+    std::map<std::string, std::uint64_t> expected = launches();
+    for (const KernelInfo& kernel : anyflash::kernels()) {
+      if (kernel.arch == arch && kernel.dtype == dtype) expected[kernel.name] += kThreads * kCalls;
+    }
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([dtype] {
+        for (int repeat = 0; repeat < kCalls; ++repeat) call(dtype, 1, 1);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(launches() == expected);
+  }
+}
+
+// What fails, or has nothing to do, launches nothing.
+void check_not_counted() {
+  const auto before = launches();
+  call(DType::kFloat32, 0, 1);
+  try {
+    call(DType::kFloat32, 1, -1);
+    CHECK(false);
+  } catch (const anyflash::Error&) {
+    CHECK(true);
+  }
+  CHECK(launches() == before);
+}
+
+void check_error_is_thread_local() {
+  size_t bytes = 0;
+  CHECK(anyflash_forward_workspace_size(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                                        &bytes) == ANYFLASH_INVALID_VALUE);
+  CHECK(check::contains(anyflash_last_error(), "q is NULL"));
+  std::string other = "not read";
+  std::thread([&other] { other = anyflash_last_error(); }).join();
+  CHECK_EQ(other, std::string());
+  CHECK(check::contains(anyflash_last_error(), "q is NULL"));
+}
+
+}  // namespace
+
+int main() {
+  check_table();
+  check_cpu_rows();
+  check_counters();
+  check_not_counted();
+  check_error_is_thread_local();
+  return check::report();
+}

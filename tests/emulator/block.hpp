@@ -1,0 +1,184 @@
+// One emulated thread block: its threads, who runs next, and what they wait for.
+#pragma once
+
+#include <vector_types.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "emu.hpp"
+#include "fiber.hpp"
+
+namespace emu {
+
+constexpr int kWarpSize = 32;
+constexpr int kMaxWarps = 32;
+constexpr uint32_t kFullMask = 0xffffffffu;
+
+// The bytes of uninitialised shared memory: NaN in every floating-point format, -1 as an integer.
+constexpr int kPoison = 0xff;
+
+// Where in the kernel's source a thread waits. `file` is null for operations inside CuTe's atoms.
+struct Site {
+  const char* file = nullptr;
+  int line = 0;
+};
+
+// An operation that the lanes of a warp perform together. The lane that comes last executes it for
+// all: `lanes[i]` is what lane i passed to Block::collective.
+struct CollectiveOp {
+  const char* name;
+  void (*execute)(void* const* lanes, uint32_t mask);
+  bool orders_memory;  // only __syncwarp does; mma, ldmatrix and shuffles do not
+};
+
+// The cp.async operations of a thread that have not landed yet, oldest first. Of fixed size: an
+// allocation inside a fiber would be reported by Thread Sanitizer.
+struct CpAsyncQueue {
+  struct Entry {
+    unsigned char data[16];
+    unsigned char* destination;
+    int bytes;
+    uint32_t group;
+  };
+  static constexpr uint32_t kCapacity = 1024;
+  std::array<Entry, kCapacity> entries;
+  uint32_t first = 0;  // both only grow, and index modulo kCapacity
+  uint32_t last = 0;
+  uint32_t open_group = 0;  // the group that the next cp.async joins
+};
+
+struct Thread {
+  enum class State { kRunnable, kWaiting, kExited };
+
+  Fiber fiber;
+  int index = 0;
+  uint3 thread_idx = {};
+  State state = State::kRunnable;
+  const char* waits_for = nullptr;
+  Site site;
+
+  // The collective this thread has arrived at.
+  const CollectiveOp* op = nullptr;
+  uint32_t mask = 0;
+  void* args = nullptr;
+
+  CpAsyncQueue cp_async;
+};
+
+// What a barrier publishes, for Thread Sanitizer. Two places by turns: a thread that is already at
+// the next phase must not publish into the one that a slow thread is still to acquire. Nobody
+// reaches the phase after that before the slow thread has left.
+struct Publication {
+  uint32_t phase = 0;
+  char places[2] = {};
+  void* place() { return &places[phase % 2]; }
+};
+
+struct Warp {
+  // __syncwarp publishes among the lanes of exactly one mask; kernels use very few.
+  struct Sync {
+    uint32_t mask = 0;
+    Publication publication;
+  };
+  uint32_t runnable = 0;
+  uint32_t arrived = 0;  // lanes that wait in a collective
+  std::array<Sync, 16> syncs = {};
+};
+
+// A hardware barrier: id 0 is __syncthreads, the others are named barriers.
+struct Barrier {
+  int expected = 0;
+  int arrived = 0;
+  int votes = 0;                                 // predicates that were true, in this phase
+  int result[2] = {};                            // the same of the last two phases, by parity
+  std::array<uint32_t, kMaxWarps> waiting = {};  // lanes, by warp
+  Publication publication;
+};
+
+// How warps and lanes take turns; derived from the options' seed.
+struct Policy {
+  enum class Lanes { kAscending, kDescending, kShuffled };
+  int burst = 0;  // turns of lanes before another warp is drawn; 0: until the warp is blocked
+  Lanes lanes = Lanes::kAscending;
+};
+Policy policy_of(const Options& options);
+
+class Block {
+ public:
+  using Body = void (*)(void* arg);
+
+  Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, void* arg);
+
+  // Runs every thread to its end. Throws what a thread threw, or Failure for a deadlock.
+  void run();
+
+  // For the thread that is running.
+  void collective(const CollectiveOp& op, uint32_t mask, void* args);
+  // Returns how many of the threads came with a true predicate.
+  int barrier_sync(int id, int count, Site site, bool predicate = false);
+  void barrier_arrive(int id, int count);
+
+  int thread_count() const { return static_cast<int>(threads_.size()); }
+
+  static Block& current();  // fails outside a launch
+  static Thread& current_thread();
+  static bool inside_kernel();
+
+ private:
+  static constexpr int kBarriers = 16;
+
+  static void thread_main(void* self);
+  Thread* next_thread();
+  int next_lane(uint32_t runnable);
+  void wait(const char* what, Site site);
+  void wake(int warp, uint32_t lanes);
+  Publication& publication_of(Warp& warp, uint32_t mask);
+  bool all_arrived_with(const Thread& self) const;
+  void perform(const Thread& self);
+  Barrier& arrive(int id, int count);
+  bool complete(Barrier& barrier);
+  void check_convergence(const Barrier& barrier, Site site) const;
+  void check_barriers_are_idle() const;
+  std::string describe_threads() const;
+  [[noreturn]] void fail_deadlock() const;
+
+  dim3 block_dim_;
+  Policy policy_;
+  std::mt19937_64 random_;
+  Body body_;
+  void* arg_;
+  std::vector<Thread*> threads_;
+  std::vector<Warp> warps_;
+  std::array<Barrier, kBarriers> barriers_;
+  uint32_t runnable_warps_ = 0;
+  int warp_ = 0;        // whose turn it is
+  int turns_left_ = 0;  // of this warp, when the policy has bursts
+  std::exception_ptr error_;
+};
+
+// Shared memory of the running block, and the launch's size of it.
+unsigned char* shared_memory();
+size_t shared_memory_bytes();
+
+// "block (1,0,0)"
+std::string name_of_block();
+
+// Published by every thread that ends, acquired by the launch.
+extern char g_launch_end;
+
+Counters& mutable_counters();
+
+// What Thread Sanitizer has to know about accesses and order inside the (uninstrumented) emulator.
+void tsan_read(const void* address, size_t bytes);
+void tsan_write(void* address, size_t bytes);
+void tsan_acquire(void* address);
+void tsan_release(void* address);
+
+}  // namespace emu

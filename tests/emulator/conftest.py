@@ -1,0 +1,21 @@
+"""The test build: where CMake put the emulated library and the drivers (`make build-test`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# pytest's importlib mode does not put this folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from emulated_driver import ROOT
+
+
+@pytest.fixture(scope="session")
+def build() -> Path:
+    folder = Path(os.environ.get("ANYFLASH_TEST_BUILD", ROOT / "build" / "test"))
+    if not (folder / "compile_commands.json").exists():
+        pytest.fail(f"no test build in {folder}; run `make build-test`", pytrace=False)
+    return folder.resolve()

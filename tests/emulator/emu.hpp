@@ -1,0 +1,144 @@
+// A thread block on the CPU: what a kernel's source sees when g++ compiles it.
+//
+// The kernels are the ones nvcc compiles, unchanged. Names that nvcc would know by itself come from
+// here and from intrinsics.hpp; the atoms of CuTe that would be inline assembly come from the
+// shadow headers in include/. Include this file before anything of CuTe or CUTLASS, or force it
+// with
+// `-include emu.hpp`.
+//
+// What the emulator is stricter about than a GPU, because a correct kernel never needs it: a thread
+// that has ended does not count as having arrived at a barrier, blocks are made of whole warps, and
+// a barrier is reached from one place in the source by all lanes of a warp.
+#pragma once
+
+#if defined(__CUDACC__)
+#error "emu.hpp is for builds without nvcc"
+#endif
+
+#include <vector_types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+// A section cannot be given to a local variable, so `__shared__ float x[32];` inside a kernel,
+// which would silently become an array per thread, does not compile. Dynamic shared memory is the
+// one global `extern __shared__ ... anyflash_smem[]`.
+#undef __shared__
+#define __shared__ __attribute__((section("emu_shared")))
+
+#define __launch_bounds__(...)
+
+// Constant within a thread, and defined under another type in launch.cpp, which changes them at
+// every switch. No fiber sees another's values, so the compiler may keep them in registers.
+extern const uint3 threadIdx;
+extern const uint3 blockIdx;
+extern const dim3 blockDim;
+extern const dim3 gridDim;
+inline constexpr int warpSize = 32;
+
+namespace emu {
+
+using Dim3 = ::dim3;
+
+// Any error of the emulated kernel: a deadlock, a misuse of an instruction, a launch that the
+// device would refuse. The text names the block, the threads and the seed.
+class Failure : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  // Decides the order of blocks, warps and lanes. Starts as the environment's EMU_SEED, or 0.
+  uint64_t seed = 0;
+  // Turns of lanes before another warp is drawn: 0 runs a warp until it is blocked, 1 and 2 mix
+  // the warps finely. -1 lets the seed choose.
+  int burst = -1;
+  // What the emulated device grants to a block: compute capability 8.0 by default, 101376 for 8.6.
+  size_t shared_memory_limit = 166912;
+};
+Options& options();
+
+// Since the start of the program, or reset_counters().
+struct Counters {
+  uint64_t launches = 0;
+  uint64_t blocks = 0;
+  uint64_t barriers = 0;  // completed, named ones included
+  uint64_t mma = 0;       // warp-wide instructions
+  uint64_t ldmatrix_matrices =
+      0;  // 8x8 matrices: one shared memory wavefront each, without conflicts
+  uint64_t ldmatrix_conflicts = 0;  // wavefronts that bank conflicts add
+  uint64_t cp_async = 0;
+};
+const Counters& counters();
+void reset_counters();
+
+// Ends the running launch with Failure.
+[[noreturn]] void fail(const std::string& what);
+
+void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, void (*body)(void*), void* arg);
+
+// Calls `body` once for every thread of the grid, and returns when all have ended. Blocks run one
+// after another. Launches from several host threads wait for each other.
+template <class F>
+void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, F&& body) {
+  using Callable = std::remove_reference_t<F>;
+  launch(
+      grid, block, dynamic_smem_bytes, [](void* f) { (*static_cast<Callable*>(f))(); },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// -- Instructions of compute capability 8.0, for the shadow headers and intrinsics.hpp
+// --------------
+
+// D = A * B + C of one warp. Registers as in the PTX manual; A is 16 x k row-major, B k x 8
+// column-major, with two 16-bit values in a register.
+enum class MmaType { kHalf, kBfloat16 };
+struct MmaRegisters {
+  uint32_t a[4];
+  uint32_t b[2];
+  float c[4];
+  float d[4];
+};
+void mma_m16n8k16(MmaType type, MmaRegisters& registers);
+void mma_m16n8k8(MmaType type, MmaRegisters& registers);
+
+// ldmatrix.sync.aligned.m8n8.x{count}[.trans].shared.b16; `row` is the address this lane provides.
+void ldmatrix(int count, bool transposed, const void* row, uint32_t* registers);
+
+// cp.async of 4, 8 or 16 bytes; with `valid` false the destination becomes zero and the source is
+// not read. The bytes land at the wait that promises them, and not earlier: until then the
+// destination holds NaN.
+void cp_async(void* shared, const void* global, int bytes, bool valid);
+void cp_async_commit_group();
+void cp_async_wait_group(int groups_left);
+void cp_async_wait_all();
+
+void barrier_sync(int id, int threads, const char* file, int line);
+void barrier_arrive(int id, int threads);
+// Returns how many threads of the block came with a true predicate.
+int syncthreads_count(bool predicate, const char* file, int line);
+void syncwarp(uint32_t mask);
+
+// Every lane of `mask` names the lane whose value it wants.
+uint64_t shuffle(uint32_t mask, uint64_t value, int source_lane);
+uint32_t ballot(uint32_t mask, bool predicate);
+int lane_index();
+int warp_index();
+
+// What a 32-bit shared memory address stands for: the offset in the block's shared memory.
+uint32_t shared_address(const void* pointer);
+
+}  // namespace emu
+
+// For programs that load the emulated kernels as a shared library.
+extern "C" {
+__attribute__((visibility("default"))) void emu_set_options(uint64_t seed, int burst,
+                                                            size_t shared_memory_limit);
+__attribute__((visibility("default"))) void emu_get_counters(emu::Counters* result);
+__attribute__((visibility("default"))) void emu_reset_counters(void);
+}
+
+#include "intrinsics.hpp"

@@ -1,0 +1,149 @@
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <random>
+
+#include "block.hpp"
+
+#ifdef EMU_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+#ifdef EMU_TSAN
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+constexpr size_t kSharedBytes = 256 * 1024;
+
+}  // namespace
+
+// A page boundary, more than kernels ask for, so that it can be mapped anew between blocks.
+alignas(4096) unsigned char anyflash_smem[kSharedBytes];
+
+// The objects behind the constants of emu.hpp: the same symbols, but writable.
+uint3 g_thread_idx asm("threadIdx");
+uint3 g_block_idx asm("blockIdx");
+dim3 g_block_dim asm("blockDim");
+dim3 g_grid_dim asm("gridDim");
+
+namespace emu {
+namespace {
+
+std::mutex g_launch_mutex;
+Counters g_counters;
+size_t g_shared_bytes = 0;
+
+Options initial_options() {
+  Options result;
+  if (const char* seed = std::getenv("EMU_SEED")) result.seed = std::strtoull(seed, nullptr, 10);
+  return result;
+}
+
+std::string text(dim3 d) {
+  return "(" + std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z) + ")";
+}
+
+void check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
+  const std::string what = "launch of grid " + text(grid) + ", block " + text(block) + ": ";
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) throw Failure(what + "the grid is empty");
+  if (grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
+    throw Failure(what + "a grid is at most (2147483647,65535,65535)");
+  }
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > 1024 || threads % kWarpSize != 0) {
+    throw Failure(what + "a block has a multiple of 32 threads, at most 1024");
+  }
+  if (shared_bytes > options().shared_memory_limit || shared_bytes > kSharedBytes) {
+    throw Failure(what + std::to_string(shared_bytes) +
+                  " bytes of shared memory, but the device has " +
+                  std::to_string(options().shared_memory_limit));
+  }
+}
+
+// Ascending for even seeds; descending or shuffled for odd ones.
+std::vector<uint64_t> block_order(uint64_t count, uint64_t seed) {
+  std::vector<uint64_t> order(count);
+  std::iota(order.begin(), order.end(), uint64_t{0});
+  if (seed % 4 == 1) std::reverse(order.begin(), order.end());
+  if (seed % 4 == 3) std::shuffle(order.begin(), order.end(), std::mt19937_64(seed));
+  return order;
+}
+
+// Fresh shared memory: NaN up to the launch's size, out of bounds beyond it.
+void prepare_shared_memory() {
+#ifdef EMU_TSAN
+  // Mapped anew, so that Thread Sanitizer forgets the block before: blocks share global memory
+  // without order, which it shall see, but not this array.
+  mmap(anyflash_smem, kSharedBytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS,
+       -1, 0);
+#endif
+  std::memset(anyflash_smem, kPoison, g_shared_bytes);
+}
+
+// Sets up what a launch shares between its blocks, and takes it down again.
+class LaunchScope {
+ public:
+  LaunchScope(dim3 grid, dim3 block, size_t shared_bytes) {
+    g_grid_dim = grid;
+    g_block_dim = block;
+    g_shared_bytes = shared_bytes;
+#ifdef EMU_ASAN
+    __asan_poison_memory_region(anyflash_smem + shared_bytes, kSharedBytes - shared_bytes);
+#endif
+  }
+  ~LaunchScope() {
+    g_shared_bytes = 0;
+#ifdef EMU_ASAN
+    __asan_unpoison_memory_region(anyflash_smem, kSharedBytes);
+#endif
+  }
+};
+
+}  // namespace
+
+void launch(dim3 grid, dim3 block, size_t dynamic_smem_bytes, void (*body)(void*), void* arg) {
+  if (Block::inside_kernel()) fail("a kernel cannot launch a kernel");
+  const std::lock_guard<std::mutex> lock(g_launch_mutex);
+  check_launch(grid, block, dynamic_smem_bytes);
+  const LaunchScope scope(grid, block, dynamic_smem_bytes);
+  ++g_counters.launches;
+  const uint64_t seed = options().seed;
+  for (uint64_t i : block_order(uint64_t{grid.x} * grid.y * grid.z, seed)) {
+    g_block_idx = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                   static_cast<unsigned>(i / grid.x / grid.y)};
+    prepare_shared_memory();
+    Block(block, policy_of(options()), seed ^ (i << 32), body, arg).run();
+    ++g_counters.blocks;
+  }
+  tsan_acquire(&g_launch_end);  // from here on the host may read what the threads wrote
+}
+
+std::string name_of_block() {
+  return "block " + text({g_block_idx.x, g_block_idx.y, g_block_idx.z});
+}
+
+Options& options() {
+  static Options result = initial_options();
+  return result;
+}
+
+char g_launch_end = 0;
+
+Counters& mutable_counters() { return g_counters; }
+const Counters& counters() { return g_counters; }
+void reset_counters() { g_counters = {}; }
+
+unsigned char* shared_memory() { return anyflash_smem; }
+size_t shared_memory_bytes() { return g_shared_bytes; }
+
+}  // namespace emu
+
+extern "C" {
+void emu_set_options(uint64_t seed, int burst, size_t shared_memory_limit) {
+  emu::options() = {seed, burst, shared_memory_limit};
+}
+void emu_get_counters(emu::Counters* result) { *result = emu::counters(); }
+void emu_reset_counters(void) { emu::reset_counters(); }
+}

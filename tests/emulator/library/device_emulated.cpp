@@ -1,0 +1,37 @@
+// device.h for the emulated GPU: one device of compute capability 8.0 whose memory is the host's.
+#include "device.h"
+
+#include <cstdlib>
+#include <new>
+
+#include "anyflash/error.h"
+#include "emu.hpp"
+
+namespace anyflash {
+
+DeviceList list_devices() { return {1, ""}; }
+
+const DeviceProperties& device_properties(int index) {
+  if (index != 0) {
+    throw Error(ErrorCode::kDevice,
+                "CUDA device " + std::to_string(index) + " does not exist; there are 1");
+  }
+  // The A100's. Tests may lower the shared memory between calls.
+  thread_local DeviceProperties properties;
+  properties = {"emulated sm_80", 80, 108, emu::options().shared_memory_limit, 40u << 20};
+  return properties;
+}
+
+std::string cuda_version() { return "emulated"; }
+
+void* device_allocate(int, std::size_t bytes) {
+  void* data = std::malloc(bytes);
+  if (data == nullptr) throw std::bad_alloc();
+  return data;
+}
+void device_free(int, void* data) noexcept { std::free(data); }
+
+DeviceGuard::DeviceGuard(int) {}
+DeviceGuard::~DeviceGuard() = default;
+
+}  // namespace anyflash

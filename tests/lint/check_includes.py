@@ -1,0 +1,208 @@
+"""Checks what no compiler does: who includes whom, how long files are, and stray paths.
+
+    python tests/lint/check_includes.py [ROOT]
+
+The layers, an arrow meaning "includes":
+
+    python/src -> cpp/include <- cpp/src <- cpp/kernels/<arch> -> variant -> common -> CuTe
+
+A kernel sees of cpp/src only plain data (KERNEL_CONTRACT); architectures never see each other.
+Prints one line per finding and exits with 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".in"}
+MAX_LINES = 400
+MAX_COLUMNS = 100
+LONG_FILES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".py", ".cmake", ".in"}
+
+# Headers of cpp/src that kernels may include, and those that the binding may.
+KERNEL_CONTRACT = {"kernel.h", "params.h", "copy_rows.h"}
+BINDING_CONTRACT = {"describe.h", "memory.h"}
+
+# Angle-bracket headers, by what they belong to; what matches nothing is unknown and never allowed.
+EXTERNAL = {
+    "std": re.compile(r"[a-z_]+|(stddef|stdint|math|string|limits)\.h"),
+    "openmp": re.compile(r"omp\.h"),
+    "intrinsics": re.compile(r"immintrin\.h|arm_neon\.h"),
+    "dlpack": re.compile(r"dlpack/dlpack\.h"),
+    "cuda_runtime_api": re.compile(r"cuda_runtime_api\.h"),
+    "cuda": re.compile(r"cuda_[a-z0-9_]+\.h|cuda/.+"),
+    "cute": re.compile(r"(cute|cutlass)/.+"),
+    "nanobind": re.compile(r"nanobind/.+"),
+    "xla": re.compile(r"xla/ffi/api/.+"),
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)')
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# A path of somebody's machine. Addresses such as https://host/home/... are not.
+MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|workspace|mnt|tmp)/[\w.]")
+ARCHITECTURE_NAME = re.compile(r"\b(sm\d+|cpu)::")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A folder: the folders and single headers it may include, and the kinds of external ones."""
+
+    folder: str
+    folders: tuple[str, ...]
+    headers: frozenset[str] = frozenset()
+    external: frozenset[str] = frozenset({"std"})
+
+
+PUBLIC = "cpp/include/"
+# cute stands for CUTLASS too, cuda for every header of the toolkit.
+DEVICE = frozenset({"std", "cuda", "cuda_runtime_api", "cute"})
+
+
+def contract(names: set[str]) -> frozenset[str]:
+    return frozenset(f"cpp/src/{name}" for name in names)
+
+
+def layers(root: Path) -> list[Layer]:
+    """The rules; every architecture folder below cpp/kernels gets the same ones."""
+    common, variant = "cpp/kernels/common/", "cpp/kernels/variant/"
+    shared = (PUBLIC, common, variant)
+    kernel_headers = contract(KERNEL_CONTRACT)
+    result = [
+        Layer(PUBLIC, (PUBLIC,), external=frozenset({"std", "dlpack"})),
+        Layer(
+            "cpp/src/",
+            (PUBLIC, "cpp/src/"),
+            external=frozenset({"std", "dlpack", "openmp", "cuda_runtime_api"}),
+        ),
+        Layer(common, (PUBLIC, common), kernel_headers, DEVICE),
+        Layer(variant, shared, kernel_headers, DEVICE),
+        Layer(
+            "python/src/",
+            (PUBLIC, "python/src/"),
+            contract(BINDING_CONTRACT),
+            frozenset({"std", "dlpack", "nanobind", "xla"}),
+        ),
+    ]
+    kernels = root / "cpp" / "kernels"
+    for folder in sorted(kernels.iterdir()) if kernels.is_dir() else []:
+        own = f"cpp/kernels/{folder.name}/"
+        if not folder.is_dir() or own in (common, variant):
+            continue
+        host = frozenset({"std", "openmp", "intrinsics"})
+        external = host if folder.name == "cpu" else DEVICE
+        result.append(Layer(own, (*shared, own), kernel_headers, external))
+    return result
+
+
+# Headers outside these folders: made by the build, or of the emulator, where a macro asks for it.
+INCLUDE_FOLDERS = (PUBLIC, "cpp/src/", "cpp/kernels/", "python/src/")
+GENERATED = {"anyflash/version.h": f"{PUBLIC}anyflash/version.h.in"}
+EMULATED = {("cpp/kernels/common/launch.h", "emu.hpp")}
+
+
+def source_files(root: Path) -> list[str]:
+    """Files that git tracks or would track; all files where there is no repository."""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return sorted({name for name in listed.split("\0") if name and (root / name).is_file()})
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+
+
+def read(root: Path, name: str) -> str | None:
+    """The text of a file, None for a binary one."""
+    try:
+        return (root / name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def resolve(root: Path, includer: str, header: str) -> str | None:
+    """The file that a quoted include names, relative to the root."""
+    if header in GENERATED:
+        return GENERATED[header]
+    own = includer.rpartition("/")[0] + "/"
+    for folder in (own, *INCLUDE_FOLDERS):
+        if (root / folder / header).is_file():
+            return posixpath.normpath(folder + header)
+    return None
+
+
+def wrong_include(root: Path, layer: Layer, name: str, quoted: str, angle: str) -> str | None:
+    """Why the include is not allowed; None if it is."""
+    if angle:
+        kinds = [kind for kind, pattern in EXTERNAL.items() if pattern.fullmatch(angle)]
+        if any(kind in layer.external for kind in kinds):
+            return None
+        allowed = ", ".join(sorted(layer.external))
+        return f"includes <{angle}>; {layer.folder} may include {allowed}"
+    if (name, quoted) in EMULATED:
+        return None
+    target = resolve(root, name, quoted)
+    if target is None:
+        return f'includes "{quoted}", which is in none of {", ".join(INCLUDE_FOLDERS)}'
+    if target.startswith(layer.folders) or target in layer.headers:
+        return None
+    allowed = ", ".join((*layer.folders, *sorted(layer.headers)))
+    return f'includes "{quoted}" ({target}); {layer.folder} may include {allowed}'
+
+
+def check_layers(root: Path, name: str, text: str, rules: list[Layer]) -> Iterator[str]:
+    for layer in rules:
+        if not name.startswith(layer.folder) or Path(name).suffix not in CPP_SUFFIXES:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            match = INCLUDE.match(line)
+            if match is None:
+                continue
+            why = wrong_include(root, layer, name, match[1] or "", match[2] or "")
+            if why is not None:
+                yield f"{name}:{number}: {why}"
+        neutral = layer.folder in ("cpp/kernels/common/", "cpp/kernels/variant/")
+        named = ARCHITECTURE_NAME.search(COMMENT.sub("", text)) if neutral else None
+        if named is not None:
+            yield f"{name}: names the architecture {named[1]}; {layer.folder} serves all of them"
+
+
+def check_text(name: str, text: str) -> Iterator[str]:
+    lines = text.splitlines()
+    suffix = Path(name).suffix
+    if suffix in LONG_FILES and len(lines) > MAX_LINES:
+        yield f"{name}: has {len(lines)} lines; at most {MAX_LINES} are allowed"
+    for number, line in enumerate(lines, 1):
+        if suffix in CPP_SUFFIXES and len(line) > MAX_COLUMNS:
+            yield f"{name}:{number}: has {len(line)} columns; at most {MAX_COLUMNS} are allowed"
+        match = MACHINE_PATH.search(line)
+        if match is not None:
+            path = line[match.start() :].split()[0]
+            yield f"{name}:{number}: names a path of one machine: {path}"
+
+
+def findings(root: Path) -> list[str]:
+    rules = layers(root)
+    result: list[str] = []
+    for name in source_files(root):
+        text = read(root, name)
+        if text is not None:
+            result += check_layers(root, name, text, rules)
+            result += check_text(name, text)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
+    found = findings(parser.parse_args().root)
+    for finding in found:
+        print(finding)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

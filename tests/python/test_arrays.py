@@ -1,0 +1,502 @@
+"""anyflash.attention with each framework's arrays: what goes in comes out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import anyflash
+import capi
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import Array, check, reference
+
+DTYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def inputs(dtype: str = "float32", seed: int = 0) -> tuple[Array, Array, Array]:
+    """Two sequences, 30 queries, 50 keys, 4 heads on 2, head dims 20 and 12."""
+    random = np.random.default_rng(seed)
+    shapes = ((2, 30, 4, 20), (2, 50, 2, 20), (2, 50, 2, 12))
+    q, k, v = (random.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
+    return q, k, v
+
+
+def bits(x: Array) -> bytes:
+    return np.ascontiguousarray(x).tobytes()
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    import torch
+
+    return torch
+
+
+@pytest.fixture
+def jax() -> ModuleType:
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    return jax
+
+
+class Producer:
+    """An array that speaks nothing but today's DLPack."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.x.__dlpack__(**keywords)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return tuple(map(int, self.x.__dlpack_device__()))
+
+
+class OldProducer(Producer):
+    """An array that speaks DLPack as it was before versions: no keyword but `stream`."""
+
+    def __dlpack__(self, stream: int | None = None) -> Any:
+        return self.x.__dlpack__(stream=stream)
+
+
+# NumPy ---------------------------------------------------------------------------------------------
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("causal", [False, True])
+def test_numpy(dtype: str, causal: bool) -> None:
+    q, k, v = inputs(dtype)
+    out, lse = anyflash.attention(q, k, v, causal=causal, softmax_scale=0.3, return_lse=True)
+    assert type(out) is type(lse) is np.ndarray
+    assert (out.dtype, out.shape) == (q.dtype, (2, 30, 4, 12))
+    assert (lse.dtype, lse.shape) == (np.float32, (2, 4, 30))
+    check(out, lse, reference(q, k, v, 0.3, causal))
+    assert bits(out) == bits(anyflash.attention(q, k, v, causal=causal, softmax_scale=0.3))
+
+
+def views(x: Array) -> dict[str, Array]:
+    """The same values, in memory in other ways."""
+    column = np.empty((*x.shape, 2), x.dtype)
+    column[..., 0] = x
+    shifted = np.empty(x.nbytes + 64, np.uint8)[x.itemsize :][: x.nbytes]
+    shifted = shifted.view(x.dtype).reshape(x.shape)
+    shifted[...] = x
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    return {
+        "fortran": np.asfortranarray(x),
+        "bhsd": np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+        "reversed": np.ascontiguousarray(x[:, ::-1])[:, ::-1],
+        "columns": column[..., 0],
+        "shifted": shifted,
+        "read-only": frozen,
+    }
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("view", views(np.zeros((1, 1, 1, 1))))
+def test_numpy_views(dtype: str, view: str) -> None:
+    q, k, v = inputs(dtype)
+    expected = anyflash.attention(q, k, v, causal=True)
+    given = [views(x)[view] for x in (q, k, v)]
+    before = [x.copy() for x in given]
+    assert bits(anyflash.attention(*given, causal=True)) == bits(expected)
+    assert [*map(bits, given)] == [*map(bits, before)]
+
+
+def test_numpy_slices_of_one_projection() -> None:
+    projection = np.random.default_rng(1).standard_normal((2, 30, 8, 16)).astype(np.float32)
+    q, k, v = projection[:, :, :4], projection[:, :, 4:6], projection[:, :, 6:]
+    expected = anyflash.attention(*map(np.ascontiguousarray, (q, k, v)))
+    assert bits(anyflash.attention(q, k, v)) == bits(expected)
+
+
+def test_one_array_for_all() -> None:
+    x, *_ = inputs()
+    check(anyflash.attention(x, x, x), None, reference(x, x, x))
+
+
+def test_numpy_broadcast_heads() -> None:
+    q, k, v = inputs()
+    wide = [np.broadcast_to(x[:, :, :1], (*x.shape[:2], 4, x.shape[3])) for x in (k, v)]
+    narrow = anyflash.attention(q, k[:, :, :1], v[:, :, :1])
+    assert bits(anyflash.attention(q, *wide)) == bits(narrow)
+
+
+def test_numpy_subclass() -> None:
+    q, k, v = (x.view(np.memmap) for x in inputs())
+    np.testing.assert_array_equal(anyflash.attention(q, k, v), anyflash.attention(*inputs()))
+
+
+def test_foreign_byte_order() -> None:
+    q, k, v = inputs()
+    swapped = q.astype(q.dtype.newbyteorder())
+    with pytest.raises(TypeError, match=r"anyflash\.attention: q .*byte order"):
+        anyflash.attention(swapped, k, v)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape"),
+    [((0, 3, 2, 8), (0, 5, 2, 8)), ((2, 0, 2, 8), (2, 5, 2, 8)), ((2, 3, 2, 8), (2, 0, 2, 8))],
+)
+def test_empty(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    q, k = np.ones(q_shape, np.float32), np.ones(k_shape, np.float32)
+    out, lse = anyflash.attention(q, k, k, return_lse=True)
+    assert out.shape == q_shape
+    assert not out.any()
+    assert (lse == -np.inf).all()
+
+
+# out= ----------------------------------------------------------------------------------------------
+
+
+@EVERY_DTYPE
+def test_out(dtype: str) -> None:
+    q, k, v = inputs(dtype)
+    expected = anyflash.attention(q, k, v)
+    out = np.empty_like(expected)
+    assert anyflash.attention(q, k, v, out=out) is out
+    assert bits(out) == bits(expected)
+    result, lse = anyflash.attention(q, k, v, out=out, return_lse=True)
+    assert result is out
+    assert lse.shape == (2, 4, 30)
+
+
+def test_out_is_a_view() -> None:
+    q, k, v = inputs()
+    frame = np.full((2, 4, 32, 14), 7, np.float32)
+    out = frame.swapaxes(1, 2)[:, 1:-1, :, 1:-1]
+    assert anyflash.attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, anyflash.attention(q, k, v))
+    out[...] = 7
+    assert (frame == 7).all(), "written outside of out"
+
+
+def test_out_of_torch(torch: ModuleType) -> None:
+    q, k, v = map(torch.from_numpy, inputs())
+    out = torch.empty(2, 4, 30, 12).transpose(1, 2)
+    assert anyflash.attention(q, k, v, out=out) is out
+    assert torch.equal(out, anyflash.attention(q, k, v))
+
+
+# PyTorch -------------------------------------------------------------------------------------------
+
+
+def to_torch(torch: ModuleType, x: Array) -> Any:
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def from_torch(torch: ModuleType, x: Any) -> Array:
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+@EVERY_DTYPE
+def test_torch(torch: ModuleType, dtype: str) -> None:
+    arrays = inputs(dtype)
+    q, k, v = (to_torch(torch, x) for x in arrays)
+    out, lse = anyflash.attention(q, k, v, causal=True, return_lse=True)
+    assert (out.dtype, out.device, lse.dtype) == (q.dtype, q.device, torch.float32)
+    expected, expected_lse = anyflash.attention(*arrays, causal=True, return_lse=True)
+    assert bits(from_torch(torch, out)) == bits(expected)
+    assert bits(lse.numpy()) == bits(expected_lse)
+
+
+def test_torch_views(torch: ModuleType) -> None:
+    arrays = inputs()
+    expected = torch.from_numpy(anyflash.attention(*arrays))
+    q, k, v = map(torch.from_numpy, arrays)
+    other = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(anyflash.attention(*other), expected)
+    other = [torch.stack([x, x], -1)[..., 1] for x in (q, k, v)]
+    assert torch.equal(anyflash.attention(*other), expected)
+    one = [x[:, :, :1].expand(-1, -1, 4, -1) for x in (k, v)]
+    narrow = anyflash.attention(q, k[:, :, :1], v[:, :, :1])
+    assert torch.equal(anyflash.attention(q, *one), narrow)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_torch_gradients_are_not_dropped(torch: ModuleType, name: str) -> None:
+    arrays = dict(zip("qkv", map(torch.from_numpy, inputs()), strict=True))
+    arrays[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"anyflash\.attention: {name} requires grad"):
+        anyflash.attention(**arrays)
+    expected = torch.from_numpy(anyflash.attention(*inputs()))
+    with torch.no_grad():
+        assert torch.equal(anyflash.attention(**arrays), expected)
+    with torch.inference_mode():
+        assert torch.equal(anyflash.attention(**arrays), expected)
+
+
+def test_torch_parameter(torch: ModuleType) -> None:
+    q, k, v = map(torch.from_numpy, inputs())
+    parameter = torch.nn.Parameter(q, requires_grad=False)
+    assert torch.equal(anyflash.attention(parameter, k, v), anyflash.attention(q, k, v))
+
+
+def test_torch_sparse(torch: ModuleType) -> None:
+    q, k, v = map(torch.from_numpy, inputs())
+    with pytest.raises(TypeError, match=r"anyflash\.attention: k .*sparse"):
+        anyflash.attention(q, k.to_sparse(), v)
+
+
+def test_torch_meta(torch: ModuleType) -> None:
+    q, k, v = (torch.from_numpy(x).to("meta") for x in inputs())
+    with pytest.raises(TypeError, match=r"anyflash\.attention: q .*meta"):
+        anyflash.attention(q, k, v)
+
+
+# JAX -----------------------------------------------------------------------------------------------
+
+
+@EVERY_DTYPE
+def test_jax(jax: ModuleType, dtype: str) -> None:
+    arrays = inputs(dtype)
+    given = [jax.numpy.asarray(x) for x in arrays]
+    out, lse = anyflash.attention(*given, causal=True, return_lse=True)
+    assert isinstance(out, jax.Array)
+    assert isinstance(lse, jax.Array)
+    assert (out.dtype, out.devices()) == (given[0].dtype, given[0].devices())
+    expected, expected_lse = anyflash.attention(*arrays, causal=True, return_lse=True)
+    assert bits(np.asarray(out)) == bits(expected)
+    assert bits(np.asarray(lse)) == bits(expected_lse)
+    assert [bits(np.asarray(x)) for x in given] == [*map(bits, arrays)], "an input was written to"
+
+
+def test_jax_results_outlive_each_other(jax: ModuleType) -> None:
+    q, k, v = map(jax.numpy.asarray, inputs())
+    results = [anyflash.attention(q * i, k, v) for i in range(8)]
+    for i, result in enumerate(results):
+        assert bits(np.asarray(result)) == bits(np.asarray(anyflash.attention(q * i, k, v)))
+
+
+def test_jax_result_is_computed_with(jax: ModuleType) -> None:
+    """It is an array like any other: it can be traced, donated and sharded."""
+    q, k, v = map(jax.numpy.asarray, inputs())
+    out = anyflash.attention(q, k, v)
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(out + 0)
+    np.testing.assert_array_equal(np.asarray(doubled), 2 * np.asarray(out))
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+def test_jax_tracer(jax: ModuleType, transform: str) -> None:
+    arrays = list(map(jax.numpy.asarray, inputs()))
+    if transform == "vmap":
+        arrays = [x[None] for x in arrays]
+    function: Callable[..., Any] = lambda q, k, v: anyflash.attention(q, k, v).sum()  # noqa: E731
+    with pytest.raises((NotImplementedError, TypeError), match=r"q is a JAX tracer.*jax\.jit"):
+        getattr(jax, transform)(function)(*arrays)
+
+
+def test_jax_out(jax: ModuleType) -> None:
+    q, k, v = map(jax.numpy.asarray, inputs())
+    out = jax.numpy.full((2, 30, 4, 12), 7.0, "float32")
+    with pytest.raises(TypeError, match=r"anyflash\.attention: out is a JAX array.*immutable"):
+        anyflash.attention(q, k, v, out=out)
+    assert (np.asarray(out) == 7).all()
+
+
+# Any other DLPack producer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("kind", [Producer, OldProducer])
+def test_producer(kind: type[Producer], dtype: str) -> None:
+    arrays = inputs(dtype)
+    out, lse = anyflash.attention(*map(kind, arrays), causal=True, return_lse=True)
+    assert isinstance(out, anyflash.Array)
+    assert isinstance(lse, anyflash.Array)
+    assert (out.shape, out.dtype, lse.dtype) == ((2, 30, 4, 12), dtype, "float32")
+    assert tuple(out.device) == ("cpu", 0)
+    assert out.__dlpack_device__() == (capi.KDL_CPU, 0)
+    expected, expected_lse = anyflash.attention(*arrays, causal=True, return_lse=True)
+    assert bits(np.from_dlpack(out)) == bits(expected)
+    assert bits(np.from_dlpack(lse)) == bits(expected_lse)
+
+
+@pytest.mark.parametrize("kind", [Producer, OldProducer])
+def test_producer_of_bfloat16(torch: ModuleType, kind: type[Producer]) -> None:
+    arrays = inputs("bfloat16")
+    out = anyflash.attention(*(kind(to_torch(torch, x)) for x in arrays))
+    assert isinstance(out, anyflash.Array)
+    assert out.dtype == "bfloat16"
+    expected = anyflash.attention(*arrays)
+    assert bits(from_torch(torch, torch.from_dlpack(out))) == bits(expected)
+
+
+def test_producer_strides() -> None:
+    q, k, v = inputs()
+    given = [Producer(views(x)["bhsd"]) for x in (q, k, v)]
+    result = np.from_dlpack(anyflash.attention(*given))
+    np.testing.assert_array_equal(result, anyflash.attention(q, k, v))
+
+
+def test_read_only_producer() -> None:
+    """A versioned capsule can say that it is read-only: fine for inputs, not for out."""
+    q, k, v = inputs()
+    frozen = [views(x)["read-only"] for x in (q, k, v)]
+    result = np.from_dlpack(anyflash.attention(*map(Producer, frozen)))
+    expected = anyflash.attention(q, k, v)
+    np.testing.assert_array_equal(result, expected)
+    out = np.zeros_like(expected)
+    out.flags.writeable = False
+    with pytest.raises((TypeError, ValueError), match=r"anyflash\.attention: out .*read-only"):
+        anyflash.attention(*map(Producer, frozen), out=Producer(out))
+    assert not out.any()
+
+
+@pytest.mark.parametrize("kind", [Producer, OldProducer])
+def test_out_of_a_producer(kind: type[Producer]) -> None:
+    arrays = inputs()
+    expected = anyflash.attention(*arrays)
+    memory = np.zeros_like(expected)
+    out = kind(memory)
+    assert anyflash.attention(*map(kind, arrays), out=out) is out
+    np.testing.assert_array_equal(memory, expected)
+
+
+def test_results_go_in_again() -> None:
+    """anyflash.Array is a producer itself."""
+    q, k, v = inputs()
+    out = anyflash.attention(Producer(q), Producer(k), Producer(k))
+    again = anyflash.attention(out, out, out)
+    expected = anyflash.attention(q, k, k)
+    expected = anyflash.attention(expected, expected, expected)
+    np.testing.assert_array_equal(np.from_dlpack(again), expected)
+
+
+def test_result_keeps_its_memory() -> None:
+    arrays = inputs()
+    result = np.from_dlpack(anyflash.attention(*map(Producer, arrays)))
+    for seed in range(20):  # would reuse freed memory
+        anyflash.attention(*map(Producer, inputs(seed=seed + 1)))
+    np.testing.assert_array_equal(result, anyflash.attention(*arrays))
+
+
+def test_reference_counts() -> None:
+    q, k, v = inputs()
+    given = [q, k, v, Producer(q), Producer(k), Producer(v)]
+    before = [sys.getrefcount(x) for x in given]
+    for _ in range(10):
+        anyflash.attention(q, k, v, return_lse=True)
+        anyflash.attention(*given[3:], return_lse=True)
+    assert [sys.getrefcount(x) for x in given] == before
+
+
+def test_unknown_device() -> None:
+    class OnMetal(Producer):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (8, 0)
+
+    q, k, v = map(OnMetal, inputs())
+    with pytest.raises(TypeError, match=r"anyflash\.attention: q .*DLPack type 8"):
+        anyflash.attention(q, k, v)
+
+
+def test_producer_that_fails() -> None:
+    class Broken(Producer):
+        def __dlpack__(self, **keywords: Any) -> Any:
+            raise BufferError("nothing here")
+
+    q, k, v = inputs()
+    with pytest.raises((TypeError, BufferError), match=r"(?s)anyflash.*q .*|nothing here"):
+        anyflash.attention(Broken(q), Producer(k), Producer(v))
+
+
+# Frameworks together -------------------------------------------------------------------------------
+
+
+def test_frameworks_do_not_mix(torch: ModuleType, jax: ModuleType) -> None:
+    q, k, v = inputs()
+    name = r"anyflash\.attention: "
+    with pytest.raises(TypeError, match=name + "k is .*PyTorch.*q is .*NumPy"):
+        anyflash.attention(q, torch.from_numpy(k), v)
+    with pytest.raises(TypeError, match=name + "v is .*JAX.*q is .*PyTorch"):
+        anyflash.attention(torch.from_numpy(q), torch.from_numpy(k), jax.numpy.asarray(v))
+    with pytest.raises(TypeError, match=name + "k is .*DLPack.*q is .*NumPy"):
+        anyflash.attention(q, Producer(k), v)
+    with pytest.raises(TypeError, match=name + "out is .*NumPy.*q is .*PyTorch"):
+        out = np.empty((2, 30, 4, 12), np.float32)
+        anyflash.attention(*map(torch.from_numpy, (q, k, v)), out=out)
+
+
+def test_no_framework_is_imported() -> None:
+    """`import anyflash` and a call with NumPy arrays import neither PyTorch nor JAX."""
+    import subprocess
+
+    program = (
+        "import sys, anyflash, numpy as np\n"
+        "x = np.ones((1, 2, 1, 4), np.float32)\n"
+        "anyflash.attention(x, x, x)\n"
+        "print([name for name in ('torch', 'jax', 'cupy') if name in sys.modules])\n"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_gil_is_released() -> None:
+    """While one thread computes, another one runs Python."""
+    x = np.ones((1, 4096, 1, 64), np.float32)
+    counts = [0]
+    done = threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counts[0] += 1
+            time.sleep(1e-4)
+
+    counter = threading.Thread(target=count)
+    interval = sys.getswitchinterval()
+    # Nobody is asked to let go of the GIL: the counter runs only where it is released.
+    sys.setswitchinterval(1000)
+    try:
+        counter.start()
+        before = counts[0]
+        anyflash.attention(x, x, x)
+        after = counts[0]
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        counter.join()
+    assert after > before
+
+
+def test_threads_share_nothing() -> None:
+    arrays = [inputs(seed=seed) for seed in range(8)]
+    expected = [anyflash.attention(*given, causal=True) for given in arrays]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if bits(anyflash.attention(*arrays[index], causal=True)) != bits(expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(arrays))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), 0, 1])
+def test_softmax_scale_may_be_any_real_number(scale: Any) -> None:
+    q, k, v = inputs()
+    result = anyflash.attention(q, k, v, softmax_scale=scale)
+    np.testing.assert_array_equal(result, anyflash.attention(q, k, v, softmax_scale=float(scale)))

@@ -1,0 +1,230 @@
+"""anyflash_forward against float64, on every backend."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import anyflash
+import capi
+import numpy as np
+import pytest
+from capi import Backend
+from cases import Case, Layouts, Tensors
+from conftest import supports
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DTYPES, Array, check
+from tensors import LAYOUTS, WRITABLE_LAYOUTS, empty, place, sparse
+
+
+def run(backend: Backend, case: Case, num_threads: int = 0) -> Tensors:
+    tensors = case.tensors()
+    backend.forward(
+        *tensors, softmax_scale=case.scale, causal=case.causal, num_threads=num_threads
+    )
+    return tensors
+
+
+def bits(array: Array) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def assert_same_bits(actual: Tensors, expected: Tensors) -> None:
+    for name in ("out", "lse"):
+        same = bits(getattr(actual, name).view) == bits(getattr(expected, name).view)
+        assert same, f"{name} differs"
+
+
+def verify(backend: Backend, case: Case) -> None:
+    before = backend.library.launches()
+    tensors = run(backend, case)
+    launched = {n: c - before[n] for n, c in backend.library.launches().items() if c != before[n]}
+
+    row = backend.row(case.dtype, max(case.d, case.head_dim_v))
+    assert row is not None, "no kernel for it in this build"
+    if case.empty:
+        assert not launched, "a kernel was launched for nothing"
+    else:
+        assert launched == {row.name: 1}
+
+    leak = not backend.is_cpu
+    check(tensors.out.view, tensors.lse.view, case.expected(), masked_nans_leak=leak)
+    tensors.out.check_canaries("out")
+    tensors.lse.check_canaries("lse")
+    for name, given, after in zip("qkv", case.tensors(), tensors, strict=False):
+        assert bits(given.storage) == bits(after.storage), f"{name} was written to"
+
+
+def test_case(backend: Backend, case: Case) -> None:
+    verify(backend, case)
+
+
+def layouts_of(names: tuple[str, ...]) -> st.SearchStrategy[str]:
+    return st.sampled_from(sorted(names))
+
+
+@st.composite
+def random_cases(draw: st.DrawFn, backend: Backend) -> Case:
+    heads_k = draw(st.integers(1, 3))
+    case = Case(
+        id="random",
+        dtype=draw(st.sampled_from(sorted({row.dtype for row in backend.library.rows}))),
+        batch=draw(st.integers(0, 3)),
+        sq=draw(st.integers(0, 200)),
+        sk=draw(st.integers(0, 300)),
+        heads=heads_k * draw(st.integers(1, 3)),
+        heads_k=heads_k,
+        d=draw(st.integers(1, 160)),
+        dv=draw(st.integers(0, 160)),
+        causal=draw(st.booleans()),
+        scale=draw(st.none() | st.floats(-1, 1, width=16)),
+        values=draw(st.sampled_from(("normal", "positive", "rising"))),
+        layouts=Layouts(
+            *(draw(layouts_of(tuple(LAYOUTS))) for _ in "qkv"),
+            out=draw(layouts_of(WRITABLE_LAYOUTS)),
+            lse=draw(layouts_of(WRITABLE_LAYOUTS)),
+        ),
+    )
+    return replace(case, id=f"random-{zlib.crc32(repr(case).encode())}")
+
+
+def test_random(backend: Backend) -> None:
+    examples = {"emulated-sm80": 40, "cuda": 300}.get(backend.name, 60)
+
+    @settings(max_examples=examples)
+    @given(random_cases(backend).filter(lambda case: supports(backend.name, case)))
+    def verify_one(case: Case) -> None:
+        verify(backend, case)
+
+    verify_one()
+
+
+def test_without_lse(backend: Backend) -> None:
+    case = Case("without-lse", sq=70, sk=90, causal=True)
+    q, k, v, out, _ = case.tensors()
+    backend.forward(q, k, v, out, causal=True)
+    assert bits(out.view) == bits(run(backend, case).out.view)
+
+
+def test_default_options_and_compact_strides(backend: Backend) -> None:
+    """A null `options` and null strides mean the defaults."""
+    tensors = Case("defaults", sq=70, sk=90).tensors()
+    with backend.memory.resident([t.storage for t in tensors]) as addresses:
+        dl = [
+            capi.dl_tensor(tensor, address, backend.device)
+            for tensor, address in zip(tensors, addresses, strict=True)
+        ]
+        for tensor in dl:
+            tensor.strides = None
+        size = backend.library.workspace_size(dl)
+        workspace = np.empty(size + capi.ALIGNMENT, np.uint8)
+        with backend.memory.resident([workspace]) as (address,):
+            backend.library.forward(dl, None, address + -address % capi.ALIGNMENT, size)
+    check(tensors.out.view, tensors.lse.view, Case("defaults", sq=70, sk=90).expected())
+
+
+def test_workspace_does_not_grow_with_the_scores(backend: Backend) -> None:
+    """Memory is linear in the sequence length, not quadratic."""
+
+    def size(length: int) -> int:
+        tensors = Case("linear", sq=length, sk=length, heads=8, heads_k=8).tensors()
+        dl = [capi.dl_tensor(t, t.storage.ctypes.data, backend.device) for t in tensors]
+        return backend.library.workspace_size(dl)
+
+    assert size(4096) <= 4 * size(1024) + 4096
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_batch_invariance(backend: Backend, causal: bool) -> None:
+    """A sequence has the same bits alone and beside others."""
+    case = Case("batch", batch=5, sq=70, sk=150, heads=4, causal=causal)
+    q, k, v, out, lse = run(backend, case)
+    for index in range(case.batch):
+        one = slice(index, index + 1)
+        single_out = empty(out.view[one].shape, out.view.dtype)
+        single_lse = empty(lse.view[one].shape, lse.view.dtype, axes="bhs")
+        inputs = [place(tensor.view[one]) for tensor in (q, k, v)]
+        backend.forward(*inputs, single_out, single_lse, causal=causal)
+        assert bits(single_out.view) == bits(out.view[one]), f"out of sequence {index} differs"
+        assert bits(single_lse.view) == bits(lse.view[one]), f"lse of sequence {index} differs"
+
+
+def test_repeats_have_the_same_bits(backend: Backend) -> None:
+    case = Case("repeat", batch=2, sq=150, sk=200, heads=4, heads_k=2, causal=True)
+    first = run(backend, case)
+    for _ in range({"cuda": 250, "emulated-sm80": 5}.get(backend.name, 20)):
+        assert_same_bits(run(backend, case), first)
+
+
+def test_layout_does_not_change_bits(backend: Backend) -> None:
+    case = Case("layouts", batch=2, sq=70, sk=100, heads=4, heads_k=2, d=40, causal=True)
+    first = run(backend, case)
+    for name in WRITABLE_LAYOUTS:
+        if not name.startswith("fused"):
+            assert_same_bits(run(backend, replace(case, layouts=Layouts(*[name] * 5))), first)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("sq", [1, 300])
+def test_thread_count_invariance(cpu: Backend, dtype: str, sq: int) -> None:
+    case = Case("threads", dtype, batch=2, sq=sq, sk=700, heads=3, heads_k=1, causal=True)
+    one = run(cpu, case, num_threads=1)
+    for num_threads in (2, 3, 7, 64):
+        assert_same_bits(run(cpu, case, num_threads), one)
+
+
+def test_calls_from_several_threads(cpu: Backend) -> None:
+    """Also: a thread's error message is its own."""
+    cases = [Case(f"thread-{i}", "fp32", sq=60 + i, sk=90 + i, causal=True) for i in range(8)]
+
+    def work(case: Case) -> None:
+        for _ in range(5):
+            q, k, v, out, lse = run(cpu, case)
+            check(out.view, lse.view, case.expected())
+            with pytest.raises(capi.CallError, match=rf"v has .*\b{case.sk - 1}\b"):
+                cpu.forward(q, k, place(v.view[:, :-1]), out, lse)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, cases))
+
+
+# Strides of q, k, v and out; each is beyond 2**31 elements on another axis.
+FAR = (1 << 31) + 64
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [
+        pytest.param((FAR, 2 * 64, 64, 1), id="batch"),
+        pytest.param((2 * 64, FAR, 64, 1), id="row"),
+        pytest.param((3 * 64, 64, FAR, 1), id="head"),
+    ],
+)
+def test_strides_beyond_int32(backend: Backend, strides: tuple[int, int, int, int]) -> None:
+    case = Case("far", batch=2, sq=3, sk=3, causal=True)
+    inputs = [sparse(values, strides) for values in case.values_of_inputs()]
+    for tensor in inputs:
+        tensor.storage.flags.writeable = False
+    out = sparse(np.full((2, 3, 2, 64), np.nan, np.float16), strides)
+    lse = empty((2, 2, 3), DTYPES["fp32"], axes="bhs")
+    backend.forward(*inputs, out, lse, causal=True)
+    check(out.view, lse.view, case.expected())
+
+
+def test_the_default_is_the_best_instruction_set() -> None:
+    info = anyflash.build_info()
+    assert capi.best_isa() == info["cpu"]["isa"]
+    assert capi.backend("cpu").library.version == anyflash.__version__ == info["version"]
+
+
+def test_unknown_instruction_set() -> None:
+    library = capi.backend("cpu").library
+    tensors = Case("isa", "fp32").tensors()
+    dl = [capi.dl_tensor(t, t.storage.ctypes.data, (capi.KDL_CPU, 0)) for t in tensors]
+    options = capi.Options(size=ctypes.sizeof(capi.Options), cpu_isa=99)
+    with pytest.raises(capi.CallError, match="cpu_isa.*99") as error:
+        library.workspace_size(dl, options)
+    assert error.value.status == capi.INVALID_VALUE

@@ -1,0 +1,156 @@
+"""The figures of anyflash's sm_80 kernels, the rules for them, and the recorded ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from anchors import ANCHORS
+from machine_code.analysis import Launch, analyse
+from machine_code.disassembly import Disassembler
+from machine_code.machine import MACHINES
+
+RECORDED = Path(__file__).parent / "recorded.json"
+ARCH = "sm_80"
+MACS_PER_HMMA = 16 * 8 * 16
+MIN_WARPS_PER_SM = 8  # two a scheduler: one computes while the other waits
+
+# Local loads and stores allowed in the hot loop, by head dim: what flash-attn 2 has, where there is
+# an anchor; elsewhere what the kernel had when it was first recorded.
+SPILL_LIMITS = {
+    64: ANCHORS["d64 full"]["spills_loop"],
+    128: ANCHORS["d128 full"]["spills_loop"],
+    256: ANCHORS["d256 full"]["spills_loop"],
+    32: 0,
+    96: 0,
+    192: 0,
+}
+
+# (figure, +1 where more is better or -1, relative tolerance)
+COMPARED = (
+    ("registers", -1, 0.02),
+    ("spills_loop", -1, 0.0),
+    ("spills_total", -1, 0.0),
+    ("slots_per_hmma", -1, 0.02),
+    ("stall_per_hmma", -1, 0.02),
+    ("smem_over_tensor", -1, 0.02),
+    ("sim", +1, 0.02),
+)
+
+Figures = dict[str, float]
+Row = dict[str, Any]  # one of anyflash.build_info()["kernels"]
+
+
+def kernel_key(mangled: str) -> tuple[str, int] | None:
+    """(dtype, head dim) of a forward kernel, by its template arguments; None for other kernels."""
+    found = re.search(
+        r"sm80\d+forward_kernelI.*?ForwardTraitsIN7cutlass\d+(half_t|bfloat16_t)ELi(\d+)E", mangled
+    )
+    if not found:
+        return None
+    return {"half_t": "float16", "bfloat16_t": "bfloat16"}[found[1]], int(found[2])
+
+
+class Library:
+    """The installed library, or another build of it, named by ANYFLASH_LIBRARY."""
+
+    def __init__(self) -> None:
+        import anyflash  # noqa: PLC0415  # the rules below can be tested without it
+
+        info = anyflash.build_info()
+        installed = Path(anyflash.__file__).parent / "lib" / "libanyflash.so"
+        self.file = Path(os.environ.get("ANYFLASH_LIBRARY", installed))
+        kernels = [row for row in info["kernels"] if row["arch"] == "sm80"]
+        archs = info["cuda"]["archs"] if info["cuda"] else []
+        self._analyses: dict[str, dict[str, Any]] = {}
+        self.absent = ""  # why there is nothing to check
+        if not kernels:
+            self.absent = "CPU-only build"
+        elif ARCH not in archs:
+            self.absent = f"a build without {ARCH} machine code, only for {', '.join(archs)}"
+        forward = [row for row in kernels if row["op"] == "forward"]
+        self.rows: dict[str, Row] = {} if self.absent else {row["name"]: row for row in forward}
+
+    @functools.cached_property
+    def _disassembler(self) -> Disassembler:
+        return Disassembler(self.file, ARCH)
+
+    @functools.cached_property
+    def compiler(self) -> str:
+        return self._disassembler.compiler()
+
+    @functools.cached_property
+    def _resources(self) -> dict[str, dict[str, int]]:
+        return self._disassembler.resources()
+
+    @functools.cached_property
+    def _code(self) -> dict[str, Any]:
+        return self._disassembler.code(name for name in self._resources if kernel_key(name))
+
+    def mangled(self, row: Row) -> str:
+        key = (row["dtype"], row["head_dim"])
+        found = [name for name in self._resources if kernel_key(name) == key]
+        if len(found) != 1:
+            raise LookupError(f"{row['name']}: {len(found)} functions in {self.file} have {key}")
+        return found[0]
+
+    def analysis(self, name: str) -> dict[str, Any]:
+        if name not in self._analyses:
+            self._analyses[name] = self._analyse(self.rows[name])
+        return self._analyses[name]
+
+    def _analyse(self, row: Row) -> dict[str, Any]:
+        mangled = self.mangled(row)
+        launch = Launch(32 * row["warps"], row["smem_bytes"])
+        return analyse(
+            row["name"], self._resources[mangled], self._code[mangled], MACHINES[ARCH], launch
+        )
+
+    def figures(self, name: str) -> Figures:
+        return figures(self.analysis(name))
+
+    def how_to_inspect(self, name: str) -> str:
+        row = self.rows[name]
+        return (
+            f"  inspect: python tests/sass/sass_cost.py {self.file} {self.mangled(row)} "
+            f"--threads {32 * row['warps']} --smem {row['smem_bytes']}"
+        )
+
+
+def figures(analysis: dict[str, Any]) -> Figures:
+    loop, metrics = analysis["loop"], analysis["metrics"]
+    return {
+        "registers": analysis["regs"],
+        "spills_loop": loop["counts"].get("LDL_STL", 0),
+        "spills_total": analysis["ldl_stl_total"],
+        "slots_per_hmma": metrics["issue_slots_per_hmma"],
+        "stall_per_hmma": round(loop["stall_cycles"] / loop["counts"]["HMMA"], 3),
+        "smem_over_tensor": metrics["smem_over_tensor"],
+        "sim": analysis["share_of_mma_peak"]["sim"],
+    }
+
+
+def expected_hmma(row: Row) -> int:
+    """Of one warp and iteration: Q K^T and P V are block_m * block_n * head_dim MACs each."""
+    macs = 2 * row["block_m"] * row["block_n"] * row["head_dim"]
+    return macs // (MACS_PER_HMMA * row["warps"])
+
+
+def compare(before: Figures, now: Figures) -> tuple[list[str], list[str]]:
+    """What got worse and what got better, beyond the tolerances."""
+    worse, better = [], []
+    for figure, sign, tolerance in COMPARED:
+        gain = sign * (now[figure] - before[figure])
+        if abs(gain) > tolerance * before[figure] + 1e-9:
+            change = f"{figure} {before[figure]:g} -> {now[figure]:g}"
+            (better if gain > 0 else worse).append(change)
+    return worse, better
+
+
+def load_recorded() -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads(RECORDED.read_text())
+    return recorded

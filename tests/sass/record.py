@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Records the figures of the installed library's kernels in recorded.json, or prints them.
+
+record.py           write recorded.json and say what changed
+record.py --table   print a Markdown table beside flash-attn 2's figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from anchors import ANCHORS, SOURCE
+from figures import RECORDED, Figures, Library, compare, load_recorded
+from machine_code.disassembly import DisassemblyError
+
+HEADER = (
+    "| kernel | regs | spills loop/all | slots/HMMA | stall/HMMA | smem/tensor | sim |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def table_row(name: str, of: Figures) -> str:
+    return (
+        f"| {name} | {of['registers']:g} | {of['spills_loop']:g}/{of['spills_total']:g} "
+        f"| {of['slots_per_hmma']:.2f} | {of['stall_per_hmma']:.1f} "
+        f"| {of['smem_over_tensor']:.2f} | {of['sim']:.2f} |"
+    )
+
+
+def table(library: Library) -> str:
+    lines = [
+        f"Steady-state unmasked loop, nvcc {library.compiler}; FA2 is {SOURCE}.\n",
+        HEADER,
+    ]
+    names = sorted(library.rows, key=lambda name: (library.rows[name]["head_dim"], name))
+    for i, name in enumerate(names):
+        lines.append(table_row(name, library.figures(name)))
+        dim = library.rows[name]["head_dim"]
+        if i + 1 == len(names) or library.rows[names[i + 1]]["head_dim"] != dim:
+            lines += [
+                table_row(f"*FA2 {anchor}*", ANCHORS[anchor])
+                for anchor in (f"d{dim} full", f"d{dim} causal")
+                if anchor in ANCHORS
+            ]
+    return "\n".join(lines)
+
+
+def record(library: Library) -> None:
+    old = load_recorded()["kernels"] if RECORDED.exists() else {}
+    new = {name: library.figures(name) for name in sorted(library.rows)}
+    for name in sorted({*old, *new}):
+        if name not in old or name not in new:
+            print(f"{name}: {'new' if name in new else 'gone'}")
+            continue
+        worse, better = compare(old[name], new[name])
+        for word, changes in (("worse", worse), ("better", better)):
+            if changes:
+                print(f"{name}: {word}: {'; '.join(changes)}")
+    content = {"compiler": library.compiler, "kernels": new}
+    RECORDED.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{RECORDED.name}: {len(new)} kernels, compiled by nvcc {library.compiler}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="print a table, write nothing")
+    args = parser.parse_args()
+    library = Library()
+    if library.absent:
+        sys.exit(f"nothing to read: {library.absent}")
+    if args.table:
+        print(table(library))
+    else:
+        record(library)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DisassemblyError as reason:
+        sys.exit(str(reason))

@@ -1,0 +1,97 @@
+"""The machine code of the sm_80 forward kernels: no GPU needed.
+
+The exact rules hold for every compiler. The rest compares with recorded.json, so that a change that
+makes the code worse is seen; it applies to the compiler that the figures were recorded with.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+from figures import (
+    COMPARED,
+    MIN_WARPS_PER_SM,
+    SPILL_LIMITS,
+    Library,
+    compare,
+    expected_hmma,
+    kernel_key,
+    load_recorded,
+)
+
+
+def fail(message: str, library: Library, kernel: str) -> None:
+    pytest.fail(f"{kernel}: {message}\n{library.how_to_inspect(kernel)}", pytrace=False)
+
+
+def test_library_has_kernels(library: Library) -> None:
+    assert library.rows
+    if os.environ.get("ANYFLASH_EXPECT_CUDA") == "1":
+        missing = set(load_recorded()["kernels"]) - set(library.rows)
+        assert not missing, f"recorded, but not in this build: {sorted(missing)}"
+
+
+def test_tensor_instructions(library: Library, kernel: str) -> None:
+    loop = library.analysis(kernel).get("loop")
+    if loop is None:
+        fail("no loop holds tensor instructions", library, kernel)
+    counts, expected = loop["mma_shapes"], expected_hmma(library.rows[kernel])
+    if sum(counts.values()) != expected:
+        fail(f"{counts} in the hot loop, the arithmetic says {expected}", library, kernel)
+    dtype = ".BF16" if library.rows[kernel]["dtype"] == "bfloat16" else ""
+    if set(counts) != {f"HMMA.16816.F32{dtype}"}:
+        fail(f"{counts} in the hot loop, allowed is HMMA.16816.F32{dtype}", library, kernel)
+
+
+def test_spills(library: Library, kernel: str) -> None:
+    spills = library.figures(kernel)["spills_loop"]
+    limit = SPILL_LIMITS[library.rows[kernel]["head_dim"]]
+    if spills > limit:
+        message = f"{spills} local loads and stores in the hot loop, at most {limit} are allowed"
+        fail(message, library, kernel)
+
+
+def test_occupancy(library: Library, kernel: str) -> None:
+    occupancy = library.analysis(kernel)["occupancy"]
+    if occupancy["warps_per_sm"] < MIN_WARPS_PER_SM:
+        message = f"an SM holds {occupancy}; at least {MIN_WARPS_PER_SM} warps are required"
+        fail(message, library, kernel)
+
+
+def test_not_worse_than_recorded(library: Library, kernel: str) -> None:
+    recorded = load_recorded()
+    if kernel not in recorded["kernels"]:
+        pytest.fail(f"{kernel} is not recorded: run python tests/sass/record.py", pytrace=False)
+    if library.compiler != recorded["compiler"]:
+        pytest.skip(
+            f"recorded with nvcc {recorded['compiler']}, compiled by {library.compiler}: "
+            "only the exact rules are checked"
+        )
+    worse, better = compare(recorded["kernels"][kernel], library.figures(kernel))
+    if worse:
+        record = "where it is worth it, record it and say why: python tests/sass/record.py"
+        fail(f"worse than recorded: {'; '.join(worse)}\n  {record}", library, kernel)
+    if better:
+        hint = "record it: python tests/sass/record.py"
+        warnings.warn(
+            f"{kernel} is better than recorded ({'; '.join(better)}); {hint}", stacklevel=1
+        )
+
+
+@pytest.mark.parametrize(("figure", "sign", "tolerance"), COMPARED)
+def test_comparison_sees_both_directions(figure: str, sign: int, tolerance: float) -> None:
+    before = {name: 100.0 for name, _, _ in COMPARED}
+    assert compare(before, before) == ([], [])
+    assert compare(before, before | {figure: 100 * (1 + 0.9 * tolerance)}) == ([], [])
+    change = 100 * tolerance + 1
+    assert compare(before, before | {figure: 100 - sign * change})[0]
+    assert compare(before, before | {figure: 100 + sign * change})[1]
+
+
+def test_kernels_are_found_by_their_template_arguments() -> None:
+    traits = "_ZN8anyflash4sm8014forward_kernelINS0_13ForwardTraitsIN7cutlass{}ELi{}EEENS0_12Plain"
+    assert kernel_key(traits.format("6half_t", 64)) == ("float16", 64)
+    assert kernel_key(traits.format("10bfloat16_t", 256)) == ("bfloat16", 256)
+    assert kernel_key("_ZN8anyflash9copy_rowsEv") is None
