@@ -148,6 +148,9 @@ void forward(const TensorView& q, const TensorView& k, const TensorView& v, cons
                 "workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                     std::to_string(plan.bytes) + " are needed (forward_workspace_size)");
   }
+  if (plan.bytes > 0 && workspace.data == nullptr) {
+    throw Error(ErrorCode::kInvalidValue, "workspace has a null data pointer");
+  }
   if (plan.bytes > 0 && reinterpret_cast<std::uintptr_t>(workspace.data) % kAlignment != 0) {
     throw Error(ErrorCode::kInvalidValue, "workspace is not aligned to 256 bytes");
   }

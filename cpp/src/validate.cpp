@@ -19,9 +19,17 @@ namespace {
 }
 
 void check_rank(const TensorView& t, const char* argument, int rank, const char* layout) {
-  if (t.rank == rank) return;
-  invalid_value(std::string(argument) + " has " + std::to_string(t.rank) + " dimensions, shape " +
-                shape_of(t) + "; expected " + std::to_string(rank) + ": " + layout);
+  if (t.rank != rank) {
+    const std::string shape = t.rank >= 0 && t.rank <= kMaxRank ? ", shape " + shape_of(t) : "";
+    invalid_value(std::string(argument) + " has " + std::to_string(t.rank) + " dimensions" + shape +
+                  "; expected " + std::to_string(rank) + ": " + layout);
+  }
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] < 0) {
+      invalid_value(std::string(argument) + " has shape " + shape_of(t) +
+                    "; an extent must not be negative");
+    }
+  }
 }
 
 void check_same(const TensorView& t, const char* argument, const TensorView& q) {

@@ -1,4 +1,4 @@
-/* A C11 program that uses nothing but the public C header: one call whose result was computed by hand,
+/* A C11 program that uses nothing but the public C header: calls with results computed by hand,
  * the errors, and what the options' size means. */
 #include <math.h>
 #include <stdint.h>
@@ -22,7 +22,8 @@ static int failures = 0;
 
 /* 1 batch, 2 queries, 3 keys, 1 head, head dim 2. With scale 1 and keys that give the scores
  *   query 0: ln 1, ln 2, ln 3         query 1: ln 4, 0, 0
- * the probabilities are 1/6, 2/6, 3/6 and 4/6, 1/6, 1/6; causal, query 0 sees keys 0 and 1: 1/3, 2/3. */
+ * the probabilities are 1/6, 2/6, 3/6 and 4/6, 1/6, 1/6; causal, query 0 sees keys 0 and 1, with
+ * 1/3 and 2/3. */
 typedef struct {
   float q[4], k[6], v[6], out[4], lse[2];
   int64_t q_shape[4], k_shape[4], lse_shape[3];

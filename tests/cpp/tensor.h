@@ -68,7 +68,7 @@ enum class Layout {
   kLast = kReversed,
 };
 
-// All bytes begin as 0xff, which is NaN in every floating-point type: what is read without having been
+// All bytes begin as 0xff, which is NaN in every floating-point type: what is read before it was
 // written shows in the results, and what has been written shows in unwritten().
 class Tensor {
  public:
@@ -157,8 +157,8 @@ class Tensor {
   }
 };
 
-// Memory aligned to 256 bytes of exactly the size asked for, so that address sanitizer sees its end,
-// or, without that, a guard behind it.
+// Memory aligned to 256 bytes of exactly the size asked for, whose end address sanitizer guards;
+// without that sanitizer, bytes behind it do.
 class AlignedBytes {
  public:
   explicit AlignedBytes(std::size_t bytes)

@@ -22,8 +22,8 @@ using test::Tensor;
 constexpr ErrorCode kValue = ErrorCode::kInvalidValue;
 constexpr ErrorCode kType = ErrorCode::kInvalidType;
 
-// The arguments of a call that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4 and 2, head dim 8
-// and head_dim_v 3.
+// The arguments of a call that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4 and 2,
+// head_dim 8 and head_dim_v 3.
 struct Call {
   Call() {
     lse.rank = 3;

@@ -1,8 +1,8 @@
 """The C ABI through ctypes, and the backends that every case runs on.
 
-A backend is a library and a device: `cpu` (the best instruction set of this machine) and `cpu-<isa>`
-for those below it, `emulated-sm80` (the CUDA kernels compiled for the host; what it calls CUDA memory is
-host memory) and `cuda`.
+A backend is a library and a device: `cpu` (the best instruction set of this machine) and
+`cpu-<isa>` for those below it, `emulated-sm80` (the CUDA kernels compiled for the host; what it
+calls CUDA memory is host memory) and `cuda`.
 """
 
 from __future__ import annotations
@@ -253,6 +253,7 @@ class Backend:
         v: Tensor,
         out: Tensor,
         lse: Tensor | None = None,
+        *,
         softmax_scale: float | None = None,
         causal: bool = False,
         num_threads: int = 0,

@@ -23,13 +23,14 @@ hypothesis.settings.load_profile("same")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: the few cases that run under compute-sanitizer")
 
+
 OTHER_ISA_SCORES = 1 << 16
 
 
 def supports(name: str, case: Case) -> bool:
     """Whether the backend can run the case, and should: some are slow, and `cpu` runs them all."""
     if name.startswith("cpu"):
-        return name == "cpu" or case.scores <= OTHER_ISA_SCORES
+        return not case.gpu_only and (name == "cpu" or case.scores <= OTHER_ISA_SCORES)
     if case.dtype not in ("fp16", "bf16") or max(case.d, case.head_dim_v) > 256:
         return False
     if name == "cuda":
@@ -59,7 +60,7 @@ def _parameters(names: list[str], with_cases: bool) -> Iterator[object]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`backend` is every backend, with `case` each of its cases; `cpu` and `gpu` are some of them."""
+    """`backend` is every backend, with `case` each of its cases; `cpu` and `gpu` are some."""
     names = capi.backend_names()
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]

@@ -1,4 +1,4 @@
-"""Device memory through the CUDA driver: blocks of the exact size, which a memory checker can watch."""
+"""Device memory through the CUDA driver: blocks of the exact size, for memory checkers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Attention written the plain way: the truth in float64, and the error a plain program would make.
 
-A result passes if it is at most twice as far from the truth as the naive program in the tensors' own
-precision (and 1.5 times on average), plus what one rounding of the result and one of the scores cost.
+A result passes if it is at most twice as far from the truth as the naive program in the tensors'
+own precision (and 1.5 times on average), plus what one rounding of the result and one of the scores
+cost.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def _attend(
     v: Array,
     softmax_scale: float | None,
     causal: bool,
+    *,
     compute: np.dtype[Any],
     storage: np.dtype[Any],
     matmul: Matmul = np.matmul,
@@ -91,7 +93,7 @@ def attention(
 ) -> tuple[Array, Array]:
     """(out, lse) in float64; for float64 inputs in the widest type that NumPy has."""
     high = np.dtype(np.longdouble if q.dtype == np.float64 else np.float64)
-    return _attend(q, k, v, softmax_scale, causal, high, high)
+    return _attend(q, k, v, softmax_scale, causal, compute=high, storage=high)
 
 
 def naive(
@@ -99,10 +101,11 @@ def naive(
 ) -> tuple[Array, Array]:
     """out with scores, softmax and product rounded to q's dtype; lse without that rounding."""
     compute = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    exact: dict[str, Any] = {"compute": compute, "storage": compute}
     if compute == q.dtype:
-        return _attend(q, k, v, softmax_scale, causal, compute, compute, _one_by_one)
-    out, _ = _attend(q, k, v, softmax_scale, causal, compute, q.dtype)
-    _, lse = _attend(q, k, v, softmax_scale, causal, compute, compute)
+        return _attend(q, k, v, softmax_scale, causal, **exact, matmul=_one_by_one)
+    out, _ = _attend(q, k, v, softmax_scale, causal, compute=compute, storage=q.dtype)
+    _, lse = _attend(q, k, v, softmax_scale, causal, **exact)
     return out.astype(q.dtype), lse
 
 

@@ -102,9 +102,7 @@ def aligned_bytes(count: int) -> Array:
     return block[start : start + count]
 
 
-def _strides(
-    shape: tuple[int, ...], layout: Layout, axes: str
-) -> tuple[tuple[int, ...], int, int]:
+def _strides(shape: tuple[int, ...], layout: Layout, axes: str) -> tuple[tuple[int, ...], int, int]:
     """(strides, places, index of element 0)"""
     extent = dict(zip(axes, shape, strict=True))
     stride: dict[str, int] = {}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import anyflash
 import capi
 import ml_dtypes
 import numpy as np
 import pytest
 from oracle import Array, check, reference
+
+import anyflash
 
 DTYPES = {
     "float64": np.float64,
@@ -39,15 +41,12 @@ def bits(x: Array) -> bytes:
 
 @pytest.fixture
 def torch() -> ModuleType:
-    import torch
-
-    return torch
+    return importlib.import_module("torch")
 
 
 @pytest.fixture
 def jax() -> ModuleType:
-    import jax
-
+    jax = importlib.import_module("jax")
     jax.config.update("jax_enable_x64", True)
     return jax
 
@@ -72,7 +71,7 @@ class OldProducer(Producer):
         return self.x.__dlpack__(stream=stream)
 
 
-# NumPy ---------------------------------------------------------------------------------------------
+# NumPy --------------------------------------------------------------------------------------------
 
 
 @EVERY_DTYPE
@@ -160,7 +159,7 @@ def test_empty(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     assert (lse == -np.inf).all()
 
 
-# out= ----------------------------------------------------------------------------------------------
+# out= ---------------------------------------------------------------------------------------------
 
 
 @EVERY_DTYPE
@@ -192,7 +191,7 @@ def test_out_of_torch(torch: ModuleType) -> None:
     assert torch.equal(out, anyflash.attention(q, k, v))
 
 
-# PyTorch -------------------------------------------------------------------------------------------
+# PyTorch ------------------------------------------------------------------------------------------
 
 
 def to_torch(torch: ModuleType, x: Array) -> Any:
@@ -262,7 +261,7 @@ def test_torch_meta(torch: ModuleType) -> None:
         anyflash.attention(q, k, v)
 
 
-# JAX -----------------------------------------------------------------------------------------------
+# JAX ----------------------------------------------------------------------------------------------
 
 
 @EVERY_DTYPE
@@ -299,7 +298,10 @@ def test_jax_tracer(jax: ModuleType, transform: str) -> None:
     arrays = list(map(jax.numpy.asarray, inputs()))
     if transform == "vmap":
         arrays = [x[None] for x in arrays]
-    function: Callable[..., Any] = lambda q, k, v: anyflash.attention(q, k, v).sum()  # noqa: E731
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return anyflash.attention(q, k, v).sum()
+
     with pytest.raises((NotImplementedError, TypeError), match=r"q is a JAX tracer.*jax\.jit"):
         getattr(jax, transform)(function)(*arrays)
 
@@ -312,7 +314,7 @@ def test_jax_out(jax: ModuleType) -> None:
     assert (np.asarray(out) == 7).all()
 
 
-# Any other DLPack producer -------------------------------------------------------------------------
+# Any other DLPack producer ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
@@ -373,7 +375,7 @@ def test_out_of_a_producer(kind: type[Producer]) -> None:
 
 def test_results_go_in_again() -> None:
     """anyflash.Array is a producer itself."""
-    q, k, v = inputs()
+    q, k, _ = inputs()
     out = anyflash.attention(Producer(q), Producer(k), Producer(k))
     again = anyflash.attention(out, out, out)
     expected = anyflash.attention(q, k, k)
@@ -419,7 +421,7 @@ def test_producer_that_fails() -> None:
         anyflash.attention(Broken(q), Producer(k), Producer(v))
 
 
-# Frameworks together -------------------------------------------------------------------------------
+# Frameworks together ------------------------------------------------------------------------------
 
 
 def test_frameworks_do_not_mix(torch: ModuleType, jax: ModuleType) -> None:
@@ -438,8 +440,6 @@ def test_frameworks_do_not_mix(torch: ModuleType, jax: ModuleType) -> None:
 
 def test_no_framework_is_imported() -> None:
     """`import anyflash` and a call with NumPy arrays import neither PyTorch nor JAX."""
-    import subprocess
-
     program = (
         "import sys, anyflash, numpy as np\n"
         "x = np.ones((1, 2, 1, 4), np.float32)\n"

@@ -1,4 +1,4 @@
-"""Every wrong call says which argument is wrong, what it is and what is allowed, and writes nothing."""
+"""Every wrong call says which argument is wrong, what is allowed, and writes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import anyflash
 import capi
 import ml_dtypes
 import numpy as np
@@ -30,12 +29,14 @@ from cases import Case
 from oracle import Array
 from tensors import ALIGNMENT, CANARY, aligned_bytes
 
+import anyflash
+
 METAL = 8  # a DLPack device type that anyflash does not know
 
 
 @dataclass
 class Call:
-    """A right call of anyflash_forward: 2 x 5 queries, 6 keys, 8 heads on 4, head dims 16 and 24."""
+    """A right call: 2 x 5 queries, 6 keys, 8 heads on 4, head dims 16 and 24."""
 
     q: DLTensor | None
     k: DLTensor | None
@@ -169,6 +170,7 @@ def refused(
     change: Callable[[Call], None],
     status: int,
     parts: Sequence[str],
+    *,
     workspace: Callable[[int, int], tuple[int | None, int]] = lambda address, size: (address, size),
     dtype: str = "fp16",
     head_dim: int = 16,
@@ -224,17 +226,24 @@ def test_workspace_is_too_small(backend: Backend, short: int | None) -> None:
     def workspace(address: int, size: int) -> tuple[int, int]:
         return address, 0 if short is None else size - short
 
-    refused(backend, strided, INVALID_VALUE, ("workspace", "bytes"), workspace)
+    refused(backend, strided, INVALID_VALUE, ("workspace", "bytes"), workspace=workspace)
 
 
 @pytest.mark.parametrize("offset", [1, 16, 128])
 def test_workspace_is_not_aligned(backend: Backend, offset: int) -> None:
     parts = ("workspace", str(ALIGNMENT))
-    refused(backend, strided, INVALID_VALUE, parts, lambda address, size: (address + offset, size))
+
+    def shifted(address: int, size: int) -> tuple[int, int]:
+        return address + offset, size
+
+    refused(backend, strided, INVALID_VALUE, parts, workspace=shifted)
 
 
 def test_workspace_is_null(backend: Backend) -> None:
-    refused(backend, strided, INVALID_VALUE, ("workspace",), lambda _, size: (None, size))
+    def nowhere(_: int, size: int) -> tuple[None, int]:
+        return None, size
+
+    refused(backend, strided, INVALID_VALUE, ("workspace",), workspace=nowhere)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])

@@ -7,7 +7,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import anyflash
 import capi
 import numpy as np
 import pytest
@@ -19,12 +18,12 @@ from hypothesis import strategies as st
 from oracle import DTYPES, Array, check
 from tensors import LAYOUTS, WRITABLE_LAYOUTS, empty, place, sparse
 
+import anyflash
+
 
 def run(backend: Backend, case: Case, num_threads: int = 0) -> Tensors:
     tensors = case.tensors()
-    backend.forward(
-        *tensors, softmax_scale=case.scale, causal=case.causal, num_threads=num_threads
-    )
+    backend.forward(*tensors, softmax_scale=case.scale, causal=case.causal, num_threads=num_threads)
     return tensors
 
 
@@ -39,9 +38,9 @@ def assert_same_bits(actual: Tensors, expected: Tensors) -> None:
 
 
 def verify(backend: Backend, case: Case) -> None:
-    before = backend.library.launches()
+    old = backend.library.launches()
     tensors = run(backend, case)
-    launched = {n: c - before[n] for n, c in backend.library.launches().items() if c != before[n]}
+    launched = {n: c - old[n] for n, c in backend.library.launches().items() if c != old[n]}
 
     row = backend.row(case.dtype, max(case.d, case.head_dim_v))
     assert row is not None, "no kernel for it in this build"
@@ -54,8 +53,8 @@ def verify(backend: Backend, case: Case) -> None:
     check(tensors.out.view, tensors.lse.view, case.expected(), masked_nans_leak=leak)
     tensors.out.check_canaries("out")
     tensors.lse.check_canaries("lse")
-    for name, given, after in zip("qkv", case.tensors(), tensors, strict=False):
-        assert bits(given.storage) == bits(after.storage), f"{name} was written to"
+    for name, before, after in zip("qkv", case.tensors(), tensors, strict=False):
+        assert bits(before.storage) == bits(after.storage), f"{name} was written to"
 
 
 def test_case(backend: Backend, case: Case) -> None:
@@ -225,6 +224,6 @@ def test_unknown_instruction_set() -> None:
     tensors = Case("isa", "fp32").tensors()
     dl = [capi.dl_tensor(t, t.storage.ctypes.data, (capi.KDL_CPU, 0)) for t in tensors]
     options = capi.Options(size=ctypes.sizeof(capi.Options), cpu_isa=99)
-    with pytest.raises(capi.CallError, match="cpu_isa.*99") as error:
+    with pytest.raises(capi.CallError, match=r"cpu_isa.*99") as error:
         library.workspace_size(dl, options)
     assert error.value.status == capi.INVALID_VALUE

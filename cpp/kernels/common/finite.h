@@ -1,8 +1,8 @@
 // NaN and infinity in 16-bit tiles.
 //
 // A masked probability is 0, but 0 * NaN is NaN: in a tile that is only partly visible, a NaN or an
-// infinity in V would reach rows that do not see it. Such tiles are looked at before the product, and
-// the rare bad one is handled apart (sm80/fwd_mainloop.h).
+// infinity in V would reach rows that do not see it. Such elements are taken out of the tile, and added to
+// the finished output of the rows that do see them.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -41,6 +41,17 @@ ANYFLASH_DEVICE bool all_finite(const cute::Tensor<Engine, Layout>& tensor) {
   CUTE_UNROLL
   for (int i = 0; i < cute::size(words); ++i) seen |= (words(i) & kBits) + kOne;
   return (seen & 0x80008000u) == 0;
+}
+
+// Writes 0 over NaN and infinity; returns whether there were any.
+template <class Engine, class Layout>
+ANYFLASH_DEVICE bool clear_nonfinite(cute::Tensor<Engine, Layout>& tensor) {
+  using Element = typename Engine::value_type;
+  if (all_finite(tensor)) return false;
+  for (int i = 0; i < cute::size(tensor); ++i) {
+    if (!is_finite(Element(tensor(i)))) tensor(i) = Element(0);
+  }
+  return true;
 }
 
 }  // namespace anyflash

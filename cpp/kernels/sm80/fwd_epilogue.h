@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/convert.h"
+#include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
 #include "params.h"
@@ -12,10 +13,36 @@
 
 namespace anyflash::sm80 {
 
-template <class Traits, class AccO, class Softmax>
+// Adds what clear_nonfinite() took out of V to the rows that see it. A sum with NaN or infinity in it
+// does not depend on its finite terms and weights, so the finished output is the place to do it. Rare:
+// plain loops over global memory.
+template <class Traits, class Mask>
+ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const ForwardBlock& block,
+                                       const Mask& mask) {
+  using Element = typename Traits::Element;
+  const auto* const v = static_cast<const Element*>(params.v) +
+                        block.batch * params.v_stride.batch + block.head_k * params.v_stride.head;
+  auto* const out = static_cast<Element*>(params.out) + block.batch * params.out_stride.batch +
+                    block.head * params.out_stride.head;
+  const KRange range = mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN);
+  const int end = min(block.first_row + Traits::kBlockM, params.seqlen_q);
+  for (int64_t row = block.first_row; row < end; ++row) {
+    for (int col = threadIdx.x; col < params.head_dim_v; col += Traits::kThreads) {
+      Element& result = out[row * params.out_stride.row + col];
+      for (int64_t key = int64_t{range.masked} * Traits::kBlockN; mask.keep(row, key); ++key) {
+        const Element value = v[key * params.v_stride.row + col];
+        if (!is_finite(value)) {
+          result = Element(static_cast<float>(result) + static_cast<float>(value));
+        }
+      }
+    }
+  }
+}
+
+template <class Traits, class Mask, class AccO, class Softmax>
 ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const ForwardBlock& block,
-                                      typename Traits::SharedStorage& smem, AccO& acc_o,
-                                      Softmax& softmax) {
+                                      const Mask& mask, typename Traits::SharedStorage& smem,
+                                      AccO& acc_o, Softmax& softmax, bool found_nonfinite) {
   using namespace cute;
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
@@ -47,7 +74,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   auto thread_store = smem_store.get_thread_slice(thread);
   auto tOrO_store = thread_store.retile_S(rounded);  // (COPY, MMA_M, MMA_N)
   auto tOsO_store = thread_store.partition_D(sO);    // (COPY, MMA_M, MMA_N)
-  __syncthreads();                                   // every warp has done with Q
+  found_nonfinite = __syncthreads_or(found_nonfinite);  // every warp has done with Q
   copy(smem_store, tOrO_store, tOsO_store);
   __syncthreads();  // the whole tile is in shared memory
 
@@ -64,6 +91,10 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   copy(typename Traits::GmemStore{}, tOsO, tOrO);
   constexpr int kPages = decltype(size<2>(tOrO))::value;
   store_tile(tOrO, tOgO, tOcO_copy, ColumnGuard<kPages>(tOcO_copy, params.head_dim_v), rows);
+  if (found_nonfinite) {
+    __syncthreads();  // the whole tile is in global memory
+    restore_nonfinite<Traits>(params, block, mask);
+  }
 }
 
 }  // namespace anyflash::sm80

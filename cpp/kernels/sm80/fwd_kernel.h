@@ -44,8 +44,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
                                     Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(scale_log2);
-  forward_mainloop<Traits>(params, block, mask, smem, acc_o, softmax, q_factor);
-  forward_epilogue<Traits>(params, block, smem, acc_o, softmax);
+  const bool found_nonfinite =
+      forward_mainloop<Traits>(params, block, mask, smem, acc_o, softmax, q_factor);
+  forward_epilogue<Traits>(params, block, mask, smem, acc_o, softmax, found_nonfinite);
 }
 
 }  // namespace anyflash::sm80

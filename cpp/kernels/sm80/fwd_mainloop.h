@@ -48,40 +48,14 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
   }
 }
 
-// The product with a partly visible V tile that holds NaN or infinity: adds such elements to the rows
-// that see them and leaves zeros in the tile, for the ordinary product to follow. Rare, so plain loops.
-template <class Traits, class Mask, class SmemV, class OutMatrix, class Coordinates>
-ANYFLASH_DEVICE void extract_nonfinite(SmemV& sV, OutMatrix& out, const Coordinates& coordinates,
-                                       const Mask& mask, int row0, int col0, int thread) {
-  using namespace cute;
-  using Element = typename Traits::Element;
-  for (int key = 0; key < Traits::kBlockN; ++key) {
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(out); ++col) {
-      const Element value = sV(key, get<1>(coordinates(0, col)));
-      if (is_finite(value)) continue;
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(out); ++row) {
-        if (mask.keep(row0 + get<0>(coordinates(row, 0)), col0 + key)) {
-          out(row, col) += static_cast<float>(value);
-        }
-      }
-    }
-  }
-  __syncthreads();  // every thread has read the tile
-  for (int i = thread; i < size(sV); i += Traits::kThreads) {
-    if (!is_finite(Element(sV(i)))) sV(i) = Element(0);
-  }
-  __syncthreads();  // the tile is finite
-}
-
 // Computes acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows.
 //
 // One buffer each for K and V; tile n of K arrives while P V of tile n + 1 runs, tile n of V while
 // Q K^T of tile n does. Tiles are visited from the last to the first, so that the masked ones, which
-// lie at the end, come first.
+// lie at the end, come first. Returns whether this thread took NaN or infinity out of a masked tile of V;
+// restore_nonfinite() then has to follow.
 template <class Traits, class Mask, class AccO, class Softmax>
-ANYFLASH_DEVICE void forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
                                       const Mask& mask, typename Traits::SharedStorage& smem,
                                       AccO& acc_o, Softmax& softmax, float q_factor) {
   using namespace cute;
@@ -92,7 +66,7 @@ ANYFLASH_DEVICE void forward_mainloop(const ForwardParams& params, const Forward
   const int thread = threadIdx.x;
 
   const KRange range = mask.k_range(block.first_row, kBlockM, kBlockN);
-  if (range.end == 0) return;
+  if (range.end == 0) return false;
 
   const auto base = [&](const void* data, const Strides& stride, int head) {
     return static_cast<const Element*>(data) + block.batch * stride.batch + head * stride.head;
@@ -146,8 +120,6 @@ ANYFLASH_DEVICE void forward_mainloop(const ForwardParams& params, const Forward
       make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
   auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
-  auto tOcO = thread_mma.partition_C(make_identity_tensor(TileQ{}));     // (MMA, MMA_M, MMA_N)
-  auto out_coordinates = make_tensor(tOcO.data(), accumulator_as_matrix(tOcO.layout()));
 
   // Q and the last tile of K; only that tile can hold rows that do not exist.
   int n = range.end - 1;
@@ -160,6 +132,7 @@ ANYFLASH_DEVICE void forward_mainloop(const ForwardParams& params, const Forward
     multiply_tile<Traits>(sQ, q_factor, thread);
   }
 
+  bool found_nonfinite = false;
   // S = Q K_n^T; P = exp2(S - max); O += P V_n.
   const auto step = [&](auto masked) {
     constexpr bool kMasked = decltype(masked)::value;
@@ -175,14 +148,8 @@ ANYFLASH_DEVICE void forward_mainloop(const ForwardParams& params, const Forward
                    thread_copy_k);
 
     cp_async_wait<0>();
-    bool v_is_finite = true;
-    if constexpr (kMasked) v_is_finite = all_finite(tVsV);  // this thread's own pieces
-    // V_n is there; every warp has done with K_n.
-    if constexpr (kMasked) {
-      v_is_finite = __syncthreads_and(v_is_finite);
-    } else {
-      __syncthreads();
-    }
+    if constexpr (kMasked) found_nonfinite |= clear_nonfinite(tVsV);  // this thread's own pieces
+    __syncthreads();  // V_n is there; every warp has done with K_n
     if (n > 0) {
       load_tile<false>(gmem_load, tKgK(_, _, _, n - 1), tKsK, tKcK, columns, 0);
       cp_async_fence();
@@ -193,16 +160,13 @@ ANYFLASH_DEVICE void forward_mainloop(const ForwardParams& params, const Forward
       apply_mask(scores, coordinates, mask, block.first_row, n * kBlockN);
     }
     softmax.update(scores, out_matrix);
-    if (kMasked && !v_is_finite) {
-      extract_nonfinite<Traits>(sV, out_matrix, out_coordinates, mask, block.first_row, n * kBlockN,
-                                thread);
-    }
     auto probabilities = round_fragment<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
     gemm_register_smem(acc_o, tOrP, tOrVt, tOsVt, mma, smem_copy_v, thread_copy_v);
   };
   for (; n >= range.masked; --n) step(std::true_type{});
   for (; n >= 0; --n) step(std::false_type{});
+  return found_nonfinite;
 }
 
 }  // namespace anyflash::sm80
