@@ -34,7 +34,11 @@ macro(anyflash_setup_cuda)
       find_program(
         ANYFLASH_NVCC
         NAMES nvcc
-        HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda
+        HINTS
+        ENV CUDACXX
+        ENV CUDA_HOME
+        ENV CUDA_PATH
+        /usr/local/cuda
         PATH_SUFFIXES bin
       )
       if(NOT ANYFLASH_NVCC)

@@ -5,7 +5,15 @@
 # the same unit and 23 s in one of its own.
 
 set(ANYFLASH_SM80_FORWARD_DTYPES f16 bf16)
-set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_full 32 64 96 128 192 256)
+set(
+  ANYFLASH_SM80_FORWARD_HEAD_DIMS_full
+  32
+  64
+  96
+  128
+  192
+  256
+)
 set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_minimal 64 128)
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
@@ -22,13 +30,14 @@ endif()
 set(ANYFLASH_CPU_FLAGS_baseline "")
 set(ANYFLASH_CPU_FLAGS_neon "")
 set(ANYFLASH_CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
-set(ANYFLASH_CPU_FLAGS_avx512
-    ${ANYFLASH_CPU_FLAGS_avx2}
-    -mavx512f
-    -mavx512bw
-    -mavx512vl
-    -mavx512dq
-    -mprefer-vector-width=512
+set(
+  ANYFLASH_CPU_FLAGS_avx512
+  ${ANYFLASH_CPU_FLAGS_avx2}
+  -mavx512f
+  -mavx512bw
+  -mavx512vl
+  -mavx512dq
+  -mprefer-vector-width=512
 )
 set(ANYFLASH_CPU_ENUM_baseline kBaseline)
 set(ANYFLASH_CPU_ENUM_avx2 kAvx2)

@@ -15,8 +15,9 @@ function(anyflash_find_in_package variable package subfolder probe)
   if(NOT Python_EXECUTABLE)
     find_program(Python_EXECUTABLE NAMES python3 python)
   endif()
-  set(program
-      "import importlib.util as u; s = u.find_spec('${package}'); print(list(s.submodule_search_locations)[0] if s else '')"
+  set(
+    program
+    "import importlib.util as u; s = u.find_spec('${package}'); print(list(s.submodule_search_locations)[0] if s else '')"
   )
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c "${program}"
@@ -68,7 +69,10 @@ macro(anyflash_require_cuda_headers)
     find_path(
       ANYFLASH_CUDA_HEADERS
       cuda_runtime.h
-      HINTS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda
+      HINTS
+      ENV CUDA_HOME
+      ENV CUDA_PATH
+      /usr/local/cuda
       PATHS "${pypi_cuda_include}"
       PATH_SUFFIXES include
     )

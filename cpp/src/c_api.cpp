@@ -40,15 +40,14 @@ anyflash_status guarded(const char* name, const Function& function) noexcept {
   }
 }
 
-// Reads the fields that the caller knows; the others keep their defaults. A caller that is newer than
-// this library may only pass defaults (zeros) in what this library does not know.
+// Reads the fields that the caller knows; the others keep their defaults. A caller that is newer
+// than this library may only pass defaults (zeros) in what this library does not know.
 ForwardOptions options_of(const anyflash_forward_options* given) {
   anyflash_forward_options c = ANYFLASH_FORWARD_OPTIONS_INIT;
   if (given != nullptr) {
     if (given->size < sizeof(given->size)) {
-      throw Error(ErrorCode::kInvalidValue,
-                  "options.size is " + std::to_string(given->size) +
-                      "; it must be sizeof(anyflash_forward_options)");
+      throw Error(ErrorCode::kInvalidValue, "options.size is " + std::to_string(given->size) +
+                                                "; it must be sizeof(anyflash_forward_options)");
     }
     const auto* const bytes = reinterpret_cast<const unsigned char*>(given);
     for (std::size_t i = sizeof(c); i < given->size; ++i) {

@@ -7,9 +7,9 @@
 
 namespace anyflash {
 
-const char* name(DType dtype);               // "float16"
-std::string name(const Device& device);      // "cpu", "cuda:0"
-std::string shape_of(const TensorView& t);   // "(2, 128, 8, 64)"
+const char* name(DType dtype);              // "float16"
+std::string name(const Device& device);     // "cpu", "cuda:0"
+std::string shape_of(const TensorView& t);  // "(2, 128, 8, 64)"
 int bytes_of(DType dtype);
 
 }  // namespace anyflash

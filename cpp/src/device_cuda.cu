@@ -1,7 +1,5 @@
-// The GPU through the CUDA runtime, which is linked statically: without a driver every call fails with
-// an error code and nothing else happens.
-#include "device.h"
-
+// The GPU through the CUDA runtime, which is linked statically: without a driver every call fails
+// with an error code and nothing else happens.
 #include <cuda_runtime_api.h>
 
 #include <mutex>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "anyflash/error.h"
+#include "device.h"
 
 namespace anyflash {
 
@@ -64,7 +63,8 @@ const DeviceProperties& device_properties(int index) {
     cache = std::move(found);
   }
   if (index < 0 || index >= static_cast<int>(cache.size())) {
-    throw Error(ErrorCode::kDevice, "CUDA device " + std::to_string(index) + " does not exist; there are " +
+    throw Error(ErrorCode::kDevice, "CUDA device " + std::to_string(index) +
+                                        " does not exist; there are " +
                                         std::to_string(cache.size()));
   }
   return cache[static_cast<std::size_t>(index)];

@@ -77,10 +77,10 @@ const KernelRow& select_cuda(const ForwardProblem& problem) {
                                              "; the CUDA kernels of this build take float16 and "
                                              "bfloat16");
   }
-  throw Error(ErrorCode::kUnsupported,
-              "head dim " + std::to_string(problem.head_dim) + " is more than the kernels for " +
-                  name(problem.dtype) + " on " + device.name +
-                  " take; this build has head dims up to " + head_dims);
+  throw Error(ErrorCode::kUnsupported, "head dim " + std::to_string(problem.head_dim) +
+                                           " is more than the kernels for " + name(problem.dtype) +
+                                           " on " + device.name +
+                                           " take; this build has head dims up to " + head_dims);
 }
 
 }  // namespace

@@ -37,8 +37,11 @@ bool device_of(const DLDevice& device, Device& result) {
 }
 
 std::string text_of(const DLDataType& type) {
-  static const char* const kCodes[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  const std::string code = type.code < std::size(kCodes) ? kCodes[type.code] : "type code " + std::to_string(type.code) + ", bits ";
+  static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
+                                       "bfloat", "complex", "bool"};
+  const std::string code = type.code < std::size(kCodes)
+                               ? kCodes[type.code]
+                               : "type code " + std::to_string(type.code) + ", bits ";
   return code + std::to_string(type.bits) +
          (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
 }
@@ -50,14 +53,14 @@ TensorView view_of(const DLTensor* tensor, const char* argument) {
   if (tensor == nullptr) throw Error(ErrorCode::kInvalidValue, what + " is NULL");
   TensorView view;
   if (!dtype_of(tensor->dtype, view.dtype)) {
-    throw Error(ErrorCode::kInvalidType, what + " is " + text_of(tensor->dtype) +
-                                             "; float64, float32, float16 and bfloat16 are allowed");
+    throw Error(ErrorCode::kInvalidType,
+                what + " is " + text_of(tensor->dtype) +
+                    "; float64, float32, float16 and bfloat16 are allowed");
   }
   if (!device_of(tensor->device, view.device)) {
-    throw Error(ErrorCode::kInvalidType,
-                what + " is on a device of DLPack type " +
-                    std::to_string(tensor->device.device_type) +
-                    "; CPU and CUDA devices are allowed");
+    throw Error(ErrorCode::kInvalidType, what + " is on a device of DLPack type " +
+                                             std::to_string(tensor->device.device_type) +
+                                             "; CPU and CUDA devices are allowed");
   }
   if (tensor->ndim < 0 || tensor->ndim > kMaxRank) {
     throw Error(ErrorCode::kInvalidValue, what + " has " + std::to_string(tensor->ndim) +
@@ -65,20 +68,19 @@ TensorView view_of(const DLTensor* tensor, const char* argument) {
                                               " are allowed");
   }
   view.rank = tensor->ndim;
-  view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;
-  int64_t contiguous = 1;
-  bool empty = false;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    if (tensor->shape[i] < 0) {
-      throw Error(ErrorCode::kInvalidValue, what + " has a negative extent");
-    }
-    view.shape[i] = tensor->shape[i];
-    view.stride[i] = tensor->strides != nullptr ? tensor->strides[i] : contiguous;
-    contiguous *= tensor->shape[i];
-    empty = empty || tensor->shape[i] == 0;
+  if (tensor->data != nullptr) {
+    view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;
   }
-  if (tensor->data == nullptr && !empty) {
-    throw Error(ErrorCode::kInvalidValue, what + " has a NULL data pointer");
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.shape[i] = tensor->shape[i];
+    if (tensor->strides != nullptr) {
+      view.stride[i] = tensor->strides[i];
+    } else {  // row-major; the sizes are checked later, so the product may wrap
+      view.stride[i] = i + 1 == view.rank ? 1
+                                          : static_cast<int64_t>(
+                                                static_cast<uint64_t>(view.stride[i + 1]) *
+                                                static_cast<uint64_t>(view.shape[i + 1]));
+    }
   }
   return view;
 }

@@ -1,6 +1,10 @@
-// forward(): validate, plan, and launch. The plan says which kernel runs, what is repacked before and
-// after, and how the workspace is divided; it depends on shapes, strides and alignment only.
+// forward(): validate, plan, and launch. The plan says which kernel runs, what is repacked before
+// and after, and how the workspace is divided; it depends on shapes, strides and alignment only.
 #include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
 
 #include "anyflash/attention.h"
 #include "copy_rows.h"
@@ -16,6 +20,7 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;  // of the workspace and of every piece of it
 constexpr int kVectorBytes = 16;         // what the CUDA kernels load and store at once
+constexpr int64_t kMaxTileRows = 256;    // no kernel's tile has more
 
 // A tensor that the kernel reads or writes in the workspace instead.
 struct Repacked {
@@ -33,9 +38,7 @@ struct ForwardPlan {
   std::size_t scratch_bytes = 0;
   std::size_t bytes = 0;
 
-  bool empty() const {
-    return params.batch == 0 || params.seqlen_q == 0;
-  }
+  bool empty() const { return params.batch == 0 || params.seqlen_q == 0; }
 };
 
 std::size_t reserve(std::size_t& total, std::size_t bytes) {
@@ -44,8 +47,11 @@ std::size_t reserve(std::size_t& total, std::size_t bytes) {
   return offset;
 }
 
-bool vector_aligned(const TensorView& t) {
+// Whether the CUDA kernels can read or write the tensor as it is: pieces of 16 bytes, and offsets
+// within a tile that fit in 32 bits.
+bool fits_kernel(const TensorView& t) {
   const int64_t elements = kVectorBytes / bytes_of(t.dtype);
+  if (std::abs(t.stride[1]) > INT32_MAX / kMaxTileRows) return false;
   if (reinterpret_cast<std::uintptr_t>(t.data) % kVectorBytes != 0) return false;
   if (t.shape[3] % elements != 0 || t.stride[3] != 1) return false;
   for (int i = 0; i < 3; ++i) {
@@ -57,7 +63,7 @@ bool vector_aligned(const TensorView& t) {
 // Plans a contiguous copy with whole 16-byte rows, if the tensor needs one.
 Repacked plan_repack(const TensorView& t, std::size_t& total) {
   Repacked repacked;
-  if (vector_aligned(t)) return repacked;
+  if (fits_kernel(t)) return repacked;
   const int64_t elements = kVectorBytes / bytes_of(t.dtype);
   const int64_t columns = (t.shape[3] + elements - 1) / elements * elements;
   repacked.needed = true;
@@ -80,16 +86,15 @@ ForwardPlan plan_forward(const TensorView& q, const TensorView& k, const TensorV
                          const ForwardOptions& options) {
   ForwardPlan plan;
   plan.params = validate_forward(q, k, v, out, lse, options);
-  plan.row = &select_forward({q.device, q.dtype,
-                              std::max(plan.params.head_dim, plan.params.head_dim_v),
-                              options.cpu_isa});
+  plan.row = &select_forward(
+      {q.device, q.dtype, std::max(plan.params.head_dim, plan.params.head_dim_v), options.cpu_isa});
   if (q.device.type == DeviceType::kCuda) {
     plan.q = plan_repack(q, plan.bytes);
     plan.k = plan_repack(k, plan.bytes);
     plan.v = plan_repack(v, plan.bytes);
     plan.out = plan_repack(out, plan.bytes);
-    plan.params.heads_per_section = heads_per_section(
-        plan.params, bytes_of(q.dtype), device_properties(q.device.index).l2_bytes);
+    plan.params.heads_per_section = heads_per_section(plan.params, bytes_of(q.dtype),
+                                                      device_properties(q.device.index).l2_bytes);
   } else {
     plan.num_threads = options.num_threads > 0 ? options.num_threads : omp_get_max_threads();
   }
@@ -144,9 +149,9 @@ void forward(const TensorView& q, const TensorView& k, const TensorView& v, cons
              const TensorView* lse, const ForwardOptions& options, Workspace workspace) {
   ForwardPlan plan = plan_forward(q, k, v, out, lse, options);
   if (workspace.bytes < plan.bytes) {
-    throw Error(ErrorCode::kInvalidValue,
-                "workspace has " + std::to_string(workspace.bytes) + " bytes; " +
-                    std::to_string(plan.bytes) + " are needed (forward_workspace_size)");
+    throw Error(ErrorCode::kInvalidValue, "workspace has " + std::to_string(workspace.bytes) +
+                                              " bytes; " + std::to_string(plan.bytes) +
+                                              " are needed (forward_workspace_size)");
   }
   if (plan.bytes > 0 && workspace.data == nullptr) {
     throw Error(ErrorCode::kInvalidValue, "workspace has a null data pointer");
@@ -162,12 +167,12 @@ void forward(const TensorView& q, const TensorView& k, const TensorView& v, cons
   context.stream = options.stream;
   context.scratch = base + plan.scratch_offset;
   context.scratch_bytes = plan.scratch_bytes;
-  count_launch(*plan.row);
   if (q.device.type == DeviceType::kCuda) {
     launch_cuda(plan, q.device, context, base);
   } else {
     plan.row->launch(plan.params, context);
   }
+  count_launch(*plan.row);
 }
 
 }  // namespace anyflash

@@ -18,8 +18,8 @@ inline int heads_per_section(const ForwardParams& params, int bytes_per_element,
                              std::size_t l2_bytes) {
   if (!params.causal) return 1;
   const int64_t group = params.heads / params.heads_k;
-  const int64_t kv_bytes = int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) *
-                           bytes_per_element;
+  const int64_t kv_bytes =
+      int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * bytes_per_element;
   const int64_t fitting = static_cast<int64_t>(l2_bytes / 2) / std::max<int64_t>(kv_bytes, 1);
   const int64_t pairs = params.batch * params.heads;
   // Bounded by what a grid can hold, so that products with row blocks stay within 31 bits.

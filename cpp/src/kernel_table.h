@@ -39,7 +39,8 @@ const KernelRow& select_forward(const ForwardProblem& problem);
 // The best instruction set that is built and that this machine has.
 CpuIsa best_isa();
 
-// True if this build holds machine code, or PTX to be compiled, for the compute capability (80 = 8.0).
+// True if this build holds machine code, or PTX to be compiled, for the compute capability (80
+// = 8.0).
 bool built_for(int compute_capability);
 
 }  // namespace anyflash

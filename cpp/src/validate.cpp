@@ -1,7 +1,9 @@
 #include "validate.h"
 
+#include <cfloat>
 #include <climits>
 #include <cmath>
+#include <sstream>
 #include <string>
 
 #include "anyflash/error.h"
@@ -24,11 +26,22 @@ void check_rank(const TensorView& t, const char* argument, int rank, const char*
     invalid_value(std::string(argument) + " has " + std::to_string(t.rank) + " dimensions" + shape +
                   "; expected " + std::to_string(rank) + ": " + layout);
   }
+  // Counted in elements, with room for sizes in bytes and for rounding up.
+  constexpr int64_t kMaxElements = int64_t{1} << 56;
+  int64_t elements = 1;
   for (int i = 0; i < t.rank; ++i) {
     if (t.shape[i] < 0) {
       invalid_value(std::string(argument) + " has shape " + shape_of(t) +
                     "; an extent must not be negative");
     }
+    if (t.shape[i] > 0 && elements > kMaxElements / t.shape[i]) {
+      invalid_value(std::string(argument) + " has shape " + shape_of(t) +
+                    "; at most 2^56 elements are allowed");
+    }
+    elements *= t.shape[i];
+  }
+  if (elements > 0 && t.data == nullptr) {
+    invalid_value(std::string(argument) + " has a null data pointer");
   }
 }
 
@@ -86,10 +99,13 @@ Strides strides(const TensorView& t) {
 double checked_scale(const ForwardOptions& options, const TensorView& q) {
   if (!options.softmax_scale) return 1.0 / std::sqrt(static_cast<double>(q.shape[3]));
   const double scale = *options.softmax_scale;
-  const bool fits = q.dtype == DType::kFloat64 || std::isfinite(static_cast<float>(scale));
-  if (!std::isfinite(scale) || !fits) {
-    invalid_value("softmax_scale is " + std::to_string(scale) + "; a finite number" +
-                  (fits ? "" : " of float32's range") + " is allowed");
+  // Kernels of the narrower types multiply it by log2(e) in float32.
+  const bool wide = q.dtype == DType::kFloat64;
+  if (!std::isfinite(scale) || (!wide && std::abs(scale) > FLT_MAX / 2)) {
+    std::ostringstream message;
+    message << "softmax_scale is " << scale << "; a finite number"
+            << (wide ? "" : " of at most half of float32's range") << " is allowed";
+    invalid_value(message.str());
   }
   return scale;
 }

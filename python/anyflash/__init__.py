@@ -12,9 +12,10 @@ __all__ = ["Array", "__version__", "attention", "build_info"]
 def build_info() -> dict[str, Any]:
     """What this build holds and what this machine can run.
 
-    Keys: ``version``; ``cuda`` (None, or ``runtime_version`` and ``archs``); ``cpu`` (``isa`` in use,
-    ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with the number of
-    ``launches`` in this process); ``devices`` (CUDA devices); ``device_error`` (why there are none).
+    Keys: ``version``; ``cuda`` (None, or ``runtime_version`` and ``archs``); ``cpu`` (``isa`` in
+    use, ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with the number of
+    ``launches`` in this process); ``devices`` (CUDA devices); ``device_error`` (why there are
+    none).
     """
     return _core.build_info()
 

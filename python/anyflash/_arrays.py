@@ -3,7 +3,6 @@ unless one of its arrays was passed."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ class Device(NamedTuple):
     """``kind`` is 'cpu' or 'cuda'."""
 
     kind: str
-    index: int
+    number: int
 
 
 class Array:
@@ -37,7 +36,7 @@ class Array:
         self.dtype = dtype
         self.device = device
         self._memory = _core.new_array(
-            shape, _DTYPES.index(dtype), 0 if device.kind == "cpu" else 1, device.index
+            shape, _DTYPES.index(dtype), 0 if device.kind == "cpu" else 1, device.number
         )
 
     def __dlpack__(self, **kwargs: Any) -> Any:
@@ -156,8 +155,8 @@ class Torch(_WithAttributes):
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "requires grad, and anyflash.attention has no gradient yet; use torch.no_grad(), or "
-                "detach() the tensor"
+                "requires grad, and anyflash.attention has no gradient yet; use torch.no_grad(), "
+                "or detach() the tensor"
             )
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
@@ -200,7 +199,7 @@ class CuPy(_WithAttributes):
             raise TypeError(f"is {x.dtype.name}; {_allowed()}")
 
     def stream(self, x: Any, device: Device) -> int:
-        stream: int = sys.modules["cupy"].cuda.get_current_stream(device.index).ptr
+        stream: int = sys.modules["cupy"].cuda.get_current_stream(device.number).ptr
         return stream
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
@@ -208,12 +207,12 @@ class CuPy(_WithAttributes):
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
         cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device.index):
+        with cupy.cuda.Device(device.number):
             return cupy.empty(shape, dtype or like.dtype)
 
     def workspace(self, size: int, like: Any, device: Device) -> tuple[Any, int]:
         cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device.index):
+        with cupy.cuda.Device(device.number):
             memory = cupy.empty(size, "uint8")
         return memory, memory.data.ptr
 
@@ -260,7 +259,9 @@ _FRAMEWORKS: dict[str, Framework] = {
 _OTHER = Framework()
 
 
-@functools.lru_cache(maxsize=256)
+_by_type: dict[type, Framework | None] = {}
+
+
 def _framework_of_type(kind: type) -> Framework | None:
     for base in kind.__mro__:  # subclasses of a framework's array count
         framework = _FRAMEWORKS.get(base.__module__.partition(".")[0])
@@ -273,7 +274,10 @@ def _framework_of_type(kind: type) -> Framework | None:
 
 def framework_of(x: Any) -> Framework:
     """The framework that x belongs to; TypeError for what is not an array."""
-    framework = _framework_of_type(type(x))
+    kind = type(x)
+    if kind not in _by_type:
+        _by_type[kind] = _framework_of_type(kind)
+    framework = _by_type[kind]
     if framework is None:
         raise TypeError(
             f"is {type(x).__name__}; arrays of NumPy, PyTorch, JAX, CuPy, or any object with "

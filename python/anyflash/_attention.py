@@ -50,20 +50,21 @@ def _input(argument: str, x: Any, q: _Input | None = None) -> _Input:
     framework = _about(argument, framework_of, x)
     if q is not None and framework is not q.framework:
         raise TypeError(
-            f"{_NAME}: {argument} is an array of {framework.name} ({type(x).__name__}), but q is one "
-            f"of {q.framework.name} ({type(q.array).__name__}); pass arrays of one framework"
+            f"{_NAME}: {argument} is an array of {framework.name} ({type(x).__name__}), but q is "
+            f"one of {q.framework.name} ({type(q.array).__name__}); pass arrays of one framework"
         )
     _about(argument, framework.check, x)
     device = _about(argument, framework.device, x)
     if q is not None and device != q.device:
         raise ValueError(
-            f"{_NAME}: {argument} is on {device.kind}:{device.index}, but q is on "
-            f"{q.device.kind}:{q.device.index}; all arrays must be on one device"
+            f"{_NAME}: {argument} is on {device.kind}:{device.number}, but q is on "
+            f"{q.device.kind}:{q.device.number}; all arrays must be on one device"
         )
     shape, dtype = _about(argument, framework.describe, x, device)
     if q is not None and dtype != q.dtype:
         raise TypeError(
-            f"{_NAME}: {argument} is {dtype}, but q is {q.dtype}; q, k, v and out must have one dtype"
+            f"{_NAME}: {argument} is {dtype}, but q is {q.dtype}; q, k, v and out must have one "
+            "dtype"
         )
     if len(shape) != 4:
         raise ValueError(
@@ -84,7 +85,7 @@ def attention(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """Exact attention, ``softmax(softmax_scale * q k^T) v``, without the matrix of scores in memory.
+    """Exact attention, ``softmax(softmax_scale * q k^T) v``, without a matrix of scores in memory.
 
     FlashAttention-2 (Dao, arXiv 2307.08691): tiles with an online softmax; memory is linear in the
     sequence lengths.
@@ -107,8 +108,8 @@ def attention(
     return_lse : bool
         Return ``(out, lse)``.
     out : array, optional
-        Where to write the result: shape (batch, seqlen_q, heads, head_dim_v), dtype and device of q.
-        It must not overlap q, k or v.
+        Where to write the result: shape (batch, seqlen_q, heads, head_dim_v), dtype and device of
+        q. It must not overlap q, k or v.
     stream : int, optional
         CUDA: the address of a ``cudaStream_t`` to run on; default: the framework's current stream.
 
@@ -159,8 +160,11 @@ def attention(
         lse = framework.empty((batch, heads, seqlen_q), q, "float32", device)
         lse_target = framework.export_out(lse, device)
 
+    q_in, k_in, v_in = (framework.export(x.array, device, stream) for x in inputs)
     _core.forward(
-        *(framework.export(x.array, device, stream) for x in inputs),
+        q_in,
+        k_in,
+        v_in,
         target,
         lse_target,
         scale,

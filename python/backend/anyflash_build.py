@@ -1,6 +1,7 @@
 """Build backend: scikit-build-core, plus build requirements that depend on the machine.
 
-A pyproject.toml cannot say "the CUDA headers, but only where CUDA kernels are built". This wrapper adds
+A pyproject.toml cannot say "the CUDA headers, but only where CUDA kernels are built". This wrapper
+adds
 
 * CUTLASS's headers where CUDA kernels will be built,
 * nvcc where it is missing although an NVIDIA driver is there.
@@ -71,7 +72,7 @@ def cuda_setting(settings: Settings | None) -> str:
 
 
 def has_nvcc() -> bool:
-    """Whether CMake will find a toolkit of the system's (cmake/cuda.cmake looks in the same places)."""
+    """Whether CMake will find a toolkit (cmake/cuda.cmake looks in the same places)."""
     roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
     return bool(
         os.environ.get("CUDACXX")

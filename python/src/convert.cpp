@@ -27,7 +27,8 @@ bool convert_dtype(nb::dlpack::dtype type, bool bf16_bits, DType& result) {
 }
 
 std::string dtype_text(nb::dlpack::dtype type) {
-  static const char* const kNames[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  static const char* const kNames[] = {"int",    "uint",    "float", "opaque",
+                                       "bfloat", "complex", "bool"};
   return (type.code < std::size(kNames) ? kNames[type.code] : "type") + std::to_string(type.bits);
 }
 

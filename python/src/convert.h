@@ -16,8 +16,8 @@ struct Array {
   TensorView view;
 };
 
-// `object` is a DLPack capsule, or an object with __dlpack__ or the buffer protocol; nothing is copied.
-// bf16_bits: the elements are bfloat16 shown as uint16 (NumPy cannot export bfloat16).
+// `object` is a DLPack capsule, or an object with __dlpack__ or the buffer protocol; nothing is
+// copied. bf16_bits: the elements are bfloat16 shown as uint16 (NumPy cannot export bfloat16).
 // writable: read-only arrays are refused. Throws anyflash::Error.
 Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool writable);
 

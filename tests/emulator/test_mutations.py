@@ -1,8 +1,8 @@
 """Do the tests bite? Each mutation breaks a kernel's source in one place; each must be caught.
 
 A mutant is the same kernel unit, compiled with one header changed, in the driver that the unchanged
-unit passes. Most give wrong results in plain runs; out-of-bounds reads of what is masked later and some
-missing barriers need a sanitizer.
+unit passes. Most give wrong results in plain runs; out-of-bounds reads of what is masked later and
+some missing barriers need a sanitizer.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ MUTATIONS = (
     Mutation("mask-off-by-one", MASK, "(last) + 1", "(last) + 2"),
     Mutation("mask-off-by-minus-one", MASK, "(last) + 1", "(last)"),
     Mutation("one-tile-too-few", MASK, " + (last % block_n != 0)", ""),
-    Mutation("masked-tile-unmasked", MASK, "visible(first_row) /", "visible(first_row + rows - 1) /"),
-    Mutation("k-read-past-end", MAINLOOP, "<true>(gmem_load, tKgK", "<false>(gmem_load, tKgK", **ASAN),
-    Mutation("q-read-past-end", MAINLOOP, "<true>(gmem_load, tQgQ", "<false>(gmem_load, tQgQ", **ASAN),
+    Mutation(
+        "masked-tile-unmasked", MASK, "visible(first_row) /", "visible(first_row + rows - 1) /"
+    ),
+    Mutation(
+        "k-read-past-end", MAINLOOP, "<true>(gmem_load, tKgK", "<false>(gmem_load, tKgK", **ASAN
+    ),
+    Mutation(
+        "q-read-past-end", MAINLOOP, "<true>(gmem_load, tQgQ", "<false>(gmem_load, tQgQ", **ASAN
+    ),
     Mutation("v-read-past-end", MAINLOOP, "<kMasked>(gmem_load", "<false>(gmem_load", **ASAN),
     Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[page]", "row_ok"),
     Mutation(

@@ -1,7 +1,7 @@
 """The kernels under Address, Undefined Behaviour and Thread Sanitizer.
 
-Thread Sanitizer sees each CUDA thread as a thread of its own, with barriers as the only order between
-them: a race detector that needs no luck with the schedule.
+Thread Sanitizer sees each CUDA thread as a thread of its own, with barriers as the only order
+between them: a race detector that needs no luck with the schedule.
 """
 
 from __future__ import annotations

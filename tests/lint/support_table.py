@@ -1,7 +1,7 @@
 """The README's table of kernels, made from the list that the installed library reports.
 
-    python tests/lint/support_table.py           prints it
-    python tests/lint/support_table.py --write   puts it into README.md
+python tests/lint/support_table.py           prints it
+python tests/lint/support_table.py --write   puts it into README.md
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import anyflash
 README = Path(__file__).parents[2] / "README.md"
 BEGIN = "from the kernel list -->\n"
 END = "<!-- end of support-table -->"
-HEADER = "| kernels | operation | dtypes | head dims | tile (queries x keys) |\n|---|---|---|---|---|"
+HEADER = (
+    "| kernels | operation | dtypes | head dims | tile (queries x keys) |\n|---|---|---|---|---|"
+)
 
 
 def rows(kernels: list[dict[str, Any]]) -> list[str]:

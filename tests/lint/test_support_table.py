@@ -17,7 +17,7 @@ _SPEC.loader.exec_module(support_table)
 
 
 def test_readme_lists_the_kernels() -> None:
-    """A CPU-only build, or one for another processor, holds fewer rows than README; never others."""
+    """A CPU-only build, or one for another processor, holds fewer rows than README, no others."""
     table = support_table.README.read_text().split(support_table.BEGIN)[1]
     for row in support_table.rows(anyflash.build_info()["kernels"]):
         assert row in table, "run: python tests/lint/support_table.py --write"

@@ -302,7 +302,7 @@ def _native() -> Library:
 
 
 def _emulated() -> Library:
-    default = REPOSITORY / "build" / "test" / "tests" / "emulator" / "_emulated_sm80.so"
+    default = REPOSITORY / "build" / "test" / "_emulated_sm80.so"
     path = Path(os.environ.get("ANYFLASH_EMULATED_SM80", default))
     return _load(path, "make build-test")
 

@@ -215,13 +215,13 @@ def _scales() -> Iterator[Case]:
 
 def _values() -> Iterator[Case]:
     for values, dtype, mask in itertools.product(VALUES, ("fp16", "fp32"), MASKS):
-        if values == "inf_v" and mask == "causal":
-            continue  # inf * 0 within a tile; what a NaN may do there is tested with nan_v
         name = f"{values}-{mask}-{dtype}"
         sq, sk = (90, 150) if values != "nan_v" else (400, 400)
         yield Case(name, dtype, 2, sq, sk, values=values, causal=MASKS[mask])
     yield Case("large-bf16", "bf16", 1, 90, 150, values="large", causal=True)
     yield Case("rising-bf16", "bf16", 1, 90, 150, values="rising")
+    yield Case("nan_v-wide-fp16", "fp16", 1, 200, 200, d=128, dv=40, values="nan_v", causal=True)
+    yield Case("nan_v-bf16", "bf16", 2, 300, 333, 4, 2, values="nan_v", causal=True)
     yield Case("nan_k-wide-fp16", "fp16", 1, 200, 200, d=128, values="nan_k", causal=True)
 
 

@@ -424,7 +424,7 @@ def test_producer_that_fails() -> None:
 # Frameworks together ------------------------------------------------------------------------------
 
 
-def test_frameworks_do_not_mix(torch: ModuleType, jax: ModuleType) -> None:
+def test_torch_jax_and_others_do_not_mix(torch: ModuleType, jax: ModuleType) -> None:
     q, k, v = inputs()
     name = r"anyflash\.attention: "
     with pytest.raises(TypeError, match=name + "k is .*PyTorch.*q is .*NumPy"):

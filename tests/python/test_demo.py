@@ -54,6 +54,7 @@ def run_module(*arguments, hide=()):
     start = ["-c", code] if hide else ["-m", "anyflash", *arguments]
     return subprocess.run(
         [sys.executable, *start],
+        check=False,
         capture_output=True,
         text=True,
         encoding="utf-8",

@@ -59,7 +59,7 @@ class Library:
     """The installed library, or another build of it, named by ANYFLASH_LIBRARY."""
 
     def __init__(self) -> None:
-        import anyflash  # noqa: PLC0415  # the rules below can be tested without it
+        import anyflash  # the rules below can be tested without it
 
         info = anyflash.build_info()
         installed = Path(anyflash.__file__).parent / "lib" / "libanyflash.so"
@@ -136,13 +136,15 @@ def figures(analysis: dict[str, Any]) -> Figures:
 
 def expected_hmma(row: Row) -> int:
     """Of one warp and iteration: Q K^T and P V are block_m * block_n * head_dim MACs each."""
-    macs = 2 * row["block_m"] * row["block_n"] * row["head_dim"]
-    return macs // (MACS_PER_HMMA * row["warps"])
+    macs: int = 2 * row["block_m"] * row["block_n"] * row["head_dim"]
+    warps: int = row["warps"]
+    return macs // (MACS_PER_HMMA * warps)
 
 
 def compare(before: Figures, now: Figures) -> tuple[list[str], list[str]]:
     """What got worse and what got better, beyond the tolerances."""
-    worse, better = [], []
+    worse: list[str] = []
+    better: list[str] = []
     for figure, sign, tolerance in COMPARED:
         gain = sign * (now[figure] - before[figure])
         if abs(gain) > tolerance * before[figure] + 1e-9:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import NoReturn
 
 import pytest
 from figures import (
@@ -22,7 +23,7 @@ from figures import (
 )
 
 
-def fail(message: str, library: Library, kernel: str) -> None:
+def fail(message: str, library: Library, kernel: str) -> NoReturn:
     pytest.fail(f"{kernel}: {message}\n{library.how_to_inspect(kernel)}", pytrace=False)
 
 

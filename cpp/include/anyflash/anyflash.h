@@ -36,18 +36,18 @@ typedef enum {
 /* New fields are only ever added at the end; `size` tells the library which ones the caller knows.
  * Initialise with ANYFLASH_FORWARD_OPTIONS_INIT. */
 typedef struct {
-  size_t size;               /* sizeof(anyflash_forward_options) */
-  double softmax_scale;      /* read if has_softmax_scale, else 1 / sqrt(head_dim) */
+  size_t size;          /* sizeof(anyflash_forward_options) */
+  double softmax_scale; /* read if has_softmax_scale, else 1 / sqrt(head_dim) */
   int32_t has_softmax_scale;
   int32_t causal;
-  int32_t num_threads;       /* CPU; 0: OpenMP's default */
-  int32_t cpu_isa;           /* anyflash_cpu_isa */
-  void* stream;              /* cudaStream_t; NULL: the legacy default stream */
+  int32_t num_threads; /* CPU; 0: OpenMP's default */
+  int32_t cpu_isa;     /* anyflash_cpu_isa */
+  void* stream;        /* cudaStream_t; NULL: the legacy default stream */
 } anyflash_forward_options;
 
 #define ANYFLASH_FORWARD_OPTIONS_INIT {sizeof(anyflash_forward_options), 0.0, 0, 0, 0, 0, NULL}
 
-/* `lse` may be NULL, `options` may be NULL (defaults). The workspace lies on the tensors' device. */
+/* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors' device. */
 ANYFLASH_API anyflash_status anyflash_forward_workspace_size(
     const DLTensor* q, const DLTensor* k, const DLTensor* v, const DLTensor* out,
     const DLTensor* lse, const anyflash_forward_options* options, size_t* bytes);

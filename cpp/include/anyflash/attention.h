@@ -3,8 +3,8 @@
 //   std::vector<std::byte> workspace(anyflash::forward_workspace_size(q, k, v, out, lse, options));
 //   anyflash::forward(q, k, v, out, lse, options, {workspace.data(), workspace.size()});
 //
-// All functions may be called from several threads at once and throw anyflash::Error before anything
-// is written.
+// All functions may be called from several threads at once and throw anyflash::Error before
+// anything is written.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@
 
 namespace anyflash {
 
-// Memory on the tensors' device, aligned to 256 bytes. It may be reused as soon as the work enqueued
-// on the stream is done (on the CPU: when the call returns).
+// Memory on the tensors' device, aligned to 256 bytes. It may be reused as soon as the work
+// enqueued on the stream is done (on the CPU: when the call returns).
 struct Workspace {
   void* data = nullptr;
   std::size_t bytes = 0;
@@ -38,8 +38,8 @@ struct Workspace {
 //
 // q, k, v and out have one data type and one device. CPU: float64, float32, float16, bfloat16, any
 // head dim, any strides. CUDA: float16 and bfloat16, head dim up to 256; tensors whose last axis is
-// not contiguous or whose rows do not begin at multiples of 16 bytes are copied to the workspace first.
-// A row that sees no key gets out = 0 and lse = -inf.
+// not contiguous or whose rows do not begin at multiples of 16 bytes are copied to the workspace
+// first. A row that sees no key gets out = 0 and lse = -inf.
 ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const TensorView& v,
                           const TensorView& out, const TensorView* lse,
                           const ForwardOptions& options, Workspace workspace);
@@ -75,13 +75,13 @@ struct DeviceInfo {
 struct BuildInfo {
   std::string version;
   bool cuda = false;
-  std::string cuda_version;               // of the toolkit, "13.0"; empty without CUDA
-  std::vector<std::string> cuda_archs;    // "sm_80", "compute_80"
-  std::vector<std::string> cpu_isas;      // built: "baseline", "avx2", ...
-  std::string cpu_isa;                    // the one that this machine uses
-  int cpu_threads = 0;                    // default of ForwardOptions::num_threads
-  std::vector<DeviceInfo> devices;        // CUDA devices of this machine
-  std::string device_error;               // why there are none, one sentence
+  std::string cuda_version;             // of the toolkit, "13.0"; empty without CUDA
+  std::vector<std::string> cuda_archs;  // "sm_80", "compute_80"
+  std::vector<std::string> cpu_isas;    // built: "baseline", "avx2", ...
+  std::string cpu_isa;                  // the one that this machine uses
+  int cpu_threads = 0;                  // default of ForwardOptions::num_threads
+  std::vector<DeviceInfo> devices;      // CUDA devices of this machine
+  std::string device_error;             // why there are none, one sentence
 };
 
 ANYFLASH_API BuildInfo build_info();

@@ -1,14 +1,13 @@
 // NaN and infinity in 16-bit tiles.
 //
 // A masked probability is 0, but 0 * NaN is NaN: in a tile that is only partly visible, a NaN or an
-// infinity in V would reach rows that do not see it. Such elements are taken out of the tile, and added to
-// the finished output of the rows that do see them.
+// infinity in V would reach rows that do not see it. Such elements are taken out of the tile, and
+// added to the finished output of the rows that do see them.
 #pragma once
 
 #include <cutlass/numeric_types.h>
 
 #include <cstdint>
-
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
@@ -31,9 +30,10 @@ ANYFLASH_DEVICE bool is_finite(Element x) {
 template <class Engine, class Layout>
 ANYFLASH_DEVICE bool all_finite(const cute::Tensor<Engine, Layout>& tensor) {
   using Element = typename Engine::value_type;
-  // Adding the exponent's lowest bit to its bits carries into the sign's place if they are all ones.
+  // Adding the exponent's lowest bit to its bits carries into the sign's place if they are all
+  // ones.
   constexpr uint32_t kBits = kExponentBits<Element> * 0x10001u;
-  constexpr uint32_t kOne = (0x8000u - kExponentBits<Element>) * 0x10001u;
+  constexpr uint32_t kOne = (0x8000u - kExponentBits<Element>)*0x10001u;
   auto copy = cute::make_fragment_like(tensor);
   cute::copy(cute::AutoVectorizingCopy{}, tensor, copy);
   auto words = cute::recast<const uint32_t>(copy);

@@ -12,7 +12,8 @@
 #include "emu.hpp"
 #endif
 
-// Dynamic shared memory of every kernel: one symbol at global scope, so that the emulator can define it.
+// Dynamic shared memory of every kernel: one symbol at global scope, so that the emulator can
+// define it.
 extern __shared__ __align__(1024) unsigned char anyflash_smem[];
 
 namespace anyflash {

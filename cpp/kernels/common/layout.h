@@ -1,4 +1,5 @@
-// Views of an mma.sync accumulator as a matrix of rows and columns, and as the next product's operand.
+// Views of an mma.sync accumulator as a matrix of rows and columns, and as the next product's
+// operand.
 #pragma once
 
 #include <cute/tensor.hpp>

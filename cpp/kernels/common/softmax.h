@@ -1,15 +1,14 @@
-// Online softmax (FlashAttention-2, arXiv 2307.08691, section 3.1) over a thread's share of the rows.
+// Online softmax (FlashAttention-2, arXiv 2307.08691, section 3.1) over a thread's rows.
 //
 // With scores s, c = scale * log2(e) and the running maximum m of a row,
-//   P   = exp2(c * s - c * m)                       one FFMA and one MUFU per score
-//   l   = sum_j P_j                                 kept per thread, reduced over the quad at the end
-//   O   = sum_j P_j v_j                             not normalised until the end
+//   P   = exp2(c * s - c * m)            one FFMA and one MUFU per score
+//   l   = sum_j P_j                      kept per thread, reduced over the quad at the end
+//   O   = sum_j P_j v_j                  not normalised until the end
 // and both l and O are multiplied by exp2(c * (m_old - m_new)) whenever m grows. c is positive: a
 // negative or zero scale is folded into Q before.
 #pragma once
 
 #include <cmath>
-
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"

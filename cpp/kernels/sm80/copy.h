@@ -2,10 +2,24 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/macros.h"
+#include "params.h"
 
 namespace anyflash::sm80 {
+
+// The (rows, head_dim) tile of one head that begins at `first_row`. Offsets within a tile fit in 32
+// bits (forward.cpp repacks other tensors), which saves registers; its address is found in 64.
+template <class Element, class Tile, class Data>
+ANYFLASH_DEVICE auto gmem_tile(Tile tile, Data* data, const Strides& stride, int64_t batch,
+                               int head, int64_t first_row) {
+  using namespace cute;
+  using Target = std::conditional_t<std::is_const_v<Data>, const Element, Element>;
+  auto* const first = static_cast<Target*>(data) + batch * stride.batch + head * stride.head +
+                      first_row * stride.row;
+  return make_tensor(make_gmem_ptr(first), tile, make_stride(static_cast<int>(stride.row), _1{}));
+}
 
 // Which columns of a tile exist, for this thread's pieces of a row. Pieces are whole vectors: the
 // head dim of what reaches a kernel is a multiple of 16 bytes.
@@ -22,8 +36,8 @@ struct ColumnGuard {
   }
 };
 
-// Asynchronous load by cp.async. Columns that do not exist are filled with zeros, and so are rows at
-// and beyond `rows` where kGuardRows says that there may be such.
+// Asynchronous load by cp.async. Columns that do not exist are filled with zeros, and so are rows
+// at and beyond `rows` where kGuardRows says that there may be such.
 template <bool kGuardRows, class CopyAtom, class Gmem, class Smem, class Coordinates, int kPages>
 ANYFLASH_DEVICE void load_tile(const CopyAtom& atom, const Gmem& tXgX, Smem&& tXsX,
                                const Coordinates& tXcX, const ColumnGuard<kPages>& columns,

@@ -1,9 +1,8 @@
 // See copy_rows.h. One thread an element of the target, columns fastest.
-#include "copy_rows.h"
-
 #include <algorithm>
 
 #include "common/launch.h"
+#include "copy_rows.h"
 
 namespace anyflash {
 

@@ -13,9 +13,9 @@
 
 namespace anyflash::sm80 {
 
-// Adds what clear_nonfinite() took out of V to the rows that see it. A sum with NaN or infinity in it
-// does not depend on its finite terms and weights, so the finished output is the place to do it. Rare:
-// plain loops over global memory.
+// Adds what clear_nonfinite() took out of V to the rows that see it. A sum with NaN or infinity in
+// it does not depend on its finite terms and weights, so the finished output is the place to do it.
+// Rare: plain loops over global memory.
 template <class Traits, class Mask>
 ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const ForwardBlock& block,
                                        const Mask& mask) {
@@ -58,8 +58,8 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   auto tOcO = mma.get_thread_slice(thread).partition_C(make_identity_tensor(TileO{}));
   auto coordinates = make_tensor(tOcO.data(), accumulator_as_matrix(tOcO.layout()));
   if (params.lse != nullptr && get<1>(coordinates(0, 0)) == 0) {
-    float* const gLse = params.lse + block.batch * params.lse_stride.batch +
-                        block.head * params.lse_stride.head;
+    float* const gLse =
+        params.lse + block.batch * params.lse_stride.batch + block.head * params.lse_stride.head;
     CUTE_UNROLL
     for (int row = 0; row < size(lse); ++row) {
       const int i = get<0>(coordinates(row, 0));
@@ -72,20 +72,17 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   auto sO = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::SmemQ{});
   auto smem_store = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
   auto thread_store = smem_store.get_thread_slice(thread);
-  auto tOrO_store = thread_store.retile_S(rounded);  // (COPY, MMA_M, MMA_N)
-  auto tOsO_store = thread_store.partition_D(sO);    // (COPY, MMA_M, MMA_N)
+  auto tOrO_store = thread_store.retile_S(rounded);     // (COPY, MMA_M, MMA_N)
+  auto tOsO_store = thread_store.partition_D(sO);       // (COPY, MMA_M, MMA_N)
   found_nonfinite = __syncthreads_or(found_nonfinite);  // every warp has done with Q
   copy(smem_store, tOrO_store, tOsO_store);
   __syncthreads();  // the whole tile is in shared memory
 
-  auto mO = make_tensor(
-      make_gmem_ptr(static_cast<Element*>(params.out) + block.batch * params.out_stride.batch +
-                    block.head * params.out_stride.head),
-      make_shape(params.seqlen_q, Int<Traits::kHeadDim>{}), make_stride(params.out_stride.row, _1{}));
-  auto gO = local_tile(mO, TileO{}, make_coord(block.first_row / kBlockM, _0{}));
+  auto gO = gmem_tile<Element>(TileO{}, params.out, params.out_stride, block.batch, block.head,
+                               block.first_row);
   auto thread_copy = typename Traits::GmemStore{}.get_thread_slice(thread);
-  auto tOgO = thread_copy.partition_D(gO);                             // (VECTOR, ROWS, PAGES)
-  auto tOsO = thread_copy.partition_S(sO);                             // (VECTOR, ROWS, PAGES)
+  auto tOgO = thread_copy.partition_D(gO);                                  // (VECTOR, ROWS, PAGES)
+  auto tOsO = thread_copy.partition_S(sO);                                  // (VECTOR, ROWS, PAGES)
   auto tOcO_copy = thread_copy.partition_D(make_identity_tensor(TileO{}));  // (VECTOR, ROWS, PAGES)
   auto tOrO = make_fragment_like(tOsO);
   copy(typename Traits::GmemStore{}, tOsO, tOrO);

@@ -1,4 +1,5 @@
-// The forward kernel: FlashAttention-2 (arXiv 2307.08691) on mma.sync, one CTA per block of query rows.
+// The forward kernel: FlashAttention-2 (arXiv 2307.08691) on mma.sync, one CTA per block of query
+// rows.
 #pragma once
 
 #include <cute/tensor.hpp>

@@ -26,10 +26,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                 "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
-  launch<forward_kernel<Traits, Variant>>(dim3(static_cast<unsigned>(blocks)),
-                                          dim3(Traits::kThreads),
-                                          sizeof(typename Traits::SharedStorage), context.stream,
-                                          params);
+  launch<forward_kernel<Traits, Variant>>(
+      dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
+      sizeof(typename Traits::SharedStorage), context.stream, params);
 }
 
 inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
@@ -39,16 +38,13 @@ constexpr KernelRow forward_row(const char* name) {
   using Traits = ForwardTraits<Element, kHeadDim>;
   constexpr DType kDType =
       std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
-  return KernelRow{name,
-                   Arch::kSm80,
-                   CpuIsa::kAuto,
-                   Op::kForward,
-                   kDType,
-                   kHeadDim,
-                   Traits::kTile,
-                   sizeof(typename Traits::SharedStorage),
-                   no_scratch,
-                   launch_forward<Traits, PlainVariant>};
+  return KernelRow{
+      name,          Arch::kSm80,
+      CpuIsa::kAuto, Op::kForward,
+      kDType,        kHeadDim,
+      Traits::kTile, sizeof(typename Traits::SharedStorage),
+      no_scratch,    launch_forward<Traits, PlainVariant>,
+  };
 }
 
 }  // namespace anyflash::sm80

@@ -51,9 +51,9 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
 // Computes acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows.
 //
 // One buffer each for K and V; tile n of K arrives while P V of tile n + 1 runs, tile n of V while
-// Q K^T of tile n does. Tiles are visited from the last to the first, so that the masked ones, which
-// lie at the end, come first. Returns whether this thread took NaN or infinity out of a masked tile of V;
-// restore_nonfinite() then has to follow.
+// Q K^T of tile n does. Tiles are visited from the last to the first, so that the masked ones,
+// which lie at the end, come first. Returns whether this thread took NaN or infinity out of a
+// masked tile of V; restore_nonfinite() then has to follow.
 template <class Traits, class Mask, class AccO, class Softmax>
 ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
                                       const Mask& mask, typename Traits::SharedStorage& smem,
@@ -68,21 +68,12 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   const KRange range = mask.k_range(block.first_row, kBlockM, kBlockN);
   if (range.end == 0) return false;
 
-  const auto base = [&](const void* data, const Strides& stride, int head) {
-    return static_cast<const Element*>(data) + block.batch * stride.batch + head * stride.head;
-  };
-  const auto tensor = [&](const Element* data, int rows, const Strides& stride) {
-    return make_tensor(make_gmem_ptr(data), make_shape(rows, HeadDim{}),
-                       make_stride(stride.row, _1{}));
-  };
-  auto mQ = tensor(base(params.q, params.q_stride, block.head), params.seqlen_q, params.q_stride);
-  auto mK = tensor(base(params.k, params.k_stride, block.head_k), params.seqlen_k, params.k_stride);
-  auto mV = tensor(base(params.v, params.v_stride, block.head_k), params.seqlen_k, params.v_stride);
   using TileQ = Shape<Int<kBlockM>, HeadDim>;
   using TileKV = Shape<Int<kBlockN>, HeadDim>;
-  auto gQ = local_tile(mQ, TileQ{}, make_coord(block.first_row / kBlockM, _0{}));
-  auto gK = local_tile(mK, TileKV{}, make_coord(_, _0{}));  // (kBlockN, HeadDim, tiles)
-  auto gV = local_tile(mV, TileKV{}, make_coord(_, _0{}));  // (kBlockN, HeadDim, tiles)
+  auto gQ = gmem_tile<Element>(TileQ{}, params.q, params.q_stride, block.batch, block.head,
+                               block.first_row);
+  auto gK = gmem_tile<Element>(TileKV{}, params.k, params.k_stride, block.batch, block.head_k, 0);
+  auto gV = gmem_tile<Element>(TileKV{}, params.v, params.v_stride, block.batch, block.head_k, 0);
   auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::SmemQ{});
   auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::SmemKV{});
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::SmemKV{});
@@ -90,33 +81,36 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
 
   typename Traits::GmemLoad gmem_load;
   auto thread_load = gmem_load.get_thread_slice(thread);
-  auto tQgQ = thread_load.partition_S(gQ);                               // (VECTOR, ROWS, PAGES)
-  auto tKgK = thread_load.partition_S(gK);                               // (VECTOR, ROWS, PAGES, tiles)
-  auto tVgV = thread_load.partition_S(gV);                               // (VECTOR, ROWS, PAGES, tiles)
-  auto tQsQ = thread_load.partition_D(sQ);                               // (VECTOR, ROWS, PAGES)
-  auto tKsK = thread_load.partition_D(sK);                               // (VECTOR, ROWS, PAGES)
-  auto tVsV = thread_load.partition_D(sV);                               // (VECTOR, ROWS, PAGES)
-  auto tQcQ = thread_load.partition_S(make_identity_tensor(TileQ{}));    // (VECTOR, ROWS, PAGES)
-  auto tKcK = thread_load.partition_S(make_identity_tensor(TileKV{}));   // (VECTOR, ROWS, PAGES)
+  auto tQgQ = thread_load.partition_S(gQ);  // (VECTOR, ROWS, PAGES)
+  auto tKgK = thread_load.partition_S(gK);  // (VECTOR, ROWS, PAGES)
+  auto tVgV = thread_load.partition_S(gV);  // (VECTOR, ROWS, PAGES)
+  auto tQsQ = thread_load.partition_D(sQ);  // (VECTOR, ROWS, PAGES)
+  auto tKsK = thread_load.partition_D(sK);  // (VECTOR, ROWS, PAGES)
+  auto tVsV = thread_load.partition_D(sV);  // (VECTOR, ROWS, PAGES)
+  const auto at_tile = [](const auto& first, const Strides& stride, int tile) {
+    return make_tensor(first.data() + int64_t{tile} * kBlockN * stride.row, first.layout());
+  };
+  auto tQcQ = thread_load.partition_S(make_identity_tensor(TileQ{}));   // (VECTOR, ROWS, PAGES)
+  auto tKcK = thread_load.partition_S(make_identity_tensor(TileKV{}));  // (VECTOR, ROWS, PAGES)
   constexpr int kPages = decltype(size<2>(tKsK))::value;
   const ColumnGuard<kPages> columns(tKcK, params.head_dim);
   const ColumnGuard<kPages> columns_v(tKcK, params.head_dim_v);
 
   typename Traits::TiledMma mma;
   auto thread_mma = mma.get_thread_slice(thread);
-  auto tSrQ = thread_mma.partition_fragment_A(sQ);                       // (MMA, MMA_M, MMA_K)
-  auto tSrK = thread_mma.partition_fragment_B(sK);                       // (MMA, MMA_N, MMA_K)
-  auto tOrVt = thread_mma.partition_fragment_B(sVt);                     // (MMA, MMA_N, MMA_K)
+  auto tSrQ = thread_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
+  auto tSrK = thread_mma.partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K)
+  auto tOrVt = thread_mma.partition_fragment_B(sVt);  // (MMA, MMA_N, MMA_K)
   auto smem_copy_q = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma);
   auto smem_copy_k = make_tiled_copy_B(typename Traits::LoadMatrix{}, mma);
   auto smem_copy_v = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma);
   auto thread_copy_q = smem_copy_q.get_thread_slice(thread);
   auto thread_copy_k = smem_copy_k.get_thread_slice(thread);
   auto thread_copy_v = smem_copy_v.get_thread_slice(thread);
-  auto tSsQ = thread_copy_q.partition_S(sQ);                             // (COPY, MMA_M, MMA_K)
-  auto tSsK = thread_copy_k.partition_S(sK);                             // (COPY, MMA_N, MMA_K)
-  auto tOsVt = thread_copy_v.partition_S(sVt);                           // (COPY, MMA_N, MMA_K)
-  auto tScS = thread_mma.partition_C(                                    // (MMA, MMA_M, MMA_N)
+  auto tSsQ = thread_copy_q.partition_S(sQ);    // (COPY, MMA_M, MMA_K)
+  auto tSsK = thread_copy_k.partition_S(sK);    // (COPY, MMA_N, MMA_K)
+  auto tOsVt = thread_copy_v.partition_S(sVt);  // (COPY, MMA_N, MMA_K)
+  auto tScS = thread_mma.partition_C(           // (MMA, MMA_M, MMA_N)
       make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
   auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
@@ -124,7 +118,8 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   // Q and the last tile of K; only that tile can hold rows that do not exist.
   int n = range.end - 1;
   load_tile<true>(gmem_load, tQgQ, tQsQ, tQcQ, columns, params.seqlen_q - block.first_row);
-  load_tile<true>(gmem_load, tKgK(_, _, _, n), tKsK, tKcK, columns, params.seqlen_k - n * kBlockN);
+  load_tile<true>(gmem_load, at_tile(tKgK, params.k_stride, n), tKsK, tKcK, columns,
+                  params.seqlen_k - n * kBlockN);
   cp_async_fence();
   if (q_factor != 1.0f) {
     cp_async_wait<0>();
@@ -138,7 +133,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     constexpr bool kMasked = decltype(masked)::value;
     cp_async_wait<0>();
     __syncthreads();  // K_n is there; every warp has done with V_{n+1}
-    load_tile<kMasked>(gmem_load, tVgV(_, _, _, n), tVsV, tKcK, columns_v,
+    load_tile<kMasked>(gmem_load, at_tile(tVgV, params.v_stride, n), tVsV, tKcK, columns_v,
                        params.seqlen_k - n * kBlockN);
     cp_async_fence();
 
@@ -151,7 +146,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     if constexpr (kMasked) found_nonfinite |= clear_nonfinite(tVsV);  // this thread's own pieces
     __syncthreads();  // V_n is there; every warp has done with K_n
     if (n > 0) {
-      load_tile<false>(gmem_load, tKgK(_, _, _, n - 1), tKsK, tKcK, columns, 0);
+      load_tile<false>(gmem_load, at_tile(tKgK, params.k_stride, n - 1), tKsK, tKcK, columns, 0);
       cp_async_fence();
     }
 

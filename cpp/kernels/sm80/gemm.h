@@ -33,8 +33,8 @@ ANYFLASH_DEVICE void gemm_smem_smem(Acc& acc, FragA& tCrA, FragB& tCrB, const Sm
 // acc += A B with A in registers.
 template <class Acc, class FragA, class FragB, class SmemB, class Mma, class CopyB,
           class ThreadCopyB>
-ANYFLASH_DEVICE void gemm_register_smem(Acc& acc, const FragA& tCrA, FragB& tCrB,
-                                        const SmemB& tCsB, const Mma& mma, const CopyB& copy_b,
+ANYFLASH_DEVICE void gemm_register_smem(Acc& acc, const FragA& tCrA, FragB& tCrB, const SmemB& tCsB,
+                                        const Mma& mma, const CopyB& copy_b,
                                         const ThreadCopyB& thread_copy_b) {
   using namespace cute;
   auto tCrB_copy = thread_copy_b.retile_D(tCrB);  // (COPY, MMA_N, MMA_K)

@@ -15,8 +15,8 @@ namespace anyflash::sm80 {
 
 template <class Element>
 using MmaAtom = cute::MMA_Atom<
-    std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
-                       cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
+    std::conditional_t<std::is_same_v<Element, cutlass::half_t>, cute::SM80_16x8x16_F32F16F16F32_TN,
+                       cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
 
 template <class Element_, int kHeadDim_>
 struct ForwardTraits {
@@ -53,10 +53,9 @@ struct ForwardTraits {
   };
 
   // Each warp owns 16 rows of every 16 * kWarps; K and V are shared by all warps.
-  using TiledMma =
-      cute::TiledMMA<MmaAtom<Element>,
-                     cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
-                     cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
+  using TiledMma = cute::TiledMMA<MmaAtom<Element>,
+                                  cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
+                                  cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
 
   using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
   using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;

@@ -8,7 +8,8 @@
 
 namespace anyflash {
 
-// K tiles of one block of query rows: [0, masked) need no mask, [masked, end) do, the rest is skipped.
+// K tiles of one block of query rows: [0, masked) need no mask, [masked, end) do, the rest is
+// skipped.
 struct KRange {
   int masked;
   int end;

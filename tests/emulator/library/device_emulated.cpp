@@ -1,10 +1,9 @@
 // device.h for the emulated GPU: one device of compute capability 8.0 whose memory is the host's.
-#include "device.h"
-
 #include <cstdlib>
 #include <new>
 
 #include "anyflash/error.h"
+#include "device.h"
 #include "emu.hpp"
 
 namespace anyflash {

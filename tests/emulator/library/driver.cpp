@@ -1,12 +1,12 @@
-// Runs forward() on the emulated GPU and compares with float64: the program behind the sanitizer and
-// mutation tests, where Python cannot be the host.
+// Runs forward() on the emulated GPU and compares with float64: the program behind the sanitizer
+// and mutation tests, where Python cannot be the host.
 //
 //   emulated_driver < cases        one case a line:
 //   dtype batch seqlen_q seqlen_k heads heads_k head_dim head_dim_v causal scale seed
 //
-// dtype is fp16 or bf16, causal 0 or 1, seed decides values and the emulator's schedule. Every tensor is
-// a heap block of its exact size, so that Address Sanitizer sees each access beyond it. Exit status 0:
-// all cases are right.
+// dtype is fp16 or bf16, causal 0 or 1, seed decides values and the emulator's schedule. Every
+// tensor is a heap block of its exact size, so that Address Sanitizer sees each access beyond it.
+// Exit status 0: all cases are right.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -105,8 +105,9 @@ double check_row(const Case& c, const Tensor& q, const Tensor& k, const Tensor& 
     }
     const double error = std::abs(out.at(b, i, h, x) - value);
     // P and the result are rounded once each; fp32 sums and exp2 add little.
-    worst = std::max(worst, scores.empty() ? (error == 0 ? 0 : INFINITY)
-                                           : error / (1.5 * epsilon * (size + std::abs(value)) + 1e-6));
+    worst =
+        std::max(worst, scores.empty() ? (error == 0 ? 0 : INFINITY)
+                                       : error / (1.5 * epsilon * (size + std::abs(value)) + 1e-6));
     if (std::isnan(error)) return INFINITY;
   }
   return std::isnan(worst) ? INFINITY : worst;
@@ -141,8 +142,7 @@ double run(const Case& c) {
   };
   const std::unique_ptr<char, Free> workspace(
       static_cast<char*>(::operator new(bytes, std::align_val_t{256})));
-  anyflash::forward(q.view, k.view, v.view, out.view, &lse_view, options,
-                    {workspace.get(), bytes});
+  anyflash::forward(q.view, k.view, v.view, out.view, &lse_view, options, {workspace.get(), bytes});
 
   double worst = 0;
   for (int64_t b = 0; b < c.batch; ++b) {

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Builds anyflash on a machine with an NVIDIA GPU, and tests and times it there. No network is used.
+#
+#   tests/gpu/run.sh WHEELS [RESULTS]
+#
+# WHEELS   a folder with the wheels that the machine's Python lacks. Make it on a machine with a network:
+#            pip download -d WHEELS -r third_party/requirements.txt pytest hypothesis numpy ml_dtypes
+#            pip download -d WHEELS --no-deps -r third_party/requirements-headers.txt
+# RESULTS  a folder for logs, forward.json and forward.md (default: build/gpu/results)
+#
+# The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
+# compute-sanitizer), g++. Environment:
+#   ANYFLASH_ARCHS  GPU architectures to build (default 90)
+#   STAGES          some of: build tests memcheck racecheck bench (default: all)
+#
+# Every stage runs, whatever the others do; the exit status is 0 if all passed.
+set -uo pipefail
+
+if [[ $# -lt 1 || ! -d $1 ]]; then
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+  exit 2
+fi
+wheels=$(realpath "$1")
+cd "$(dirname "$0")/../.." || exit 2
+mkdir -p "${2:-build/gpu/results}"
+results=$(realpath "${2:-build/gpu/results}")
+venv=$PWD/build/gpu/venv
+python=$venv/bin/python
+stages=" ${STAGES:-build tests memcheck racecheck bench} "
+failed=()
+
+stage() { # NAME COMMAND...
+  local name=$1 start=$SECONDS status
+  shift
+  [[ $stages == *" $name "* ]] || return 0
+  echo "== $name"
+  if "$@" 2>&1 | tee "$results/$name.log"; then status=passed; else status=FAILED; fi
+  [[ $status == passed ]] || failed+=("$name")
+  echo "== $name $status, $((SECONDS - start)) s"
+}
+
+pip_install() {
+  "$python" -m pip --disable-pip-version-check install -q --no-index --find-links "$wheels" "$@"
+}
+
+build() {
+  python3 -m venv --system-site-packages "$venv" &&
+    pip_install -r third_party/requirements.txt pytest hypothesis numpy ml_dtypes &&
+    pip_install --no-deps -r third_party/requirements-headers.txt &&
+    PATH=$venv/bin:$PATH pip_install --no-build-isolation --no-deps --force-reinstall \
+      -Cbuild-dir=build/gpu/wheel -Ccmake.define.ANYFLASH_CUDA=ON \
+      -Ccmake.define.ANYFLASH_ARCHS="${ANYFLASH_ARCHS:-90}" . &&
+    "$python" -m anyflash
+}
+
+tests() {
+  local module selection="test"
+  for module in jax cupy; do
+    if ! "$python" -c "import $module" 2>/dev/null; then
+      echo "$module is not installed: its tests are left out"
+      selection+=" and not $module"
+    fi
+  done
+  ANYFLASH_TEST_BACKENDS=cuda "$python" -m pytest -k "$selection" \
+    tests/python/test_forward.py tests/python/test_errors.py \
+    tests/python/test_arrays.py tests/python/test_arrays_cuda.py
+}
+
+# Guard 0: every tensor is a device block of its exact size, so that an access past its end is seen.
+sanitize() { # TOOL
+  local sanitizer
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  ANYFLASH_TEST_BACKENDS=cuda ANYFLASH_TEST_GUARD=0 "$sanitizer" --tool "$1" --error-exitcode 1 \
+    --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_forward.py
+}
+
+stage build build
+stage tests tests
+stage memcheck sanitize memcheck
+stage racecheck sanitize racecheck
+stage bench "$python" tests/gpu/bench_forward.py --json "$results/forward.json" \
+  --markdown "$results/forward.md"
+
+if [[ ${#failed[@]} -gt 0 ]]; then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi
