@@ -41,7 +41,7 @@ void check_rank(const TensorView& t, const char* argument, int rank, const char*
     elements *= t.shape[i];
   }
   if (elements > 0 && t.data == nullptr) {
-    invalid_value(std::string(argument) + " has a null data pointer");
+    invalid_value(std::string(argument) + " has a NULL data pointer");
   }
 }
 

@@ -88,8 +88,11 @@ class Framework:
             return x
         return x.__dlpack__(stream=stream or 1)  # 1: the legacy default stream
 
+    def check_out(self, x: Any) -> None:
+        """Raises TypeError or ValueError for a user's array that may not be written."""
+
     def export_out(self, x: Any, device: Device) -> Any:
-        """The same for an array that is written. Work is ordered by the stream alone."""
+        """``export`` for an array that is written. Work is ordered by the stream alone."""
         return x if device.kind == "cpu" else x.__dlpack__(stream=-1)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
@@ -134,9 +137,11 @@ class NumPy(_WithAttributes):
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
         return x.view("uint16") if self.bf16_bits(x) else x
 
-    def export_out(self, x: Any, device: Device) -> Any:
+    def check_out(self, x: Any) -> None:
         if not x.flags.writeable:
             raise ValueError("is read-only")
+
+    def export_out(self, x: Any, device: Device) -> Any:
         return self.export(x, device, None)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
@@ -239,7 +244,7 @@ class Jax(_WithAttributes):
             )
         x.block_until_ready()
 
-    def export_out(self, x: Any, device: Device) -> Any:
+    def check_out(self, x: Any) -> None:
         raise TypeError("is a JAX array, which is immutable; leave out= away and use the result")
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:

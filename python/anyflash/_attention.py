@@ -151,10 +151,10 @@ def attention(
     if out is None:
         shape = (batch, seqlen_q, heads, inputs[2].shape[3])
         result = framework.empty(shape, q, None, device)
-        target = framework.export_out(result, device)
     else:
         result = _input("out", out, first).array
-        target = _about("out", framework.export_out, out, device)
+        _about("out", framework.check_out, out)
+    target = framework.export_out(result, device)
     lse = lse_target = None
     if return_lse:
         lse = framework.empty((batch, heads, seqlen_q), q, "float32", device)

@@ -5,8 +5,9 @@
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
-// 2^f = 1 + f q(f) on [-1/2, 1/2], q minimax for the relative error (Remez, 40 digits). The constant
-// term is exactly 1, so that 2^0 is exactly 1: a block without a new maximum leaves the sums as they are.
+// 2^f = 1 + f q(f) on [-1/2, 1/2], q minimax for the relative error (Remez, 40 digits). The
+// constant term is exactly 1, so that 2^0 is exactly 1: a block without a new maximum leaves the
+// sums as they are.
 template <typename T>
 struct Exp2Constants;
 
@@ -18,7 +19,7 @@ struct Exp2Constants<float> {
   static constexpr float kMagic = 12582912.0f + 127.0f;
   static constexpr int kTerms = 6;  // relative error 3.9e-9 before rounding
   static constexpr float kTerm[kTerms] = {
-      0.6931472253950111f,   0.24022651084117294f,  0.05550297314199325f,
+      0.6931472253950111f,   0.24022651084117294f,   0.05550297314199325f,
       0.009618030782505154f, 0.0013410000966100157f, 0.00015469731977475548f,
   };
 };
@@ -30,10 +31,9 @@ struct Exp2Constants<double> {
   static constexpr double kMagic = 6755399441055744.0 + 1023.0;
   static constexpr int kTerms = 11;  // relative error 1.8e-17 before rounding
   static constexpr double kTerm[kTerms] = {
-      0.6931471805599457,     0.24022650695910097,    0.05550410866479039,
-      0.009618129107607003,   0.0013333558153440133,  0.0001540353044157236,
-      1.5252727385038238e-05, 1.3215442675182759e-06, 1.0180647722118852e-07,
-      7.072570442467681e-09,  4.078062699466225e-10,
+      0.6931471805599457,     0.24022650695910097,   0.05550410866479039,    0.009618129107607003,
+      0.0013333558153440133,  0.0001540353044157236, 1.5252727385038238e-05, 1.3215442675182759e-06,
+      1.0180647722118852e-07, 7.072570442467681e-09, 4.078062699466225e-10,
   };
 };
 

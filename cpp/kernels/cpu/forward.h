@@ -9,10 +9,10 @@
 //     m     = m'
 // and at the end  out = O / l,  lse = (m + log2 l) ln 2.
 //
-// A task is up to kTaskPanels panels of query rows of one (batch, kv head); a panel is what fits the
-// registers (gemm.h). The keys of a task pass through packed blocks of kBlockN, which all its panels
-// share. What a row gets depends on its own scores and on the block borders (multiples of kBlockN)
-// alone, hence neither on the other rows nor on the number of threads.
+// A task is up to kTaskPanels panels of query rows of one (batch, kv head); a panel is what fits
+// the registers (gemm.h). The keys of a task pass through packed blocks of kBlockN, which all its
+// panels share. What a row gets depends on its own scores and on the block borders (multiples of
+// kBlockN) alone, hence neither on the other rows nor on the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -119,9 +119,15 @@ class TaskRunner {
       pack_values(first_key, keys);
       for (int panel = 0; panel < panels; ++panel) {
         switch (vectors(panel)) {
-          case 1: visit<1>(panel, first_key, keys); break;
-          case 2: visit<2>(panel, first_key, keys); break;
-          default: visit<kMaxVectors>(panel, first_key, keys); break;
+          case 1:
+            visit<1>(panel, first_key, keys);
+            break;
+          case 2:
+            visit<2>(panel, first_key, keys);
+            break;
+          default:
+            visit<kMaxVectors>(panel, first_key, keys);
+            break;
         }
       }
     }
@@ -231,8 +237,7 @@ class TaskRunner {
 
   // S^T of a panel and a block of keys, and the row maxima.
   template <int NV>
-  void scores(const T* q, int first_key, int full, int some, const Int* limit,
-              Vec (&row_max)[NV]) {
+  void scores(const T* q, int first_key, int full, int some, const Int* limit, Vec (&row_max)[NV]) {
     constexpr int kGroup = scalar_group(NV);
     constexpr int kRows = NV * S::kLanes;
     const KeysBelow<Int> below{limit};
@@ -329,18 +334,19 @@ class TaskRunner {
   // -inf - -inf is NaN where 2^-inf = 0 is meant.
   static Vec finite_base(Vec m) { return m == S::broadcast(T(-kInfinity)) ? Vec{} : m; }
 
-  // out = O / l and lse = (m + log2 l) ln 2. A row that sees no key: 0 and -inf. A row that sees keys
-  // but only scores of -inf has l = 0 too: 0 / 0 is NaN, as in the textbook softmax, in out and lse.
+  // out = O / l and lse = (m + log2 l) ln 2. A row that sees no key: 0 and -inf. A row that sees
+  // keys but only scores of -inf has l = 0 too: 0 / 0 is NaN, as in the textbook softmax, in out
+  // and lse.
   void finish_row(int r, T* o) {
     const RowIndex row = split_.row(task_, r);
     const bool sees_keys = scratch_.limit[r] > 0;
     const T l = sees_keys ? scratch_.l[r] : T(1);
     for (int c = 0; c < p_.head_dim_v; ++c) o[c] = o[c] / l;
     const Strides& st = p_.out_stride;
-    store_row(o, p_.head_dim_v,
-              static_cast<E*>(p_.out) + task_.batch * st.batch + row.head * st.head +
-                  row.query * st.row,
-              st.col);
+    store_row(
+        o, p_.head_dim_v,
+        static_cast<E*>(p_.out) + task_.batch * st.batch + row.head * st.head + row.query * st.row,
+        st.col);
     if (p_.lse == nullptr) return;
     constexpr double kLn2 = 0.69314718055994530942;
     double lse = (static_cast<double>(scratch_.m[r]) + ::log2(static_cast<double>(l))) * kLn2;

@@ -1,8 +1,8 @@
 // The two products of attention on a panel of query rows, with the sums in registers.
 //
 // Lanes are query rows: a panel holds NV vectors of rows, and the other operand is broadcast, one
-// scalar at a time. So S^T = K Q^T and O^T = V^T P^T need no transposed K or V, the softmax runs down
-// columns (no operation across lanes), and a causal limit is one integer per lane.
+// scalar at a time. So S^T = K Q^T and O^T = V^T P^T need no transposed K or V, the softmax runs
+// down columns (no operation across lanes), and a causal limit is one integer per lane.
 //
 //   q  (head_dim,   NV * lanes)      k  (keys, head_dim)
 //   s  (keys,       NV * lanes)      v  (head_dim_v / 8, keys, 8)
@@ -18,9 +18,11 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // Register tile: kMaxVectors vectors of rows by scalar_group(NV) keys (or columns of v).
 //   32 registers: 24 sums, 3 vectors, 1 scalar; 11 loads for 24 multiply-adds
 //   16 registers: 12 sums, 3 vectors, 1 scalar;  7 loads for 12
-// x86 without FMA needs a register for each product too: 8 sums, 2 vectors (20 % faster than 12 and 3
-// with SSE2 on an AMD EPYC, Zen 4 or later; float32, head_dim 64 and 128, 2048 keys).
-#if ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__FMA__)
+// All 16 are in use, which SSE2 cannot do (no FMA: each product needs one too) and Clang 20 does
+// not (it spills a sum in each round): there 8 sums and 2 vectors. Float32, head_dim 64 and 128,
+// 2048 keys on an AMD EPYC (Zen 4 or later): GCC SSE2 +20 %, Clang AVX2 +40 %, but GCC AVX2 -10 %.
+#if ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__AVX512F__) && \
+    (!defined(__FMA__) || defined(__clang__))
 inline constexpr int kMaxVectors = 2;
 #else
 inline constexpr int kMaxVectors = 3;
@@ -55,22 +57,26 @@ struct KeysBelow {
 };
 
 // Sums over head_dim run in parts of this many terms, and the parts are added up: rounding errors
-// grow with the length of a chain (at head_dim 128 half as large as in one chain, at 1.5 % of the time).
+// grow with the length of a chain (at head_dim 128 half as large as in one chain, at 1.5 % of the
+// time).
 inline constexpr int kChain = 32;
 
-// acc[j][i] = sum over c in [first, last) of k[j][c] q[c][i]
+// A register tile of sums.
 template <typename T, int NV>
-ANYFLASH_CPU_INLINE void dot_part(const T* k, const T* q, std::int64_t ld, int first, int last,
-                                  typename Simd<T>::Vec (&acc)[scalar_group(NV)][NV]) {
+struct Sums {
+  typename Simd<T>::Vec at[scalar_group(NV)][NV];
+};
+
+// sum over c in [first, last) of k[j][c] q[c][i]. Returned by value: through a reference, Clang 20
+// stores all sums in each round (half the speed).
+template <typename T, int NV>
+ANYFLASH_CPU_INLINE Sums<T, NV> dot_part(const T* k, const T* q, std::int64_t ld, int first,
+                                         int last) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   constexpr int kScalars = scalar_group(NV);
   constexpr int kRows = NV * S::kLanes;
-  ANYFLASH_CPU_UNROLL
-  for (int r = 0; r < kScalars; ++r) {
-    ANYFLASH_CPU_UNROLL
-    for (int n = 0; n < NV; ++n) acc[r][n] = Vec{};
-  }
+  Sums<T, NV> sums = {};
   for (int c = first; c < last; ++c) {
     Vec b[NV];
     ANYFLASH_CPU_UNROLL
@@ -79,9 +85,10 @@ ANYFLASH_CPU_INLINE void dot_part(const T* k, const T* q, std::int64_t ld, int f
     for (int r = 0; r < kScalars; ++r) {
       const Vec a = S::broadcast(k[r * ld + c]);
       ANYFLASH_CPU_UNROLL
-      for (int n = 0; n < NV; ++n) acc[r][n] += a * b[n];
+      for (int n = 0; n < NV; ++n) sums.at[r][n] += a * b[n];
     }
   }
+  return sums;
 }
 
 // One group of keys:  s[j][i] = scale * sum_c k[j][c] q[c][i], -inf where row i does not see key j,
@@ -95,26 +102,25 @@ ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T sca
   constexpr int kScalars = scalar_group(NV);
   constexpr int kRows = NV * S::kLanes;
   const Vec hidden = S::broadcast(T(-kInfinity));
-  Vec acc[kScalars][NV];
   int c = 0;
   for (; c + kChain < head_dim; c += kChain) {
-    dot_part<T, NV>(k, q, head_dim, c, c + kChain, acc);
+    const Sums<T, NV> part = dot_part<T, NV>(k, q, head_dim, c, c + kChain);
     ANYFLASH_CPU_UNROLL
     for (int r = 0; r < kScalars; ++r) {
       ANYFLASH_CPU_UNROLL
       for (int n = 0; n < NV; ++n) {
         T* const at = s + r * kRows + n * S::kLanes;
-        S::store(at, c == 0 ? acc[r][n] : S::load(at) + acc[r][n]);
+        S::store(at, c == 0 ? part.at[r][n] : S::load(at) + part.at[r][n]);
       }
     }
   }
-  dot_part<T, NV>(k, q, head_dim, c, head_dim, acc);
+  const Sums<T, NV> part = dot_part<T, NV>(k, q, head_dim, c, head_dim);
   ANYFLASH_CPU_UNROLL
   for (int r = 0; r < kScalars; ++r) {
     ANYFLASH_CPU_UNROLL
     for (int n = 0; n < NV; ++n) {
       T* const at = s + r * kRows + n * S::kLanes;
-      const Vec dot = c == 0 ? acc[r][n] : S::load(at) + acc[r][n];
+      const Vec dot = c == 0 ? part.at[r][n] : S::load(at) + part.at[r][n];
       const Vec x = visible.template select<T>(n, first_key + r, dot * scale, hidden);
       S::store(at, x);
       row_max[n] = S::max(x, row_max[n]);  // a NaN score is left out here, and makes its p NaN

@@ -1,12 +1,12 @@
 // A vector of the widest kind that this unit's instruction set has, in plain operators.
 //
 // GCC's and Clang's vector extensions give +, *, <, ?: on vectors, and the compiler picks the
-// instructions (x86, NEON, or another CPU's). Without them a vector is one scalar, and the same source
-// still compiles.
+// instructions (x86, NEON, or another CPU's). Without them a vector is one scalar, and the same
+// source still compiles.
 //
 // Each unit is compiled with flags of its own. So that the linker never picks an AVX-512 copy of an
-// inline function for a unit that runs on an older CPU, all of this lives in a namespace named after
-// the instruction set, and no std:: template is used here.
+// inline function for a unit that runs on an older CPU, all of this lives in a namespace named
+// after the instruction set, and no std:: template is used here.
 #pragma once
 
 #include <math.h>
@@ -34,9 +34,8 @@
 #endif
 
 // Arrays of accumulators stay in registers only where every index is a constant: unroll in full.
-#if defined(__clang__)
-#define ANYFLASH_CPU_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__GNUC__)
+// Clang does so unasked.
+#if defined(__GNUC__) && !defined(__clang__)
 #define ANYFLASH_CPU_UNROLL _Pragma("GCC unroll 16")
 #else
 #define ANYFLASH_CPU_UNROLL

@@ -44,8 +44,9 @@ struct Task {
   int rows;
 };
 
-// Tasks are tiles of query rows of a `unit`: one head, or, where a head has too few rows for a panel
-// (decoding), all heads that share a kv head, so that they share the lanes and the packed keys.
+// Tasks are tiles of query rows of a `unit`: one head, or, where a head has too few rows for a
+// panel (decoding), all heads that share a kv head, so that they share the lanes and the packed
+// keys.
 struct Split {
   bool thin;  // a unit has no more than kThinRows rows: they go one by one
   int seqlen_q;
@@ -100,7 +101,8 @@ struct Split {
   }
 };
 
-// A thread's slice of LaunchContext::scratch. Its size grows with the head dims, not with the lengths.
+// A thread's slice of LaunchContext::scratch. Its size grows with the head dims, not with the
+// lengths.
 template <typename T>
 struct Scratch {
   using Int = typename Simd<T>::Int;

@@ -1,5 +1,6 @@
-// The two products of attention for one query row: decoding, where a panel of rows (gemm.h) would use
-// one lane of each vector. Lanes run along the head dim here, and k and v are read once, in order.
+// The two products of attention for one query row: decoding, where a panel of rows (gemm.h) would
+// use one lane of each vector. Lanes run along the head dim here, and k and v are read once, in
+// order.
 //
 // Head dims are multiples of the vector length (rows of k, v and q are padded with zeros).
 #pragma once
