@@ -39,7 +39,8 @@ EPILOGUE = "sm80/fwd_epilogue.h"
 MASK = "variant/mask.h"
 SOFTMAX = "common/softmax.h"
 WAIT_K = "    cp_async_wait<0>();\n    __syncthreads();  // K_n is there"
-WAIT_V = "    cp_async_wait<0>();\n    bool v_is_finite"
+WAIT_V = "    cp_async_wait<0>();\n    if constexpr (kMasked) found_nonfinite"
+
 
 MUTATIONS = (
     Mutation("no-barrier-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("__syncthreads();", "")),
@@ -47,13 +48,12 @@ MUTATIONS = (
     Mutation("short-wait-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("<0>", "<1>")),
     Mutation("no-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("cp_async_wait<0>();", "")),
     Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
-    Mutation("no-barrier-for-v", MAINLOOP, "    } else {\n      __syncthreads();", "    } else {"),
-    Mutation(
-        "no-barrier-for-masked-v", MAINLOOP, "= __syncthreads_and(v_is_finite)", "= v_is_finite"
-    ),
+    Mutation("no-barrier-for-v", MAINLOOP, "__syncthreads();  // V_n is there", "//"),
     Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads();  // Q has landed", "//", **TSAN),
-    Mutation("no-barrier-before-output", EPILOGUE, "__syncthreads();  // every warp", "//", **TSAN),
-    Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads();  // the whole tile", "//"),
+    Mutation("no-barrier-before-output", EPILOGUE, "__syncthreads_or(found", "(found", **TSAN),
+    Mutation(
+        "no-barrier-in-output", EPILOGUE, "__syncthreads();  // the whole tile is in shared", "//"
+    ),
     Mutation("mask-off-by-one", MASK, "(last) + 1", "(last) + 2"),
     Mutation("mask-off-by-minus-one", MASK, "(last) + 1", "(last)"),
     Mutation("one-tile-too-few", MASK, " + (last % block_n != 0)", ""),
@@ -61,7 +61,11 @@ MUTATIONS = (
         "masked-tile-unmasked", MASK, "visible(first_row) /", "visible(first_row + rows - 1) /"
     ),
     Mutation(
-        "k-read-past-end", MAINLOOP, "<true>(gmem_load, tKgK", "<false>(gmem_load, tKgK", **ASAN
+        "k-read-past-end",
+        MAINLOOP,
+        "<true>(gmem_load, at_tile(tKgK",
+        "<false>(gmem_load, at_tile(tKgK",
+        **ASAN,
     ),
     Mutation(
         "q-read-past-end", MAINLOOP, "<true>(gmem_load, tQgQ", "<false>(gmem_load, tQgQ", **ASAN

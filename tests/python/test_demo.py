@@ -232,7 +232,10 @@ def test_package_that_cannot_be_imported_is_named(packages, monkeypatch, capsys)
 def test_json_is_build_info():
     result = run_module("--json")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == json.loads(json.dumps(anyflash.build_info()))
+    here, there = json.loads(json.dumps(anyflash.build_info())), json.loads(result.stdout)
+    for kernel in here["kernels"] + there["kernels"]:
+        kernel["launches"] = 0  # of each process
+    assert there == here
 
 
 def test_overview_names_what_is_built_and_what_runs():

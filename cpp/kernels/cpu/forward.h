@@ -11,8 +11,11 @@
 //
 // A task is up to kTaskPanels panels of query rows of one (batch, kv head); a panel is what fits
 // the registers (gemm.h). The keys of a task pass through packed blocks of kBlockN, which all its
-// panels share. What a row gets depends on its own scores and on the block borders (multiples of
-// kBlockN) alone, hence neither on the other rows nor on the number of threads.
+// panels share. Where a head has very few rows they go one by one instead (thin.h).
+//
+// What a row gets depends on its own scores, on the block borders (multiples of kBlockN) and on
+// whether the shape is a thin one (seqlen_q, heads / heads_k), hence neither on the other rows, nor
+// on the batch, nor on the number of threads.
 #pragma once
 
 #include <cstddef>
