@@ -337,12 +337,11 @@ class TaskRunner {
   // -inf - -inf is NaN where 2^-inf = 0 is meant.
   static Vec finite_base(Vec m) { return m == S::broadcast(T(-kInfinity)) ? Vec{} : m; }
 
-  // out = O / l and lse = (m + log2 l) ln 2. A row that sees no key: 0 and -inf. A row that sees
-  // keys but only scores of -inf has l = 0 too: 0 / 0 is NaN, as in the textbook softmax, in out
-  // and lse.
+  // out = O / l and lse = (m + log2 l) ln 2. l = 0 says that the row saw no key, or that all its
+  // scores are -inf, which is a mask too: 0 and -inf.
   void finish_row(int r, T* o) {
     const RowIndex row = split_.row(task_, r);
-    const bool sees_keys = scratch_.limit[r] > 0;
+    const bool sees_keys = scratch_.l[r] != T(0);
     const T l = sees_keys ? scratch_.l[r] : T(1);
     for (int c = 0; c < p_.head_dim_v; ++c) o[c] = o[c] / l;
     const Strides& st = p_.out_stride;
@@ -354,7 +353,6 @@ class TaskRunner {
     constexpr double kLn2 = 0.69314718055994530942;
     double lse = (static_cast<double>(scratch_.m[r]) + ::log2(static_cast<double>(l))) * kLn2;
     if (!sees_keys) lse = -static_cast<double>(kInfinity);
-    if (l == T(0)) lse = static_cast<double>(l / l);
     const Strides& ls = p_.lse_stride;
     p_.lse[task_.batch * ls.batch + row.head * ls.head + row.query * ls.row] =
         static_cast<float>(lse);
