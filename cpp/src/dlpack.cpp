@@ -71,16 +71,12 @@ TensorView view_of(const DLTensor* tensor, const char* argument) {
   if (tensor->data != nullptr) {
     view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;
   }
+  uint64_t contiguous = 1;  // may wrap: the sizes are checked later
   for (int i = view.rank - 1; i >= 0; --i) {
     view.shape[i] = tensor->shape[i];
-    if (tensor->strides != nullptr) {
-      view.stride[i] = tensor->strides[i];
-    } else {  // row-major; the sizes are checked later, so the product may wrap
-      view.stride[i] = i + 1 == view.rank ? 1
-                                          : static_cast<int64_t>(
-                                                static_cast<uint64_t>(view.stride[i + 1]) *
-                                                static_cast<uint64_t>(view.shape[i + 1]));
-    }
+    view.stride[i] =
+        tensor->strides != nullptr ? tensor->strides[i] : static_cast<int64_t>(contiguous);
+    contiguous *= static_cast<uint64_t>(tensor->shape[i]);
   }
   return view;
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 # pytest's importlib mode does not put this folder on the path; the modules here import one another.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -84,3 +86,15 @@ def _backend(request: pytest.FixtureRequest) -> capi.Backend:
 backend = pytest.fixture(_backend, name="backend")
 cpu = pytest.fixture(_backend, name="cpu")
 gpu = pytest.fixture(_backend, name="gpu")
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    return importlib.import_module("torch")
+
+
+@pytest.fixture
+def jax() -> ModuleType:
+    jax = importlib.import_module("jax")
+    jax.config.update("jax_enable_x64", True)
+    return jax

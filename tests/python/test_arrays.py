@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import threading
@@ -10,66 +9,20 @@ import time
 from types import ModuleType
 from typing import Any
 
-import capi
-import ml_dtypes
 import numpy as np
 import pytest
-from oracle import Array, check, reference
+from frameworks import (
+    EVERY_DTYPE,
+    Producer,
+    bits,
+    from_torch,
+    inputs,
+    to_torch,
+    views,
+)
+from oracle import check, reference
 
 import anyflash
-
-DTYPES = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def inputs(dtype: str = "float32", seed: int = 0) -> tuple[Array, Array, Array]:
-    """Two sequences, 30 queries, 50 keys, 4 heads on 2, head dims 20 and 12."""
-    random = np.random.default_rng(seed)
-    shapes = ((2, 30, 4, 20), (2, 50, 2, 20), (2, 50, 2, 12))
-    q, k, v = (random.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
-    return q, k, v
-
-
-def bits(x: Array) -> bytes:
-    return np.ascontiguousarray(x).tobytes()
-
-
-@pytest.fixture
-def torch() -> ModuleType:
-    return importlib.import_module("torch")
-
-
-@pytest.fixture
-def jax() -> ModuleType:
-    jax = importlib.import_module("jax")
-    jax.config.update("jax_enable_x64", True)
-    return jax
-
-
-class Producer:
-    """An array that speaks nothing but today's DLPack."""
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __dlpack__(self, **keywords: Any) -> Any:
-        return self.x.__dlpack__(**keywords)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return tuple(map(int, self.x.__dlpack_device__()))
-
-
-class OldProducer(Producer):
-    """An array that speaks DLPack as it was before versions: no keyword but `stream`."""
-
-    def __dlpack__(self, stream: int | None = None) -> Any:
-        return self.x.__dlpack__(stream=stream)
-
 
 # NumPy --------------------------------------------------------------------------------------------
 
@@ -84,25 +37,6 @@ def test_numpy(dtype: str, causal: bool) -> None:
     assert (lse.dtype, lse.shape) == (np.float32, (2, 4, 30))
     check(out, lse, reference(q, k, v, 0.3, causal))
     assert bits(out) == bits(anyflash.attention(q, k, v, causal=causal, softmax_scale=0.3))
-
-
-def views(x: Array) -> dict[str, Array]:
-    """The same values, in memory in other ways."""
-    column = np.empty((*x.shape, 2), x.dtype)
-    column[..., 0] = x
-    shifted = np.empty(x.nbytes + 64, np.uint8)[x.itemsize :][: x.nbytes]
-    shifted = shifted.view(x.dtype).reshape(x.shape)
-    shifted[...] = x
-    frozen = x.copy()
-    frozen.flags.writeable = False
-    return {
-        "fortran": np.asfortranarray(x),
-        "bhsd": np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
-        "reversed": np.ascontiguousarray(x[:, ::-1])[:, ::-1],
-        "columns": column[..., 0],
-        "shifted": shifted,
-        "read-only": frozen,
-    }
 
 
 @EVERY_DTYPE
@@ -192,18 +126,6 @@ def test_out_of_torch(torch: ModuleType) -> None:
 
 
 # PyTorch ------------------------------------------------------------------------------------------
-
-
-def to_torch(torch: ModuleType, x: Array) -> Any:
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
-
-
-def from_torch(torch: ModuleType, x: Any) -> Array:
-    if x.dtype == torch.bfloat16:
-        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
 
 
 @EVERY_DTYPE
@@ -312,113 +234,6 @@ def test_jax_out(jax: ModuleType) -> None:
     with pytest.raises(TypeError, match=r"anyflash\.attention: out is a JAX array.*immutable"):
         anyflash.attention(q, k, v, out=out)
     assert (np.asarray(out) == 7).all()
-
-
-# Any other DLPack producer ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-@pytest.mark.parametrize("kind", [Producer, OldProducer])
-def test_producer(kind: type[Producer], dtype: str) -> None:
-    arrays = inputs(dtype)
-    out, lse = anyflash.attention(*map(kind, arrays), causal=True, return_lse=True)
-    assert isinstance(out, anyflash.Array)
-    assert isinstance(lse, anyflash.Array)
-    assert (out.shape, out.dtype, lse.dtype) == ((2, 30, 4, 12), dtype, "float32")
-    assert tuple(out.device) == ("cpu", 0)
-    assert out.__dlpack_device__() == (capi.KDL_CPU, 0)
-    expected, expected_lse = anyflash.attention(*arrays, causal=True, return_lse=True)
-    assert bits(np.from_dlpack(out)) == bits(expected)
-    assert bits(np.from_dlpack(lse)) == bits(expected_lse)
-
-
-@pytest.mark.parametrize("kind", [Producer, OldProducer])
-def test_producer_of_bfloat16(torch: ModuleType, kind: type[Producer]) -> None:
-    arrays = inputs("bfloat16")
-    out = anyflash.attention(*(kind(to_torch(torch, x)) for x in arrays))
-    assert isinstance(out, anyflash.Array)
-    assert out.dtype == "bfloat16"
-    expected = anyflash.attention(*arrays)
-    assert bits(from_torch(torch, torch.from_dlpack(out))) == bits(expected)
-
-
-def test_producer_strides() -> None:
-    q, k, v = inputs()
-    given = [Producer(views(x)["bhsd"]) for x in (q, k, v)]
-    result = np.from_dlpack(anyflash.attention(*given))
-    np.testing.assert_array_equal(result, anyflash.attention(q, k, v))
-
-
-def test_read_only_producer() -> None:
-    """A versioned capsule can say that it is read-only: fine for inputs, not for out."""
-    q, k, v = inputs()
-    frozen = [views(x)["read-only"] for x in (q, k, v)]
-    result = np.from_dlpack(anyflash.attention(*map(Producer, frozen)))
-    expected = anyflash.attention(q, k, v)
-    np.testing.assert_array_equal(result, expected)
-    out = np.zeros_like(expected)
-    out.flags.writeable = False
-    with pytest.raises((TypeError, ValueError), match=r"anyflash\.attention: out .*read-only"):
-        anyflash.attention(*map(Producer, frozen), out=Producer(out))
-    assert not out.any()
-
-
-@pytest.mark.parametrize("kind", [Producer, OldProducer])
-def test_out_of_a_producer(kind: type[Producer]) -> None:
-    arrays = inputs()
-    expected = anyflash.attention(*arrays)
-    memory = np.zeros_like(expected)
-    out = kind(memory)
-    assert anyflash.attention(*map(kind, arrays), out=out) is out
-    np.testing.assert_array_equal(memory, expected)
-
-
-def test_results_go_in_again() -> None:
-    """anyflash.Array is a producer itself."""
-    q, k, _ = inputs()
-    out = anyflash.attention(Producer(q), Producer(k), Producer(k))
-    again = anyflash.attention(out, out, out)
-    expected = anyflash.attention(q, k, k)
-    expected = anyflash.attention(expected, expected, expected)
-    np.testing.assert_array_equal(np.from_dlpack(again), expected)
-
-
-def test_result_keeps_its_memory() -> None:
-    arrays = inputs()
-    result = np.from_dlpack(anyflash.attention(*map(Producer, arrays)))
-    for seed in range(20):  # would reuse freed memory
-        anyflash.attention(*map(Producer, inputs(seed=seed + 1)))
-    np.testing.assert_array_equal(result, anyflash.attention(*arrays))
-
-
-def test_reference_counts() -> None:
-    q, k, v = inputs()
-    given = [q, k, v, Producer(q), Producer(k), Producer(v)]
-    before = [sys.getrefcount(x) for x in given]
-    for _ in range(10):
-        anyflash.attention(q, k, v, return_lse=True)
-        anyflash.attention(*given[3:], return_lse=True)
-    assert [sys.getrefcount(x) for x in given] == before
-
-
-def test_unknown_device() -> None:
-    class OnMetal(Producer):
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return (8, 0)
-
-    q, k, v = map(OnMetal, inputs())
-    with pytest.raises(TypeError, match=r"anyflash\.attention: q .*DLPack type 8"):
-        anyflash.attention(q, k, v)
-
-
-def test_producer_that_fails() -> None:
-    class Broken(Producer):
-        def __dlpack__(self, **keywords: Any) -> Any:
-            raise BufferError("nothing here")
-
-    q, k, v = inputs()
-    with pytest.raises((TypeError, BufferError), match=r"(?s)anyflash.*q .*|nothing here"):
-        anyflash.attention(Broken(q), Producer(k), Producer(v))
 
 
 # Frameworks together ------------------------------------------------------------------------------
