@@ -149,7 +149,8 @@ static void check_errors(void) {
   expect(&p, NULL, ANYFLASH_INVALID_VALUE, "out has 5 dimensions; at most 4");
   make_problem(&p);
   p.q_shape[1] = -2;
-  expect(&p, NULL, ANYFLASH_INVALID_VALUE, "q has a negative extent");
+  expect(&p, NULL, ANYFLASH_INVALID_VALUE,
+         "q has shape (1, -2, 1, 2); an extent must not be negative");
   make_problem(&p);
   p.tensor_lse.data = NULL;
   expect(&p, NULL, ANYFLASH_INVALID_VALUE, "lse has a NULL data pointer");
