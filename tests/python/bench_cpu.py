@@ -2,8 +2,8 @@
 
     python tests/python/bench_cpu.py [--dtype float32] [--rounds 15]
 
-Batch 2, 8 heads, 2048 tokens; both use the same number of threads and take turns; a cell is the median
-over the rounds in GFLOP/s. A causal mask counts half of the arithmetic.
+Batch 2, 8 heads, 2048 tokens; both use the same number of threads and take turns; a cell is the
+median over the rounds in GFLOP/s. A causal mask counts half of the arithmetic.
 """
 
 from __future__ import annotations
