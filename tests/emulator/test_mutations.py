@@ -50,10 +50,7 @@ MUTATIONS = (
     Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
     Mutation("no-barrier-for-v", MAINLOOP, "__syncthreads();  // V_n is there", "//"),
     Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads();  // Q has landed", "//", **TSAN),
-    Mutation("no-barrier-before-output", EPILOGUE, "__syncthreads_or(found", "(found", **TSAN),
-    Mutation(
-        "no-barrier-in-output", EPILOGUE, "__syncthreads();  // the whole tile is in shared", "//"
-    ),
+    Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads_or(found", "(found"),
     Mutation("mask-off-by-one", MASK, "(last) + 1", "(last) + 2"),
     Mutation("mask-off-by-minus-one", MASK, "(last) + 1", "(last)"),
     Mutation("one-tile-too-few", MASK, " + (last % block_n != 0)", ""),

@@ -34,4 +34,4 @@ def test_tsan(build: Path) -> None:
 def test_driver_fails_on_wrong_results(build: Path) -> None:
     """An unreadable line, and an impossible problem, are not passed over."""
     assert run(build / "emulated_driver", [Case(heads=3, heads_k=2)])[0] == 1
-    assert run(build / "emulated_driver", [Case(dtype="")])[0] == 2
+    assert run(build / "emulated_driver", [Case(dtype="fp8")])[0] == 2

@@ -72,11 +72,11 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   auto sO = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::SmemQ{});
   auto smem_store = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
   auto thread_store = smem_store.get_thread_slice(thread);
-  auto tOrO_store = thread_store.retile_S(rounded);     // (COPY, MMA_M, MMA_N)
-  auto tOsO_store = thread_store.partition_D(sO);       // (COPY, MMA_M, MMA_N)
-  found_nonfinite = __syncthreads_or(found_nonfinite);  // every warp has done with Q
+  auto tOrO_store = thread_store.retile_S(rounded);  // (COPY, MMA_M, MMA_N)
+  auto tOsO_store = thread_store.partition_D(sO);    // (COPY, MMA_M, MMA_N)
+  // The barrier for the last tile of V came after every read of Q.
   copy(smem_store, tOrO_store, tOsO_store);
-  __syncthreads();  // the whole tile is in shared memory
+  found_nonfinite = __syncthreads_or(found_nonfinite);  // the whole tile is in shared memory
 
   auto gO = gmem_tile<Element>(TileO{}, params.out, params.out_stride, block.batch, block.head,
                                block.first_row);

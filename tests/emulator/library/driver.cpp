@@ -166,7 +166,7 @@ int main() {
     Case c;
     words >> c.dtype >> c.batch >> c.seqlen_q >> c.seqlen_k >> c.heads >> c.heads_k >> c.head_dim >>
         c.head_dim_v >> c.causal >> c.scale >> c.seed;
-    if (!words) {
+    if (!words || (c.dtype != "fp16" && c.dtype != "bf16")) {
       std::fprintf(stderr, "not a case: %s\n", line.c_str());
       return 2;
     }
