@@ -20,4 +20,4 @@ def build_info() -> dict[str, Any]:
     return _core.build_info()
 
 
-__version__: str = _core.build_info()["version"]
+__version__ = _core.version

@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any
 
+version: str
+
 def forward(
     q: Any,
     k: Any,

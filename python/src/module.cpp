@@ -9,6 +9,7 @@
 #include <string>
 
 #include "anyflash/attention.h"
+#include "anyflash/version.h"
 #include "convert.h"
 #include "describe.h"
 #include "memory.h"
@@ -168,4 +169,5 @@ NB_MODULE(_core, m) {
   m.def("describe", &describe, "array"_a);
   m.def("new_array", &new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
   m.def("build_info", &build_info_dict);
+  m.attr("version") = ANYFLASH_VERSION_STRING;
 }
