@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections import defaultdict
@@ -26,7 +27,7 @@ def _kernel_rows(kernels: Sequence[dict[str, Any]]) -> list[tuple[str, str, str,
     for (op, arch, dtype), head_dims in sorted(dims.items()):
         dtypes[op, arch, tuple(sorted(head_dims))].append(dtype)
     return [
-        (op, arch, " ".join(names), " ".join(map(str, head_dims)))
+        (op, arch, " ".join(names), " ".join(str(dim or "any") for dim in head_dims))
         for (op, arch, head_dims), names in dtypes.items()
     ]
 
@@ -108,6 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command == "demo":
+        if importlib.util.find_spec("numpy") is None:  # the demonstration's own first import
+            command = "python -m pip install numpy tokenizers safetensors"
+            print(f"numpy is not installed; run: {command}", file=sys.stderr)
+            return 1
         from anyflash import demo
 
         sentences, query = list(arguments.sentences), arguments.query

@@ -210,6 +210,13 @@ def test_missing_package_is_named_with_its_command(packages, package):
     assert result.stdout == ""
 
 
+def test_missing_numpy_is_named_with_its_command():
+    result = run_module("demo", hide=["numpy"])
+    assert result.returncode == 1
+    assert "python -m pip install numpy" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_all_missing_packages_are_named_at_once():
     result = run_module("demo", hide=list(demo.INSTALL))
     assert result.returncode == 1
