@@ -57,7 +57,9 @@ const DeviceProperties& device_properties(int index) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (cache.empty()) {
     const DeviceList devices = list_devices();
-    if (devices.count == 0) throw Error(ErrorCode::kDevice, devices.error);
+    if (devices.count == 0) {
+      throw Error(ErrorCode::kDevice, "a CUDA array cannot be used here: " + devices.error);
+    }
     std::vector<DeviceProperties> found;  // complete before it is kept: references stay valid
     for (int i = 0; i < devices.count; ++i) found.push_back(query(i));
     cache = std::move(found);
@@ -89,6 +91,7 @@ void device_free(int index, void* data) noexcept {
 }
 
 DeviceGuard::DeviceGuard(int index) {
+  device_properties(index);  // says what is missing, if anything is
   check(cudaGetDevice(&previous_), "cudaGetDevice");
   if (previous_ == index) {
     previous_ = -1;

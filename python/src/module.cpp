@@ -106,6 +106,11 @@ nb::tuple describe(nb::handle object) {
   });
 }
 
+nb::object named_new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {
+  return named("anyflash.attention",
+               [&] { return new_array(shape, dtype, device_type, device_index); });
+}
+
 nb::list kernel_dicts() {
   nb::list result;
   for (const KernelInfo& kernel : kernels()) {
@@ -167,7 +172,7 @@ NB_MODULE(_core, m) {
   m.def("forward", &run_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "bf16_bits"_a, "allocate"_a);
   m.def("describe", &describe, "array"_a);
-  m.def("new_array", &new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
+  m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
   m.def("build_info", &build_info_dict);
   m.attr("version") = ANYFLASH_VERSION_STRING;
 }

@@ -116,6 +116,22 @@ def test_unknown_device() -> None:
         anyflash.attention(q, k, v)
 
 
+@pytest.mark.skipif(bool(anyflash.build_info()["devices"]), reason="this machine has a GPU")
+def test_cuda_array_without_a_gpu() -> None:
+    class OnCuda(Producer):
+        def __dlpack__(self, **_: Any) -> Any:
+            return self.x.__dlpack__()
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (capi.KDL_CUDA, 0)
+
+    q, k, v = map(OnCuda, inputs("float16"))
+    lacking = "no NVIDIA driver|driver supports|no CUDA device|has no CUDA kernels"
+    with pytest.raises((RuntimeError, NotImplementedError), match=lacking) as caught:
+        anyflash.attention(q, k, v)
+    assert str(caught.value).startswith("anyflash.attention: ")
+
+
 def test_producer_that_fails() -> None:
     class Broken(Producer):
         def __dlpack__(self, **keywords: Any) -> Any:
