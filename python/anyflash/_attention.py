@@ -171,7 +171,7 @@ def attention(
         bool(causal),
         framework.stream(q, device) if stream is None else stream,
         framework.bf16_bits(q),
-        lambda size: framework.workspace(size, q, device),
+        lambda size: framework.workspace(size, q, device, stream),
     )
     result = result if out is not None else framework.finish(result)
     return (result, framework.finish(lse)) if return_lse else result

@@ -11,7 +11,7 @@
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
 #   ANYFLASH_ARCHS  GPU architectures to build (default 90)
-#   STAGES          some of: build tests memcheck racecheck bench (default: all)
+#   STAGES          some of: build atoms tests memcheck racecheck bench (default: all)
 #
 # Every stage runs, whatever the others do; the exit status is 0 if all passed.
 set -uo pipefail
@@ -26,7 +26,7 @@ mkdir -p "${2:-build/gpu/results}"
 results=$(realpath "${2:-build/gpu/results}")
 venv=$PWD/build/gpu/venv
 python=$venv/bin/python
-stages=" ${STAGES:-build tests memcheck racecheck bench} "
+stages=" ${STAGES:-build atoms tests memcheck racecheck bench} "
 failed=()
 
 stage() { # NAME COMMAND...
@@ -53,6 +53,16 @@ build() {
     "$python" -m anyflash
 }
 
+# The emulator's instructions against their definitions, on the hardware.
+atoms() {
+  local cutlass
+  cutlass=$("$python" -c "import importlib.util as u
+print(u.find_spec('cutlass_library').submodule_search_locations[0] + '/source/include')") &&
+    nvcc -x cu -std=c++17 -arch=native --expt-relaxed-constexpr -isystem "$cutlass" \
+      tests/emulator/tests/atoms.cpp -o build/gpu/atoms &&
+    build/gpu/atoms
+}
+
 tests() {
   local module selection="test"
   for module in jax cupy; do
@@ -75,6 +85,7 @@ sanitize() { # TOOL
 }
 
 stage build build
+stage atoms atoms
 stage tests tests
 stage memcheck sanitize memcheck
 stage racecheck sanitize racecheck
