@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -64,23 +65,27 @@ const KernelRow& select_cuda(const ForwardProblem& problem) {
                     std::to_string(cc % 10) + "; this build holds code for " + built_archs());
   }
   const KernelRow* best = nullptr;
-  std::string head_dims;
+  bool built = false;
+  int largest = 0;
   for (const KernelRow* row : registry().rows) {
     if (row->arch != Arch::kSm80 || row->dtype != problem.dtype) continue;
-    head_dims += (head_dims.empty() ? "" : ", ") + std::to_string(row->head_dim);
-    if (row->head_dim < problem.head_dim || row->smem_bytes > device.smem_per_block) continue;
+    built = true;
+    if (row->smem_bytes > device.smem_per_block) continue;
+    largest = std::max(largest, row->head_dim);
+    if (row->head_dim < problem.head_dim) continue;
     if (best == nullptr || row->head_dim < best->head_dim) best = row;
   }
   if (best != nullptr) return *best;
-  if (head_dims.empty()) {
-    throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
-                                             "; the CUDA kernels of this build take float16 and "
-                                             "bfloat16");
+  if (!built) {
+    throw Error(ErrorCode::kInvalidType,
+                std::string("q is ") + name(problem.dtype) +
+                    "; the CUDA kernels of this build take float16 and bfloat16");
   }
-  throw Error(ErrorCode::kUnsupported, "head dim " + std::to_string(problem.head_dim) +
-                                           " is more than the kernels for " + name(problem.dtype) +
-                                           " on " + device.name +
-                                           " take; this build has head dims up to " + head_dims);
+  throw Error(ErrorCode::kUnsupported,
+              "head dim is " + std::to_string(problem.head_dim) +
+                  "; the kernels of this build for " + name(problem.dtype) + " that fit " +
+                  device.name + "'s " + std::to_string(device.smem_per_block) +
+                  " bytes of shared memory take head dims up to " + std::to_string(largest));
 }
 
 }  // namespace

@@ -6,6 +6,17 @@
 #include "device.h"
 #include "emu.hpp"
 
+namespace {
+
+int compute_capability = 80;
+
+}  // namespace
+
+// Lets a test ask what another GPU would be told.
+extern "C" __attribute__((visibility("default"))) void emulated_set_compute_capability(int value) {
+  compute_capability = value;
+}
+
 namespace anyflash {
 
 DeviceList list_devices() { return {1, ""}; }
@@ -17,7 +28,8 @@ const DeviceProperties& device_properties(int index) {
   }
   // The A100's. Tests may lower the shared memory between calls.
   thread_local DeviceProperties properties;
-  properties = {"emulated sm_80", 80, 108, emu::options().shared_memory_limit, 40u << 20};
+  properties = {"emulated GPU", compute_capability, 108, emu::options().shared_memory_limit,
+                40u << 20};
   return properties;
 }
 

@@ -1,0 +1,52 @@
+"""GPUs that the build has no code for, or too small for a kernel: the emulated one, altered."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import capi
+import pytest
+from cases import Case
+
+A100_SMEM = 166912
+SMALL_SMEM = 101376  # compute capability 8.6 and 8.9
+
+
+@pytest.fixture
+def emulated() -> Iterator[ctypes.CDLL]:
+    """The emulated library; its device is the A100's again after the test."""
+    library = ctypes.CDLL(str(capi.backend("emulated-sm80").library.path))
+    library.emu_set_options.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_size_t]
+    yield library
+    library.emulated_set_compute_capability(80)
+    library.emu_set_options(0, -1, A100_SMEM)
+
+
+def run(head_dim: int = 64) -> None:
+    case = Case("device", sq=3, sk=5, d=head_dim)
+    capi.backend("emulated-sm80").forward(*case.tensors())
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89])
+def test_code_for_8_0_runs_on_8_x(emulated: ctypes.CDLL, capability: int) -> None:
+    emulated.emulated_set_compute_capability(capability)
+    run()
+
+
+@pytest.mark.parametrize("capability", [75, 90, 120])
+def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: int) -> None:
+    emulated.emulated_set_compute_capability(capability)
+    with pytest.raises(capi.CallError) as caught:
+        run()
+    assert caught.value.status == capi.UNSUPPORTED
+    assert f"{capability // 10}.{capability % 10}" in caught.value.message
+    assert "sm_80" in caught.value.message
+
+
+def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None:
+    emulated.emu_set_options(0, -1, SMALL_SMEM)
+    run(128)
+    with pytest.raises(capi.CallError, match=r"head dim is 256.*101376 bytes.*up to 128") as caught:
+        run(256)
+    assert caught.value.status == capi.UNSUPPORTED
