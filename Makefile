@@ -6,6 +6,7 @@
 # found. Stages and what they may take: CONTRIBUTING.md.
 
 PYTHON ?= python3
+KERNELS := ci
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 export PATH := $(BIN):$(PATH)
@@ -18,6 +19,7 @@ demo: install .venv/demo
 
 test: install build-test lint check-cpp check-sass check-emulator check-python
 test-full: export ANYFLASH_TEST_FULL := 1
+test-full: KERNELS := full
 test-full: test
 
 # -- environment: a marker file a step, made anew when its list of packages changes
@@ -42,6 +44,7 @@ install: .venv/build
 
 build-test: .venv/test
 	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON \
+	  -DANYFLASH_EMULATED_KERNELS=$(KERNELS) \
 	  -DPython_EXECUTABLE=$(BIN)/python --log-level=WARNING
 	cmake --build build/test
 
