@@ -38,9 +38,9 @@ struct Workspace {
 //
 // q, k, v and out have one data type and one device. CPU: float64, float32, float16, bfloat16, any
 // head dim, any strides. CUDA: float16 and bfloat16, head dim up to 256; tensors whose last axis is
-// not contiguous, or whose rows do not begin at multiples of 16 bytes or lie more than 2^23 elements
-// apart, are copied to the workspace
-// first. A row that sees no key gets out = 0 and lse = -inf.
+// not contiguous, or whose rows do not begin at multiples of 16 bytes or lie more than 2^23
+// elements apart, are copied to the workspace first.
+// A row that sees no key gets out = 0 and lse = -inf.
 ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const TensorView& v,
                           const TensorView& out, const TensorView* lse,
                           const ForwardOptions& options, Workspace workspace);
