@@ -11,12 +11,12 @@ namespace anyflash {
 
 // How many (batch, head) pairs share a section of the forward grid (fwd_kernel.h).
 //
-// Not causal: 1, so that all row blocks of one head, which read the same K and V, run side by side.
-// Causal: the row blocks of a section start with the heaviest, which evens out the end of the grid;
+// No bound on the right: 1, so that all row blocks of one head, which read the same K and V, run side by side.
+// Causal, say: the row blocks of a section start with the heaviest, which evens out the end of the grid;
 // a section is as large as its K and V fit in half of the L2 cache.
 inline int heads_per_section(const ForwardParams& params, int bytes_per_element,
                              std::size_t l2_bytes) {
-  if (!params.causal) return 1;
+  if (params.window.right < 0) return 1;
   const int64_t group = params.heads / params.heads_k;
   const int64_t kv_bytes =
       int64_t{params.seqlen_k} * (params.head_dim + params.head_dim_v) * bytes_per_element;

@@ -15,6 +15,18 @@ namespace anyflash {
 enum class Arch : int { kCpu, kSm80 };
 enum class Op : int { kForward };
 
+// What a problem may ask of a kernel: bits. Causal masks, windows, packed sequences, sinks and
+// max_logits are in every kernel.
+enum Feature : unsigned {
+  kSoftcap = 1,
+  kAlibi = 2,
+  kBias = 4,
+  kBlockMask = 8,
+  kDropout = 16,
+};
+inline constexpr unsigned kNoFeatures = 0;
+inline constexpr unsigned kAllFeatures = 31;
+
 struct Tile {
   int block_m = 0;  // query rows of a CTA (CPU: of a task)
   int block_n = 0;  // keys of one step
@@ -30,12 +42,14 @@ struct LaunchContext {
 };
 
 struct KernelRow {
-  const char* name;  // "sm80_forward_bf16_d128"
+  const char* name;  // "sm80_forward_bf16_d128", "sm80_forward_bf16_d128_generic"
   Arch arch;
   CpuIsa isa;  // of a CPU kernel
   Op op;
   DType dtype;
-  int head_dim;  // largest head dim (q/k and v); 0: any
+  int head_dim;  // the largest of q and k; 0: any
+  int head_dim_v;
+  unsigned features;
   Tile tile;
   std::size_t smem_bytes;  // dynamic shared memory of a CTA
   std::size_t (*scratch_bytes)(const ForwardParams& params, int num_threads);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "anyflash/tensor_view.h"
+
 namespace anyflash {
 
 // Strides in elements of a (batch, row, head, column) tensor; packed tensors have batch = 0.
@@ -13,29 +15,66 @@ struct Strides {
   int64_t col = 1;
 };
 
+// A small tensor that is read element by element; strides of broadcast axes are 0. Null: not used.
+struct Auxiliary {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Strides stride;
+};
+
+// Query i sees the keys j with  i + shift - left <= j <= i + shift + right,  shift = seqlen_k -
+// seqlen_q; negative: no bound.
+struct Window {
+  int64_t left = -1;
+  int64_t right = -1;
+};
+
 struct ForwardParams {
   const void* q = nullptr;
   const void* k = nullptr;
   const void* v = nullptr;
   void* out = nullptr;
-  float* lse = nullptr;  // null: not wanted
+  DType out_dtype = DType::kFloat32;
+  float* lse = nullptr;         // null: not wanted
+  float* max_logits = nullptr;  // null: not wanted; else filled with -inf before the kernel runs
 
   Strides q_stride;
   Strides k_stride;
   Strides v_stride;
   Strides out_stride;
-  Strides lse_stride;  // (batch, row, head); col is not used
+  Strides lse_stride;         // (batch, row, head); col is not used
+  Strides max_logits_stride;  // (batch, head)
 
   int64_t batch = 0;
   int heads = 0;
   int heads_k = 0;
-  int seqlen_q = 0;
+  int seqlen_q = 0;  // packed: an upper bound
   int seqlen_k = 0;
   int head_dim = 0;
   int head_dim_v = 0;
 
+  // Packed sequences (variant/sequence.h); null where there are none.
+  const int32_t* cu_seqlens_q = nullptr;
+  const int32_t* cu_seqlens_k = nullptr;
+  const int32_t* seqused_k = nullptr;
+  int64_t total_q = 0;
+  int64_t total_k = 0;
+
   double softmax_scale = 1.0;
-  bool causal = false;
+  double softcap = 0.0;  // 0: none
+  Window window;         // causal: right = 0
+  Auxiliary alibi_slopes;  // (batch, head)
+  Auxiliary bias;          // (batch, row, head, col); kBool: keys to keep
+  Auxiliary block_mask;    // (batch, query block, head, key block), kBool
+  int block_size_q = 1;
+  int block_size_k = 1;
+  Auxiliary sinks;  // (head)
+
+  // A probability is dropped if its 16-bit draw is below the threshold; 0: no dropout.
+  uint32_t dropout_threshold = 0;
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+  const uint64_t* rng_state = nullptr;  // seed and offset, instead of the two above
 
   // Grid order (heuristics.h): so many (batch, head) pairs share one section of the grid.
   int heads_per_section = 1;

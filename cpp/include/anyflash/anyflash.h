@@ -33,8 +33,9 @@ typedef enum {
   ANYFLASH_CPU_NEON = 4
 } anyflash_cpu_isa;
 
-/* New fields are only ever added at the end; `size` tells the library which ones the caller knows.
- * Initialise with ANYFLASH_FORWARD_OPTIONS_INIT. */
+/* What the fields mean, shapes and types: options.h. New fields are only ever added at the end;
+ * `size` tells the library which ones the caller knows. Zero is every field's default. Initialise
+ * with ANYFLASH_FORWARD_OPTIONS_INIT. */
 typedef struct {
   size_t size;          /* sizeof(anyflash_forward_options) */
   double softmax_scale; /* read if has_softmax_scale, else 1 / sqrt(head_dim) */
@@ -43,9 +44,41 @@ typedef struct {
   int32_t num_threads; /* CPU; 0: OpenMP's default */
   int32_t cpu_isa;     /* anyflash_cpu_isa */
   void* stream;        /* cudaStream_t; NULL: the legacy default stream */
+
+  int32_t has_window_left; /* else unbounded */
+  int32_t has_window_right;
+  int64_t window_left;
+  int64_t window_right;
+  double softcap; /* 0: none */
+  const DLTensor* alibi_slopes;
+  const DLTensor* bias;
+  const DLTensor* block_mask;
+  int64_t block_size[2]; /* read if block_mask */
+  const DLTensor* sinks;
+
+  double dropout_p;
+  uint64_t seed;
+  uint64_t offset;
+  const DLTensor* rng_state;
+  const DLTensor* dropout_mask; /* output */
+  const DLTensor* max_logits;   /* output */
+
+  const DLTensor* cu_seqlens_q; /* packed sequences */
+  const DLTensor* cu_seqlens_k;
+  int64_t max_seqlen_q;
+  int64_t max_seqlen_k;
+  const DLTensor* seqused_k;
+  int32_t validate;
+  int32_t reserved; /* 0 */
 } anyflash_forward_options;
 
-#define ANYFLASH_FORWARD_OPTIONS_INIT {sizeof(anyflash_forward_options), 0.0, 0, 0, 0, 0, NULL}
+/* clang-format off */
+#define ANYFLASH_FORWARD_OPTIONS_INIT                                                      \
+  {sizeof(anyflash_forward_options), 0.0, 0, 0, 0, 0, NULL,                                \
+   0, 0, 0, 0, 0.0, NULL, NULL, NULL, {0, 0}, NULL,                                        \
+   0.0, 0, 0, NULL, NULL, NULL,                                                            \
+   NULL, NULL, 0, 0, NULL, 0, 0}
+/* clang-format on */
 
 /* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors' device. */
 ANYFLASH_API anyflash_status anyflash_forward_workspace_size(
@@ -57,6 +90,21 @@ ANYFLASH_API anyflash_status anyflash_forward(const DLTensor* q, const DLTensor*
                                               const DLTensor* lse,
                                               const anyflash_forward_options* options,
                                               void* workspace, size_t workspace_bytes);
+
+typedef struct {
+  size_t size;         /* sizeof(anyflash_merge_options) */
+  int32_t num_threads; /* CPU; 0: OpenMP's default */
+  int32_t reserved;    /* 0 */
+  void* stream;        /* cudaStream_t; NULL: the legacy default stream */
+} anyflash_merge_options;
+
+#define ANYFLASH_MERGE_OPTIONS_INIT {sizeof(anyflash_merge_options), 0, 0, NULL}
+
+/* `lse` may be NULL, `options` too (defaults). */
+ANYFLASH_API anyflash_status anyflash_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
+                                                   const DLTensor* out_b, const DLTensor* lse_b,
+                                                   const DLTensor* out, const DLTensor* lse,
+                                                   const anyflash_merge_options* options);
 
 /* The message of this thread's last failure; an empty string before the first. */
 ANYFLASH_API const char* anyflash_last_error(void);

@@ -26,21 +26,24 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-// out = softmax(softmax_scale * q k^T) v, computed in tiles with an online softmax
-// (FlashAttention-2, arXiv 2307.08691).
+// out = softmax(softmax_scale * q k^T) v, with what options.h adds to it, computed in tiles with an
+// online softmax (FlashAttention-2, arXiv 2307.08691).
 //
 //   q    (batch, seqlen_q, heads, head_dim)
 //   k    (batch, seqlen_k, heads_k, head_dim)     heads_k divides heads (MHA, GQA, MQA)
 //   v    (batch, seqlen_k, heads_k, head_dim_v)
 //   out  (batch, seqlen_q, heads, head_dim_v)
 //   lse  (batch, heads, seqlen_q) float32, the natural logarithm of the softmax's denominator with
-//        the scale included; null where it is not wanted
+//        the scale (and a sink) included; null where it is not wanted
 //
-// q, k, v and out have one data type and one device. CPU: float64, float32, float16, bfloat16, any
-// head dim, any strides. CUDA: float16 and bfloat16, head dim up to 256; tensors whose last axis is
-// not contiguous, or whose rows do not begin at multiples of 16 bytes or lie more than 2^23
-// elements apart, are copied to the workspace first.
-// A row that sees no key gets out = 0 and lse = -inf.
+// Packed sequences (options.cu_seqlens_q): q and out (total_q, heads, ...), k and v (total_k,
+// heads_k, ...), lse (heads, total_q). Rows that belong to no sequence are not written.
+//
+// q, k and v have one data type, out has it too or is float32, and all have one device. CPU:
+// float64, float32, float16, bfloat16, any head dim, any strides. CUDA: float16 and bfloat16, head
+// dim up to 256; tensors whose last axis is not contiguous, or whose rows do not begin at multiples
+// of 16 bytes or lie more than 2^23 elements apart, are copied to the workspace first.
+// A row that sees no key gets out = 0 and lse = -inf (with a sink: 0 and the sink).
 ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const TensorView& v,
                           const TensorView& out, const TensorView* lse,
                           const ForwardOptions& options, Workspace workspace);
@@ -52,13 +55,27 @@ ANYFLASH_API std::size_t forward_workspace_size(const TensorView& q, const Tenso
                                                 const TensorView* lse,
                                                 const ForwardOptions& options);
 
+// Joins attention over two disjoint sets of keys, given each one's result and LSE:
+//   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+// (Milakov and Gimelshein, arXiv 1805.02867). out_a, out_b and out: (batch, seqlen_q, heads,
+// head_dim_v) or (total_q, heads, head_dim_v), float32, float16, bfloat16 (CPU also float64), out_a
+// and out_b of one type; LSEs: (batch, heads, seqlen_q) or (heads, total_q) float32. An LSE of -inf
+// or +inf (flash-attn's convention) means that the part saw no key. out may be out_a or out_b, lse
+// may be lse_a or lse_b. A sink is one more part: out_b = 0 and lse_b = the sink.
+ANYFLASH_API void merge_states(const TensorView& out_a, const TensorView& lse_a,
+                               const TensorView& out_b, const TensorView& lse_b,
+                               const TensorView& out, const TensorView* lse,
+                               const MergeOptions& options);
+
 // One compiled kernel. `launches` counts the calls of this process.
 struct KernelInfo {
   std::string name;
   std::string arch;  // "cpu-avx2", "sm80", ...
   std::string op;    // "forward"
   DType dtype = DType::kFloat32;
-  int head_dim = 0;  // the largest it takes; 0: any
+  int head_dim = 0;  // of q and k: the largest it takes; 0: any
+  int head_dim_v = 0;
+  std::vector<std::string> features;  // beyond masks by position: "softcap", "bias", ...
   int block_m = 0;
   int block_n = 0;
   int warps = 0;

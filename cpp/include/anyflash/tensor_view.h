@@ -6,7 +6,9 @@
 
 namespace anyflash {
 
-enum class DType : int { kFloat64, kFloat32, kFloat16, kBFloat16 };
+// Q, K, V and what comes of them have the first four. kBool is any byte that is 0 or not (bool,
+// uint8), kInt64 stands for uint64 too.
+enum class DType : int { kFloat64, kFloat32, kFloat16, kBFloat16, kBool, kInt32, kInt64 };
 
 enum class DeviceType : int { kCpu, kCuda };
 

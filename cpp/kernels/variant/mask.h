@@ -1,4 +1,5 @@
-// Which scores count: both which K tiles to visit and which elements to keep. Pure integer code.
+// Which scores count by their position: both which K tiles to visit and which elements to keep. Pure
+// integer code.
 #pragma once
 
 #include <cstdint>
@@ -6,43 +7,68 @@
 #include "common/macros.h"
 #include "params.h"
 
-namespace anyflash {
+namespace ANYFLASH_SHARED_NAMESPACE {
 
-// K tiles of one block of query rows: [0, masked) need no mask, [masked, end) do, the rest is
-// skipped.
+// K tiles of one block of query rows: [left, masked) need no mask, [begin, left) and [masked, end)
+// do, the rest is skipped.
 struct KRange {
+  int begin;
+  int left;
   int masked;
   int end;
 };
 
-// The whole sequence, or its causal part aligned at the bottom right:
-//   keep(i, j)  <=>  j < seqlen_k  and  (not causal or j <= i + seqlen_k - seqlen_q)
+// A window around the diagonal that ends at the bottom right:
+//   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right,
+//   shift = seqlen_k - seqlen_q
+// without a bound where left or right is negative. So each row sees a range of keys, whose ends do
+// not decrease from row to row.
 class Mask {
  public:
-  ANYFLASH_HOST_DEVICE explicit Mask(const ForwardParams& params)
-      : seqlen_k_(params.seqlen_k),
-        // Not causal: the last key of row 0 is the last of all, and so of every row.
-        diagonal_(params.causal ? int64_t{params.seqlen_k} - params.seqlen_q
-                                : int64_t{params.seqlen_k} - 1) {}
+  ANYFLASH_HOST_DEVICE Mask(int seqlen_q, int seqlen_k, const Window& window)
+      : seqlen_q_(seqlen_q),
+        seqlen_k_(seqlen_k),
+        // Without a bound: as if every row were the first, or the last, to see all.
+        first_(window.left < 0 ? -kFar : int64_t{seqlen_k} - seqlen_q - bounded(window.left)),
+        last_(window.right < 0 ? kFar : int64_t{seqlen_k} - seqlen_q + bounded(window.right)) {}
 
-  // The number of keys that row i sees: a prefix, empty if 0.
-  ANYFLASH_HOST_DEVICE int visible(int64_t row) const {
-    const int64_t last = row + diagonal_;
-    return last < 0 ? 0 : last >= seqlen_k_ ? seqlen_k_ : static_cast<int>(last) + 1;
+  // Row i sees the keys [first_key(i), end_key(i)); none where that is empty.
+  ANYFLASH_HOST_DEVICE int first_key(int64_t row) const { return clamp(row + first_); }
+  ANYFLASH_HOST_DEVICE int end_key(int64_t row) const { return clamp(row + last_ + 1); }
+
+  ANYFLASH_HOST_DEVICE bool keep(int64_t row, int64_t col) const {
+    return first_key(row) <= col && col < end_key(row);
   }
 
-  ANYFLASH_HOST_DEVICE bool keep(int64_t row, int64_t col) const { return col < visible(row); }
-
-  // Tiles of block_n keys for the rows [first_row, first_row + rows).
+  // Tiles of block_n keys for the rows [first_row, first_row + rows) that exist.
   ANYFLASH_HOST_DEVICE KRange k_range(int64_t first_row, int rows, int block_n) const {
-    const int all = visible(first_row) / block_n;
-    const int last = visible(first_row + rows - 1);
-    return KRange{all, last / block_n + (last % block_n != 0)};
+    const int64_t end_row = first_row + rows < seqlen_q_ ? first_row + rows : seqlen_q_;
+    const int first = first_key(first_row);
+    const int end = end_key(end_row - 1);
+    if (end_row <= first_row || end <= first) return KRange{0, 0, 0, 0};
+    KRange range;
+    range.begin = first / block_n;
+    range.end = ceil_div(end, block_n);
+    // Tiles that the last row sees from their beginning, and the first row to their end.
+    range.left = ceil_div(first_key(end_row - 1), block_n);
+    range.masked = end_key(first_row) / block_n;
+    if (range.left >= range.masked) range.left = range.masked = range.begin;
+    return range;
   }
 
  private:
+  static constexpr int64_t kFar = int64_t{1} << 40;  // beyond every row and key
+
+  ANYFLASH_HOST_DEVICE static int64_t bounded(int64_t width) { return width < kFar ? width : kFar; }
+  ANYFLASH_HOST_DEVICE static int ceil_div(int n, int d) { return n / d + (n % d != 0); }
+  ANYFLASH_HOST_DEVICE int clamp(int64_t key) const {
+    return key < 0 ? 0 : key < seqlen_k_ ? static_cast<int>(key) : seqlen_k_;
+  }
+
+  int seqlen_q_;
   int seqlen_k_;
-  int64_t diagonal_;
+  int64_t first_;
+  int64_t last_;
 };
 
-}  // namespace anyflash
+}  // namespace ANYFLASH_SHARED_NAMESPACE

@@ -1,0 +1,79 @@
+// Which probabilities are dropped: a pure function of (seed, offset, batch, head, row, column), the
+// same on every backend and whatever the tiles, so that the backward and a replay agree.
+//
+// Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with
+//   counter = (column / 8, row, batch * heads + head, lower half of offset)
+//   key     = seed, its upper half XOR the upper half of offset
+// gives 128 bits for eight columns: column c takes the (c % 8)-th 16 bits, lowest first, and is
+// dropped if they are below threshold = round(65536 p). Rows and columns count within their
+// sequence. Kept probabilities are divided by 1 - threshold / 65536, so that there is no bias.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "params.h"
+
+namespace ANYFLASH_SHARED_NAMESPACE {
+
+// Sixteen bits for each of eight neighbouring columns.
+struct Draws {
+  uint32_t word[4];
+
+  ANYFLASH_HOST_DEVICE uint32_t operator[](int i) const {
+    return word[i / 2] >> (16 * (i % 2)) & 0xffffu;
+  }
+};
+
+ANYFLASH_HOST_DEVICE Draws philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0,
+                                  uint32_t key1) {
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
+    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c3 = static_cast<uint32_t>(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return Draws{{c0, c1, c2, c3}};
+}
+
+class Dropout {
+ public:
+  ANYFLASH_HOST_DEVICE Dropout(const ForwardParams& p, int64_t batch, int head)
+      : threshold_(p.dropout_threshold), pair_(static_cast<uint32_t>(batch * p.heads + head)) {
+    const uint64_t seed = p.rng_state != nullptr ? p.rng_state[0] : p.seed;
+    const uint64_t offset = p.rng_state != nullptr ? p.rng_state[1] : p.offset;
+    key0_ = static_cast<uint32_t>(seed);
+    key1_ = static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32);
+    offset_ = static_cast<uint32_t>(offset);
+  }
+
+  ANYFLASH_HOST_DEVICE bool active() const { return threshold_ != 0; }
+
+  // For the columns [8 * group, 8 * group + 8) of a row; draws[i] belongs to the i-th of them.
+  ANYFLASH_HOST_DEVICE Draws draws(int row, int group) const {
+    return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(row), pair_, offset_, key0_,
+                  key1_);
+  }
+  ANYFLASH_HOST_DEVICE bool keep(uint32_t draw) const { return draw >= threshold_; }
+
+  // What kept probabilities are multiplied by.
+  ANYFLASH_HOST_DEVICE float scale() const {
+    return 65536.0f / static_cast<float>(65536u - threshold_);
+  }
+
+ private:
+  uint32_t threshold_;
+  uint32_t pair_;
+  uint32_t key0_;
+  uint32_t key1_;
+  uint32_t offset_;
+};
+
+}  // namespace ANYFLASH_SHARED_NAMESPACE
