@@ -5,6 +5,7 @@
 # the same unit and 23 s in one of its own.
 
 set(ANYFLASH_SM80_FORWARD_DTYPES f16 bf16)
+# Of Q, K and V alike, or of Q and K, and of V.
 set(
   ANYFLASH_SM80_FORWARD_HEAD_DIMS_full
   32
@@ -12,6 +13,7 @@ set(
   96
   128
   192
+  192_128
   256
 )
 set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_minimal 64 128)
@@ -46,7 +48,7 @@ set(ANYFLASH_CPU_ENUM_neon kNeon)
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
-# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64".
+# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128".
 function(anyflash_sm80_units output kernel_set)
   if(NOT DEFINED ANYFLASH_SM80_FORWARD_HEAD_DIMS_${kernel_set})
     message(FATAL_ERROR "ANYFLASH_KERNEL_SET is '${kernel_set}'; 'full' and 'minimal' are allowed")
@@ -87,9 +89,12 @@ function(anyflash_generate_kernels output folder)
   foreach(pair IN LISTS ARG_SM80_UNITS)
     string(REPLACE "-" ";" pair "${pair}")
     list(GET pair 0 dtype)
-    list(GET pair 1 head_dim)
+    list(GET pair 1 head_dims)
+    string(REPLACE "_" ";" dims "${head_dims}")
+    list(GET dims 0 head_dim)
+    list(GET dims -1 head_dim_v)
     set(element ${ANYFLASH_ELEMENT_${dtype}})
-    set(unit sm80_forward_${dtype}_d${head_dim})
+    set(unit sm80_forward_${dtype}_d${head_dims})
     set(file "${folder}/${unit}.${ARG_EXTENSION}")
     configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_forward_unit.in" "${file}" @ONLY)
     list(APPEND sources "${file}")

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "anyflash/anyflash.h"
@@ -40,25 +41,28 @@ anyflash_status guarded(const char* name, const Function& function) noexcept {
   }
 }
 
-// Reads the fields that the caller knows; the others keep their defaults. A caller that is newer
-// than this library may only pass defaults (zeros) in what this library does not know.
-ForwardOptions options_of(const anyflash_forward_options* given) {
-  anyflash_forward_options c = ANYFLASH_FORWARD_OPTIONS_INIT;
-  if (given != nullptr) {
-    if (given->size < sizeof(given->size)) {
-      throw Error(ErrorCode::kInvalidValue, "options.size is " + std::to_string(given->size) +
-                                                "; it must be sizeof(anyflash_forward_options)");
-    }
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(given);
-    for (std::size_t i = sizeof(c); i < given->size; ++i) {
-      if (bytes[i] != 0) {
-        throw Error(ErrorCode::kUnsupported,
-                    "options sets a field that this version of anyflash, " ANYFLASH_VERSION_STRING
-                    ", does not know");
-      }
-    }
-    std::memcpy(&c, given, std::min(sizeof(c), given->size));
+// Reads the fields that the caller knows into `known`, whose others keep their defaults. A caller
+// that is newer than this library may only pass defaults (zeros) in what this library does not
+// know.
+template <class Options>
+void read_options(const Options* given, const char* type, Options& known) {
+  if (given == nullptr) return;
+  if (given->size < sizeof(given->size)) {
+    throw Error(ErrorCode::kInvalidValue, "options.size is " + std::to_string(given->size) +
+                                              "; it must be sizeof(" + type + ")");
   }
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(given);
+  bool unknown = false;
+  for (std::size_t i = sizeof(known); i < given->size; ++i) unknown |= bytes[i] != 0;
+  std::memcpy(&known, given, std::min(sizeof(known), given->size));
+  if (unknown || known.reserved != 0) {
+    throw Error(ErrorCode::kUnsupported,
+                "options sets a field that this version of anyflash, " ANYFLASH_VERSION_STRING
+                ", does not know");
+  }
+}
+
+ForwardOptions options_of(const anyflash_forward_options& c) {
   if (c.cpu_isa < ANYFLASH_CPU_AUTO || c.cpu_isa > ANYFLASH_CPU_NEON) {
     throw Error(ErrorCode::kInvalidValue, "options.cpu_isa is " + std::to_string(c.cpu_isa) +
                                               "; a value of anyflash_cpu_isa is allowed");
@@ -69,27 +73,104 @@ ForwardOptions options_of(const anyflash_forward_options* given) {
   options.num_threads = c.num_threads;
   options.cpu_isa = static_cast<CpuIsa>(c.cpu_isa);
   options.stream = c.stream;
+  if (c.has_window_left != 0) options.window_left = c.window_left;
+  if (c.has_window_right != 0) options.window_right = c.window_right;
+  options.softcap = c.softcap;
+  if (c.block_mask != nullptr) options.block_size = {c.block_size[0], c.block_size[1]};
+  options.dropout_p = c.dropout_p;
+  options.seed = c.seed;
+  options.offset = c.offset;
+  options.max_seqlen_q = c.max_seqlen_q;
+  options.max_seqlen_k = c.max_seqlen_k;
+  options.validate = c.validate != 0;
   return options;
 }
 
-// The arguments that both functions share.
-struct ForwardArguments {
-  TensorView q, k, v, out, lse;
-  bool has_lse;
-  ForwardOptions options;
+// A tensor that may be absent.
+class OptionalView {
+ public:
+  OptionalView(const DLTensor* tensor, const char* argument, const char* allowed) {
+    if (tensor != nullptr) view_ = view_of(tensor, argument, allowed);
+  }
+  const TensorView* get() const { return view_ ? &*view_ : nullptr; }
 
+ private:
+  std::optional<TensorView> view_;
+};
+
+constexpr char kMustBeFloat32[] = "it must be float32";
+constexpr char kMustBeBool[] = "it must be bool";
+constexpr char kMustBeInt32[] = "it must be int32";
+
+// The options' tensors as views, at addresses that stay.
+struct OptionalTensors {
+  explicit OptionalTensors(const anyflash_forward_options& c)
+      : alibi_slopes(c.alibi_slopes, "alibi_slopes", nullptr),
+        bias(c.bias, "bias", "bool, float64, float32, float16 and bfloat16 are allowed"),
+        block_mask(c.block_mask, "block_mask", kMustBeBool),
+        sinks(c.sinks, "sinks", nullptr),
+        rng_state(c.rng_state, "rng_state", "it must be int64"),
+        dropout_mask(c.dropout_mask, "dropout_mask", kMustBeBool),
+        max_logits(c.max_logits, "max_logits", kMustBeFloat32),
+        cu_seqlens_q(c.cu_seqlens_q, "cu_seqlens_q", kMustBeInt32),
+        cu_seqlens_k(c.cu_seqlens_k, "cu_seqlens_k", kMustBeInt32),
+        seqused_k(c.seqused_k, "seqused_k", kMustBeInt32) {}
+
+  void put_into(ForwardOptions& options) const {
+    options.alibi_slopes = alibi_slopes.get();
+    options.bias = bias.get();
+    options.block_mask = block_mask.get();
+    options.sinks = sinks.get();
+    options.rng_state = rng_state.get();
+    options.dropout_mask = dropout_mask.get();
+    options.max_logits = max_logits.get();
+    options.cu_seqlens_q = cu_seqlens_q.get();
+    options.cu_seqlens_k = cu_seqlens_k.get();
+    options.seqused_k = seqused_k.get();
+  }
+
+  OptionalView alibi_slopes, bias, block_mask, sinks, rng_state, dropout_mask, max_logits;
+  OptionalView cu_seqlens_q, cu_seqlens_k, seqused_k;
+};
+
+anyflash_forward_options known_options(const anyflash_forward_options* given) {
+  anyflash_forward_options known = ANYFLASH_FORWARD_OPTIONS_INIT;
+  read_options(given, "anyflash_forward_options", known);
+  return known;
+}
+
+// The arguments that both functions share. `options` points into the object.
+struct ForwardArguments {
   ForwardArguments(const DLTensor* q_, const DLTensor* k_, const DLTensor* v_, const DLTensor* out_,
                    const DLTensor* lse_, const anyflash_forward_options* options_)
       : q(view_of(q_, "q")),
         k(view_of(k_, "k")),
         v(view_of(v_, "v")),
         out(view_of(out_, "out")),
-        has_lse(lse_ != nullptr),
-        options(options_of(options_)) {
-    if (has_lse) lse = view_of(lse_, "lse");
+        known(known_options(options_)),
+        options(options_of(known)),
+        lse(lse_, "lse", kMustBeFloat32),
+        tensors(known) {
+    tensors.put_into(options);
   }
-  const TensorView* lse_or_null() const { return has_lse ? &lse : nullptr; }
+  ForwardArguments(const ForwardArguments&) = delete;
+  ForwardArguments& operator=(const ForwardArguments&) = delete;
+
+  TensorView q, k, v, out;
+  anyflash_forward_options known;
+  ForwardOptions options;
+  OptionalView lse;
+  OptionalTensors tensors;
 };
+
+MergeOptions options_of(const anyflash_merge_options* given) {
+  anyflash_merge_options known = ANYFLASH_MERGE_OPTIONS_INIT;
+  read_options(given, "anyflash_merge_options", known);
+  MergeOptions options;
+  options.num_threads = known.num_threads;
+  options.stream = known.stream;
+  return options;
+}
 
 }  // namespace
 
@@ -110,7 +191,7 @@ anyflash_status anyflash_forward_workspace_size(const DLTensor* q, const DLTenso
       throw anyflash::Error(anyflash::ErrorCode::kInvalidValue, "bytes is NULL");
     }
     const ForwardArguments a(q, k, v, out, lse, options);
-    *bytes = anyflash::forward_workspace_size(a.q, a.k, a.v, a.out, a.lse_or_null(), a.options);
+    *bytes = anyflash::forward_workspace_size(a.q, a.k, a.v, a.out, a.lse.get(), a.options);
   });
 }
 
@@ -120,8 +201,20 @@ anyflash_status anyflash_forward(const DLTensor* q, const DLTensor* k, const DLT
                                  size_t workspace_bytes) {
   return guarded("anyflash_forward", [&] {
     const ForwardArguments a(q, k, v, out, lse, options);
-    anyflash::forward(a.q, a.k, a.v, a.out, a.lse_or_null(), a.options,
-                      {workspace, workspace_bytes});
+    anyflash::forward(a.q, a.k, a.v, a.out, a.lse.get(), a.options, {workspace, workspace_bytes});
+  });
+}
+
+anyflash_status anyflash_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
+                                      const DLTensor* out_b, const DLTensor* lse_b,
+                                      const DLTensor* out, const DLTensor* lse,
+                                      const anyflash_merge_options* options) {
+  using namespace anyflash;
+  return guarded("anyflash_merge_states", [&] {
+    const OptionalView lse_view(lse, "lse", kMustBeFloat32);
+    merge_states(view_of(out_a, "out_a"), view_of(lse_a, "lse_a", kMustBeFloat32),
+                 view_of(out_b, "out_b"), view_of(lse_b, "lse_b", kMustBeFloat32),
+                 view_of(out, "out"), lse_view.get(), options_of(options));
   });
 }
 

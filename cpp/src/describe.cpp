@@ -12,6 +12,12 @@ const char* name(DType dtype) {
       return "float16";
     case DType::kBFloat16:
       return "bfloat16";
+    case DType::kBool:
+      return "bool";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
   }
   return "unknown";
 }
@@ -29,14 +35,23 @@ std::string shape_of(const TensorView& t) {
 int bytes_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
+    case DType::kInt64:
       return 8;
     case DType::kFloat32:
+    case DType::kInt32:
       return 4;
     case DType::kFloat16:
     case DType::kBFloat16:
       return 2;
+    case DType::kBool:
+      return 1;
   }
   return 0;
+}
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
+         dtype == DType::kBFloat16;
 }
 
 }  // namespace anyflash

@@ -11,5 +11,7 @@ const char* name(DType dtype);              // "float16"
 std::string name(const Device& device);     // "cpu", "cuda:0"
 std::string shape_of(const TensorView& t);  // "(2, 128, 8, 64)"
 int bytes_of(DType dtype);
+bool is_float(DType dtype);
+inline constexpr char kFloatsAllowed[] = "float64, float32, float16 and bfloat16 are allowed";
 
 }  // namespace anyflash

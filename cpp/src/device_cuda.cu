@@ -90,6 +90,13 @@ void device_free(int index, void* data) noexcept {
   cudaSetDevice(previous);
 }
 
+void copy_to_host(int index, void* target, const void* source, std::size_t bytes, void* stream) {
+  const DeviceGuard guard(index);
+  const auto on = static_cast<cudaStream_t>(stream);
+  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, on), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(on), "cudaStreamSynchronize");
+}
+
 DeviceGuard::DeviceGuard(int index) {
   device_properties(index);  // says what is missing, if anything is
   check(cudaGetDevice(&previous_), "cudaGetDevice");

@@ -2,6 +2,8 @@
 #include "anyflash/error.h"
 #include "copy_rows.h"
 #include "device.h"
+#include "merge_states.h"
+#include "side_outputs.h"
 
 namespace anyflash {
 
@@ -22,9 +24,19 @@ std::string cuda_version() { return ""; }
 void* device_allocate(int, std::size_t) { throw Error(ErrorCode::kUnsupported, kMessage); }
 void device_free(int, void*) noexcept {}
 
+void copy_to_host(int, void*, const void*, std::size_t, void*) {
+  throw Error(ErrorCode::kUnsupported, kMessage);
+}
+
 DeviceGuard::DeviceGuard(int) { throw Error(ErrorCode::kUnsupported, kMessage); }
 DeviceGuard::~DeviceGuard() = default;
 
 void copy_rows(const CopyRowsParams&, void*) { throw Error(ErrorCode::kUnsupported, kMessage); }
+void fill_side_outputs(const SideOutputs&, void*) {
+  throw Error(ErrorCode::kUnsupported, kMessage);
+}
+void merge_states_on_cuda(const MergeParams&, void*) {
+  throw Error(ErrorCode::kUnsupported, kMessage);
+}
 
 }  // namespace anyflash

@@ -34,6 +34,14 @@ Registry& registry() {
   return instance;
 }
 
+// Of two rows that can run a problem, the one that does less besides.
+bool is_closer(const KernelRow& a, const KernelRow& b) {
+  const int columns_a = a.head_dim + a.head_dim_v;
+  const int columns_b = b.head_dim + b.head_dim_v;
+  if (columns_a != columns_b) return columns_a < columns_b;
+  return feature_names(a.features).size() < feature_names(b.features).size();
+}
+
 const KernelRow& select_cpu(const ForwardProblem& problem) {
   const CpuIsa isa = problem.cpu_isa == CpuIsa::kAuto ? best_isa() : problem.cpu_isa;
   if (!cpu_has(isa)) {
@@ -55,25 +63,29 @@ std::string built_archs() {
   return list;
 }
 
-const KernelRow& select_cuda(const ForwardProblem& problem) {
-  const DeviceProperties& device = device_properties(problem.device.index);
-  const int cc = device.compute_capability;
-  if (!built_for(cc)) {
-    throw Error(ErrorCode::kUnsupported,
-                "CUDA device " + std::to_string(problem.device.index) + " (" + device.name +
-                    ") has compute capability " + std::to_string(cc / 10) + "." +
-                    std::to_string(cc % 10) + "; this build holds code for " + built_archs());
+// " with softcap, bias"; empty for no features.
+std::string with_features(unsigned features) {
+  std::string text;
+  for (const std::string& feature : feature_names(features)) {
+    text += (text.empty() ? " with " : ", ") + feature;
   }
+  return text;
+}
+
+const KernelRow& select_cuda(const ForwardProblem& problem) {
+  check_built_for(problem.device.index);
+  const DeviceProperties& device = device_properties(problem.device.index);
   const KernelRow* best = nullptr;
   bool built = false;
   int largest = 0;
   for (const KernelRow* row : registry().rows) {
     if (row->arch != Arch::kSm80 || row->dtype != problem.dtype) continue;
     built = true;
+    if ((problem.features & ~row->features) != 0) continue;
     if (row->smem_bytes > device.smem_per_block) continue;
-    largest = std::max(largest, row->head_dim);
-    if (row->head_dim < problem.head_dim) continue;
-    if (best == nullptr || row->head_dim < best->head_dim) best = row;
+    largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
+    if (row->head_dim < problem.head_dim || row->head_dim_v < problem.head_dim_v) continue;
+    if (best == nullptr || is_closer(*row, *best)) best = row;
   }
   if (best != nullptr) return *best;
   if (!built) {
@@ -82,9 +94,10 @@ const KernelRow& select_cuda(const ForwardProblem& problem) {
                     "; the CUDA kernels of this build take float16 and bfloat16");
   }
   throw Error(ErrorCode::kUnsupported,
-              "head dim is " + std::to_string(problem.head_dim) +
-                  "; the kernels of this build for " + name(problem.dtype) + " that fit " +
-                  device.name + "'s " + std::to_string(device.smem_per_block) +
+              "head dim is " + std::to_string(std::max(problem.head_dim, problem.head_dim_v)) +
+                  "; the kernels of this build for " + name(problem.dtype) +
+                  with_features(problem.features) + " that fit " + device.name + "'s " +
+                  std::to_string(device.smem_per_block) +
                   " bytes of shared memory take head dims up to " + std::to_string(largest));
 }
 
@@ -131,6 +144,32 @@ bool built_for(int compute_capability) {
     if (built <= compute_capability && (ptx || same_major)) return true;
   }
   return false;
+}
+
+void check_built_for(int index) {
+  const DeviceProperties& device = device_properties(index);
+  const int cc = device.compute_capability;
+  if (built_for(cc)) return;
+  throw Error(ErrorCode::kUnsupported, "CUDA device " + std::to_string(index) + " (" + device.name +
+                                           ") has compute capability " + std::to_string(cc / 10) +
+                                           "." + std::to_string(cc % 10) +
+                                           "; this build holds code for " + built_archs());
+}
+
+std::vector<std::string> feature_names(unsigned features) {
+  static constexpr struct {
+    Feature feature;
+    const char* name;
+  } kNames[] = {{kSoftcap, "softcap"},
+                {kAlibi, "alibi"},
+                {kBias, "bias"},
+                {kBlockMask, "block_mask"},
+                {kDropout, "dropout"}};
+  std::vector<std::string> names;
+  for (const auto& known : kNames) {
+    if ((features & known.feature) != 0) names.push_back(known.name);
+  }
+  return names;
 }
 
 }  // namespace anyflash

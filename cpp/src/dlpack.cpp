@@ -6,19 +6,32 @@
 #include <string>
 
 #include "anyflash/error.h"
+#include "describe.h"
 
 namespace anyflash {
 
 namespace {
 
 bool dtype_of(const DLDataType& type, DType& result) {
-  if (type.lanes != 1) return false;
-  if (type.code == kDLFloat && type.bits == 64) result = DType::kFloat64;
-  else if (type.code == kDLFloat && type.bits == 32) result = DType::kFloat32;
-  else if (type.code == kDLFloat && type.bits == 16) result = DType::kFloat16;
-  else if (type.code == kDLBfloat && type.bits == 16) result = DType::kBFloat16;
-  else return false;
-  return true;
+  struct Known {
+    DLDataTypeCode code;
+    int bits;
+    DType dtype;
+  };
+  static constexpr Known kKnown[] = {
+      {kDLFloat, 64, DType::kFloat64}, {kDLFloat, 32, DType::kFloat32},
+      {kDLFloat, 16, DType::kFloat16}, {kDLBfloat, 16, DType::kBFloat16},
+      {kDLBool, 8, DType::kBool},      {kDLUInt, 8, DType::kBool},
+      {kDLInt, 32, DType::kInt32},     {kDLInt, 64, DType::kInt64},
+      {kDLUInt, 64, DType::kInt64},
+  };
+  for (const Known& known : kKnown) {
+    if (type.code == known.code && type.bits == known.bits && type.lanes == 1) {
+      result = known.dtype;
+      return true;
+    }
+  }
+  return false;
 }
 
 bool device_of(const DLDevice& device, Device& result) {
@@ -48,14 +61,18 @@ std::string text_of(const DLDataType& type) {
 
 }  // namespace
 
-TensorView view_of(const DLTensor* tensor, const char* argument) {
+TensorView view_of(const DLTensor* tensor, const char* argument, const char* allowed) {
   const std::string what = argument;
   if (tensor == nullptr) throw Error(ErrorCode::kInvalidValue, what + " is NULL");
   TensorView view;
-  if (!dtype_of(tensor->dtype, view.dtype)) {
+  const bool known = dtype_of(tensor->dtype, view.dtype);
+  if (allowed == nullptr && (!known || !is_float(view.dtype))) {
+    // Here, where the type still has DLPack's name: bytes may be called bool or uint8.
     throw Error(ErrorCode::kInvalidType,
-                what + " is " + text_of(tensor->dtype) +
-                    "; float64, float32, float16 and bfloat16 are allowed");
+                what + " is " + text_of(tensor->dtype) + "; " + kFloatsAllowed);
+  }
+  if (!known) {
+    throw Error(ErrorCode::kInvalidType, what + " is " + text_of(tensor->dtype) + "; " + allowed);
   }
   if (!device_of(tensor->device, view.device)) {
     throw Error(ErrorCode::kInvalidType, what + " is on a device of DLPack type " +

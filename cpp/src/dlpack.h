@@ -7,7 +7,8 @@
 
 namespace anyflash {
 
-// Throws Error for devices, data types and ranks that anyflash does not know.
-TensorView view_of(const DLTensor* tensor, const char* argument);
+// Throws Error for devices, data types and ranks that anyflash does not know. `allowed` is what the
+// message says of data types; null: only floating-point types are allowed.
+TensorView view_of(const DLTensor* tensor, const char* argument, const char* allowed = nullptr);
 
 }  // namespace anyflash

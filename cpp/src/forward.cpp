@@ -7,11 +7,13 @@
 #include <utility>
 
 #include "anyflash/attention.h"
+#include "arguments.h"
 #include "copy_rows.h"
 #include "describe.h"
 #include "device.h"
 #include "heuristics.h"
 #include "kernel_table.h"
+#include "side_outputs.h"
 #include "validate.h"
 
 namespace anyflash {
@@ -31,6 +33,7 @@ struct Repacked {
 
 struct ForwardPlan {
   ForwardParams params;
+  SideOutputs side_outputs;
   const KernelRow* row = nullptr;
   int num_threads = 1;
   Repacked q, k, v, out;
@@ -38,8 +41,32 @@ struct ForwardPlan {
   std::size_t scratch_bytes = 0;
   std::size_t bytes = 0;
 
+  // Packed sequences: seqlen_q is not larger than total_q.
   bool empty() const { return params.batch == 0 || params.seqlen_q == 0; }
 };
+
+unsigned features_of(const ForwardParams& p) {
+  unsigned features = kNoFeatures;
+  if (p.softcap != 0.0) features |= kSoftcap;
+  if (p.alibi_slopes.data != nullptr) features |= kAlibi;
+  if (p.bias.data != nullptr) features |= kBias;
+  if (p.block_mask.data != nullptr) features |= kBlockMask;
+  if (p.dropout_threshold != 0) features |= kDropout;
+  return features;
+}
+
+SideOutputs side_outputs_of(const ForwardParams& params, const ForwardOptions& options) {
+  SideOutputs outputs;
+  outputs.params = params;
+  if (options.dropout_mask != nullptr) {
+    const TensorView& t = *options.dropout_mask;
+    outputs.dropout_mask = static_cast<unsigned char*>(t.data);
+    outputs.dropout_mask_stride = {t.stride[0], t.stride[2], t.stride[1], t.stride[3]};
+    outputs.dropout_mask_rows = t.shape[2];
+    outputs.dropout_mask_columns = t.shape[3];
+  }
+  return outputs;
+}
 
 std::size_t reserve(std::size_t& total, std::size_t bytes) {
   const std::size_t offset = total;
@@ -86,13 +113,17 @@ ForwardPlan plan_forward(const TensorView& q, const TensorView& k, const TensorV
                          const ForwardOptions& options) {
   ForwardPlan plan;
   plan.params = validate_forward(q, k, v, out, lse, options);
+  const ForwardParams& p = plan.params;
+  plan.side_outputs = side_outputs_of(p, options);
   plan.row = &select_forward(
-      {q.device, q.dtype, std::max(plan.params.head_dim, plan.params.head_dim_v), options.cpu_isa});
+      {q.device, q.dtype, p.head_dim, p.head_dim_v, features_of(p), options.cpu_isa});
   if (q.device.type == DeviceType::kCuda) {
-    plan.q = plan_repack(q, plan.bytes);
-    plan.k = plan_repack(k, plan.bytes);
-    plan.v = plan_repack(v, plan.bytes);
-    plan.out = plan_repack(out, plan.bytes);
+    const bool packed = p.cu_seqlens_q != nullptr;
+    plan.q = plan_repack(with_batch(q, packed), plan.bytes);
+    plan.k = plan_repack(with_batch(k, packed), plan.bytes);
+    plan.v = plan_repack(with_batch(v, packed), plan.bytes);
+    // float32 results of 16-bit inputs are written element by element, wherever they lie.
+    if (out.dtype == q.dtype) plan.out = plan_repack(with_batch(out, packed), plan.bytes);
     plan.params.heads_per_section = heads_per_section(plan.params, bytes_of(q.dtype),
                                                       device_properties(q.device.index).l2_bytes);
   } else {
@@ -114,14 +145,14 @@ void repack_input(Repacked& repacked, char* workspace, void* stream, const void*
   columns = repacked.copy.target_columns;
 }
 
-void launch_cuda(ForwardPlan& plan, const Device& device, const LaunchContext& context,
-                 char* workspace) {
-  const DeviceGuard guard(device.index);
+void launch_cuda(ForwardPlan& plan, const LaunchContext& context, char* workspace) {
   ForwardParams& params = plan.params;
   int columns_k = params.head_dim;
+  // Results that are not repacked have no room for columns that only round up.
+  int columns_v = params.head_dim_v;
   repack_input(plan.q, workspace, context.stream, params.q, params.q_stride, params.head_dim);
   repack_input(plan.k, workspace, context.stream, params.k, params.k_stride, columns_k);
-  repack_input(plan.v, workspace, context.stream, params.v, params.v_stride, params.head_dim_v);
+  repack_input(plan.v, workspace, context.stream, params.v, params.v_stride, columns_v);
   if (!plan.out.needed) {
     plan.row->launch(params, context);
     return;
@@ -133,6 +164,7 @@ void launch_cuda(ForwardPlan& plan, const Device& device, const LaunchContext& c
   copy.source = params.out = workspace + plan.out.offset;
   copy.target_columns = copy.source_columns;
   params.out_stride = copy.source_stride;
+  params.head_dim_v = columns_v;
   plan.row->launch(params, context);
   copy_rows(copy, context.stream);
 }
@@ -159,7 +191,8 @@ void forward(const TensorView& q, const TensorView& k, const TensorView& v, cons
   if (plan.bytes > 0 && reinterpret_cast<std::uintptr_t>(workspace.data) % kAlignment != 0) {
     throw Error(ErrorCode::kInvalidValue, "workspace is not aligned to 256 bytes");
   }
-  if (plan.empty()) return;
+  const bool cuda = q.device.type == DeviceType::kCuda;
+  if (!cuda || options.validate) check_lengths(plan.params, options, q.device);
 
   auto* const base = static_cast<char*>(workspace.data);
   LaunchContext context;
@@ -167,12 +200,15 @@ void forward(const TensorView& q, const TensorView& k, const TensorView& v, cons
   context.stream = options.stream;
   context.scratch = base + plan.scratch_offset;
   context.scratch_bytes = plan.scratch_bytes;
-  if (q.device.type == DeviceType::kCuda) {
-    launch_cuda(plan, q.device, context, base);
+  if (cuda) {
+    const DeviceGuard guard(q.device.index);
+    fill_side_outputs(plan.side_outputs, options.stream);
+    if (!plan.empty()) launch_cuda(plan, context, base);
   } else {
-    plan.row->launch(plan.params, context);
+    fill_side_outputs_on_cpu(plan.side_outputs, plan.num_threads);
+    if (!plan.empty()) plan.row->launch(plan.params, context);
   }
-  count_launch(*plan.row);
+  if (!plan.empty()) count_launch(*plan.row);
 }
 
 }  // namespace anyflash

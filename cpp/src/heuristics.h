@@ -11,9 +11,11 @@ namespace anyflash {
 
 // How many (batch, head) pairs share a section of the forward grid (fwd_kernel.h).
 //
-// No bound on the right: 1, so that all row blocks of one head, which read the same K and V, run side by side.
-// Causal, say: the row blocks of a section start with the heaviest, which evens out the end of the grid;
-// a section is as large as its K and V fit in half of the L2 cache.
+// No bound on the right: 1, so that all row blocks of one head, which read the same K and V, run
+// side by side. Causal, say: the row blocks of a section start with the heaviest, which evens out
+// the end of the grid; a section is as large as its K and V fit in half of the L2 cache.
+//
+// Packed sequences: as if all were as long as the longest.
 inline int heads_per_section(const ForwardParams& params, int bytes_per_element,
                              std::size_t l2_bytes) {
   if (params.window.right < 0) return 1;

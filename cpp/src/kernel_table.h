@@ -29,12 +29,17 @@ void count_launch(const KernelRow& row);
 struct ForwardProblem {
   Device device;
   DType dtype;
-  int head_dim;  // the larger of q/k's and v's
+  int head_dim;  // of q and k
+  int head_dim_v;
+  unsigned features;  // bits of Feature
   CpuIsa cpu_isa;
 };
 
 // The row that runs the problem; throws Error(kUnsupported) that lists what was built.
 const KernelRow& select_forward(const ForwardProblem& problem);
+
+// Names of a set of features: "softcap", ...
+std::vector<std::string> feature_names(unsigned features);
 
 // The best instruction set that is built and that this machine has.
 CpuIsa best_isa();
@@ -42,5 +47,7 @@ CpuIsa best_isa();
 // True if this build holds machine code, or PTX to be compiled, for the compute capability (80
 // = 8.0).
 bool built_for(int compute_capability);
+// Throws Error if CUDA device `index` cannot run this build's code.
+void check_built_for(int index);
 
 }  // namespace anyflash

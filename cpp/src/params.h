@@ -61,11 +61,12 @@ struct ForwardParams {
   int64_t total_k = 0;
 
   double softmax_scale = 1.0;
-  double softcap = 0.0;  // 0: none
-  Window window;         // causal: right = 0
-  Auxiliary alibi_slopes;  // (batch, head)
-  Auxiliary bias;          // (batch, row, head, col); kBool: keys to keep
-  Auxiliary block_mask;    // (batch, query block, head, key block), kBool
+  float scale_log2 = 1.0f;  // |softmax_scale| log2(e) for kernels that fold the sign into Q
+  double softcap = 0.0;     // 0: none
+  Window window;            // causal: right = 0
+  Auxiliary alibi_slopes;   // (batch, head)
+  Auxiliary bias;           // (batch, row, head, col); kBool: keys to keep
+  Auxiliary block_mask;     // (batch, query block, head, key block), kBool
   int block_size_q = 1;
   int block_size_k = 1;
   Auxiliary sinks;  // (head)

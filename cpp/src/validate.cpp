@@ -1,113 +1,111 @@
+// The tensors that every call has: q, k, v, out and lse.
 #include "validate.h"
 
-#include <cfloat>
-#include <climits>
+#include <algorithm>
 #include <cmath>
-#include <sstream>
 #include <string>
 
-#include "anyflash/error.h"
+#include "arguments.h"
 #include "describe.h"
 
 namespace anyflash {
 
 namespace {
 
-[[noreturn]] void invalid_value(const std::string& message) {
-  throw Error(ErrorCode::kInvalidValue, message);
-}
-[[noreturn]] void invalid_type(const std::string& message) {
-  throw Error(ErrorCode::kInvalidType, message);
-}
+// Where the axes of q, k, v and out are: batched (batch, rows, heads, columns), packed without
+// batch.
+struct Axes {
+  explicit Axes(bool packed) : rows(packed ? 0 : 1), heads(rows + 1), columns(rows + 2) {}
+  int rows, heads, columns;
+};
 
-void check_rank(const TensorView& t, const char* argument, int rank, const char* layout) {
-  if (t.rank != rank) {
-    const std::string shape = t.rank >= 0 && t.rank <= kMaxRank ? ", shape " + shape_of(t) : "";
-    invalid_value(std::string(argument) + " has " + std::to_string(t.rank) + " dimensions" + shape +
-                  "; expected " + std::to_string(rank) + ": " + layout);
-  }
-  // Counted in elements, with room for sizes in bytes and for rounding up.
-  constexpr int64_t kMaxElements = int64_t{1} << 56;
-  int64_t elements = 1;
-  for (int i = 0; i < t.rank; ++i) {
-    if (t.shape[i] < 0) {
-      invalid_value(std::string(argument) + " has shape " + shape_of(t) +
-                    "; an extent must not be negative");
-    }
-    if (t.shape[i] > 0 && elements > kMaxElements / t.shape[i]) {
-      invalid_value(std::string(argument) + " has shape " + shape_of(t) +
-                    "; at most 2^56 elements are allowed");
-    }
-    elements *= t.shape[i];
-  }
-  if (elements > 0 && t.data == nullptr) {
-    invalid_value(std::string(argument) + " has a NULL data pointer");
-  }
-}
+struct Layouts {
+  const char *q, *k, *v, *out, *lse;
+};
+constexpr Layouts kBatched = {"(batch, seqlen_q, heads, head_dim)",
+                              "(batch, seqlen_k, heads_k, head_dim)",
+                              "(batch, seqlen_k, heads_k, head_dim_v)",
+                              "(batch, seqlen_q, heads, head_dim_v)", "(batch, heads, seqlen_q)"};
+constexpr Layouts kPacked = {"(total_q, heads, head_dim) with cu_seqlens_q",
+                             "(total_k, heads_k, head_dim) with cu_seqlens_k",
+                             "(total_k, heads_k, head_dim_v) with cu_seqlens_k",
+                             "(total_q, heads, head_dim_v) with cu_seqlens_q",
+                             "(heads, total_q) with cu_seqlens_q"};
 
-void check_same(const TensorView& t, const char* argument, const TensorView& q) {
-  if (t.dtype != q.dtype) {
+void check_types(const TensorView& q, const TensorView& k, const TensorView& v,
+                 const TensorView& out) {
+  check_float(q, "q");
+  const auto differs = [&](const TensorView& t, const char* argument, const char* rule) {
     invalid_type(std::string(argument) + " is " + name(t.dtype) + ", but q is " + name(q.dtype) +
-                 "; q, k, v and out must have one dtype");
+                 rule);
+  };
+  if (k.dtype != q.dtype) differs(k, "k", "; q, k and v must have one dtype");
+  if (v.dtype != q.dtype) differs(v, "v", "; q, k and v must have one dtype");
+  if (out.dtype != q.dtype && out.dtype != DType::kFloat32) {
+    differs(out, "out", "; out must have q's dtype or be float32");
   }
-  if (t.device != q.device) {
-    invalid_value(std::string(argument) + " is on " + name(t.device) + ", but q is on " +
-                  name(q.device) + "; all tensors must be on one device");
-  }
+  check_device(k, "k", q, "q");
+  check_device(v, "v", q, "q");
+  check_device(out, "out", q, "q");
 }
 
-void check_shape(const TensorView& t, const char* argument,
-                 const std::array<int64_t, kMaxRank>& expected, const char* why) {
-  for (int i = 0; i < t.rank; ++i) {
-    if (t.shape[i] == expected[i]) continue;
-    TensorView wanted = t;
-    wanted.shape = expected;
-    invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected " +
-                  shape_of(wanted) + why);
+void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
+                  const TensorView& out, const Layouts& layouts, bool packed) {
+  const Axes at(packed);
+  if (q.shape[at.heads] == 0 || q.shape[at.columns] == 0) {
+    invalid_value("q has shape " + shape_of(q) + "; heads and head_dim must be at least 1");
   }
-}
-
-// A tensor that is written must not hold one address twice.
-void check_writable(const TensorView& t, const char* argument) {
-  for (int i = 0; i < t.rank; ++i) {
-    if (t.shape[i] == 0) return;  // strides of an empty tensor mean nothing
+  const int64_t heads_k = k.shape[at.heads];
+  if (heads_k == 0 || q.shape[at.heads] % heads_k != 0) {
+    invalid_value("k has " + std::to_string(heads_k) + " heads, which does not divide q's " +
+                  std::to_string(q.shape[at.heads]));
   }
-  for (int i = 0; i < t.rank; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] == 0) {
-      invalid_value(std::string(argument) + " has stride 0 in dimension " + std::to_string(i) +
-                    " of shape " + shape_of(t) + "; an output must not repeat elements");
+  const int64_t batch = q.shape[0];
+  const int64_t rows = q.shape[at.rows];
+  const int64_t keys = k.shape[at.rows];
+  const int64_t columns = q.shape[at.columns];
+  const int64_t columns_v = v.shape[at.columns];
+  const auto check = [&](const TensorView& t, const char* argument, int64_t n, int64_t heads,
+                         int64_t width, const char* layout, const std::string& why) {
+    if (packed) {
+      check_shape(t, argument, {{n}, {heads}, {width}}, layout, why);
+    } else {
+      check_shape(t, argument, {{batch}, {n}, {heads}, {width}}, layout, why);
     }
+  };
+  check(k, "k", keys, heads_k, columns, layouts.k,
+        packed ? ", with q's head_dim" : ", with q's batch and head_dim");
+  check(v, "v", keys, heads_k, columns_v, layouts.v,
+        packed ? ", with k's total_k and heads" : ", with k's batch, seqlen_k and heads");
+  if (columns_v == 0) {
+    invalid_value("v has shape " + shape_of(v) + "; head_dim_v must be at least 1");
   }
+  check(out, "out", rows, q.shape[at.heads], columns_v, layouts.out,
+        packed ? ": q's total_q and heads, and v's head_dim"
+               : ": q's batch, seqlen_q and heads, and v's head_dim");
 }
 
-// Kernels count rows in 32 bits and round up to whole tiles, which must not overflow.
-constexpr int64_t kMaxExtent = INT_MAX - 4095;
-
-int int_extent(const TensorView& t, const char* argument, int dimension, const char* what) {
-  const int64_t extent = t.shape[dimension];
-  if (extent > kMaxExtent) {
-    invalid_value(std::string(argument) + " has " + what + " " + std::to_string(extent) +
-                  "; at most " + std::to_string(kMaxExtent) + " is allowed");
+void check_lse(const TensorView& q, const TensorView& lse, const Layouts& layouts, bool packed) {
+  check_rank(lse, "lse", packed ? 2 : 3, layouts.lse);
+  check_dtype(lse, "lse", DType::kFloat32);
+  check_device(lse, "lse", q, "q");
+  const std::string why = std::string(": ") + layouts.lse;
+  if (packed) {
+    check_shape(lse, "lse", {{q.shape[1]}, {q.shape[0]}}, layouts.lse, why);
+  } else {
+    check_shape(lse, "lse", {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layouts.lse, why);
   }
-  return static_cast<int>(extent);
+  check_writable(lse, "lse");
 }
 
-Strides strides(const TensorView& t) {
-  return {t.stride[0], t.stride[1], t.stride[2], t.stride[3]};
-}
-
-double checked_scale(const ForwardOptions& options, const TensorView& q) {
-  if (!options.softmax_scale) return 1.0 / std::sqrt(static_cast<double>(q.shape[3]));
-  const double scale = *options.softmax_scale;
-  // Kernels of the narrower types multiply it by log2(e) in float32.
-  const bool wide = q.dtype == DType::kFloat64;
-  if (!std::isfinite(scale) || (!wide && std::abs(scale) > FLT_MAX / 2)) {
-    std::ostringstream message;
-    message << "softmax_scale is " << scale << "; a finite number"
-            << (wide ? "" : " of at most half of float32's range") << " is allowed";
-    invalid_value(message.str());
+// What a block of packed sequences may have at most; the kernels need no more than there is.
+int packed_bound(int64_t given, const char* option, int64_t total) {
+  if (given < 0 || given > kMaxExtent) {
+    invalid_value(std::string(option) + " is " + std::to_string(given) +
+                  "; the length of the longest sequence is expected, 0 to " +
+                  std::to_string(kMaxExtent));
   }
-  return scale;
+  return static_cast<int>(std::min(given, total));
 }
 
 }  // namespace
@@ -115,70 +113,50 @@ double checked_scale(const ForwardOptions& options, const TensorView& q) {
 ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
                                const TensorView& out, const TensorView* lse,
                                const ForwardOptions& options) {
-  check_rank(q, "q", 4, "(batch, seqlen_q, heads, head_dim)");
-  check_rank(k, "k", 4, "(batch, seqlen_k, heads_k, head_dim)");
-  check_rank(v, "v", 4, "(batch, seqlen_k, heads_k, head_dim_v)");
-  check_rank(out, "out", 4, "(batch, seqlen_q, heads, head_dim_v)");
-  check_same(k, "k", q);
-  check_same(v, "v", q);
-  check_same(out, "out", q);
-
-  for (const int dimension : {2, 3}) {
-    if (q.shape[dimension] == 0) {
-      invalid_value("q has shape " + shape_of(q) + "; heads and head_dim must be at least 1");
-    }
-  }
-  if (k.shape[2] == 0 || q.shape[2] % k.shape[2] != 0) {
-    invalid_value("k has " + std::to_string(k.shape[2]) + " heads, which does not divide q's " +
-                  std::to_string(q.shape[2]));
-  }
-  check_shape(k, "k", {q.shape[0], k.shape[1], k.shape[2], q.shape[3]},
-              ", with q's batch and head_dim");
-  check_shape(v, "v", {q.shape[0], k.shape[1], k.shape[2], v.shape[3]},
-              ", with k's batch, seqlen_k and heads");
-  if (v.shape[3] == 0) {
-    invalid_value("v has shape " + shape_of(v) + "; head_dim_v must be at least 1");
-  }
-  check_shape(out, "out", {q.shape[0], q.shape[1], q.shape[2], v.shape[3]},
-              ": q's batch, seqlen_q and heads, and v's head_dim");
-  check_writable(out, "out");
-
   ForwardParams params;
+  const bool packed = options.cu_seqlens_q != nullptr || options.cu_seqlens_k != nullptr;
+  const Layouts& layouts = packed ? kPacked : kBatched;
+  const Axes at(packed);
+  check_rank(q, "q", packed ? 3 : 4, layouts.q);
+  check_rank(k, "k", q.rank, layouts.k);
+  check_rank(v, "v", q.rank, layouts.v);
+  check_rank(out, "out", q.rank, layouts.out);
+  check_types(q, k, v, out);
+  check_shapes(q, k, v, out, layouts, packed);
+  check_writable(out, "out");
   if (lse != nullptr) {
-    check_rank(*lse, "lse", 3, "(batch, heads, seqlen_q)");
-    if (lse->dtype != DType::kFloat32) {
-      invalid_type(std::string("lse is ") + name(lse->dtype) + "; it must be float32");
-    }
-    if (lse->device != q.device) {
-      invalid_value("lse is on " + name(lse->device) + ", but q is on " + name(q.device));
-    }
-    check_shape(*lse, "lse", {q.shape[0], q.shape[2], q.shape[1]}, ": (batch, heads, seqlen_q)");
-    check_writable(*lse, "lse");
+    check_lse(q, *lse, layouts, packed);
     params.lse = static_cast<float*>(lse->data);
-    params.lse_stride = {lse->stride[0], lse->stride[2], lse->stride[1], 0};
+    params.lse_stride = lse_strides_of(*lse, packed);
   }
-  if (options.num_threads < 0) {
-    invalid_value("num_threads is " + std::to_string(options.num_threads) +
-                  "; 0 (the default) or a positive number is allowed");
-  }
+  check_threads(options.num_threads);
 
   params.q = q.data;
   params.k = k.data;
   params.v = v.data;
   params.out = out.data;
-  params.q_stride = strides(q);
-  params.k_stride = strides(k);
-  params.v_stride = strides(v);
-  params.out_stride = strides(out);
-  params.batch = q.shape[0];
-  params.seqlen_q = int_extent(q, "q", 1, "seqlen_q");
-  params.seqlen_k = int_extent(k, "k", 1, "seqlen_k");
-  params.heads = int_extent(q, "q", 2, "heads");
-  params.heads_k = int_extent(k, "k", 2, "heads");
-  params.head_dim = int_extent(q, "q", 3, "head_dim");
-  params.head_dim_v = int_extent(v, "v", 3, "head_dim_v");
-  params.softmax_scale = checked_scale(options, q);
-  params.causal = options.causal;
+  params.out_dtype = out.dtype;
+  params.q_stride = strides_of(with_batch(q, packed));
+  params.k_stride = strides_of(with_batch(k, packed));
+  params.v_stride = strides_of(with_batch(v, packed));
+  params.out_stride = strides_of(with_batch(out, packed));
+  params.seqlen_q = checked_extent(q.shape[at.rows], "q", packed ? "total_q" : "seqlen_q");
+  params.seqlen_k = checked_extent(k.shape[at.rows], "k", packed ? "total_k" : "seqlen_k");
+  params.heads = checked_extent(q.shape[at.heads], "q", "heads");
+  params.heads_k = checked_extent(k.shape[at.heads], "k", "heads");
+  params.head_dim = checked_extent(q.shape[at.columns], "q", "head_dim");
+  params.head_dim_v = checked_extent(v.shape[at.columns], "v", "head_dim_v");
+  if (packed) {
+    params.total_q = params.seqlen_q;
+    params.total_k = params.seqlen_k;
+    params.seqlen_q = packed_bound(options.max_seqlen_q, "max_seqlen_q", params.total_q);
+    params.seqlen_k = packed_bound(options.max_seqlen_k, "max_seqlen_k", params.total_k);
+    validate_packed(q, options, params);
+    validate_features(q, options, options.max_seqlen_q, options.max_seqlen_k, params);
+  } else {
+    params.batch = q.shape[0];
+    validate_features(q, options, params.seqlen_q, params.seqlen_k, params);
+  }
   return params;
 }
 

@@ -6,9 +6,23 @@
 
 namespace anyflash {
 
-// Checks every argument of forward() and turns them into kernel parameters; throws Error.
+// Checks every argument of forward() and turns them into kernel parameters; throws Error. Reads no
+// tensor's elements.
 ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
                                const TensorView& out, const TensorView* lse,
                                const ForwardOptions& options);
+
+// The part of it that concerns numbers and optional tensors, for parameters that have shapes.
+// `seqlen_q` and `seqlen_k` are the extents of axes that count rows and keys.
+void validate_features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q,
+                       int64_t seqlen_k, ForwardParams& params);
+
+// Where packed sequences begin: the tensors' types and shapes. Sets params.batch.
+void validate_packed(const TensorView& q, const ForwardOptions& options, ForwardParams& params);
+
+// The elements of options.cu_seqlens_q, .cu_seqlens_k and .seqused_k. Copies them from a GPU, which
+// waits for the stream.
+void check_lengths(const ForwardParams& params, const ForwardOptions& options,
+                   const Device& device);
 
 }  // namespace anyflash

@@ -5,17 +5,31 @@ from typing import Any
 from anyflash import _core
 from anyflash._arrays import Array
 from anyflash._attention import attention
+from anyflash._block_mask import create_block_mask, expand_block_mask
+from anyflash._forward import AttentionResult
+from anyflash._merge import merge_states
+from anyflash._varlen import attention_varlen
 
-__all__ = ["Array", "__version__", "attention", "build_info"]
+__all__ = [
+    "Array",
+    "AttentionResult",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "build_info",
+    "create_block_mask",
+    "expand_block_mask",
+    "merge_states",
+]
 
 
 def build_info() -> dict[str, Any]:
     """What this build holds and what this machine can run.
 
     Keys: ``version``; ``cuda`` (None, or ``runtime_version`` and ``archs``); ``cpu`` (``isa`` in
-    use, ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with the number of
-    ``launches`` in this process); ``devices`` (CUDA devices); ``device_error`` (why there are
-    none).
+    use, ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with what it can do
+    and the number of its ``launches`` in this process); ``devices`` (CUDA devices);
+    ``device_error`` (why there are none).
     """
     return _core.build_info()
 

@@ -18,17 +18,29 @@ NEXT_COMMANDS = (
 )
 
 
-def _kernel_rows(kernels: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """One row (op, arch, dtypes, head dims) for all dtypes that come with the same head dims."""
-    dims: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
+def _head_dim(kernel: dict[str, Any]) -> str:
+    """'64', or '192/128' where v has another one."""
+    dims = kernel["head_dim"], kernel["head_dim_v"]
+    if not any(dims):
+        return "any"
+    return "/".join(str(dim) for dim in dict.fromkeys(dims))
+
+
+def _kernel_rows(kernels: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """One row (op, arch, dtypes, head dims, features) for all dtypes that agree in the rest."""
+    known = {feature for kernel in kernels for feature in kernel["features"]}
+    dims: defaultdict[tuple[str, str, str, str], dict[tuple[int, int], str]] = defaultdict(dict)
     for kernel in kernels:
-        dims[kernel["op"], kernel["arch"], kernel["dtype"]].add(kernel["head_dim"])
-    dtypes: defaultdict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for (op, arch, dtype), head_dims in sorted(dims.items()):
-        dtypes[op, arch, tuple(sorted(head_dims))].append(dtype)
+        features = kernel["features"]
+        word = "all" if features and set(features) == known else " ".join(features) or "none"
+        group = dims[kernel["op"], kernel["arch"], word, kernel["dtype"]]
+        group[kernel["head_dim"], kernel["head_dim_v"]] = _head_dim(kernel)
+    dtypes: defaultdict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    for (op, arch, word, dtype), group in sorted(dims.items()):
+        dtypes[op, arch, word, " ".join(group[key] for key in sorted(group))].append(dtype)
     return [
-        (op, arch, " ".join(names), " ".join(str(dim or "any") for dim in head_dims))
-        for (op, arch, head_dims), names in dtypes.items()
+        (op, arch, " ".join(names), head_dims, word)
+        for (op, arch, word, head_dims), names in dtypes.items()
     ]
 
 
@@ -48,7 +60,7 @@ def _built(info: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     rows = _kernel_rows(info["kernels"])
     if rows:
-        table = _table([("op", "arch", "dtypes", "head dims"), *rows])
+        table = _table([("op", "arch", "dtypes", "head dims", "features"), *rows])
         facts += zip(("kernels", *[""] * len(rows)), table, strict=True)
     return facts
 

@@ -2,76 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from anyflash import _core
-from anyflash._arrays import Device, Framework, framework_of
-
-_T = TypeVar("_T")
-_NAME = "anyflash.attention"
-
-
-def _about(argument: str, function: Callable[..., _T], *args: Any) -> _T:
-    """Calls function(*args); its errors get the operation's and the argument's names in front."""
-    try:
-        return function(*args)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{_NAME}: {argument} {error}") from None
-
-
-def _scale(softmax_scale: Any) -> float | None:
-    if softmax_scale is None:
-        return None
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(
-            f"{_NAME}: softmax_scale is {type(softmax_scale).__name__}; None or a finite number is "
-            "allowed"
-        )
-    scale = float(softmax_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"{_NAME}: softmax_scale is {scale}; a finite number is allowed")
-    return scale
-
-
-class _Input(NamedTuple):
-    argument: str
-    array: Any
-    framework: Framework
-    device: Device
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-def _input(argument: str, x: Any, q: _Input | None = None) -> _Input:
-    """Reads what an array is, and checks that it belongs with q."""
-    framework = _about(argument, framework_of, x)
-    if q is not None and framework is not q.framework:
-        raise TypeError(
-            f"{_NAME}: {argument} is an array of {framework.name} ({type(x).__name__}), but q is "
-            f"one of {q.framework.name} ({type(q.array).__name__}); pass arrays of one framework"
-        )
-    _about(argument, framework.check, x)
-    device = _about(argument, framework.device, x)
-    if q is not None and device != q.device:
-        raise ValueError(
-            f"{_NAME}: {argument} is on {device.kind}:{device.number}, but q is on "
-            f"{q.device.kind}:{q.device.number}; all arrays must be on one device"
-        )
-    shape, dtype = _about(argument, framework.describe, x, device)
-    if q is not None and dtype != q.dtype:
-        raise TypeError(
-            f"{_NAME}: {argument} is {dtype}, but q is {q.dtype}; q, k, v and out must have one "
-            "dtype"
-        )
-    if len(shape) != 4:
-        raise ValueError(
-            f"{_NAME}: {argument} has {len(shape)} dimensions, shape {shape}; expected 4: "
-            "(batch, seqlen, heads, head_dim)"
-        )
-    return _Input(argument, x, framework, device, shape, dtype)
+from anyflash._forward import Forward
+from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 
 
 def attention(
@@ -81,14 +15,38 @@ def attention(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int | None, int | None] = UNBOUNDED,
+    softcap: float = NO_SOFTCAP,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
+    block_size: tuple[int, int] = BLOCK_SIZE,
+    sinks: Any = None,
+    dropout_p: float = NO_DROPOUT,
+    seed: int | None = None,
+    rng_state: Any = None,
+    seqused_k: Any = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_dropout_mask: bool = False,
+    return_result: bool = False,
     out: Any = None,
+    out_dtype: Any = None,
     stream: int | None = None,
 ) -> Any:
     """Exact attention, ``softmax(softmax_scale * q k^T) v``, without a matrix of scores in memory.
 
     FlashAttention-2 (Dao, arXiv 2307.08691): tiles with an online softmax; memory is linear in the
-    sequence lengths.
+    sequence lengths. All options combine. The score of query i and key j is made in this order::
+
+        s = softmax_scale * q_i.k_j
+        s = softcap * tanh(s / softcap)                             # if softcap > 0
+        s = s + bias_ij - alibi_slope * |i + seqlen_k - seqlen_q - j|
+        s = -inf where a mask hides j from i
+        p = exp(s) / (exp(sink) + sum_j exp(s))
+        p = 0 with probability dropout_p, else p / (1 - dropout_p)
+
+    NaN and infinity in keys and values reach only the queries that see them.
 
     Parameters
     ----------
@@ -96,8 +54,9 @@ def attention(
     k : (batch, seqlen_k, heads_k, head_dim)
     v : (batch, seqlen_k, heads_k, head_dim_v)
         Arrays of one framework (NumPy, PyTorch, JAX on the CPU, CuPy, or any object that speaks
-        DLPack), one dtype and one device, which is where the work is done. ``heads_k`` divides
-        ``heads``: each K/V head serves ``heads / heads_k`` consecutive query heads (GQA, MQA).
+        DLPack), one dtype and one device, which is where the work is done; so must all arrays
+        below be. ``heads_k`` divides ``heads``: each K/V head serves ``heads / heads_k``
+        consecutive query heads (GQA, MQA).
         CPU: float64, float32, float16, bfloat16 (NumPy: of ml_dtypes), any head dim, any strides.
         CUDA: float16, bfloat16, head dims up to 256; arrays whose last axis is not contiguous, or
         whose rows do not begin at multiples of 16 bytes, are copied first.
@@ -105,11 +64,49 @@ def attention(
         Any finite number; default ``1 / sqrt(head_dim)``.
     causal : bool
         Query i sees the keys ``j <= i + seqlen_k - seqlen_q`` (aligned at the bottom right).
+    window_size : (left, right)
+        Query i sees ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``;
+        -1 or None: no bound on that side. With ``causal``, right is 0.
+    softcap : float
+        0: none.
+    alibi_slopes : (heads,) or (batch or 1, heads), optional
+        ALiBi (Press et al., arXiv 2108.12409). float32, float16, bfloat16; CPU also float64.
+    bias : (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1), optional
+        Numbers (dtypes as for alibi_slopes) are added to the scores; bool: True keeps the key. A
+        score of -inf hides the key, too. Missing leading axes and axes of extent 1 are broadcast;
+        any strides, also 0; nothing is copied.
+    block_mask : (batch or 1, heads or 1, query blocks, key blocks) bool, optional
+        True keeps a block of scores, whole; the others are skipped. Missing leading axes are
+        broadcast. :func:`create_block_mask` makes one.
+    block_size : (queries, keys)
+        Of a block of ``block_mask``: multiples of 64.
+    sinks : (heads,), optional
+        A logit that takes part in the denominator only. dtypes as for alibi_slopes.
+    dropout_p : float
+        0 <= dropout_p < 1, rounded to a multiple of 2**-16. What is dropped follows from seed,
+        offset, batch, head, row and column alone, the same on every device.
+    seed : int, optional
+        0 to 2**64 - 1. Where neither it nor ``rng_state`` is given, one is drawn from the
+        framework's default generator, so that ``torch.manual_seed`` and ``numpy.random.seed``
+        make runs repeatable; JAX has none and needs one of the two; for others it is random.
+    rng_state : (seed, offset) or array of (2,) int64 or uint64, optional
+        In place of ``seed``. An array is read on the device when the work runs: a CUDA graph that
+        is replayed sees what it then holds.
+    seqused_k : (batch,) int32, optional
+        Of a sequence's keys only so many, the first ones, are used. Masks and ALiBi are aligned
+        with the last of them.
     return_lse : bool
         Return ``(out, lse)``.
+    return_max_logits, return_dropout_mask : bool
+        Fill these fields of the :class:`AttentionResult`; imply ``return_result``.
+    return_result : bool
+        Return an :class:`AttentionResult`, with ``lse``.
     out : array, optional
-        Where to write the result: shape (batch, seqlen_q, heads, head_dim_v), dtype and device of
-        q. It must not overlap q, k or v.
+        Where to write the result: shape (batch, seqlen_q, heads, head_dim_v), q's dtype or float32,
+        q's device. It must not overlap an input.
+    out_dtype : optional
+        "float32" (or the framework's dtype): the result is not rounded to q's dtype, as is wanted
+        for parts that :func:`merge_states` joins.
     stream : int, optional
         CUDA: the address of a ``cudaStream_t`` to run on; default: the framework's current stream.
 
@@ -119,7 +116,10 @@ def attention(
         Type, dtype and device of q; an :class:`anyflash.Array` for other DLPack producers. A query
         that sees no key gives 0.
     lse : (batch, heads, seqlen_q), float32, only with ``return_lse``
-        Natural logarithm of the softmax's denominator, scale included; -inf where no key is seen.
+        Natural logarithm of the softmax's denominator, scale and sink included, before dropout;
+        where no key is seen -inf, or the sink.
+    AttentionResult
+        Instead of both, where one is asked for.
 
     Raises
     ------
@@ -137,41 +137,47 @@ def attention(
     >>> q = np.ones((1, 4, 2, 8), np.float32)
     >>> anyflash.attention(q, q, q, causal=True).shape
     (1, 4, 2, 8)
+
+    A window of three keys, ALiBi, and the last key hidden from all queries:
+
+    >>> slopes = np.array([0.5, 0.25], np.float32)
+    >>> keep = np.array([True, True, True, False])
+    >>> out, lse = anyflash.attention(
+    ...     q, q, q, window_size=(2, 0), alibi_slopes=slopes, bias=keep, return_lse=True
+    ... )
+    >>> out.shape, lse.shape
+    ((1, 4, 2, 8), (1, 2, 4))
+
+    Dropout that can be repeated:
+
+    >>> result = anyflash.attention(q, q, q, dropout_p=0.5, seed=7, return_dropout_mask=True)
+    >>> result.rng_state, result.dropout_mask.shape
+    ((7, 0), (1, 2, 4, 4))
+    >>> again = anyflash.attention(q, q, q, dropout_p=0.5, rng_state=result.rng_state)
+    >>> bool((again == result.out).all())
+    True
     """
-    inputs = [first := _input("q", q), _input("k", k, first), _input("v", v, first)]
-    framework, device = first.framework, first.device
-    scale = _scale(softmax_scale)
-    if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int)):
-        raise TypeError(
-            f"{_NAME}: stream is {type(stream).__name__}; None or the address of a cudaStream_t as "
-            "an int is allowed"
-        )
-
-    batch, seqlen_q, heads, _ = first.shape
-    if out is None:
-        shape = (batch, seqlen_q, heads, inputs[2].shape[3])
-        result = framework.empty(shape, q, None, device)
-    else:
-        result = _input("out", out, first).array
-        _about("out", framework.check_out, out)
-    target = framework.export_out(result, device)
-    lse = lse_target = None
-    if return_lse:
-        lse = framework.empty((batch, heads, seqlen_q), q, "float32", device)
-        lse_target = framework.export_out(lse, device)
-
-    q_in, k_in, v_in = (framework.export(x.array, device, stream) for x in inputs)
-    _core.forward(
-        q_in,
-        k_in,
-        v_in,
-        target,
-        lse_target,
-        scale,
-        bool(causal),
-        framework.stream(q, device) if stream is None else stream,
-        framework.bf16_bits(q),
-        lambda size: framework.workspace(size, q, device, stream),
+    call = Forward("anyflash.attention", q, k, v, 4)
+    call.score(
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        block_mask=block_mask,
+        block_size=block_size,
+        sinks=sinks,
+        seqused_k=seqused_k,
     )
-    result = result if out is not None else framework.finish(result)
-    return (result, framework.finish(lse)) if return_lse else result
+    if dropout_p is not NO_DROPOUT or seed is not None or rng_state is not None:
+        call.dropout(dropout_p, seed, rng_state)
+    return call.run(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_dropout_mask=return_dropout_mask,
+        return_result=return_result,
+        out=out,
+        out_dtype=out_dtype,
+        stream=stream,
+    )

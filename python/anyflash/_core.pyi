@@ -4,6 +4,7 @@ from typing import Any
 version: str
 
 def forward(
+    operation: str,
     q: Any,
     k: Any,
     v: Any,
@@ -13,7 +14,20 @@ def forward(
     causal: bool,
     stream: int,
     bf16_bits: bool,
+    options: dict[str, Any] | None,
     allocate: Callable[[int], tuple[Any, int]],
+) -> None: ...
+def merge_states(
+    operation: str,
+    out_a: Any,
+    lse_a: Any,
+    out_b: Any,
+    lse_b: Any,
+    out: Any,
+    lse: Any,
+    bf16_bits_in: bool,
+    bf16_bits_out: bool,
+    stream: int,
 ) -> None: ...
 def describe(array: Any) -> tuple[tuple[int, ...], str]: ...
 def new_array(shape: tuple[int, ...], dtype: int, device_type: int, device_index: int) -> Any: ...

@@ -1,5 +1,7 @@
 #include "convert.h"
 
+#include <nanobind/stl/string.h>
+
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -15,15 +17,31 @@ namespace {
 using Code = nb::dlpack::dtype_code;
 
 bool convert_dtype(nb::dlpack::dtype type, bool bf16_bits, DType& result) {
+  struct Known {
+    Code code;
+    int bits;
+    DType dtype;
+  };
+  static constexpr Known kKnown[] = {
+      {Code::Float, 32, DType::kFloat32},   {Code::Float, 16, DType::kFloat16},
+      {Code::Bfloat, 16, DType::kBFloat16}, {Code::Float, 64, DType::kFloat64},
+      {Code::Bool, 8, DType::kBool},        {Code::UInt, 8, DType::kBool},
+      {Code::Int, 32, DType::kInt32},       {Code::Int, 64, DType::kInt64},
+      {Code::UInt, 64, DType::kInt64},
+  };
   if (type.lanes != 1) return false;
   const auto code = static_cast<Code>(type.code);
-  if (bf16_bits && code == Code::UInt && type.bits == 16) result = DType::kBFloat16;
-  else if (code == Code::Bfloat && type.bits == 16) result = DType::kBFloat16;
-  else if (code == Code::Float && type.bits == 64) result = DType::kFloat64;
-  else if (code == Code::Float && type.bits == 32) result = DType::kFloat32;
-  else if (code == Code::Float && type.bits == 16) result = DType::kFloat16;
-  else return false;
-  return true;
+  if (bf16_bits && code == Code::UInt && type.bits == 16) {
+    result = DType::kBFloat16;
+    return true;
+  }
+  for (const Known& known : kKnown) {
+    if (known.code == code && known.bits == type.bits) {
+      result = known.dtype;
+      return true;
+    }
+  }
+  return false;
 }
 
 std::string dtype_text(nb::dlpack::dtype type) {
@@ -32,9 +50,23 @@ std::string dtype_text(nb::dlpack::dtype type) {
   return (type.code < std::size(kNames) ? kNames[type.code] : "type") + std::to_string(type.bits);
 }
 
+Code dlpack_code(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return Code::Bfloat;
+    case DType::kBool:
+      return Code::Bool;
+    case DType::kInt32:
+    case DType::kInt64:
+      return Code::Int;
+    default:
+      return Code::Float;
+  }
+}
+
 nb::dlpack::dtype dlpack_dtype(DType dtype) {
   nb::dlpack::dtype type{};
-  type.code = static_cast<uint8_t>(dtype == DType::kBFloat16 ? Code::Bfloat : Code::Float);
+  type.code = static_cast<uint8_t>(dlpack_code(dtype));
   type.bits = static_cast<uint8_t>(8 * bytes_of(dtype));
   type.lanes = 1;
   return type;
@@ -78,8 +110,8 @@ Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool
   }
   TensorView& view = array.view;
   if (!convert_dtype(array.owner.dtype(), bf16_bits, view.dtype)) {
-    invalid_type(argument, "is " + dtype_text(array.owner.dtype()) +
-                               "; float64, float32, float16 and bfloat16 are allowed");
+    invalid_type(argument,
+                 "is " + dtype_text(array.owner.dtype()) + ", which anyflash does not know");
   }
   if (!convert_device(array.owner, view.device)) {
     invalid_type(argument, "is on a device of DLPack type " +
@@ -89,7 +121,7 @@ Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool
   if (array.owner.ndim() > kMaxRank) {
     throw Error(ErrorCode::kInvalidValue, std::string(argument) + " has " +
                                               std::to_string(array.owner.ndim()) +
-                                              " dimensions; 4 are expected");
+                                              " dimensions; at most 4 are allowed");
   }
   view.data = const_cast<void*>(array.owner.data());
   view.rank = static_cast<int>(array.owner.ndim());
@@ -98,6 +130,20 @@ Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool
     view.stride[i] = array.owner.stride(i);
   }
   return array;
+}
+
+nb::tuple describe(nb::handle object) {
+  nb::ndarray<nb::ro> array;
+  if (!nb::try_cast(object, array, false)) {
+    PyErr_Clear();
+    invalid_type("array", "cannot be read through DLPack");
+  }
+  nb::list shape;
+  for (std::size_t i = 0; i < array.ndim(); ++i) shape.append(array.shape(i));
+  DType dtype;
+  return nb::make_tuple(nb::tuple(shape), convert_dtype(array.dtype(), false, dtype)
+                                              ? std::string(name(dtype))
+                                              : dtype_text(array.dtype()));
 }
 
 nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {

@@ -21,6 +21,9 @@ struct Array {
 // writable: read-only arrays are refused. Throws anyflash::Error.
 Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool writable);
 
+// (shape, dtype) of anything that speaks DLPack, whether anyflash could use it or not.
+nb::tuple describe(nb::handle object);
+
 // Uninitialised memory that owns itself and speaks DLPack.
 nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index);
 

@@ -1,18 +1,18 @@
 // The module anyflash._core: signatures, error mapping, the GIL. Everything else is C++ or Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "anyflash/attention.h"
 #include "anyflash/version.h"
 #include "convert.h"
-#include "describe.h"
+#include "info.h"
 #include "memory.h"
+#include "options.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -60,12 +60,13 @@ class CpuMemory {
   void* data_;
 };
 
-// allocate_gpu(bytes) -> (owner, address) is called where a GPU needs workspace: it comes from the
-// array's framework, whose allocator reuses it in the order of its stream.
-void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-                 std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
-                 bool bf16_bits, const nb::callable& allocate_gpu) {
-  named("anyflash.attention", [&] {
+// given: what options.h reads, or None. allocate_gpu(bytes) -> (owner, address) is called where a
+// GPU needs workspace: it comes from the array's framework, whose allocator reuses it in the order
+// of its stream.
+void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
+                 nb::handle lse, std::optional<double> softmax_scale, bool causal,
+                 std::uintptr_t stream, bool bf16_bits, nb::handle given, nb::handle allocate_gpu) {
+  named(operation, [&] {
     const Array q_array = import_array(q, "q", bf16_bits, false);
     const Array k_array = import_array(k, "k", bf16_bits, false);
     const Array v_array = import_array(v, "v", bf16_bits, false);
@@ -77,6 +78,8 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
     options.softmax_scale = softmax_scale;
     options.causal = causal;
     options.stream = reinterpret_cast<void*>(stream);
+    std::vector<Array> arrays;
+    if (!given.is_none()) read_options(nb::cast<nb::dict>(given), options, arrays);
 
     const auto run = [&](Workspace workspace) {
       const nb::gil_scoped_release release;
@@ -97,70 +100,30 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
   });
 }
 
-nb::tuple describe(nb::handle object) {
-  return named("anyflash", [&] {
-    const Array array = import_array(object, "array", false, false);
-    nb::list shape;
-    for (int i = 0; i < array.view.rank; ++i) shape.append(array.view.shape[i]);
-    return nb::make_tuple(nb::tuple(shape), name(array.view.dtype));
+void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a, nb::handle out_b,
+                      nb::handle lse_b, nb::handle out, nb::handle lse, bool bf16_bits_in,
+                      bool bf16_bits_out, std::uintptr_t stream) {
+  named(operation, [&] {
+    const Array out_a_array = import_array(out_a, "out_a", bf16_bits_in, false);
+    const Array lse_a_array = import_array(lse_a, "lse_a", false, false);
+    const Array out_b_array = import_array(out_b, "out_b", bf16_bits_in, false);
+    const Array lse_b_array = import_array(lse_b, "lse_b", false, false);
+    const Array out_array = import_array(out, "out", bf16_bits_out, true);
+    const Array lse_array = import_array(lse, "lse", false, true);
+    MergeOptions options;
+    options.stream = reinterpret_cast<void*>(stream);
+    const nb::gil_scoped_release release;
+    merge_states(out_a_array.view, lse_a_array.view, out_b_array.view, lse_b_array.view,
+                 out_array.view, &lse_array.view, options);
   });
 }
 
+nb::tuple named_describe(nb::handle object) {
+  return named("anyflash", [&] { return describe(object); });
+}
+
 nb::object named_new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {
-  return named("anyflash.attention",
-               [&] { return new_array(shape, dtype, device_type, device_index); });
-}
-
-nb::list kernel_dicts() {
-  nb::list result;
-  for (const KernelInfo& kernel : kernels()) {
-    nb::dict d;
-    d["name"] = kernel.name;
-    d["arch"] = kernel.arch;
-    d["op"] = kernel.op;
-    d["dtype"] = name(kernel.dtype);
-    d["head_dim"] = kernel.head_dim;
-    d["block_m"] = kernel.block_m;
-    d["block_n"] = kernel.block_n;
-    d["warps"] = kernel.warps;
-    d["smem_bytes"] = kernel.smem_bytes;
-    d["launches"] = kernel.launches;
-    result.append(d);
-  }
-  return result;
-}
-
-nb::dict build_info_dict() {
-  const BuildInfo info = build_info();
-  nb::dict result;
-  result["version"] = info.version;
-  result["cuda"] = nb::none();
-  if (info.cuda) {
-    nb::dict cuda;
-    cuda["runtime_version"] = info.cuda_version;
-    cuda["archs"] = info.cuda_archs;
-    result["cuda"] = cuda;
-  }
-  nb::dict cpu;
-  cpu["isa"] = info.cpu_isa;
-  cpu["compiled"] = info.cpu_isas;
-  cpu["threads"] = info.cpu_threads;
-  result["cpu"] = cpu;
-  result["kernels"] = kernel_dicts();
-  nb::list devices;
-  for (const DeviceInfo& device : info.devices) {
-    nb::dict d;
-    d["index"] = device.index;
-    d["name"] = device.name;
-    d["compute_capability"] = std::to_string(device.compute_capability / 10) + "." +
-                              std::to_string(device.compute_capability % 10);
-    d["supported"] = device.supported;
-    devices.append(d);
-  }
-  result["devices"] = devices;
-  result["device_error"] = nb::none();
-  if (!info.device_error.empty()) result["device_error"] = info.device_error;
-  return result;
+  return named("anyflash", [&] { return new_array(shape, dtype, device_type, device_index); });
 }
 
 }  // namespace
@@ -169,9 +132,12 @@ nb::dict build_info_dict() {
 
 NB_MODULE(_core, m) {
   using namespace anyflash::python;
-  m.def("forward", &run_forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
-        "softmax_scale"_a.none(), "causal"_a, "stream"_a, "bf16_bits"_a, "allocate"_a);
-  m.def("describe", &describe, "array"_a);
+  m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
+        "softmax_scale"_a.none(), "causal"_a, "stream"_a, "bf16_bits"_a, "options"_a.none(),
+        "allocate"_a.none());
+  m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
+        "lse_b"_a, "out"_a, "lse"_a, "bf16_bits_in"_a, "bf16_bits_out"_a, "stream"_a);
+  m.def("describe", &named_describe, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
   m.def("build_info", &build_info_dict);
   m.attr("version") = ANYFLASH_VERSION_STRING;

@@ -2,13 +2,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "isas.h"
 #include "tensor.h"
 
 namespace {
@@ -131,21 +131,6 @@ void check_result(const Problem& p, const ForwardOptions& options, bool with_lse
   CHECK_MSG(wrong_lse == 0, text(p, options));
 }
 
-// The instruction sets that are built and that this machine has, weakest first.
-std::vector<CpuIsa> isas() {
-  static const std::map<std::string, CpuIsa> names = {{"baseline", CpuIsa::kBaseline},
-                                                      {"avx2", CpuIsa::kAvx2},
-                                                      {"avx512", CpuIsa::kAvx512},
-                                                      {"neon", CpuIsa::kNeon}};
-  const anyflash::BuildInfo info = anyflash::build_info();
-  const CpuIsa best = names.at(info.cpu_isa);
-  std::vector<CpuIsa> result;
-  for (const std::string& name : info.cpu_isas) {
-    if (names.at(name) <= best) result.push_back(names.at(name));
-  }
-  return result;
-}
-
 const Shape kShapes[] = {
     {1, 1, 1, 1, 1, 1, 1},     {2, 5, 7, 4, 2, 8, 8},      {1, 33, 70, 3, 3, 20, 13},
     {1, 70, 33, 2, 1, 16, 24}, {2, 1, 130, 8, 2, 64, 64},  {1, 200, 129, 2, 2, 7, 5},
@@ -154,7 +139,7 @@ const Shape kShapes[] = {
 
 void check_shapes() {
   unsigned seed = 1;
-  for (const CpuIsa isa : isas()) {
+  for (const CpuIsa isa : test::isas()) {
     for (const DType dtype : test::kDTypes) {
       for (const Shape& shape : kShapes) {
         for (const bool causal : {false, true}) {

@@ -21,7 +21,7 @@ ForwardParams causal_params(int64_t batch, int heads, int heads_k, int seqlen_k,
   p.seqlen_k = seqlen_k;
   p.head_dim = head_dim;
   p.head_dim_v = head_dim;
-  p.causal = true;
+  p.window.right = 0;
   return p;
 }
 
@@ -43,8 +43,12 @@ void check_bounds(const ForwardParams& p, std::size_t l2_bytes) {
   CHECK(heads_per_section(p, kBytes, 2 * l2_bytes) >= section);
 
   ForwardParams all = p;
-  all.causal = false;
+  all.window.right = -1;
+  all.window.left = 5;
   CHECK_EQ(heads_per_section(all, kBytes, l2_bytes), 1);
+  ForwardParams window = p;
+  window.window.right = 1000;
+  CHECK_EQ(heads_per_section(window, kBytes, l2_bytes), section);
 }
 
 }  // namespace

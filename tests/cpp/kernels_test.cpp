@@ -1,4 +1,5 @@
 // The table of kernels, the counters of launches, and the thread-local error message.
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <set>
@@ -29,8 +30,14 @@ void check_table() {
     CHECK_EQ(kernel.op, std::string("forward"));
     CHECK_MSG(kernel.block_m > 0 && kernel.block_n > 0, kernel.name);
     const bool cpu = kernel.arch.rfind("cpu-", 0) == 0;
-    CHECK_MSG(cpu == (kernel.head_dim == 0 && kernel.warps == 0 && kernel.smem_bytes == 0),
+    CHECK_MSG(cpu == (kernel.head_dim == 0 && kernel.head_dim_v == 0 && kernel.warps == 0 &&
+                      kernel.smem_bytes == 0),
               kernel.name);
+    const std::vector<std::string> all = {"softcap", "alibi", "bias", "block_mask", "dropout"};
+    if (cpu) CHECK_MSG(kernel.features == all, kernel.name);
+    for (const std::string& feature : kernel.features) {
+      CHECK_MSG(std::find(all.begin(), all.end(), feature) != all.end(), feature);
+    }
   }
 }
 

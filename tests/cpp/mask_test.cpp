@@ -3,95 +3,111 @@
 
 #include <algorithm>
 #include <climits>
+#include <vector>
 
 #include "check.h"
 
-using anyflash::ForwardParams;
 using anyflash::KRange;
 using anyflash::Mask;
+using anyflash::Window;
 
 namespace {
 
-ForwardParams params_of(int seqlen_q, int seqlen_k, bool causal) {
-  ForwardParams params;
-  params.seqlen_q = seqlen_q;
-  params.seqlen_k = seqlen_k;
-  params.causal = causal;
-  return params;
-}
+// A mask and its definition.
+struct Case {
+  int seqlen_q;
+  int seqlen_k;
+  Window window;
 
-bool defined_keep(const ForwardParams& p, int64_t i, int64_t j) {
-  return j < p.seqlen_k && (!p.causal || j <= i + p.seqlen_k - p.seqlen_q);
-}
+  Mask mask() const { return Mask(seqlen_q, seqlen_k, window); }
 
-std::string text(const ForwardParams& p) {
-  return "seqlen_q " + std::to_string(p.seqlen_q) + ", seqlen_k " + std::to_string(p.seqlen_k) +
-         (p.causal ? ", causal" : "");
-}
+  bool keep(int64_t i, int64_t j) const {
+    const int64_t diagonal = i + seqlen_k - seqlen_q;
+    return j >= 0 && j < seqlen_k && (window.left < 0 || j >= diagonal - window.left) &&
+           (window.right < 0 || j <= diagonal + window.right);
+  }
 
-void check_elements(const ForwardParams& p) {
-  const Mask mask(p);
-  for (int i = 0; i < p.seqlen_q; ++i) {
+  std::string text() const {
+    return "seqlen_q " + std::to_string(seqlen_q) + ", seqlen_k " + std::to_string(seqlen_k) +
+           ", window " + std::to_string(window.left) + ", " + std::to_string(window.right);
+  }
+};
+
+void check_elements(const Case& c) {
+  const Mask mask = c.mask();
+  for (int i = 0; i < c.seqlen_q; ++i) {
     int visible = 0;
-    for (int j = 0; j < p.seqlen_k + 3; ++j) {
-      visible += defined_keep(p, i, j) ? 1 : 0;
-      CHECK_MSG(mask.keep(i, j) == defined_keep(p, i, j), text(p));
+    for (int j = 0; j < c.seqlen_k + 3; ++j) {
+      visible += c.keep(i, j) ? 1 : 0;
+      CHECK_MSG(mask.keep(i, j) == c.keep(i, j), c.text());
     }
-    CHECK_MSG(mask.visible(i) == visible, text(p));
+    CHECK_MSG(std::max(0, mask.end_key(i) - mask.first_key(i)) == visible, c.text());
   }
 }
 
 // How many pairs of an existing row of the block and a column of the tile are kept.
-int kept(const ForwardParams& p, int first_row, int rows, int tile, int block_n) {
+int kept(const Case& c, int first_row, int rows, int tile, int block_n) {
   int count = 0;
-  for (int i = first_row; i < std::min(first_row + rows, p.seqlen_q); ++i) {
-    for (int j = tile * block_n; j < (tile + 1) * block_n; ++j) count += defined_keep(p, i, j);
+  for (int i = first_row; i < std::min(first_row + rows, c.seqlen_q); ++i) {
+    for (int j = tile * block_n; j < (tile + 1) * block_n; ++j) count += c.keep(i, j);
   }
   return count;
 }
 
-void check_tiles(const ForwardParams& p, int block_m, int block_n) {
+// The tiles in the order of visits: each once, masked ones first.
+void check_order(const KRange& range, int tiles, const std::string& what) {
+  std::vector<int> visits(static_cast<std::size_t>(tiles), 0);
+  bool unmasked = false;
+  int steps = 0;
+  for (int tile = range.first(); tile >= 0 && steps <= tiles; tile = range.next(tile), ++steps) {
+    if (!CHECK_MSG(range.begin <= tile && tile < range.end, what)) return;
+    ++visits[static_cast<std::size_t>(tile)];
+    CHECK_MSG(!unmasked || !range.needs_mask(tile), what + ": a masked tile after others");
+    unmasked = !range.needs_mask(tile);
+  }
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int expected = range.begin <= tile && tile < range.end ? 1 : 0;
+    CHECK_MSG(visits[static_cast<std::size_t>(tile)] == expected, what + ": visits");
+  }
+}
+
+void check_tiles(const Case& c, int block_m, int block_n) {
   const std::string what =
-      text(p) + ", blocks " + std::to_string(block_m) + " x " + std::to_string(block_n);
-  const Mask mask(p);
-  const int tiles = (p.seqlen_k + block_n - 1) / block_n;
-  for (int first_row = 0; first_row < p.seqlen_q; first_row += block_m) {
+      c.text() + ", blocks " + std::to_string(block_m) + " x " + std::to_string(block_n);
+  const Mask mask = c.mask();
+  const int tiles = (c.seqlen_k + block_n - 1) / block_n;
+  for (int first_row = 0; first_row < c.seqlen_q; first_row += block_m) {
     const KRange range = mask.k_range(first_row, block_m, block_n);
-    CHECK_MSG(0 <= range.masked && range.masked <= range.end && range.end <= tiles, what);
-    const int full = std::min(block_m, p.seqlen_q - first_row) * block_n;
+    CHECK_MSG(0 <= range.begin && range.begin <= range.left && range.left <= range.masked &&
+                  range.masked <= range.end && range.end <= tiles,
+              what);
+    check_order(range, tiles, what);
+    const int full = std::min(block_m, c.seqlen_q - first_row) * block_n;
     for (int tile = 0; tile < tiles; ++tile) {
-      const int count = kept(p, first_row, block_m, tile, block_n);
-      if (tile < range.masked) CHECK_MSG(count == full, what + ": an unmasked tile needs a mask");
-      if (tile >= range.end) CHECK_MSG(count == 0, what + ": a tile is left out");
-      if (tile == range.masked) CHECK_MSG(count < full, what + ": a tile is masked for nothing");
-      if (tile == range.end - 1) CHECK_MSG(count > 0, what + ": a tile is visited for nothing");
+      const int count = kept(c, first_row, block_m, tile, block_n);
+      if (tile < range.begin || tile >= range.end) {
+        CHECK_MSG(count == 0, what + ": a tile is left out");
+      } else if (range.needs_mask(tile)) {
+        CHECK_MSG(count < full, what + ": a tile is masked for nothing");
+        CHECK_MSG(count > 0, what + ": a tile is visited for nothing");
+      } else {
+        CHECK_MSG(count == full, what + ": an unmasked tile needs a mask");
+      }
     }
   }
 }
 
-// The largest lengths that validation lets through; blocks reach beyond the last row.
-void check_large() {
-  constexpr int kMax = INT_MAX - 4095;
-  constexpr int kBlockM = 128;
-  for (const int seqlen_q : {1, 1000, kMax - 1, kMax}) {
-    for (const int seqlen_k : {0, 1, 1000, kMax - 1, kMax}) {
-      for (const bool causal : {false, true}) {
-        const ForwardParams p = params_of(seqlen_q, seqlen_k, causal);
-        const Mask mask(p);
-        const auto visible = [&](int64_t i) {
-          const int64_t last = causal ? i + seqlen_k - seqlen_q : int64_t{seqlen_k} - 1;
-          return std::clamp<int64_t>(last + 1, 0, seqlen_k);
-        };
-        const int last_block = (seqlen_q - 1) / kBlockM * kBlockM;
-        for (const int row : {0, seqlen_q / 2, last_block, seqlen_q - 1}) {
-          CHECK_MSG(mask.visible(row) == visible(row), text(p));
-        }
-        for (const int first_row : {0, last_block / 2 / kBlockM * kBlockM, last_block}) {
-          const int last_row = std::min(first_row + (kBlockM - 1), seqlen_q - 1);
-          for (const int block_n : {1, 64, 96, 128}) {
-            const KRange range = mask.k_range(first_row, kBlockM, block_n);
-            CHECK_MSG(range.masked == visible(first_row) / block_n, text(p));
-            CHECK_MSG(range.end == (visible(last_row) + block_n - 1) / block_n, text(p));
+void check_small() {
+  constexpr int kLengths = 14;
+  constexpr int kBlocks = 5;
+  for (int seqlen_q = 0; seqlen_q < kLengths; ++seqlen_q) {
+    for (int seqlen_k = 0; seqlen_k < kLengths; ++seqlen_k) {
+      for (const int64_t left : {-1, 0, 1, 2, 5, 13, 40}) {
+        for (const int64_t right : {-1, 0, 1, 3, 12, 40}) {
+          const Case c{seqlen_q, seqlen_k, {left, right}};
+          check_elements(c);
+          for (int block_m = 1; block_m <= kBlocks; ++block_m) {
+            for (int block_n = 1; block_n <= kBlocks; ++block_n) check_tiles(c, block_m, block_n);
           }
         }
       }
@@ -99,22 +115,88 @@ void check_large() {
   }
 }
 
-}  // namespace
+// The largest lengths and windows that validation lets through; blocks reach beyond the last row.
+void check_large_case(const Case& c, int block_m, int block_n) {
+  const Mask mask = c.mask();
+  // No distance between a row and a key is larger, so wider windows hide nothing more.
+  constexpr int64_t kWidest = int64_t{1} << 33;
+  const auto clamped = [&](int64_t key) { return std::clamp<int64_t>(key, 0, c.seqlen_k); };
+  const auto first_key = [&](int64_t i) {
+    const int64_t left = std::min(c.window.left, kWidest);
+    return left < 0 ? 0 : clamped(i + c.seqlen_k - c.seqlen_q - left);
+  };
+  const auto end_key = [&](int64_t i) {
+    const int64_t right = std::min(c.window.right, kWidest);
+    return right < 0 ? c.seqlen_k : clamped(i + c.seqlen_k - c.seqlen_q + right + 1);
+  };
+  const int64_t last_block = (c.seqlen_q - 1) / block_m * block_m;
+  for (const int64_t row :
+       {int64_t{0}, int64_t{c.seqlen_q} / 2, last_block, int64_t{c.seqlen_q} - 1}) {
+    CHECK_MSG(mask.first_key(row) == first_key(row), c.text());
+    CHECK_MSG(mask.end_key(row) == end_key(row), c.text());
+  }
+  for (const int64_t first_row : {int64_t{0}, last_block / 2 / block_m * block_m, last_block}) {
+    const int64_t last_row = std::min<int64_t>(first_row + block_m, c.seqlen_q) - 1;
+    const KRange range = mask.k_range(first_row, block_m, block_n);
+    if (first_key(first_row) >= end_key(last_row)) {
+      CHECK_MSG(range.begin == range.end && range.first() < 0, c.text());
+      continue;
+    }
+    CHECK_MSG(range.begin == first_key(first_row) / block_n, c.text());
+    CHECK_MSG(range.end == (end_key(last_row) + block_n - 1) / block_n, c.text());
+    const int64_t left = (first_key(last_row) + block_n - 1) / block_n;
+    const int64_t masked = end_key(first_row) / block_n;
+    if (left < masked) {
+      CHECK_MSG(range.left == left && range.masked == masked, c.text());
+    } else {
+      CHECK_MSG(range.left == range.masked, c.text());
+    }
+  }
+}
 
-int main() {
-  constexpr int kLengths = 21;
-  constexpr int kBlocks = 8;
-  for (int seqlen_q = 0; seqlen_q < kLengths; ++seqlen_q) {
-    for (int seqlen_k = 0; seqlen_k < kLengths; ++seqlen_k) {
-      for (const bool causal : {false, true}) {
-        const ForwardParams p = params_of(seqlen_q, seqlen_k, causal);
-        check_elements(p);
-        for (int block_m = 1; block_m <= kBlocks; ++block_m) {
-          for (int block_n = 1; block_n <= kBlocks; ++block_n) check_tiles(p, block_m, block_n);
+void check_large() {
+  constexpr int kMax = INT_MAX - 4095;
+  const int64_t widths[] = {-1,        0,         1000,          kMax,          INT_MAX,
+                            1LL << 31, 1LL << 40, INT64_MAX / 2, INT64_MAX - 1, INT64_MAX};
+  for (const int seqlen_q : {1, 1000, kMax - 1, kMax}) {
+    for (const int seqlen_k : {0, 1, 1000, kMax - 1, kMax}) {
+      for (const int64_t left : widths) {
+        for (const int64_t right : widths) {
+          for (const int block_n : {1, 64, 96, 128}) {
+            check_large_case({seqlen_q, seqlen_k, {left, right}}, 128, block_n);
+          }
         }
       }
     }
   }
+}
+
+// flash-attn's issue 895: a window that ends right of the last key, for more queries than keys.
+void check_right_of_the_keys() {
+  const Case c{8, 4, {-1, 6}};
+  const Mask mask = c.mask();
+  CHECK_EQ(mask.end_key(0), 3);  // keys j <= 0 + 4 - 8 + 6
+  for (int i = 1; i < 8; ++i) CHECK_EQ(mask.end_key(i), 4);
+  CHECK(!mask.keep(7, 4));
+}
+
+// Blocks of rows that do not exist see nothing.
+void check_beyond_the_rows() {
+  for (const int64_t left : {-1, 3}) {
+    for (const int64_t right : {-1, 0, 3}) {
+      const KRange range = Case{10, 20, {left, right}}.mask().k_range(16, 16, 4);
+      CHECK_EQ(range.begin, range.end);
+      CHECK(range.first() < 0);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_small();
   check_large();
+  check_right_of_the_keys();
+  check_beyond_the_rows();
   return check::report();
 }

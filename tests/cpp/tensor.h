@@ -25,7 +25,18 @@ inline constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kFl
                                     DType::kBFloat16};
 
 inline int bytes_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kBool:
+      return 1;
+    default:
+      return 2;
+  }
 }
 
 // 16-bit formats: bits of the mantissa, and the exponent's bias.
@@ -49,10 +60,13 @@ inline double decode16(uint16_t bits, DType dtype) {
   return sign * std::ldexp(implicit + mantissa, std::max(exponent, 1) - f.bias - f.mantissa);
 }
 
-// For zero and what the format's normal numbers hold exactly.
+// For zero, infinity and what the format's normal numbers hold exactly.
 inline uint16_t encode16(double x, DType dtype) {
   if (x == 0.0) return 0;
   const Format f = format_of(dtype);
+  if (std::isinf(x)) {
+    return static_cast<uint16_t>((x < 0.0 ? 0x8000 : 0) | (0x7fff & -(1 << f.mantissa)));
+  }
   int exponent = 0;
   const double fraction = std::frexp(std::fabs(x), &exponent);  // [1/2, 1)
   const int mantissa = static_cast<int>(std::ldexp(fraction, f.mantissa + 1)) - (1 << f.mantissa);
@@ -103,6 +117,8 @@ class Tensor {
     const char* const p = address(i);
     if (view.dtype == DType::kFloat64) return read<double>(p);
     if (view.dtype == DType::kFloat32) return read<float>(p);
+    if (view.dtype == DType::kBool) return read<unsigned char>(p);
+    if (view.dtype == DType::kInt32) return read<int32_t>(p);
     return decode16(read<uint16_t>(p), view.dtype);
   }
 
@@ -110,6 +126,9 @@ class Tensor {
     char* const p = address(i);
     if (view.dtype == DType::kFloat64) return write(p, x);
     if (view.dtype == DType::kFloat32) return write(p, static_cast<float>(x));
+    if (view.dtype == DType::kBool) return write(p, static_cast<unsigned char>(x));
+    if (view.dtype == DType::kInt32) return write(p, static_cast<int32_t>(x));
+    if (view.dtype == DType::kInt64) return write(p, static_cast<int64_t>(x));
     write(p, encode16(x, view.dtype));
   }
 

@@ -1,4 +1,6 @@
 // Every error of forward(): its code, its words, and that nothing has been written.
+#include "validation.h"
+
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -12,55 +14,15 @@ namespace {
 
 using anyflash::CpuIsa;
 using anyflash::DeviceType;
-using anyflash::Error;
 using anyflash::ErrorCode;
-using anyflash::ForwardOptions;
 using anyflash::TensorView;
+using test::Call;
+using test::Case;
+using test::check_case;
+using test::check_throws;
 using test::DType;
-using test::Tensor;
-
-constexpr ErrorCode kValue = ErrorCode::kInvalidValue;
-constexpr ErrorCode kType = ErrorCode::kInvalidType;
-
-// The arguments of a call that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4 and 2,
-// head_dim 8 and head_dim_v 3.
-struct Call {
-  Call() {
-    lse.rank = 3;
-    lse.shape = {2, 4, 5, 0};
-    lse.stride = {20, 5, 1, 0};
-    unsigned seed = 1;
-    for (Tensor* input : {&q_memory, &k_memory, &v_memory}) input->fill(seed++);
-  }
-
-  std::size_t workspace_size() const {
-    return anyflash::forward_workspace_size(q, k, v, out, has_lse ? &lse : nullptr, options);
-  }
-  void forward(anyflash::Workspace workspace) const {
-    anyflash::forward(q, k, v, out, has_lse ? &lse : nullptr, options, workspace);
-  }
-  bool untouched() const { return out_memory.untouched() && lse_memory.untouched(); }
-
-  Tensor q_memory{DType::kFloat32, {2, 5, 4, 8}};
-  Tensor k_memory{DType::kFloat32, {2, 6, 2, 8}};
-  Tensor v_memory{DType::kFloat32, {2, 6, 2, 3}};
-  Tensor out_memory{DType::kFloat32, {2, 5, 4, 3}};
-  Tensor lse_memory{DType::kFloat32, {2, 4, 5, 1}};
-  TensorView q = q_memory.view;
-  TensorView k = k_memory.view;
-  TensorView v = v_memory.view;
-  TensorView out = out_memory.view;
-  TensorView lse = lse_memory.view;
-  bool has_lse = true;
-  ForwardOptions options;
-};
-
-struct Case {
-  const char* name;
-  std::function<void(Call&)> change;
-  ErrorCode code;
-  std::vector<std::string> words;
-};
+using test::kType;
+using test::kValue;
 
 constexpr int64_t kHuge = int64_t{1} << 31;
 
@@ -129,8 +91,17 @@ const Case kOtherCases[] = {
      [](Call& c) { c.k.dtype = DType::kFloat64; },
      kType,
      {"k is float64", "q is float32", "one dtype"}},
+    {"q is of integers",
+     [](Call& c) { c.q.dtype = DType::kInt32; },
+     kType,
+     {"q is int32; float64, float32, float16 and bfloat16 are allowed"}},
+    {"q is boolean", [](Call& c) { c.q.dtype = DType::kBool; }, kType, {"q is bool; float64"}},
     {"v dtype", [](Call& c) { c.v.dtype = DType::kFloat16; }, kType, {"v is float16", "q is"}},
-    {"out dtype", [](Call& c) { c.out.dtype = DType::kBFloat16; }, kType, {"out is bfloat16"}},
+    {"out dtype",
+     [](Call& c) { c.out.dtype = DType::kBFloat16; },
+     kType,
+     {"out is bfloat16", "or be float32"}},
+    {"integer out", [](Call& c) { c.out.dtype = DType::kInt64; }, kType, {"out is int64"}},
     {"lse dtype",
      [](Call& c) { c.lse.dtype = DType::kFloat64; },
      kType,
@@ -180,31 +151,6 @@ const Case kOtherCases[] = {
      {"cpu_isa is avx2"}},
 #endif
 };
-
-// Runs `function`, which must throw an Error with that code and these words.
-void check_throws(const std::function<void()>& function, const std::string& name, ErrorCode code,
-                  const std::vector<std::string>& words) {
-  try {
-    function();
-    CHECK_MSG(false, name + ": no error");
-  } catch (const Error& error) {
-    const std::string message = error.what();
-    CHECK_MSG(error.code() == code, name + ": " + message);
-    for (const std::string& word : words) {
-      CHECK_MSG(check::contains(message, word), name + ": '" + word + "' is not in: " + message);
-    }
-  }
-}
-
-void check_case(const Case& test_case) {
-  Call call;
-  const test::AlignedBytes memory(call.workspace_size());
-  test_case.change(call);
-  check_throws([&] { call.forward(memory.workspace()); }, test_case.name, test_case.code,
-               test_case.words);
-  check_throws([&] { call.workspace_size(); }, test_case.name, test_case.code, test_case.words);
-  CHECK_MSG(call.untouched(), test_case.name);
-}
 
 // float64 has the range for what float32 refuses.
 void check_wide_scale() {

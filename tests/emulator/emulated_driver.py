@@ -21,10 +21,11 @@ class Case(NamedTuple):
     causal: int = 0
     scale: float = 0.125
     seed: int = 0
+    more: str = ""  # key=value words
 
 
 # Few and telling: odd lengths on both sides of each other, masked rows, odd head dims, both copies.
-CASES = (
+BASIC_CASES = (
     Case(),
     Case(causal=1),
     Case(seqlen_q=203, seqlen_k=131, causal=1),
@@ -36,11 +37,49 @@ CASES = (
     Case(seqlen_q=130, seqlen_k=90, scale=-0.2, causal=1),
 )
 
+# Features of the plain kernels. The first has all zones of KRange, in the generic kernels' tiles too.
+PLAIN_CASES = (
+    Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden"),
+    Case(seqlen_q=130, seqlen_k=300, heads=1, causal=1, more="left=0 out=fp32"),
+    Case(seqlen_q=200, seqlen_k=60, heads=1, more="left=30 right=500 sink=1"),
+    Case(seqlen_q=203, seqlen_k=131, causal=1, scale=1.0, more="nan=seen"),
+    Case(seqlen_q=70, seqlen_k=140, heads=1, more="left=40 right=40 nan=seen out=fp32"),
+    Case(
+        seqlen_q=266,
+        seqlen_k=410,
+        causal=1,
+        more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 sink=1 nan=hidden",
+    ),
+    Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
+)
 
-def run(driver: Path, cases: list[Case], **environment: str) -> tuple[int, str]:
+# What only the generic kernels do, alone and together.
+GENERIC_CASES = (
+    Case(seqlen_q=100, seqlen_k=90, scale=1.0, more="softcap=5 alibi=0.05"),
+    Case(seqlen_q=70, seqlen_k=330, heads=1, more="softcap=300 alibi=-0.05 left=200 right=50"),
+    Case(batch=2, seqlen_q=70, seqlen_k=150, more="bias=fp32 nan=hidden"),
+    Case(batch=2, seqlen_q=70, seqlen_k=150, more="bias=bool nan=hidden dropout=0.4 left=100"),
+    Case(seqlen_q=67, seqlen_k=130, causal=1, more="bias=fp16 bias_axes=1hq1 sink=1 nan=seen"),
+    Case(seqlen_q=70, seqlen_k=140, more="bias=bf16 bias_axes=b1qk out=fp32 nan=seen"),
+    Case(seqlen_q=200, seqlen_k=430, more="block=64,128 nan=hidden left=230 right=50"),
+    Case(seqlen_q=140, seqlen_k=300, more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1"),
+    Case(seqlen_q=67, seqlen_k=140, causal=1, more="dropout=0.25 nan=seen"),
+    Case(
+        seqlen_q=206,
+        seqlen_k=350,
+        causal=1,
+        more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 used=60,3,0,200 softcap=20 alibi=0.02"
+        " bias=fp16 block=64,64 sink=1 dropout=0.2 nan=hidden out=fp32",
+    ),
+)
+
+CASES = BASIC_CASES + PLAIN_CASES + GENERIC_CASES
+
+
+def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tuple[int, str]:
     """The driver's exit status and everything it printed."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
     result = subprocess.run(
-        [driver], input=lines, capture_output=True, text=True, env=environment, check=False
+        [driver, *flags], input=lines, capture_output=True, text=True, env=environment, check=False
     )
     return result.returncode, result.stdout + result.stderr

@@ -6,12 +6,12 @@
 # WHEELS   a folder with the wheels that the machine's Python lacks. Make it on a machine with a network:
 #            pip download -d WHEELS -r third_party/requirements.txt pytest hypothesis numpy ml_dtypes
 #            pip download -d WHEELS --no-deps -r third_party/requirements-headers.txt
-# RESULTS  a folder for logs, forward.json and forward.md (default: build/gpu/results)
+# RESULTS  a folder for logs and the benchmarks' tables (default: build/gpu/results)
 #
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
 #   ANYFLASH_ARCHS  GPU architectures to build (default 90)
-#   STAGES          some of: build atoms tests memcheck racecheck bench (default: all)
+#   STAGES          some of: build atoms tests memcheck racecheck bench features (default: all)
 #
 # Every stage runs, whatever the others do; the exit status is 0 if all passed.
 set -uo pipefail
@@ -26,7 +26,7 @@ mkdir -p "${2:-build/gpu/results}"
 results=$(realpath "${2:-build/gpu/results}")
 venv=$PWD/build/gpu/venv
 python=$venv/bin/python
-stages=" ${STAGES:-build atoms tests memcheck racecheck bench} "
+stages=" ${STAGES:-build atoms tests memcheck racecheck bench features} "
 failed=()
 
 stage() { # NAME COMMAND...
@@ -43,8 +43,11 @@ pip_install() {
   "$python" -m pip --disable-pip-version-check install -q --no-index --find-links "$wheels" "$@"
 }
 
+# The new environment sees python3's packages, also where that is an environment itself.
 build() {
   python3 -m venv --system-site-packages "$venv" &&
+    python3 -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+      >"$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth" &&
     pip_install -r third_party/requirements.txt pytest hypothesis numpy ml_dtypes &&
     pip_install --no-deps -r third_party/requirements-headers.txt &&
     PATH=$venv/bin:$PATH pip_install --no-build-isolation --no-deps --force-reinstall \
@@ -72,8 +75,8 @@ tests() {
     fi
   done
   ANYFLASH_TEST_BACKENDS=cuda "$python" -m pytest -k "$selection" \
-    tests/python/test_forward.py tests/python/test_errors.py \
-    tests/python/test_arrays.py tests/python/test_arrays_cuda.py
+    tests/python/test_{forward,features,varlen,merge}.py \
+    tests/python/test_{errors,arrays,arrays_cuda,features_api,features_errors,features_cuda}.py
 }
 
 # Guard 0: every tensor is a device block of its exact size, so that an access past its end is seen.
@@ -91,6 +94,8 @@ stage memcheck sanitize memcheck
 stage racecheck sanitize racecheck
 stage bench "$python" tests/gpu/bench_forward.py --json "$results/forward.json" \
   --markdown "$results/forward.md"
+stage features "$python" tests/gpu/bench_features.py --json "$results/features.json" \
+  --markdown "$results/features.md"
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   echo "failed: ${failed[*]}"

@@ -16,22 +16,31 @@ README = Path(__file__).parents[2] / "README.md"
 BEGIN = "from the kernel list -->\n"
 END = "<!-- end of support-table -->"
 HEADER = (
-    "| kernels | operation | dtypes | head dims | tile (queries x keys) |\n|---|---|---|---|---|"
+    "| kernels | operation | features | dtypes | head dims (qk/v) | tile (queries x keys) |\n"
+    "|---|---|---|---|---|---|"
 )
 
 
+def head_dims(kernel: dict[str, Any]) -> str:
+    dims = kernel["head_dim"], kernel["head_dim_v"]
+    return "/".join(str(dim) for dim in dict.fromkeys(dims)) if any(dims) else "any"
+
+
 def rows(kernels: list[dict[str, Any]]) -> list[str]:
-    """One line for kernels that differ in dtype and head dim only."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """One line for kernels that differ in dtype, head dims and tile only."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for kernel in kernels:
-        groups.setdefault((kernel["arch"], kernel["op"]), []).append(kernel)
+        features = ", ".join(kernel["features"]) or "none"
+        groups.setdefault((kernel["arch"], kernel["op"], features), []).append(kernel)
     lines = []
-    for (arch, op), members in groups.items():
-        dtypes = dict.fromkeys(kernel["dtype"] for kernel in members)
-        dims = sorted({kernel["head_dim"] for kernel in members})
-        tiles = dict.fromkeys(f"{kernel['block_m']} x {kernel['block_n']}" for kernel in members)
-        head_dims = "any" if dims == [0] else ", ".join(map(str, dims))
-        lines.append(f"| {arch} | {op} | {', '.join(dtypes)} | {head_dims} | {', '.join(tiles)} |")
+    for group, members in groups.items():
+        ordered = sorted(members, key=lambda kernel: (kernel["head_dim"], kernel["head_dim_v"]))
+        cells = (
+            dict.fromkeys(kernel["dtype"] for kernel in members),
+            dict.fromkeys(map(head_dims, ordered)),
+            dict.fromkeys(f"{kernel['block_m']} x {kernel['block_n']}" for kernel in ordered),
+        )
+        lines.append(f"| {' | '.join((*group, *map(', '.join, cells)))} |")
     return lines
 
 

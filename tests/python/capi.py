@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cuda_driver import CudaDriver, DriverError
-from oracle import DTYPES, Array
+from memory import CudaMemory, HostMemory
+from oracle import DTYPES
 from tensors import ALIGNMENT, CANARY, GUARD, Tensor, aligned_bytes
 
 OK, INVALID_VALUE, INVALID_TYPE, UNSUPPORTED, DEVICE_ERROR, INTERNAL_ERROR = range(6)
@@ -59,6 +60,38 @@ class Options(ctypes.Structure):
         ("num_threads", ctypes.c_int32),
         ("cpu_isa", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
+        ("has_window_left", ctypes.c_int32),
+        ("has_window_right", ctypes.c_int32),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("softcap", ctypes.c_double),
+        ("alibi_slopes", ctypes.POINTER(DLTensor)),
+        ("bias", ctypes.POINTER(DLTensor)),
+        ("block_mask", ctypes.POINTER(DLTensor)),
+        ("block_size", ctypes.c_int64 * 2),
+        ("sinks", ctypes.POINTER(DLTensor)),
+        ("dropout_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("rng_state", ctypes.POINTER(DLTensor)),
+        ("dropout_mask", ctypes.POINTER(DLTensor)),
+        ("max_logits", ctypes.POINTER(DLTensor)),
+        ("cu_seqlens_q", ctypes.POINTER(DLTensor)),
+        ("cu_seqlens_k", ctypes.POINTER(DLTensor)),
+        ("max_seqlen_q", ctypes.c_int64),
+        ("max_seqlen_k", ctypes.c_int64),
+        ("seqused_k", ctypes.POINTER(DLTensor)),
+        ("validate", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class MergeOptions(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("num_threads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
     )
 
 
@@ -68,6 +101,10 @@ DL_DTYPES = {
     DTYPES["fp16"]: (2, 16),
     DTYPES["bf16"]: (4, 16),
     np.dtype(np.int32): (0, 32),
+    np.dtype(np.int64): (0, 64),
+    np.dtype(np.uint8): (1, 8),
+    np.dtype(np.uint64): (1, 64),
+    np.dtype(np.bool_): (6, 8),
 }
 
 
@@ -102,15 +139,20 @@ class Row(NamedTuple):
     name: str
     arch: str  # "sm80", "avx2", ...
     dtype: str
-    head_dim: int  # the largest; 0: any
+    head_dim: int = 0  # the largest of q and k; 0: any
+    head_dim_v: int = 0
+    generic: bool = False  # takes all features
 
     @classmethod
     def parse(cls, name: str) -> Row:
-        found = re.fullmatch(r"(?:cpu_)?(\w+?)_forward_(b?f)(\d+)(?:_d(\d+))?", name)
+        found = re.fullmatch(
+            r"(?:cpu_)?(\w+?)_forward_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?(_generic)?)?", name
+        )
         assert found, f"unexpected kernel name {name!r}"
-        arch, kind, bits, head_dim = found.groups()
+        arch, kind, bits, head_dim, head_dim_v, generic = found.groups()
         dtype = f"bf{bits}" if kind == "bf" else f"fp{bits}"
-        return cls(name, arch, dtype, int(head_dim or 0))
+        dims = int(head_dim or 0), int(head_dim_v or head_dim or 0)
+        return cls(name, arch, dtype, *dims, generic is not None)
 
 
 class Library:
@@ -123,6 +165,7 @@ class Library:
         common = [tensor] * 5 + [ctypes.POINTER(Options)]
         lib.anyflash_forward_workspace_size.argtypes = [*common, ctypes.POINTER(size)]
         lib.anyflash_forward.argtypes = [*common, ctypes.c_void_p, size]
+        lib.anyflash_merge_states.argtypes = [tensor] * 6 + [ctypes.POINTER(MergeOptions)]
         lib.anyflash_last_error.restype = ctypes.c_char_p
         lib.anyflash_version.restype = ctypes.c_char_p
         lib.anyflash_kernel_count.restype = size
@@ -173,46 +216,16 @@ class Library:
         arguments = (*pointers, options and ctypes.byref(options), workspace, workspace_bytes)
         self._check(self._lib.anyflash_forward(*arguments))
 
+    def merge_states(
+        self, tensors: Sequence[DLTensor | None], options: MergeOptions | None
+    ) -> None:
+        """`tensors` are out_a, lse_a, out_b, lse_b, out, lse."""
+        pointers = [t and ctypes.byref(t) for t in tensors]
+        self._check(self._lib.anyflash_merge_states(*pointers, options and ctypes.byref(options)))
+
     def launches(self) -> dict[str, int]:
         counts = map(self._lib.anyflash_kernel_launches, range(len(self.rows)))
         return {row.name: n for row, n in zip(self.rows, counts, strict=True)}
-
-
-class HostMemory:
-    """The storages themselves."""
-
-    @contextlib.contextmanager
-    def resident(self, storages: Sequence[Array]) -> Iterator[list[int]]:
-        yield [storage.ctypes.data for storage in storages]
-
-    def synchronize(self) -> None:
-        pass
-
-
-class CudaMemory:
-    """Copies of exactly the storages' sizes, copied back at the end."""
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self.driver = driver
-
-    @contextlib.contextmanager
-    def resident(self, storages: Sequence[Array]) -> Iterator[list[int]]:
-        blocks: list[int] = []
-        try:
-            for storage in storages:
-                blocks.append(self.driver.allocate(storage.nbytes))
-                self.driver.upload(blocks[-1], storage)
-            yield blocks
-            self.driver.synchronize()
-            for block, storage in zip(blocks, storages, strict=True):
-                if storage.flags.writeable:
-                    self.driver.download(storage, block)
-        finally:
-            for block in blocks:
-                self.driver.free(block)
-
-    def synchronize(self) -> None:
-        self.driver.synchronize()
 
 
 @dataclass(frozen=True)
@@ -228,23 +241,28 @@ class Backend:
     def is_cpu(self) -> bool:
         return self.device[0] == KDL_CPU
 
-    def row(self, dtype: str, head_dim: int) -> Row | None:
+    def row(self, dtype: str, head_dim: int, head_dim_v: int, generic: bool) -> Row | None:
         """The kernel that must take this: the smallest that is large enough."""
-        rows = [row for row in self.library.rows if (row.arch, row.dtype) == (self.arch, dtype)]
-        fitting = [row for row in rows if row.head_dim == 0 or row.head_dim >= head_dim]
-        return min(fitting, key=lambda row: row.head_dim or 1 << 30, default=None)
 
-    def options(
-        self, softmax_scale: float | None = None, causal: bool = False, num_threads: int = 0
-    ) -> Options:
-        return Options(
-            size=ctypes.sizeof(Options),
-            softmax_scale=0.0 if softmax_scale is None else softmax_scale,
-            has_softmax_scale=softmax_scale is not None,
-            causal=causal,
-            num_threads=num_threads,
-            cpu_isa=CPU_ISAS[self.isa],
-        )
+        def fits(row: Row) -> bool:
+            if row.head_dim == 0:
+                return True
+            large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
+            return large_enough and row.generic == generic
+
+        rows = [row for row in self.library.rows if (row.arch, row.dtype) == (self.arch, dtype)]
+        fitting = [row for row in rows if fits(row)]
+        return min(fitting, key=lambda row: row.head_dim + row.head_dim_v, default=None)
+
+    def options(self, **fields: Any) -> Options:
+        options = Options(size=ctypes.sizeof(Options), cpu_isa=CPU_ISAS[self.isa])
+        for name, value in fields.items():
+            if value is None:
+                continue
+            setattr(options, name, int64_array(value) if name == "block_size" else value)
+            if hasattr(options, f"has_{name}"):
+                setattr(options, f"has_{name}", 1)
+        return options
 
     def forward(
         self,
@@ -253,28 +271,38 @@ class Backend:
         v: Tensor,
         out: Tensor,
         lse: Tensor | None = None,
-        *,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        num_threads: int = 0,
+        **fields: Any,
     ) -> None:
-        """Run with a workspace of exactly the size asked for; check the canaries behind it."""
-        tensors = [t for t in (q, k, v, out, lse) if t is not None]
-        options = self.options(softmax_scale, causal, num_threads)
-        with self.memory.resident([t.storage for t in tensors]) as addresses:
-            dl: list[DLTensor | None] = [
-                dl_tensor(t, address, self.device)
-                for t, address in zip(tensors, addresses, strict=True)
-            ]
-            if lse is None:
-                dl.append(None)
-            size = self.library.workspace_size(dl, options)
+        """Run with a workspace of exactly the size asked for; check the canaries behind it.
+
+        `fields` are those of Options, tensors among them; None: not set.
+        """
+        auxiliary = {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+        options = self.options(**{n: x for n, x in fields.items() if n not in auxiliary})
+        with self.on_device([q, k, v, out, lse, *auxiliary.values()]) as dl:
+            for name, tensor in zip(auxiliary, dl[5:], strict=True):
+                setattr(options, name, ctypes.pointer(tensor))
+            size = self.library.workspace_size(dl[:5], options)
             workspace = aligned_bytes(size + GUARD)
             with self.memory.resident([workspace]) as (address,):
                 assert address % ALIGNMENT == 0
-                self.library.forward(dl, options, address, size)
+                self.library.forward(dl[:5], options, address, size)
             behind = workspace[size:] != CANARY
             assert not behind.any(), f"workspace: written {behind.argmax()} bytes past its end"
+
+    def merge_states(self, *tensors: Tensor | None, num_threads: int = 0) -> None:
+        """`tensors` are out_a, lse_a, out_b, lse_b, out, lse."""
+        options = MergeOptions(size=ctypes.sizeof(MergeOptions), num_threads=num_threads)
+        with self.on_device(tensors) as dl:
+            self.library.merge_states(dl, options)
+
+    @contextlib.contextmanager
+    def on_device(self, tensors: Sequence[Tensor | None]) -> Iterator[list[Any]]:
+        """The tensors as DLTensor, None as None; those that share a storage share it there too."""
+        storages = {id(t.storage): t.storage for t in tensors if t is not None}
+        with self.memory.resident(list(storages.values())) as addresses:
+            where = dict(zip(storages, addresses, strict=True))
+            yield [t and dl_tensor(t, where[id(t.storage)], self.device) for t in tensors]
 
 
 class Unavailable(Exception):

@@ -14,51 +14,41 @@ sys.path.insert(0, str(Path(__file__).parent))
 import capi
 import hypothesis
 import pytest
-from cases import CASES, EMULATED_TILES, Case
+from feature_cases import FEATURE_CASES
+from forward_cases import FORWARD_CASES
+from running import supports
+from varlen_cases import VARLEN_CASES
 
 # The same random cases in every run; `--hypothesis-profile=random` draws new ones.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
+CASES = (*FORWARD_CASES, *FEATURE_CASES, *VARLEN_CASES)
+assert len({case.id for case in CASES}) == len(CASES), "two cases have one id"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: the few cases that run under compute-sanitizer")
 
 
-OTHER_ISA_SCORES = 1 << 16
+def _present(names: list[str]) -> list[str]:
+    # Where `cuda` is asked for by name, all tests fail without one.
+    absent = capi.cuda_driver() is None and not capi.WANTED
+    return [name for name in names if not (absent and name == "cuda")]
 
 
-def supports(name: str, case: Case) -> bool:
-    """Whether the backend can run the case, and should: some are slow, and `cpu` runs them all."""
-    if name.startswith("cpu"):
-        return not case.gpu_only and (name == "cpu" or case.scores <= OTHER_ISA_SCORES)
-    if case.dtype not in ("fp16", "bf16") or max(case.d, case.head_dim_v) > 256:
-        return False
-    if name == "cuda":
-        return True
-    try:
-        row = capi.backend(name).row(case.dtype, max(case.d, case.head_dim_v))
-    except capi.Unavailable:
-        return True  # the test then fails and says what to do
-    return row is not None and case.tiles <= EMULATED_TILES
-
-
-def _parameters(names: list[str], with_cases: bool) -> Iterator[object]:
-    for name in names:
-        # One skip says that there is no GPU; where `cuda` is asked for by name, all tests fail.
-        absent = name == "cuda" and capi.cuda_driver() is None and not capi.WANTED
-        if absent and with_cases:
-            skip = pytest.mark.skip(reason="no CUDA device in this machine")
-            yield pytest.param(name, CASES[0], id=name, marks=skip)
-        elif absent:
-            continue
-        elif with_cases:
-            for case in (case for case in CASES if supports(name, case)):
-                smoke = [pytest.mark.smoke] if case.smoke else []
-                yield pytest.param(name, case, id=f"{name}-{case.id}", marks=smoke)
-        else:
-            yield pytest.param(name, id=name)
+def _with_cases(names: list[str]) -> Iterator[object]:
+    """Case by case, so that its backends share the reference."""
+    present = _present(names)
+    if len(present) < len(names):
+        skip = pytest.mark.skip(reason="no CUDA device in this machine")
+        yield pytest.param("cuda", CASES[0], id="cuda", marks=skip)
+    for case in CASES:
+        marks = [pytest.mark.smoke] if case.smoke else []
+        for name in present:
+            if supports(name, case):
+                yield pytest.param(name, case, id=f"{name}-{case.id}", marks=marks)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,13 +57,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]
     if "case" in metafunc.fixturenames:
-        parameters = list(_parameters(names, with_cases=True))
+        parameters = list(_with_cases(names))
         metafunc.parametrize(("backend", "case"), parameters, indirect=["backend"])
         return
     for fixture, wanted in (("backend", names), ("cpu", cpus), ("gpu", gpus)):
         if fixture in metafunc.fixturenames:
-            parameters = list(_parameters(wanted, with_cases=False))
-            metafunc.parametrize(fixture, parameters, indirect=True)
+            metafunc.parametrize(fixture, _present(wanted), indirect=True)
 
 
 def _backend(request: pytest.FixtureRequest) -> capi.Backend:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import math
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from oracle import Array
+
+import anyflash
 
 DTYPES = {
     "float64": np.float64,
@@ -80,3 +86,89 @@ class OldProducer(Producer):
 
     def __dlpack__(self, stream: int | None = None) -> Any:
         return self.x.__dlpack__(stream=stream)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How NumPy arrays become a framework's, and back."""
+
+    name: str
+
+    @functools.cached_property
+    def module(self) -> Any:
+        module = importlib.import_module(self.name)
+        if self.name == "jax":
+            module.config.update("jax_enable_x64", True)
+        return module
+
+    def give(self, x: Any) -> Any:
+        """Arrays, at any depth of dict, list or tuple; other things as they are."""
+        if isinstance(x, dict):
+            return {key: self.give(value) for key, value in x.items()}
+        if isinstance(x, list):
+            return [self.give(value) for value in x]
+        if not isinstance(x, np.ndarray):
+            return x
+        if self.name == "torch":
+            # Without the copy that a read-only array would cost, or a warning.
+            return to_torch(self.module, x if x.flags.writeable else x.copy())
+        if self.name == "jax":
+            return self.module.numpy.asarray(x)
+        return Producer(x) if self.name == "producer" else x
+
+    def take(self, x: Any) -> Array:
+        if self.name == "torch":
+            return from_torch(self.module, x)
+        if self.name == "producer":
+            assert isinstance(x, anyflash.Array)
+            return np.from_dlpack(x)
+        return np.asarray(x)
+
+
+KINDS = tuple(map(Kind, ("numpy", "torch", "jax", "producer")))
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+@dataclass
+class Formula:
+    """softmax(scale q k^T) v in float64; q, k, v (batch, seqlen, heads, head_dim)."""
+
+    q: Array
+    k: Array
+    v: Array
+
+    def __post_init__(self) -> None:
+        groups = self.q.shape[2] // self.k.shape[2]
+        q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (self.q, self.k, self.v))
+        k, self.values = k.repeat(groups, 1), v.repeat(groups, 1)
+        self.scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+        self.sinks: Array | None = None
+        self.factors: Array | float = 1.0
+
+    @property
+    def distance(self) -> Array:
+        """i + seqlen_k - seqlen_q - j: how far key j lies behind the last one of row i."""
+        rows, columns = self.scores.shape[-2:]
+        return np.arange(rows)[:, None] + columns - rows - np.arange(columns)
+
+    def hide(self, hidden: Array) -> None:
+        self.scores = np.where(hidden, -np.inf, self.scores)
+
+    def result(self) -> tuple[Array, Array, Array]:
+        """out, lse, max_logits"""
+        top = self.scores.max(-1)
+        total = np.exp(self.scores).sum(-1)
+        if self.sinks is not None:
+            total = total + np.exp(self.sinks.astype(np.float64))[:, None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            p = np.nan_to_num(np.exp(self.scores) / total[..., None]) * self.factors
+            return (p @ self.values).transpose(0, 2, 1, 3), np.log(total), top.max(-1)
+
+
+def random(*shape: int, dtype: Any = np.float32) -> Array:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+def close(actual: Array, right: Array) -> None:
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)

@@ -55,6 +55,7 @@ LAYOUTS = {
     "batch_gap": Layout(pad={"s": 5}),
     "step_d": Layout(step={"d": 2}),
     "step_s": Layout(step={"s": 3}),
+    "step_h": Layout(step={"h": 2}),
     "transposed": Layout(order="bhds"),
     "flip_all_step_d": Layout(order="sbhd", flip="bshd", step={"d": 2}, lead=5),
     # Slices of one (b, s, 4 + 2 + 2, 64) projection.

@@ -253,7 +253,7 @@ def test_overview_names_what_is_built_and_what_runs():
     assert " ".join(info["cpu"]["compiled"]) in result.stdout
     for kernel in info["kernels"]:
         head_dim = kernel["head_dim"] or "any"
-        row = rf"{kernel['op']} +{kernel['arch']} .*{kernel['dtype']} .*\b{head_dim}\b"
+        row = rf"{kernel['op']} +{kernel['arch']} .*{kernel['dtype']} .*\b{head_dim}\b.* \w+"
         assert re.search(row, result.stdout), kernel
     for device in info["devices"]:
         assert device["name"] in result.stdout
@@ -273,13 +273,18 @@ def test_overview_without_cuda():
 
 def test_overview_groups_kernels_and_lists_devices():
     kernels = [
-        {"op": "fwd", "arch": arch, "dtype": dtype, "head_dim": head_dim}
-        for arch, dtype, head_dim in [
-            ("sm80", "fp16", 128),
-            ("sm80", "fp16", 64),
-            ("sm80", "bf16", 64),
-            ("sm80", "bf16", 128),
-            ("sm90", "bf16", 64),
+        {
+            **{"op": "fwd", "arch": arch, "dtype": dtype, "features": features},
+            **{"head_dim": head_dim, "head_dim_v": head_dim_v},
+        }
+        for arch, dtype, head_dim, head_dim_v, features in [
+            ("sm80", "fp16", 128, 128, []),
+            ("sm80", "fp16", 64, 64, []),
+            ("sm80", "bf16", 64, 64, []),
+            ("sm80", "bf16", 64, 64, ["bias", "dropout"]),
+            ("sm80", "bf16", 128, 128, []),
+            ("sm90", "bf16", 192, 128, ["bias"]),
+            ("cpu", "bf16", 0, 0, ["bias", "dropout"]),
         ]
     ]
     device = {"index": 0, "name": "Old GPU", "compute_capability": "6.1", "supported": False}
@@ -294,8 +299,10 @@ def test_overview_groups_kernels_and_lists_devices():
         }
     )
     assert "  CUDA     runtime 13.0 for sm_80 sm_90\n" in text
-    assert re.search(r"^ +fwd  sm80  bf16 fp16  64 128$", text, re.MULTILINE)
-    assert re.search(r"^ +fwd  sm90  bf16       64$", text, re.MULTILINE)
+    assert re.search(r"^ +fwd  sm80  bf16 fp16  64 128 +none$", text, re.MULTILINE)
+    assert re.search(r"^ +fwd  sm80  bf16       64 +all$", text, re.MULTILINE)
+    assert re.search(r"^ +fwd  sm90  bf16       192/128 +bias$", text, re.MULTILINE)
+    assert re.search(r"fwd  cpu   bf16       any +all$", text, re.MULTILINE)
     assert "  CPU      avx2, 1 thread\n" in text
     assert "  GPU 0    Old GPU, compute capability 6.1: no kernels for it in this build\n" in text
 

@@ -23,9 +23,12 @@ def emulated() -> Iterator[ctypes.CDLL]:
     library.emu_set_options(0, -1, A100_SMEM)
 
 
-def run(head_dim: int = 64) -> None:
-    case = Case("device", sq=3, sk=5, d=head_dim)
-    capi.backend("emulated-sm80").forward(*case.tensors())
+def run(head_dim: int = 64) -> set[str]:
+    """The kernels that were launched."""
+    backend = capi.backend("emulated-sm80")
+    before = backend.library.launches()
+    backend.forward(*Case("device", sq=3, sk=5, d=head_dim).tensors())
+    return {name for name, n in backend.library.launches().items() if n != before[name]}
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89])
@@ -45,10 +48,13 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
 
 
 def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None:
+    """The generic kernels need less shared memory than the plain ones, and can stand in."""
     emulated.emu_set_options(0, -1, SMALL_SMEM)
-    run(128)
+    assert run(128) == {"sm80_forward_f16_d128"}
+    assert run(256) == {"sm80_forward_f16_d256_generic"}
+    emulated.emu_set_options(0, -1, 1 << 15)
     with pytest.raises(
-        capi.CallError, match=r"head dim is 256.*101376 bytes.*up to (128|192)"
+        capi.CallError, match=r"head dim is 256.*32768 bytes.*up to (64|96)"
     ) as caught:
         run(256)
     assert caught.value.status == capi.UNSUPPORTED
@@ -66,8 +72,9 @@ class Counters(ctypes.Structure):
     )
 
 
+@pytest.mark.parametrize("softcap", [0.0, 20.0], ids=["plain", "generic"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_no_bank_conflicts(emulated: ctypes.CDLL, head_dim: int) -> None:
+def test_no_bank_conflicts(emulated: ctypes.CDLL, head_dim: int, softcap: float) -> None:
     """Swizzled tiles: every 8x8 matrix that ldmatrix reads comes in one pass over the banks.
 
     The products are also as many as the arithmetic says: 128 x 64 x head_dim, twice, in steps of
@@ -75,7 +82,7 @@ def test_no_bank_conflicts(emulated: ctypes.CDLL, head_dim: int) -> None:
     """
     emulated.emu_reset_counters()
     case = Case("banks", sq=128, sk=64, heads=1, heads_k=1, d=head_dim)
-    capi.backend("emulated-sm80").forward(*case.tensors())
+    capi.backend("emulated-sm80").forward(*case.tensors(), softcap=softcap)
     counters = Counters()
     emulated.emu_get_counters(ctypes.byref(counters))
     assert counters.ldmatrix_matrices > 0

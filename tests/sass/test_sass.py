@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 from figures import (
     COMPARED,
+    GENERIC_SHARE,
     MIN_WARPS_PER_SM,
     SPILL_LIMITS,
     Library,
@@ -20,6 +21,7 @@ from figures import (
     expected_hmma,
     kernel_key,
     load_recorded,
+    plain_name,
 )
 
 
@@ -51,6 +53,18 @@ def test_spills(library: Library, kernel: str) -> None:
     limit = SPILL_LIMITS[library.rows[kernel]["head_dim"]]
     if spills > limit:
         message = f"{spills} local loads and stores in the hot loop, at most {limit} are allowed"
+        fail(message, library, kernel)
+
+
+def test_generic_keeps_half_of_the_tensor_cores(library: Library, kernel: str) -> None:
+    """Along the heaviest path of the loop that needs neither loads nor random numbers a score."""
+    plain = plain_name(kernel)
+    if plain == kernel:
+        return
+    generic_sim, plain_sim = library.figures(kernel)["sim"], library.figures(plain)["sim"]
+    share = GENERIC_SHARE.get(library.rows[kernel]["head_dim"], 0.5)
+    if generic_sim < share * plain_sim:
+        message = f"sim is {generic_sim}; at least {share} of {plain}'s {plain_sim} is required"
         fail(message, library, kernel)
 
 
@@ -92,7 +106,9 @@ def test_comparison_sees_both_directions(figure: str, sign: int, tolerance: floa
 
 
 def test_kernels_are_found_by_their_template_arguments() -> None:
-    traits = "_ZN8anyflash4sm8014forward_kernelINS0_13ForwardTraitsIN7cutlass{}ELi{}EEENS0_12Plain"
-    assert kernel_key(traits.format("6half_t", 64)) == ("float16", 64)
-    assert kernel_key(traits.format("10bfloat16_t", 256)) == ("bfloat16", 256)
+    traits = (
+        "_ZN8anyflash4sm8014forward_kernelINS0_13ForwardTraitsIN7cutlass{}ELi{}ELi{}ELb{}EEENS0_12Plain"
+    )
+    assert kernel_key(traits.format("6half_t", 64, 64, 0)) == ("float16", 64, 64, False)
+    assert kernel_key(traits.format("10bfloat16_t", 192, 128, 1)) == ("bfloat16", 192, 128, True)
     assert kernel_key("_ZN8anyflash9copy_rowsEv") is None

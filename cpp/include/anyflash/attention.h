@@ -37,7 +37,7 @@ struct Workspace {
 //        the scale (and a sink) included; null where it is not wanted
 //
 // Packed sequences (options.cu_seqlens_q): q and out (total_q, heads, ...), k and v (total_k,
-// heads_k, ...), lse (heads, total_q). Rows that belong to no sequence are not written.
+// heads_k, ...), lse (heads, total_q).
 //
 // q, k and v have one data type, out has it too or is float32, and all have one device. CPU:
 // float64, float32, float16, bfloat16, any head dim, any strides. CUDA: float16 and bfloat16, head

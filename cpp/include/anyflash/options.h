@@ -21,11 +21,12 @@ enum class CpuIsa : int { kAuto, kBaseline, kAvx2, kAvx512, kNeon };
 //   p = exp(s) / (exp(sink) + sum_j exp(s))
 //   p = 0 with probability dropout_p, else p / (1 - dropout_p)
 //
-// Rows, columns and blocks count from the beginning of their own sequence. A score of -inf (of a
-// bias, say) is a mask too: NaN and infinity in masked keys and values reach nothing.
+// Rows, columns and blocks count from the beginning of their own sequence. A bias of -inf is a mask
+// too: NaN and infinity in masked keys and values reach nothing.
 //
-// Tensors are optional (null: not used), may have any strides, and lie on the device of q. An axis
-// of extent 1 where n is written as "n or 1" is broadcast.
+// Tensors are optional (null: not used), lie on the device of q, and may have any strides, but for
+// one-dimensional integers, which are contiguous, and, on a GPU, bias, whose stride along the keys
+// fits 32 bits. An axis of extent 1 where n is written as "n or 1" is broadcast.
 struct ForwardOptions {
   // Factor on q.k; any finite number. Not set: 1 / sqrt(head_dim).
   std::optional<double> softmax_scale;
@@ -58,7 +59,8 @@ struct ForwardOptions {
   // (2,) int64: seed and offset, read on the device instead of the two above.
   const TensorView* rng_state = nullptr;
   // Output (batch, heads, seqlen_q, seqlen_k) bool: true where a probability is kept, false where
-  // it is dropped, whether or not a mask hides it. Packed sequences: max_seqlen_q, max_seqlen_k.
+  // it is dropped, whether or not a mask hides it or a sequence is that long. Packed sequences:
+  // max_seqlen_q, max_seqlen_k.
   const TensorView* dropout_mask = nullptr;
   // Output (batch, heads) float32: the largest score that no mask removed, -inf if there is none.
   const TensorView* max_logits = nullptr;

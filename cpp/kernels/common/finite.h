@@ -48,6 +48,9 @@ template <class Engine, class Layout>
 ANYFLASH_DEVICE bool clear_nonfinite(cute::Tensor<Engine, Layout>& tensor) {
   using Element = typename Engine::value_type;
   if (all_finite(tensor)) return false;
+#if defined(__CUDACC__)
+#pragma unroll 1  // rare: not worth the code
+#endif
   for (int i = 0; i < cute::size(tensor); ++i) {
     if (!is_finite(Element(tensor(i)))) tensor(i) = Element(0);
   }

@@ -9,11 +9,16 @@
 #define ANYFLASH_DEVICE inline
 #endif
 
+// After the parameters of a lambda that holds fragments: a call would put them into memory.
+#if defined(__GNUC__)
+#define ANYFLASH_INLINE_LAMBDA __attribute__((always_inline))
+#else
+#define ANYFLASH_INLINE_LAMBDA
+#endif
+
 // Code that CPU kernels share with the GPU's is compiled once for each instruction set. Inline
 // functions of one name must be the same everywhere, or the linker may put AVX-512 code into the
-// baseline's kernels: hence a namespace for each.
-#if defined(ANYFLASH_CPU_ISA)
-#define ANYFLASH_SHARED_NAMESPACE anyflash::cpu::ANYFLASH_CPU_ISA
-#else
+// baseline's kernels: hence a namespace for each, which the generated units name.
+#if !defined(ANYFLASH_SHARED_NAMESPACE)
 #define ANYFLASH_SHARED_NAMESPACE anyflash
 #endif

@@ -5,7 +5,8 @@
 //   l   = sum_j P_j                      kept per thread, reduced over the quad at the end
 //   O   = sum_j P_j v_j                  not normalised until the end
 // and both l and O are multiplied by exp2(c * (m_old - m_new)) whenever m grows. c is positive: a
-// negative or zero scale is folded into Q before.
+// negative or zero scale is folded into Q before. Where scores may be near the ends of fp32's range
+// (a bias of its lowest number is a common mask), s - m is computed first: one FADD more.
 #pragma once
 
 #include <cmath>
@@ -29,13 +30,15 @@ ANYFLASH_DEVICE float quad_reduce(float x, Op op) {
 template <int kRows>
 class OnlineSoftmax {
  public:
-  ANYFLASH_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {
+  ANYFLASH_DEVICE explicit OnlineSoftmax(float scale_log2)
+      : scale_log2_(scale_log2), unit_(scale_log2 == kLog2E ? 1.0f : scale_log2 * kLn2) {
     cute::fill(max_, -INFINITY);
     cute::fill(sum_, 0.0f);
   }
 
   // Turns scores into probabilities in place and rescales `out` to the new maximum.
-  template <class Scores, class Out>
+  // kWide: c * s may overflow.
+  template <bool kWide, class Scores, class Out>
   ANYFLASH_DEVICE void update(Scores& scores, Out& out) {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -49,8 +52,12 @@ class OnlineSoftmax {
       max_(row) = maximum;
 
       // -inf means that nothing was visible yet: then every score is -inf and P must be 0, not NaN.
-      const float shift = maximum == -INFINITY ? 0.0f : maximum * scale_log2_;
-      const float rescale = exp2f(previous * scale_log2_ - shift);
+      const float reference = maximum == -INFINITY ? 0.0f : maximum;
+      const float shift = reference * scale_log2_;
+      const auto probability = [&](float score) {
+        return exp2f(kWide ? (score - reference) * scale_log2_ : score * scale_log2_ - shift);
+      };
+      const float rescale = probability(previous);
       float sum = sum_(row) * rescale;
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(out); ++col) {
@@ -58,35 +65,50 @@ class OnlineSoftmax {
       }
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(scores); ++col) {
-        scores(row, col) = exp2f(scores(row, col) * scale_log2_ - shift);
+        scores(row, col) = probability(scores(row, col));
         sum += scores(row, col);
       }
       sum_(row) = sum;
     }
   }
 
-  // Normalises `out` and returns each row's log-sum-exp; rows that saw nothing give 0 and -inf.
+  // Normalises `out`, times `factor`, and returns each row's log-sum-exp; rows that saw nothing
+  // give 0 and -inf. `sink` is one more logit of the denominator, -inf if there is none.
   template <class Out>
-  ANYFLASH_DEVICE auto finish(Out& out) {
+  ANYFLASH_DEVICE auto finish(Out& out, float sink, float factor) {
     auto lse = cute::make_tensor<float>(cute::Int<kRows>{});
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      const float sum = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
-      const float inverse = sum == 0.0f ? 1.0f : 1.0f / sum;
-      lse(row) = sum == 0.0f ? -INFINITY : max_(row) * scale_log2_ * kLn2 + logf(sum);
+      float sum = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
+      float reference = max_score(row);
+      float scale = factor;
+      if (sink != -INFINITY) {
+        // The larger of both is the new reference, so that neither term overflows.
+        const float larger = fmaxf(reference, sink);
+        const float rescale = exp2f((reference - larger) * kLog2E);
+        sum = sum * rescale + exp2f((sink - larger) * kLog2E);
+        scale *= rescale;
+        reference = larger;
+      }
+      lse(row) = sum == 0.0f ? -INFINITY : reference + logf(sum);
+      if (sum != 0.0f) scale /= sum;
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(out); ++col) {
-        out(row, col) *= inverse;
+        out(row, col) *= scale;
       }
     }
     return lse;
   }
+
+  // The largest score of a row, natural units; -inf if it saw nothing.
+  ANYFLASH_DEVICE float max_score(int row) const { return max_(row) * unit_; }
 
  private:
   using Rows = decltype(cute::make_tensor<float>(cute::Int<kRows>{}));
   Rows max_;
   Rows sum_;
   float scale_log2_;
+  float unit_;  // of scores: exactly 1 where they are in natural units
 };
 
 }  // namespace anyflash

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/simd.h"
+#include "params.h"
 
 #if defined(__F16C__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -20,6 +21,11 @@ struct Half {
 
 struct BFloat16 {
   std::uint16_t bits;
+};
+
+// Of a boolean bias: any byte but 0 keeps the key.
+struct Keep {
+  unsigned char value;
 };
 
 // The type of scores, probabilities and sums for elements of type E.
@@ -49,6 +55,8 @@ ANYFLASH_CPU_INLINE float bits_float(std::uint32_t bits) {
 ANYFLASH_CPU_INLINE float to_compute(float x) { return x; }
 ANYFLASH_CPU_INLINE double to_compute(double x) { return x; }
 
+ANYFLASH_CPU_INLINE float to_compute(Keep x) { return x.value != 0 ? 0.0f : -kInfinity; }
+
 ANYFLASH_CPU_INLINE float to_compute(BFloat16 x) {
   return bits_float(static_cast<std::uint32_t>(x.bits) << 16);
 }
@@ -67,6 +75,7 @@ ANYFLASH_CPU_INLINE float to_compute(Half x) {
 
 ANYFLASH_CPU_INLINE void from_compute(float x, float* out) { *out = x; }
 ANYFLASH_CPU_INLINE void from_compute(double x, double* out) { *out = x; }
+ANYFLASH_CPU_INLINE void from_compute(double x, float* out) { *out = static_cast<float>(x); }
 
 // Round to nearest even: add half a unit of the last kept bit, less one where that bit is even.
 ANYFLASH_CPU_INLINE void from_compute(float x, BFloat16* out) {
@@ -95,7 +104,7 @@ ANYFLASH_CPU_INLINE void from_compute(float x, Half* out) {
 template <typename E, typename T>
 ANYFLASH_CPU_INLINE void load_contiguous(const E* src, int n, T* dst) {
   for (int i = 0; i < n; ++i) {
-    dst[i] = to_compute(src[i]);
+    dst[i] = static_cast<T>(to_compute(src[i]));
   }
 }
 
@@ -143,7 +152,7 @@ inline void load_row(const E* src, std::int64_t stride, int n, T* dst) {
     return;
   }
   for (int i = 0; i < n; ++i) {
-    dst[i] = to_compute(src[i * stride]);
+    dst[i] = static_cast<T>(to_compute(src[i * stride]));
   }
 }
 
@@ -159,6 +168,38 @@ inline void store_row(const T* src, int n, E* dst, std::int64_t stride) {
   for (int i = 0; i < n; ++i) {
     from_compute(src[i], dst + i * stride);
   }
+}
+
+// Element `at` of a tensor of numbers.
+inline double read_number(const Auxiliary& x, std::int64_t at) {
+  switch (x.dtype) {
+    case DType::kFloat64:
+      return static_cast<const double*>(x.data)[at];
+    case DType::kFloat16:
+      return to_compute(static_cast<const Half*>(x.data)[at]);
+    case DType::kBFloat16:
+      return to_compute(static_cast<const BFloat16*>(x.data)[at]);
+    default:
+      return static_cast<const float*>(x.data)[at];
+  }
+}
+
+// dst[i] = element at + i * stride of a bias; of a boolean one 0 where the key is kept, else -inf.
+template <typename T>
+inline void read_bias(const Auxiliary& x, std::int64_t at, std::int64_t stride, int n, T* dst) {
+  switch (x.dtype) {
+    case DType::kFloat64:
+      return load_row(static_cast<const double*>(x.data) + at, stride, n, dst);
+    case DType::kFloat16:
+      return load_row(static_cast<const Half*>(x.data) + at, stride, n, dst);
+    case DType::kBFloat16:
+      return load_row(static_cast<const BFloat16*>(x.data) + at, stride, n, dst);
+    case DType::kFloat32:
+      return load_row(static_cast<const float*>(x.data) + at, stride, n, dst);
+    default:
+      break;
+  }
+  load_row(static_cast<const Keep*>(x.data) + at, stride, n, dst);
 }
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -1,4 +1,4 @@
-// 2^x on vectors.
+// 2^x and tanh on vectors.
 #pragma once
 
 #include "cpu/simd.h"
@@ -37,11 +37,16 @@ struct Exp2Constants<double> {
   };
 };
 
-// 2^x = 2^n 2^f,  n = round(x),  f = x - n,  for x <= 0, -inf and NaN.
-// Results below the normal numbers are 0; NaN stays NaN, because 2^n multiplies 2^f (an addition to
-// the exponent's bits could make a number of it).
+// 2^x = 2^n (1 + f q(f)),  n = round(x),  f = x - n,  for x <= 0, -inf and NaN.
 template <typename T>
-ANYFLASH_CPU_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec x) {
+struct Exp2Parts {
+  typename Simd<T>::Vec power;  // 2^n; 0 where that is below the normal numbers
+  typename Simd<T>::Vec f;
+  typename Simd<T>::Vec q;
+};
+
+template <typename T>
+ANYFLASH_CPU_INLINE Exp2Parts<T> exp2_parts(typename Simd<T>::Vec x) {
   using S = Simd<T>;
   using C = Exp2Constants<T>;
   using Vec = typename S::Vec;
@@ -51,13 +56,33 @@ ANYFLASH_CPU_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec
   const Vec shifted = x + magic;
   // magic holds the bias too, which cancels here.
   const Vec f = x - (shifted - magic);
-  Vec y = S::broadcast(C::kTerm[C::kTerms - 1]);
+  Vec q = S::broadcast(C::kTerm[C::kTerms - 1]);
   ANYFLASH_CPU_UNROLL
   for (int i = C::kTerms - 2; i >= 0; --i) {
-    y = y * f + C::kTerm[i];
+    q = q * f + C::kTerm[i];
   }
-  y = y * f + T(1);
-  return y * S::from_bits(S::bits(shifted) << C::kMantissaBits);
+  return {S::from_bits(S::bits(shifted) << C::kMantissaBits), f, q};
+}
+
+// 2^x for x <= 0, -inf and NaN. Results below the normal numbers are 0; NaN stays NaN, because 2^n
+// multiplies 2^f (an addition to the exponent's bits could make a number of it).
+template <typename T>
+ANYFLASH_CPU_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec x) {
+  const Exp2Parts<T> parts = exp2_parts<T>(x);
+  return (parts.q * parts.f + T(1)) * parts.power;
+}
+
+// tanh |x| = -e / (2 + e),  e = exp(-2 |x|) - 1 = 2^n f q(f) + (2^n - 1).
+// Near 0 n is 0, so that nothing cancels: a few units of the last place for every x.
+template <typename T>
+ANYFLASH_CPU_INLINE typename Simd<T>::Vec tanh_vector(typename Simd<T>::Vec x) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr double kMinus2Log2E = -2 * 1.4426950408889634074;
+  const Exp2Parts<T> parts = exp2_parts<T>(S::max(x, -x) * S::broadcast(T(kMinus2Log2E)));
+  const Vec e = parts.q * parts.f * parts.power + (parts.power - T(1));
+  const Vec size = -e / (e + T(2));
+  return x < Vec{} ? -size : size;
 }
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -2,6 +2,7 @@
 //   ANYFLASH_CPU_ISA       avx2              names the inner namespace and the kernels
 //   ANYFLASH_CPU_ISA_ENUM  kAvx2             of CpuIsa
 //   ANYFLASH_ROWS          cpu_forward_avx2  the object that dispatch lists
+//   ANYFLASH_SHARED_NAMESPACE  anyflash::cpu::avx2  of what is shared with other kernels
 // and includes this file.
 #pragma once
 
@@ -23,6 +24,8 @@ constexpr KernelRow forward_row(const char* name, DType dtype) {
           Op::kForward,
           dtype,
           /*head_dim=*/0,
+          /*head_dim_v=*/0,
+          kAllFeatures,
           Tile{kTaskPanels<T> * kPanelRows<T>, kBlockN, /*warps=*/0},
           /*smem_bytes=*/0,
           &forward_scratch_bytes<E>,

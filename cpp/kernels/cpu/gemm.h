@@ -2,7 +2,7 @@
 //
 // Lanes are query rows: a panel holds NV vectors of rows, and the other operand is broadcast, one
 // scalar at a time. So S^T = K Q^T and O^T = V^T P^T need no transposed K or V, the softmax runs
-// down columns (no operation across lanes), and a causal limit is one integer per lane.
+// down columns (no operation across lanes), and the keys that a row sees are two integers per lane.
 //
 //   q  (head_dim,   NV * lanes)      k  (keys, head_dim)
 //   s  (keys,       NV * lanes)      v  (head_dim_v / 8, keys, 8)
@@ -33,8 +33,9 @@ constexpr int scalar_group(int vectors) { return kVectorRegisters == 32 || vecto
 // Keys and columns are padded with zeros to a multiple of this, so that a group is always whole.
 inline constexpr int kGroupPad = 8;
 
-// Which keys a row sees: all of them (no code), or those below a limit of its lane.
+// Which keys a row sees: all of them (no code), or those of a range of its lane.
 struct EveryKey {
+  static constexpr bool kAll = true;
   template <typename T>
   ANYFLASH_CPU_INLINE typename Simd<T>::Vec select(int /*vector*/, int /*key*/,
                                                    typename Simd<T>::Vec visible,
@@ -44,16 +45,47 @@ struct EveryKey {
 };
 
 template <typename I>
-struct KeysBelow {
-  const I* limit;  // one per row of the panel
+struct KeysWithin {
+  static constexpr bool kAll = false;
+  const I* first;  // one per row of the panel
+  const I* end;
 
   template <typename T>
   ANYFLASH_CPU_INLINE typename Simd<T>::Vec select(int vector, int key,
                                                    typename Simd<T>::Vec visible,
                                                    typename Simd<T>::Vec hidden) const {
     using S = Simd<T>;
-    return S::load(limit + vector * S::kLanes) > S::broadcast_int(key) ? visible : hidden;
+    const auto at = S::broadcast_int(key);
+    visible = S::load(first + vector * S::kLanes) > at ? hidden : visible;
+    return S::load(end + vector * S::kLanes) > at ? visible : hidden;
   }
+};
+
+// Keys of a block: the rows of a panel see none outside [begin, end), all see those of
+// [full_begin, full_end), which are whole groups of kGroupPad.
+struct Zones {
+  int begin;
+  int full_begin;
+  int full_end;
+  int end;
+};
+
+// What the scores of each row range between: the largest of all, the least of those that no mask by
+// position can hide.
+template <typename T, int NV>
+struct ScoreRange {
+  typename Simd<T>::Vec max[NV];
+  typename Simd<T>::Vec min[NV];
+};
+
+// In place of the probability of a hidden key: even 0 * NaN of its value must not be added.
+template <typename T>
+inline constexpr T kHiddenKey = T(-1);
+
+// Whether p may hold kHiddenKey.
+template <bool kMayHide>
+struct Hiding {
+  static constexpr bool kValue = kMayHide;
 };
 
 // Sums over head_dim run in parts of this many terms, and the parts are added up: rounding errors
@@ -91,12 +123,10 @@ ANYFLASH_CPU_INLINE Sums<T, NV> dot_part(const T* k, const T* q, std::int64_t ld
   return sums;
 }
 
-// One group of keys:  s[j][i] = scale * sum_c k[j][c] q[c][i], -inf where row i does not see key j,
-//                     row_max[i] = max(row_max[i], s[j][i])
+// One group of keys:  s[j][i] = scale * sum_c k[j][c] q[c][i], -inf where row i does not see key j
 template <typename T, int NV, typename Visible>
 ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T scale, int first_key,
-                                     const Visible& visible, T* s,
-                                     typename Simd<T>::Vec (&row_max)[NV]) {
+                                     const Visible& visible, T* s, ScoreRange<T, NV>& range) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   constexpr int kScalars = scalar_group(NV);
@@ -123,24 +153,24 @@ ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T sca
       const Vec dot = c == 0 ? part.at[r][n] : S::load(at) + part.at[r][n];
       const Vec x = visible.template select<T>(n, first_key + r, dot * scale, hidden);
       S::store(at, x);
-      row_max[n] = S::max(x, row_max[n]);  // a NaN score is left out here, and makes its p NaN
+      range.max[n] = S::max(x, range.max[n]);  // a NaN score is left out, and makes its p NaN
+      if constexpr (Visible::kAll) range.min[n] = S::min(x, range.min[n]);
     }
   }
 }
 
 // One group of columns:  o[c][i] = alpha[i] o[c][i] + sum_j v[j][c] p[j][i]
-// over keys [0, full), which every row sees, and [full, keys), where each row takes what it sees: a
-// hidden key adds nothing, not even 0 * NaN.
-template <typename T, int NV, typename Visible>
-ANYFLASH_CPU_INLINE void output_group(const T* v, const T* p, int full, int keys, int first_key,
-                                      const Visible& visible,
+// over the keys of the zones in their order; outside the full zone a row leaves out keys whose p is
+// kHiddenKey.
+template <typename T, int NV>
+ANYFLASH_CPU_INLINE void output_group(const T* v, const T* p, const Zones& zones,
                                       const typename Simd<T>::Vec (&alpha)[NV], T* o) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   constexpr int kScalars = scalar_group(NV);
   constexpr int kRows = NV * S::kLanes;
   Vec acc[kScalars][NV] = {};
-  const auto step = [&](int j, const auto& seen) {
+  const auto step = [&](int j, auto hiding) {
     Vec b[NV];
     ANYFLASH_CPU_UNROLL
     for (int n = 0; n < NV; ++n) b[n] = S::load(p + j * kRows + n * S::kLanes);
@@ -149,12 +179,19 @@ ANYFLASH_CPU_INLINE void output_group(const T* v, const T* p, int full, int keys
       const Vec a = S::broadcast(v[j * kGroupPad + r]);
       ANYFLASH_CPU_UNROLL
       for (int n = 0; n < NV; ++n) {
-        acc[r][n] = seen.template select<T>(n, first_key + j, acc[r][n] + a * b[n], acc[r][n]);
+        const Vec sum = acc[r][n] + a * b[n];
+        if constexpr (decltype(hiding)::kValue) {
+          acc[r][n] = b[n] < Vec{} ? acc[r][n] : sum;
+        } else {
+          acc[r][n] = sum;
+        }
       }
     }
   };
-  for (int j = 0; j < full; ++j) step(j, EveryKey{});
-  for (int j = full; j < keys; ++j) step(j, visible);
+  int j = zones.begin;
+  for (; j < zones.full_begin; ++j) step(j, Hiding<true>{});
+  for (; j < zones.full_end; ++j) step(j, Hiding<false>{});
+  for (; j < zones.end; ++j) step(j, Hiding<true>{});
   ANYFLASH_CPU_UNROLL
   for (int r = 0; r < kScalars; ++r) {
     ANYFLASH_CPU_UNROLL

@@ -128,11 +128,18 @@ struct Simd {
     return x;
   }
 
+  static ANYFLASH_CPU_INLINE UIntVec load(const UInt* p) {
+    UIntVec x;
+    std::memcpy(&x, p, sizeof(x));
+    return x;
+  }
+
   static ANYFLASH_CPU_INLINE void store(T* p, Vec x) { std::memcpy(p, &x, sizeof(x)); }
 
   // x - 0 is x for every x (x + 0 is not, for -0), so that this is a plain broadcast.
   static ANYFLASH_CPU_INLINE Vec broadcast(T x) { return x - Vec{}; }
   static ANYFLASH_CPU_INLINE IntVec broadcast_int(Int x) { return x - IntVec{}; }
+  static ANYFLASH_CPU_INLINE UIntVec broadcast_uint(UInt x) { return x - UIntVec{}; }
 
   static ANYFLASH_CPU_INLINE UIntVec bits(Vec x) {
     UIntVec y;
@@ -146,8 +153,17 @@ struct Simd {
     return y;
   }
 
-  // The larger of both; `b` where one is NaN.
+  // The larger, the smaller of both; `b` where one is NaN.
   static ANYFLASH_CPU_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+  static ANYFLASH_CPU_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+  static ANYFLASH_CPU_INLINE bool any_equal(Vec x, T value) {
+    T lane[kLanes];
+    store(lane, x);
+    bool any = false;
+    for (int i = 0; i < kLanes; ++i) any |= lane[i] == value;
+    return any;
+  }
 
   // Sums of neighbours: (a0 + a1, a2 + a3, ..., b0 + b1, ...).
   static ANYFLASH_CPU_INLINE Vec add_pairs(Vec a, Vec b) {
@@ -178,6 +194,56 @@ struct Simd {
       for (int i = 0; i < count / 2; ++i) x[i] = add_pairs(x[2 * i], x[2 * i + 1]);
     }
     return x[0];
+  }
+
+  // (a0, b0, a1, b1, ...) of the lower, of the upper halves.
+  static ANYFLASH_CPU_INLINE Vec interleave_low(Vec a, [[maybe_unused]] Vec b) {
+#if ANYFLASH_CPU_VECTORS
+    if constexpr (kLanes == 2) {
+      return __builtin_shufflevector(a, b, 0, 2);
+    } else if constexpr (kLanes == 4) {
+      return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+    } else if constexpr (kLanes == 8) {
+      return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    } else {
+      return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    }
+#else
+    return a;
+#endif
+  }
+
+  static ANYFLASH_CPU_INLINE Vec interleave_high(Vec a, [[maybe_unused]] Vec b) {
+#if ANYFLASH_CPU_VECTORS
+    if constexpr (kLanes == 2) {
+      return __builtin_shufflevector(a, b, 1, 3);
+    } else if constexpr (kLanes == 4) {
+      return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    } else if constexpr (kLanes == 8) {
+      return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    } else {
+      return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                     31);
+    }
+#else
+    return a;
+#endif
+  }
+
+  // Lane i of x[j] changes places with lane j of x[i]. Each round moves the top bit of the vector's
+  // number to the bottom of the lane's number, and the other way round.
+  static ANYFLASH_CPU_INLINE void transpose(Vec (&x)[kLanes]) {
+    ANYFLASH_CPU_UNROLL
+    for (int size = kLanes; size > 1; size /= 2) {
+      Vec y[kLanes];
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < kLanes / 2; ++i) {
+        y[2 * i] = interleave_low(x[i], x[i + kLanes / 2]);
+        y[2 * i + 1] = interleave_high(x[i], x[i + kLanes / 2]);
+      }
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+    }
   }
 };
 

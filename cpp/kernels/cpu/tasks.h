@@ -1,13 +1,13 @@
-// How the work is cut into tasks, and the memory that a thread needs for one.
+// How the work is cut into tasks.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "cpu/gemm.h"
 #include "cpu/simd.h"
 #include "cpu/thin.h"
 #include "params.h"
+#include "variant/sequence.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -24,125 +24,113 @@ inline constexpr int kPanelRows = kMaxVectors * Simd<T>::kLanes;
 template <typename T>
 inline constexpr int kTaskPanels = (kTaskRows + kPanelRows<T> - 1) / kPanelRows<T>;
 
-// Columns of v and o are padded to whole groups (gemm.h) and whole vectors (thin.h).
-template <typename T>
-inline constexpr int kColumnPad = Simd<T>::kLanes > kGroupPad ? Simd<T>::kLanes : kGroupPad;
-
-constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-struct RowIndex {
-  std::int64_t head;
-  std::int64_t query;
-};
-
-// Rows [first_row, first_row + rows) of heads [first_head, ...), one head after the other.
+// Rows [first_row, end_row) of the heads [first_head, ...) of one sequence, one head after the
+// other; none where the range is empty.
 struct Task {
-  std::int64_t batch;
-  std::int64_t head_k;
-  std::int64_t first_head;
+  std::int64_t index;  // of the sequence
+  Sequence sequence;
+  int first_head;
+  int head_k;
   std::int64_t first_row;
-  int rows;
+  std::int64_t end_row;
+  bool thin;  // so few rows that they go one by one
 };
 
-// Tasks are tiles of query rows of a `unit`: one head, or, where a head has too few rows for a
-// panel (decoding), all heads that share a kv head, so that they share the lanes and the packed
-// keys.
-struct Split {
-  bool thin;  // a unit has no more than kThinRows rows: they go one by one
-  int seqlen_q;
-  int heads_per_unit;
-  int units_per_batch;
-  int heads_per_k;
-  std::int64_t rows_per_unit;
-  int rows_per_task;
-  std::int64_t units;
-  std::int64_t tiles;
-  std::int64_t tasks;
-
+// Tasks are tiles of query rows of a `unit` of a sequence: one head, or, where a head has too few
+// rows for a panel (decoding), all heads that share a kv head, so that they share the lanes and the
+// packed keys.
+class Split {
+ public:
   template <typename T>
   static Split make(const ForwardParams& p, int threads) {
-    Split s{};
+    Split s(p);
     if (p.batch <= 0 || p.heads <= 0 || p.seqlen_q <= 0) return s;
-    s.seqlen_q = p.seqlen_q;
-    s.heads_per_k = p.heads / p.heads_k;
-    s.heads_per_unit = p.seqlen_q < kPanelRows<T> ? s.heads_per_k : 1;
-    s.units_per_batch = p.heads / s.heads_per_unit;
-    s.rows_per_unit = static_cast<std::int64_t>(s.heads_per_unit) * p.seqlen_q;
-    s.thin = s.rows_per_unit <= kThinRows<T>;
-    s.units = p.batch * s.units_per_batch;
+    s.heads_per_k_ = p.heads / p.heads_k;
+    s.few_rows_ = kPanelRows<T>;
+    s.thin_rows_ = kThinRows<T>;
+    s.heads_per_unit_ = p.seqlen_q < kPanelRows<T> ? s.heads_per_k_ : 1;
+    s.units_ = p.heads / s.heads_per_unit_;
     // Fewer rows to a task where that is needed to give every thread some tasks.
     for (int panels = kTaskPanels<T>; panels >= 1; panels /= 2) {
-      s.rows_per_task = panels * kPanelRows<T>;
-      s.tiles = (s.rows_per_unit + s.rows_per_task - 1) / s.rows_per_task;
-      s.tasks = s.tiles * s.units;
-      if (threads == 1 || s.tasks >= std::int64_t{4} * threads) break;
+      s.rows_per_task_ = panels * kPanelRows<T>;
+      if (p.cu_seqlens_q == nullptr) {
+        const std::int64_t rows = std::int64_t{s.heads_per_unit_} * p.seqlen_q;
+        s.tiles_ = (rows + s.rows_per_task_ - 1) / s.rows_per_task_;
+        s.tasks_ = s.tiles_ * p.batch * s.units_;
+      } else {
+        s.tiles_ = s.first_tile(p.batch);
+        s.tasks_ = s.tiles_ * s.units_;
+      }
+      if (threads == 1 || s.tasks_ >= std::int64_t{4} * threads) break;
     }
     return s;
   }
 
+  std::int64_t tasks() const { return tasks_; }
+  int rows_per_task() const { return rows_per_task_; }
+
   // Last tiles first: under a causal mask they see the most keys, and a long task at the end would
   // leave the other threads idle.
-  Task task(std::int64_t index) const {
-    const std::int64_t unit = index % units;
-    const std::int64_t tile = tiles - 1 - index / units;
+  Task task(std::int64_t number) const {
+    const bool packed = p_->cu_seqlens_q != nullptr;
+    const std::int64_t columns = packed ? units_ : p_->batch * units_;
+    const std::int64_t column = number % columns;
+    std::int64_t tile = tiles_ - 1 - number / columns;
     Task t;
-    t.batch = unit / units_per_batch;
-    t.first_head = unit % units_per_batch * heads_per_unit;
-    t.head_k = t.first_head / heads_per_k;
-    t.first_row = tile * rows_per_task;
-    const std::int64_t rest = rows_per_unit - t.first_row;
-    t.rows = rest < rows_per_task ? static_cast<int>(rest) : rows_per_task;
+    t.index = packed ? sequence_at(tile) : column / units_;
+    if (packed) tile -= first_tile(t.index);
+    t.sequence = sequence_of(*p_, t.index);
+    t.first_head = static_cast<int>(column % units_) * heads_per_unit_;
+    t.head_k = t.first_head / heads_per_k_;
+    const std::int64_t group_rows = std::int64_t{heads_per_k_} * t.sequence.seqlen_q;
+    t.thin = group_rows <= thin_rows_;
+    t.first_row = tile * rows_per_task_;
+    if (heads_per_unit_ != heads_per_k_ && t.sequence.seqlen_q < few_rows_) {
+      // A short sequence beside longer ones: the first task of its first head does the whole group.
+      const bool first = tile == 0 && t.first_head % heads_per_k_ == 0;
+      t.end_row = first ? group_rows : t.first_row;
+      return t;
+    }
+    const std::int64_t rows = std::int64_t{heads_per_unit_} * t.sequence.seqlen_q;
+    const std::int64_t end = t.first_row + rows_per_task_;
+    t.end_row = end < rows ? end : rows;
     return t;
   }
 
-  RowIndex row(const Task& t, int r) const {
-    const std::int64_t at = t.first_row + r;
-    return {t.first_head + at / seqlen_q, at % seqlen_q};
+ private:
+  explicit Split(const ForwardParams& p) : p_(&p) {}
+
+  // Packed sequences are numbered by tiles without a list of them: sequence b may take the tiles
+  // from here to first_tile(b + 1), which are enough, for ceil(n / r) <= floor((c + n) / r) -
+  // floor(c / r) + 1. What it does not need stays empty.
+  std::int64_t first_tile(std::int64_t b) const {
+    return std::int64_t{heads_per_unit_} * p_->cu_seqlens_q[b] / rows_per_task_ + b;
   }
-};
 
-// A thread's slice of LaunchContext::scratch. Its size grows with the head dims, not with the
-// lengths.
-template <typename T>
-struct Scratch {
-  using Int = typename Simd<T>::Int;
-
-  // In a panel                                  With few rows
-  T* q;        // (panel, head_dim, rows)        (rows, head_dim padded)
-  T* o;        // (panel, head_dim_v, rows)      (rows, head_dim_v padded)
-  T* s;        // (kBlockN, rows)                (kBlockN): scores, then probabilities
-  T* k;        // (kBlockN, head_dim)            (kBlockN, head_dim padded)
-  T* v;        // (head_dim_v / 8, kBlockN, 8)   (kBlockN, head_dim_v padded)
-  T* m;        // row maxima
-  T* l;        // row sums
-  T* row;      // one row of any tensor
-  Int* limit;  // keys that a row sees: those below
-  std::size_t size;
-
-  static std::size_t bytes(const ForwardParams& p) { return carve(p, nullptr).size; }
-
-  static Scratch carve(const ForwardParams& p, char* base) {
-    constexpr int kRows = kTaskPanels<T> * kPanelRows<T>;
-    const std::int64_t d = round_up(p.head_dim, Simd<T>::kLanes);
-    const std::int64_t dv = round_up(p.head_dim_v, kColumnPad<T>);
-    Scratch x;
-    x.size = 0;
-    const auto take = [&](std::int64_t count) {
-      T* const at = base == nullptr ? nullptr : reinterpret_cast<T*>(base + x.size);
-      x.size += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
-      return at;
-    };
-    x.q = take(kRows * d);
-    x.o = take(kRows * dv);
-    x.s = take(std::int64_t{kBlockN} * kPanelRows<T>);
-    x.k = take(kBlockN * d);
-    x.v = take(kBlockN * dv);
-    x.m = take(kRows);
-    x.l = take(kRows);
-    x.row = take(d > dv ? d : dv);
-    x.limit = reinterpret_cast<Int*>(take(kRows));
-    return x;
+  // The last sequence that begins at this tile or before.
+  std::int64_t sequence_at(std::int64_t tile) const {
+    std::int64_t low = 0;
+    std::int64_t high = p_->batch;
+    while (high - low > 1) {
+      const std::int64_t middle = low + (high - low) / 2;
+      if (first_tile(middle) <= tile) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
   }
+
+  const ForwardParams* p_;
+  int heads_per_k_ = 1;
+  int heads_per_unit_ = 1;
+  int few_rows_ = 0;   // up to here a head shares a task with the others of its group
+  int thin_rows_ = 0;  // up to here the rows of a group are thin
+  int rows_per_task_ = 1;
+  std::int64_t units_ = 0;  // of a sequence
+  std::int64_t tiles_ = 0;  // packed: of all sequences; else of each one
+  std::int64_t tasks_ = 0;
 };
 
 // Calls make_runner(thread).run(task) for every task.
@@ -152,10 +140,13 @@ void run_tasks(std::int64_t tasks, int threads, const MakeRunner& make_runner) {
   if (threads > tasks) threads = static_cast<int>(tasks);
 #if defined(_OPENMP)
   if (threads > 1) {
+    // Tiny tasks (thousands of short sequences) are handed out several at a time.
+    const std::int64_t many = tasks / (std::int64_t{256} * threads);
+    const int chunk = many < 1 ? 1 : many < 64 ? static_cast<int>(many) : 64;
 #pragma omp parallel num_threads(threads)
     {
       auto runner = make_runner(omp_get_thread_num());
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, chunk)
       for (std::int64_t i = 0; i < tasks; ++i) runner.run(i);
     }
     return;

@@ -16,17 +16,17 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 template <typename T>
 inline constexpr int kThinRows = Simd<T>::kLanes >= 4 ? Simd<T>::kLanes / 4 : 1;
 
-// s[j] = scale * sum_c q[c] k[j][c] for j < keys, and -inf up to a multiple of the vector length.
+// s[j] = scale * sum_c q[c] k[j][c] for `begin` <= j < `end`, rounded outwards to whole vectors:
+// below `begin` there are such keys, behind the last one it is repeated.
 template <typename T>
 ANYFLASH_CPU_INLINE void thin_scores(const T* q, const T* k, std::int64_t ld, int head_dim, T scale,
-                                     int keys, T* s) {
+                                     int begin, int end, T* s) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   constexpr int kGroup = S::kLanes;
-  for (int j = 0; j < keys; j += kGroup) {
-    // Behind the last key this repeats it: rows that do not exist are never touched.
+  for (int j = begin / kGroup * kGroup; j < end; j += kGroup) {
     const T* row[kGroup];
-    for (int i = 0; i < kGroup; ++i) row[i] = k + (j + i < keys ? j + i : keys - 1) * ld;
+    for (int i = 0; i < kGroup; ++i) row[i] = k + (j + i < end ? j + i : end - 1) * ld;
     Vec acc[kGroup] = {};
     for (int c = 0; c < head_dim; c += S::kLanes) {
       const Vec a = S::load(q + c);
@@ -34,18 +34,20 @@ ANYFLASH_CPU_INLINE void thin_scores(const T* q, const T* k, std::int64_t ld, in
       for (int i = 0; i < kGroup; ++i) acc[i] += a * S::load(row[i] + c);
     }
     S::store(s + j, S::sum_each(acc) * scale);
-    for (int i = keys - j; i < kGroup; ++i) s[j + i] = T(-kInfinity);
   }
 }
 
-// o[c] = alpha o[c] + sum_j p[j] v[j][c] for NV vectors of columns
-template <typename T, int NV>
-ANYFLASH_CPU_INLINE void thin_columns(const T* v, std::int64_t ld, const T* p, int keys, T alpha,
-                                      T* o) {
+// o[c] = alpha o[c] + sum_j p[j] v[j][c] over keys [begin, end) for NV vectors of columns
+template <typename T, int NV, bool kMayHide>
+ANYFLASH_CPU_INLINE void thin_columns(const T* v, std::int64_t ld, const T* p, int begin, int end,
+                                      T alpha, T* o) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   Vec acc[NV] = {};
-  for (int j = 0; j < keys; ++j) {
+  for (int j = begin; j < end; ++j) {
+    if constexpr (kMayHide) {
+      if (p[j] < T(0)) continue;  // kHiddenKey
+    }
     const Vec a = S::broadcast(p[j]);
     ANYFLASH_CPU_UNROLL
     for (int n = 0; n < NV; ++n) acc[n] += a * S::load(v + j * ld + n * S::kLanes);
@@ -57,19 +59,21 @@ ANYFLASH_CPU_INLINE void thin_columns(const T* v, std::int64_t ld, const T* p, i
   }
 }
 
-template <typename T>
-ANYFLASH_CPU_INLINE void thin_output(const T* v, std::int64_t ld, const T* p, int keys, T alpha,
-                                     T* o, int head_dim_v) {
+template <bool kMayHide, typename T>
+ANYFLASH_CPU_INLINE void thin_output(const T* v, std::int64_t ld, const T* p, int begin, int end,
+                                     T alpha, T* o, int head_dim_v) {
   constexpr int kLanes = Simd<T>::kLanes;
   constexpr int kWide = 8;  // sums in registers, also with 16 of them
   int c = 0;
   for (; c + kWide * kLanes <= head_dim_v; c += kWide * kLanes) {
-    thin_columns<T, kWide>(v + c, ld, p, keys, alpha, o + c);
+    thin_columns<T, kWide, kMayHide>(v + c, ld, p, begin, end, alpha, o + c);
   }
   for (; c + 4 * kLanes <= head_dim_v; c += 4 * kLanes) {
-    thin_columns<T, 4>(v + c, ld, p, keys, alpha, o + c);
+    thin_columns<T, 4, kMayHide>(v + c, ld, p, begin, end, alpha, o + c);
   }
-  for (; c < head_dim_v; c += kLanes) thin_columns<T, 1>(v + c, ld, p, keys, alpha, o + c);
+  for (; c < head_dim_v; c += kLanes) {
+    thin_columns<T, 1, kMayHide>(v + c, ld, p, begin, end, alpha, o + c);
+  }
 }
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -6,6 +6,7 @@
 
 #include "common/macros.h"
 #include "params.h"
+#include "variant/sequence.h"
 
 namespace anyflash::sm80 {
 
@@ -19,6 +20,14 @@ ANYFLASH_DEVICE auto gmem_tile(Tile tile, Data* data, const Strides& stride, int
   auto* const first = static_cast<Target*>(data) + batch * stride.batch + head * stride.head +
                       first_row * stride.row;
   return make_tensor(make_gmem_ptr(first), tile, make_stride(static_cast<int>(stride.row), _1{}));
+}
+
+// Element (row, head, 0) of one sequence in a tensor with q's rows.
+template <class T>
+ANYFLASH_DEVICE T* first_of(void* data, const Strides& stride, const Sequence& sequence, int head,
+                            int64_t row = 0) {
+  return static_cast<T*>(data) + sequence.batch * stride.batch + head * stride.head +
+         (sequence.first_q + row) * stride.row;
 }
 
 // Which columns of a tile exist, for this thread's pieces of a row. Pieces are whole vectors: the

@@ -9,6 +9,8 @@
 #include "params.h"
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
+#include "sm80/variants.h"
+#include "variant/sequence.h"
 
 namespace anyflash::sm80 {
 
@@ -24,30 +26,34 @@ ANYFLASH_DEVICE ForwardBlock forward_block(const ForwardParams& params, int inde
   const int rest = index - first_pair * row_blocks;
   const int pair = first_pair + rest % section_pairs;
   const int head = pair % params.heads;
-  return ForwardBlock{pair / params.heads, head, head / (params.heads / params.heads_k),
+  return ForwardBlock{sequence_of(params, pair / params.heads), pair / params.heads, head,
+                      head / (params.heads / params.heads_k),
                       (row_blocks - 1 - rest / section_pairs) * kBlockM};
 }
 
 template <class Traits, class Variant>
-__global__ void __launch_bounds__(Traits::kThreads)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     forward_kernel(const __grid_constant__ ForwardParams params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const ForwardBlock block = forward_block<Traits::kBlockM>(params, blockIdx.x);
-  const typename Variant::Mask mask(params);
+  ForwardBlock block = forward_block<Traits::kBlockM>(params, blockIdx.x);
+  if (block.first_row >= block.sequence.seqlen_q) return;  // shorter than the longest
+  if (threadIdx.x == 0) smem.block = block;
 
-  // The softmax wants a positive scale: its sign, or zero, goes into Q.
-  const float scale = static_cast<float>(params.softmax_scale);
-  const float q_factor = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : 0.0f;
-  const float scale_log2 = q_factor == 0.0f ? 1.0f : fabsf(scale) * kLog2E;
+  // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
+  const float scale_log2 = Variant::kGeneric ? kLog2E : params.scale_log2;
+  const double scale = Variant::kGeneric ? 1.0 : params.softmax_scale;
+  const float q_factor = scale > 0.0 ? 1.0f : scale < 0.0 ? -1.0f : 0.0f;
 
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
-                                    Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+                                    Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(scale_log2);
   const bool found_nonfinite =
-      forward_mainloop<Traits>(params, block, mask, smem, acc_o, softmax, q_factor);
-  forward_epilogue<Traits>(params, block, mask, smem, acc_o, softmax, found_nonfinite);
+      forward_mainloop<Traits, Variant>(params, block, smem, acc_o, softmax, q_factor);
+  __syncthreads();     // the block is in shared memory, and every warp has done with Q
+  block = smem.block;  // from there, because the loop needs the registers
+  forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite);
 }
 
 }  // namespace anyflash::sm80

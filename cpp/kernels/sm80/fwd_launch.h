@@ -3,19 +3,16 @@
 
 #include <cutlass/numeric_types.h>
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/launch.h"
 #include "kernel.h"
 #include "sm80/fwd_kernel.h"
 #include "sm80/traits.h"
-#include "variant/mask.h"
+#include "sm80/variants.h"
 
 namespace anyflash::sm80 {
-
-struct PlainVariant {
-  using Mask = anyflash::Mask;
-};
 
 template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context) {
@@ -26,24 +23,37 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                 "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
+  const int64_t bias_stride = params.bias.stride.col;
+  if (params.bias.data != nullptr && bias_stride != static_cast<int32_t>(bias_stride)) {
+    throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(bias_stride) +
+                                             " along the keys; the CUDA kernels take 32 bits");
+  }
+  ForwardParams prepared = params;
+  prepared.scale_log2 = static_cast<float>(std::fabs(params.softmax_scale)) * kLog2E;
+  if (params.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
-      sizeof(typename Traits::SharedStorage), context.stream, params);
+      sizeof(typename Traits::SharedStorage), context.stream, prepared);
 }
 
 inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kHeadDimV, class Variant>
 constexpr KernelRow forward_row(const char* name) {
-  using Traits = ForwardTraits<Element, kHeadDim>;
-  constexpr DType kDType =
-      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant::kGeneric>;
   return KernelRow{
-      name,          Arch::kSm80,
-      CpuIsa::kAuto, Op::kForward,
-      kDType,        kHeadDim,
-      Traits::kTile, sizeof(typename Traits::SharedStorage),
-      no_scratch,    launch_forward<Traits, PlainVariant>,
+      name,
+      Arch::kSm80,
+      CpuIsa::kAuto,
+      Op::kForward,
+      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16,
+      kHeadDim,
+      kHeadDimV,
+      Variant::kGeneric ? kAllFeatures : kNoFeatures,
+      Traits::kTile,
+      sizeof(typename Traits::SharedStorage),
+      no_scratch,
+      launch_forward<Traits, Variant>,
   };
 }
 

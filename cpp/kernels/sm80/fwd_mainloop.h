@@ -12,17 +12,11 @@
 #include "params.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
+#include "sm80/variants.h"
 #include "variant/mask.h"
+#include "variant/sequence.h"
 
 namespace anyflash::sm80 {
-
-// Where a CTA works.
-struct ForwardBlock {
-  int64_t batch;
-  int head;
-  int head_k;
-  int first_row;
-};
 
 // Overwrites Q in shared memory with factor * Q, for the scales that are not positive (-1 or 0).
 template <class Traits, class Smem>
@@ -34,67 +28,91 @@ ANYFLASH_DEVICE void multiply_tile(Smem& sQ, float factor, int thread) {
 }
 
 // Writes -inf over the scores that the mask removes. Coordinates are relative to (row0, col0).
-template <class Mask, class Scores, class Coordinates>
+template <class Scores, class Coordinates>
 ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, const Mask& mask,
                                 int row0, int col0) {
   using namespace cute;
   CUTE_UNROLL
   for (int row = 0; row < size<0>(scores); ++row) {
-    const int limit = mask.visible(row0 + get<0>(coordinates(row, 0))) - col0;
+    const int i = row0 + get<0>(coordinates(row, 0));
+    const int first = mask.first_key(i) - col0;
+    const int end = mask.end_key(i) - col0;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
-      if (get<1>(coordinates(row, col)) >= limit) scores(row, col) = -INFINITY;
+      const int j = get<1>(coordinates(row, col));
+      if (j < first || j >= end) scores(row, col) = -INFINITY;
     }
   }
 }
 
 // Computes acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows.
 //
-// One buffer each for K and V; tile n of K arrives while P V of tile n + 1 runs, tile n of V while
-// Q K^T of tile n does. Tiles are visited from the last to the first, so that the masked ones,
-// which lie at the end, come first. Returns whether this thread took NaN or infinity out of a
-// masked tile of V; restore_nonfinite() then has to follow.
-template <class Traits, class Mask, class AccO, class Softmax>
+// One buffer each for K and V; a tile of K arrives while P V of the tile before runs, its tile of V
+// while its Q K^T does. KRange says in which order tiles are visited. Returns whether this thread
+// took NaN or infinity out of a partly hidden tile of V; restore_nonfinite() then has to follow.
+template <class Traits, class Variant, class AccO, class Softmax>
 ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
-                                      const Mask& mask, typename Traits::SharedStorage& smem,
-                                      AccO& acc_o, Softmax& softmax, float q_factor) {
+                                      typename Traits::SharedStorage& smem, AccO& acc_o,
+                                      Softmax& softmax, float q_factor) {
   using namespace cute;
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
-  using HeadDim = Int<Traits::kHeadDim>;
   const int thread = threadIdx.x;
+  const Sequence& sequence = block.sequence;
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
+  const Variant variant(params, block, kBlockN);
 
   const KRange range = mask.k_range(block.first_row, kBlockM, kBlockN);
-  if (range.end == 0) return false;
+  // The next tile from n on that is visited, -1 if there is none.
+  const auto visited = [&](int n) {
+    while (n >= 0 && !variant.visits(n)) n = range.next(n);
+    return n;
+  };
+  int n = visited(range.first());
+  if (n < 0) return false;
 
-  using TileQ = Shape<Int<kBlockM>, HeadDim>;
-  using TileKV = Shape<Int<kBlockN>, HeadDim>;
-  auto gQ = gmem_tile<Element>(TileQ{}, params.q, params.q_stride, block.batch, block.head,
-                               block.first_row);
-  auto gK = gmem_tile<Element>(TileKV{}, params.k, params.k_stride, block.batch, block.head_k, 0);
-  auto gV = gmem_tile<Element>(TileKV{}, params.v, params.v_stride, block.batch, block.head_k, 0);
-  auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::SmemQ{});
-  auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::SmemKV{});
-  auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::SmemKV{});
+  using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
+  using ShapeK = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
+  using ShapeV = Shape<Int<kBlockN>, Int<Traits::kHeadDimV>>;
+  auto gQ = gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, block.head,
+                               sequence.first_q + block.first_row);
+  auto gK = gmem_tile<Element>(ShapeK{}, params.k, params.k_stride, sequence.batch, block.head_k,
+                               sequence.first_k);
+  auto gV = gmem_tile<Element>(ShapeV{}, params.v, params.v_stride, sequence.batch, block.head_k,
+                               sequence.first_k);
+  auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::TileQ::Layout{});
+  auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
+  auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
   auto sVt = make_tensor(sV.data(), typename Traits::SmemVt{});
 
-  typename Traits::GmemLoad gmem_load;
-  auto thread_load = gmem_load.get_thread_slice(thread);
-  auto tQgQ = thread_load.partition_S(gQ);  // (VECTOR, ROWS, PAGES)
-  auto tKgK = thread_load.partition_S(gK);  // (VECTOR, ROWS, PAGES)
-  auto tVgV = thread_load.partition_S(gV);  // (VECTOR, ROWS, PAGES)
-  auto tQsQ = thread_load.partition_D(sQ);  // (VECTOR, ROWS, PAGES)
-  auto tKsK = thread_load.partition_D(sK);  // (VECTOR, ROWS, PAGES)
-  auto tVsV = thread_load.partition_D(sV);  // (VECTOR, ROWS, PAGES)
-  const auto at_tile = [](const auto& first, const Strides& stride, int tile) {
-    return make_tensor(first.data() + int64_t{tile} * kBlockN * stride.row, first.layout());
+  typename Traits::TileQ::Load load_q;
+  typename Traits::TileK::Load load_k;
+  typename Traits::TileV::Load load_v;
+  auto thread_q = load_q.get_thread_slice(thread);
+  auto thread_k = load_k.get_thread_slice(thread);
+  auto thread_v = load_v.get_thread_slice(thread);
+  auto tQgQ = thread_q.partition_S(gQ);  // (VECTOR, ROWS, PAGES)
+  auto tKgK = thread_k.partition_S(gK);  // (VECTOR, ROWS, PAGES)
+  auto tVgV = thread_v.partition_S(gV);  // (VECTOR, ROWS, PAGES)
+  auto tQsQ = thread_q.partition_D(sQ);  // (VECTOR, ROWS, PAGES)
+  const auto by_key = [](const auto& smem_tile) {
+    return make_tensor(smem_tile.data(),
+                       composition(smem_tile.layout(), make_tile(typename Traits::KeyOrder{}, _)));
   };
-  auto tQcQ = thread_load.partition_S(make_identity_tensor(TileQ{}));   // (VECTOR, ROWS, PAGES)
-  auto tKcK = thread_load.partition_S(make_identity_tensor(TileKV{}));  // (VECTOR, ROWS, PAGES)
-  constexpr int kPages = decltype(size<2>(tKsK))::value;
-  const ColumnGuard<kPages> columns(tKcK, params.head_dim);
-  const ColumnGuard<kPages> columns_v(tKcK, params.head_dim_v);
+  auto tKsK = thread_k.partition_D(by_key(sK));  // (VECTOR, ROWS, PAGES)
+  auto tVsV = thread_v.partition_D(by_key(sV));  // (VECTOR, ROWS, PAGES)
+  // Moves a tile of K or V on in the sequence.
+  const auto move = [](auto& tile, const Strides& stride, int tiles) {
+    tile.data() = tile.data() + int64_t{tiles} * kBlockN * stride.row;
+  };
+  move(tKgK, params.k_stride, n);
+  move(tVgV, params.v_stride, n);
+  auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));  // (VECTOR, ROWS, PAGES)
+  auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));  // (VECTOR, ROWS, PAGES)
+  auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));  // (VECTOR, ROWS, PAGES)
+  const ColumnGuard<decltype(size<2>(tKsK))::value> columns(tKcK, params.head_dim);
+  const ColumnGuard<decltype(size<2>(tVsV))::value> columns_v(tVcV, params.head_dim_v);
 
   typename Traits::TiledMma mma;
   auto thread_mma = mma.get_thread_slice(thread);
@@ -110,16 +128,15 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   auto tSsQ = thread_copy_q.partition_S(sQ);    // (COPY, MMA_M, MMA_K)
   auto tSsK = thread_copy_k.partition_S(sK);    // (COPY, MMA_N, MMA_K)
   auto tOsVt = thread_copy_v.partition_S(sVt);  // (COPY, MMA_N, MMA_K)
-  auto tScS = thread_mma.partition_C(           // (MMA, MMA_M, MMA_N)
-      make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
+  auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});
+  auto tScS = thread_mma.partition_C(  // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse
+      make_tensor(cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
   auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
 
-  // Q and the last tile of K; only that tile can hold rows that do not exist.
-  int n = range.end - 1;
-  load_tile<true>(gmem_load, tQgQ, tQsQ, tQcQ, columns, params.seqlen_q - block.first_row);
-  load_tile<true>(gmem_load, at_tile(tKgK, params.k_stride, n), tKsK, tKcK, columns,
-                  params.seqlen_k - n * kBlockN);
+  // Q and the first tile of K; only that tile can hold rows that do not exist.
+  load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);
+  load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, sequence.seqlen_k - n * kBlockN);
   cp_async_fence();
   if (q_factor != 1.0f) {
     cp_async_wait<0>();
@@ -128,39 +145,78 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   }
 
   bool found_nonfinite = false;
-  // S = Q K_n^T; P = exp2(S - max); O += P V_n.
-  const auto step = [&](auto masked) {
+  // S = Q K_n^T; P = exp2(S - max); O += P V_n, and the load of the K that follows.
+  // `distance` leads to the next tile, 0 after the last.
+  const auto step = [&](auto masked, auto heavy, int distance) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
+    constexpr bool kHeavy = decltype(heavy)::value;
     cp_async_wait<0>();
-    __syncthreads();  // K_n is there; every warp has done with V_{n+1}
-    load_tile<kMasked>(gmem_load, at_tile(tVgV, params.v_stride, n), tVsV, tKcK, columns_v,
-                       params.seqlen_k - n * kBlockN);
+    __syncthreads();  // K_n is there; every warp has done with the V before
+    load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);
     cp_async_fence();
+    move(tVgV, params.v_stride, distance);
 
     auto acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
+    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
+    [[maybe_unused]] auto biases = make_tensor<uint32_t>(shape(scores));
+    if constexpr (Variant::kGeneric) {
+      if constexpr (kHeavy) {
+        variant.score_mod.template prefetch<kMasked>(biases, coordinates, block.first_row,
+                                                     n * kBlockN);
+      }
+    }
     gemm_smem_smem(acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k, thread_copy_q,
                    thread_copy_k);
 
     cp_async_wait<0>();
-    if constexpr (kMasked) found_nonfinite |= clear_nonfinite(tVsV);  // this thread's own pieces
-    __syncthreads();  // V_n is there; every warp has done with K_n
-    if (n > 0) {
-      load_tile<false>(gmem_load, at_tile(tKgK, params.k_stride, n - 1), tKsK, tKcK, columns, 0);
+    if (kMasked || (kHeavy && variant.hides()))
+      found_nonfinite |= clear_nonfinite(tVsV);  // its own pieces
+    __syncthreads();                             // V_n is there; every warp has done with K_n
+    if (distance != 0) {
+      move(tKgK, params.k_stride, distance);
+      load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
       cp_async_fence();
     }
 
-    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
+    if constexpr (Variant::kGeneric) {
+      variant.score_mod.template apply<kHeavy>(scores, biases, coordinates, block.first_row,
+                                               n * kBlockN);
+    }
     if constexpr (kMasked) {
       apply_mask(scores, coordinates, mask, block.first_row, n * kBlockN);
     }
-    softmax.update(scores, out_matrix);
+    softmax.template update<kHeavy>(scores, out_matrix);
+    if constexpr (Variant::kGeneric) {
+      if (kHeavy && variant.dropout.active()) {
+        apply_dropout(scores, variant.dropout, coordinates, block.first_row, n * kBlockN);
+      }
+    }
     auto probabilities = round_fragment<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
     gemm_register_smem(acc_o, tOrP, tOrVt, tOsVt, mma, smem_copy_v, thread_copy_v);
   };
-  for (; n >= range.masked; --n) step(std::true_type{});
-  for (; n >= 0; --n) step(std::false_type{});
+  using Generic = std::bool_constant<Variant::kGeneric>;
+  while (n >= 0 && range.needs_mask(n)) {
+    const int next = visited(range.next(n));
+    step(std::true_type{}, Generic{}, next < 0 ? 0 : next - n);
+    n = next;
+  }
+  if constexpr (Variant::kGeneric) {
+    const auto rest = [&](auto heavy) {
+      while (n >= 0) {
+        const int next = visited(range.next(n));
+        step(std::false_type{}, heavy, next < 0 ? 0 : next - n);
+        n = next;
+      }
+    };
+    if (variant.heavy()) rest(std::true_type{});
+    else rest(std::false_type{});
+  } else {
+    for (n = n < 0 ? n : n - range.left; n >= 0; --n) {
+      step(std::false_type{}, Generic{}, n > 0 ? -1 : 0);
+    }
+  }
   return found_nonfinite;
 }
 

@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "sm80/block.h"
 #include "sm80/tiles.h"
 
 namespace anyflash::sm80 {
@@ -18,38 +19,76 @@ using MmaAtom = cute::MMA_Atom<
     std::conditional_t<std::is_same_v<Element, cutlass::half_t>, cute::SM80_16x8x16_F32F16F16F32_TN,
                        cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
 
-template <class Element_, int kHeadDim_>
+// A swizzled (kRows, kColumns) tile in shared memory, and its copies from and to global memory.
+template <class Element, int kThreads, int kRows, int kColumns>
+struct SmemTile {
+  // 16 bytes are what cp.async, ldmatrix rows and output stores move.
+  static constexpr int kVector = 16 / sizeof(Element);
+  // Rows are stored in pages of 64 columns (128 bytes, all 32 banks), or 32 where 64 do not divide.
+  static constexpr int kPage = kColumns % 64 == 0 ? 64 : 32;
+  using Atom =
+      decltype(cute::composition(cute::Swizzle<(kPage == 64 ? 3 : 2), 3, 3>{},
+                                 cute::Layout<cute::Shape<cute::_8, cute::Int<kPage>>,
+                                              cute::Stride<cute::Int<kPage>, cute::_1>>{}));
+  using Layout =
+      decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
+
+  // Neighbouring threads on neighbouring 16-byte pieces of one page.
+  static constexpr int kThreadsPerRow = kPage / kVector;
+  using Threads =
+      cute::Layout<cute::Shape<cute::Int<kThreads / kThreadsPerRow>, cute::Int<kThreadsPerRow>>,
+                   cute::Stride<cute::Int<kThreadsPerRow>, cute::_1>>;
+  using Vector = cute::Layout<cute::Shape<cute::_1, cute::Int<kVector>>>;
+  using Load = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>{}, Threads{},
+      Vector{}));
+  using Store = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{}, Threads{}, Vector{}));
+};
+
+// Key j of a tile lies in row KeyOrder(j) of shared memory and is column KeyOrder(j) of the scores.
+//
+// A lane holds the columns 2 q and 2 q + 1 of each group of eight (q: its place in the quad). With
+// keys 8 q to 8 q + 7 there, of every 32, it holds neighbouring keys: one draw of dropout, and
+// neighbouring biases. The softmax and P V do not mind the order.
+template <int kBlockN>
+using QuadKeyOrder =
+    cute::Layout<cute::Shape<cute::_2, cute::_4, cute::_4, cute::Int<kBlockN / 32>>,
+                 cute::Stride<cute::_1, cute::_8, cute::_2, cute::_32>>;
+template <int kBlockN>
+using PlainKeyOrder = cute::Layout<cute::Int<kBlockN>>;
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr Tile kTile = forward_tile(kHeadDim);
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr Tile kTile =
+      kGeneric ? generic_forward_tile(kHeadDim, kHeadDimV) : forward_tile(kHeadDim, kHeadDimV);
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
+  using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+  static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
 
-  // 16 bytes are what cp.async, ldmatrix rows and output stores move.
-  static constexpr int kVector = 16 / sizeof(Element);
-  // Rows are stored in pages of 64 columns (128 bytes, all 32 banks), or 32 where 64 do not divide.
-  static constexpr int kPage = kHeadDim % 64 == 0 ? 64 : 32;
-  using SmemAtom =
-      decltype(cute::composition(cute::Swizzle<(kPage == 64 ? 3 : 2), 3, 3>{},
-                                 cute::Layout<cute::Shape<cute::_8, cute::Int<kPage>>,
-                                              cute::Stride<cute::Int<kPage>, cute::_1>>{}));
-  template <int kRows>
-  using SmemTile = decltype(cute::tile_to_shape(
-      SmemAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
-  using SmemQ = SmemTile<kBlockM>;
-  using SmemKV = SmemTile<kBlockN>;
+  using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
+  using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
+  using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
+  using TileO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
   // V as the (head_dim, key) operand of P V: the same memory, read by transposing ldmatrix.
   using SmemVt = decltype(cute::composition(
-      SmemKV{}, cute::make_layout(cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{},
-                                  cute::GenRowMajor{})));
+      typename TileV::Layout{},
+      cute::make_layout(cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>{},
+                        cute::GenRowMajor{})));
 
   struct SharedStorage {
-    alignas(128) cute::array<Element, cute::cosize_v<SmemQ>> q;  // later the output tile
-    alignas(128) cute::array<Element, cute::cosize_v<SmemKV>> k;
-    alignas(128) cute::array<Element, cute::cosize_v<SmemKV>> v;
+    alignas(
+        128) cute::array<Element, cute::cosize_v<typename TileQ::Layout>> q;  // later the output
+    alignas(128) cute::array<Element, cute::cosize_v<typename TileK::Layout>> k;
+    alignas(128) cute::array<Element, cute::cosize_v<typename TileV::Layout>> v;
+    ForwardBlock block;
   };
 
   // Each warp owns 16 rows of every 16 * kWarps; K and V are shared by all warps.
@@ -59,19 +98,6 @@ struct ForwardTraits {
 
   using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
   using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
-
-  // Global <-> shared: neighbouring threads on neighbouring 16-byte pieces of one page.
-  static constexpr int kThreadsPerRow = kPage / kVector;
-  using GmemThreads =
-      cute::Layout<cute::Shape<cute::Int<kThreads / kThreadsPerRow>, cute::Int<kThreadsPerRow>>,
-                   cute::Stride<cute::Int<kThreadsPerRow>, cute::_1>>;
-  using GmemVector = cute::Layout<cute::Shape<cute::_1, cute::Int<kVector>>>;
-  using GmemLoad = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>{},
-      GmemThreads{}, GmemVector{}));
-  using GmemStore = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{}, GmemThreads{},
-      GmemVector{}));
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };
 

@@ -1,4 +1,5 @@
-// Block-sparse attention: which blocks of scores are kept (Dao et al., arXiv 2205.14135, section 3.3).
+// Block-sparse attention: which blocks of scores are kept (Dao et al., arXiv 2205.14135, section
+// 3.3).
 #pragma once
 
 #include <cstdint>
@@ -23,29 +24,36 @@ class BlockMask {
   ANYFLASH_HOST_DEVICE bool active() const { return map_ != nullptr; }
 
   ANYFLASH_HOST_DEVICE bool keep(int row, int col) const {
-    return map_ == nullptr || block(row / rows_, col / cols_);
+    return map_ == nullptr || map_[row / rows_ * row_stride_ + col / cols_ * col_stride_] != 0;
   }
 
-  // Of the rows [first_row, end_row), how do they stand to a tile of keys inside one block, which
-  // begins at col?
-  enum class Kept { kNone, kSome, kAll };
-  ANYFLASH_HOST_DEVICE Kept kept(int first_row, int end_row, int col) const {
-    if (map_ == nullptr) return Kept::kAll;
-    bool any = false;
-    bool all = true;
-    for (int r = first_row / rows_; r <= (end_row - 1) / rows_; ++r) {
-      const bool one = block(r, col / cols_);
-      any |= one;
-      all &= one;
+  // The map's row for one tile of queries, to be asked for tiles of keys; tiles divide blocks.
+  class Row {
+   public:
+    ANYFLASH_HOST_DEVICE Row(const BlockMask& blocks, int row, int tile_keys)
+        : map_(blocks.map_ == nullptr ? nullptr
+                                      : blocks.map_ + row / blocks.rows_ * blocks.row_stride_),
+          stride_(blocks.col_stride_),
+          tiles_(static_cast<uint32_t>(blocks.cols_ / tile_keys)),
+          inverse_(tiles_ == 0 ? 0 : 0xffffffffu / tiles_) {}
+
+    ANYFLASH_HOST_DEVICE bool keep(int tile) const {
+      if (map_ == nullptr) return true;
+      // tile / tiles_, or one less: a product instead of a division.
+      const auto n = static_cast<uint32_t>(tile);
+      uint32_t block = static_cast<uint32_t>(uint64_t{n} * inverse_ >> 32);
+      if ((block + 1) * tiles_ <= n) ++block;
+      return map_[block * stride_] != 0;
     }
-    return all ? Kept::kAll : any ? Kept::kSome : Kept::kNone;
-  }
+
+   private:
+    const unsigned char* map_;
+    int64_t stride_;
+    uint32_t tiles_;
+    uint32_t inverse_;
+  };
 
  private:
-  ANYFLASH_HOST_DEVICE bool block(int row, int col) const {
-    return map_[row * row_stride_ + col * col_stride_] != 0;
-  }
-
   const unsigned char* map_;
   int64_t row_stride_;
   int64_t col_stride_;

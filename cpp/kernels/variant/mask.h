@@ -1,5 +1,5 @@
-// Which scores count by their position: both which K tiles to visit and which elements to keep. Pure
-// integer code.
+// Which scores count by their position: both which K tiles to visit and which elements to keep.
+// Pure integer code.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,28 @@
 namespace ANYFLASH_SHARED_NAMESPACE {
 
 // K tiles of one block of query rows: [left, masked) need no mask, [begin, left) and [masked, end)
-// do, the rest is skipped.
+// do, the rest is skipped. They are visited from the last to the first, but masked ones before
+// unmasked ones: [masked, end), [begin, left), [left, masked). The only tile that can hold keys
+// that do not exist is end - 1, and if it does, it is masked and so the first.
 struct KRange {
   int begin;
   int left;
   int masked;
   int end;
+
+  ANYFLASH_HOST_DEVICE bool needs_mask(int tile) const { return tile < left || tile >= masked; }
+  ANYFLASH_HOST_DEVICE int first() const {
+    return end > masked ? end - 1 : left > begin ? left - 1 : masked > left ? masked - 1 : -1;
+  }
+  // The tile after `tile`, -1 after the last.
+  ANYFLASH_HOST_DEVICE int next(int tile) const {
+    if (tile > masked || (tile < left && tile > begin) || (tile < masked && tile > left)) {
+      return tile - 1;
+    }
+    if (tile == masked && left > begin) return left - 1;
+    if (tile >= masked || tile < left) return masked > left ? masked - 1 : -1;
+    return -1;
+  }
 };
 
 // A window around the diagonal that ends at the bottom right:

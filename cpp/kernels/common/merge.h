@@ -1,0 +1,44 @@
+// Joining two partial results of attention, row by row (Milakov and Gimelshein, arXiv 1805.02867):
+//   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+#pragma once
+
+#include <cmath>
+
+#include "common/macros.h"
+
+namespace ANYFLASH_SHARED_NAMESPACE {
+
+// How two rows are joined. T is the type of the arithmetic: float, double.
+template <class T>
+class Merge {
+ public:
+  ANYFLASH_HOST_DEVICE Merge(float lse_a, float lse_b)
+      : sees_a_(!std::isinf(lse_a)), sees_b_(!std::isinf(lse_b)) {
+    if (!sees_a_ && !sees_b_) return;
+    const T a = static_cast<T>(lse_a);
+    const T b = static_cast<T>(lse_b);
+    const T larger = !sees_b_ || (sees_a_ && a > b) ? a : b;
+    weight_a_ = sees_a_ ? std::exp(a - larger) : T(0);
+    weight_b_ = sees_b_ ? std::exp(b - larger) : T(0);
+    const T sum = weight_a_ + weight_b_;
+    weight_a_ /= sum;
+    weight_b_ /= sum;
+    lse_ = static_cast<float>(larger + std::log(sum));
+  }
+
+  // What a part that saw no key holds is not looked at: it may be NaN.
+  ANYFLASH_HOST_DEVICE T out(T a, T b) const {
+    if (!sees_b_) return sees_a_ ? a : T(0);
+    return sees_a_ ? weight_a_ * a + weight_b_ * b : b;
+  }
+  ANYFLASH_HOST_DEVICE float lse() const { return lse_; }
+
+ private:
+  bool sees_a_;
+  bool sees_b_;
+  T weight_a_ = T(0);
+  T weight_b_ = T(0);
+  float lse_ = -INFINITY;
+};
+
+}  // namespace ANYFLASH_SHARED_NAMESPACE

@@ -1,0 +1,149 @@
+// What is done to the scores between q.k and the softmax: softcap, ALiBi, bias.
+//
+// These scores stay in natural units to the exponential: a bias of the lowest float (a mask to many
+// programs, though not to the naive formula) would become -inf in units of log2 e.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/convert.h"
+#include "cpu/exp.h"
+#include "cpu/gemm.h"
+#include "cpu/scratch.h"
+#include "cpu/simd.h"
+#include "params.h"
+
+namespace anyflash::cpu::ANYFLASH_CPU_ISA {
+
+template <typename T>
+class ScoreModifier {
+ public:
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+
+  explicit ScoreModifier(const ForwardParams& p) : p_(p), cap_(static_cast<T>(p.softcap)) {}
+
+  bool has_alibi() const { return p_.alibi_slopes.data != nullptr; }
+  bool has_bias() const { return p_.bias.data != nullptr; }
+  bool active() const { return p_.softcap > 0 || has_alibi() || has_bias(); }
+
+  // The factor on q.k that operator() takes scores with.
+  double scale() const { return p_.softcap > 0 ? p_.softmax_scale / p_.softcap : p_.softmax_scale; }
+
+  void begin_row(std::int64_t sequence, QueryRow<T>* row) const {
+    if (has_alibi()) {
+      const Strides& st = p_.alibi_slopes.stride;
+      row->slope =
+          static_cast<T>(read_number(p_.alibi_slopes, sequence * st.batch + row->head * st.head));
+    }
+    const Strides& st = p_.bias.stride;
+    row->bias = sequence * st.batch + row->head * st.head + row->query * st.row;
+  }
+
+  void row_bias(const QueryRow<T>& row, int first_key, int n, T* bias) const {
+    const std::int64_t stride = p_.bias.stride.col;
+    read_bias(p_.bias, row.bias + first_key * stride, stride, n, bias);
+  }
+
+  ANYFLASH_CPU_INLINE Vec operator()(Vec s, Vec distance, Vec slope, Vec bias) const {
+    if (p_.softcap > 0) s = tanh_vector<T>(s) * cap_;
+    if (has_alibi()) s = s - slope * S::max(distance, -distance);
+    if (has_bias()) {
+      const Vec hidden = S::broadcast(T(-kInfinity));
+      s = bias == hidden ? hidden : s + bias;  // NaN + -inf would be NaN
+    }
+    return s;
+  }
+
+ private:
+  const ForwardParams& p_;
+  T cap_;
+};
+
+// The bias of rows [0, width) and keys first_key + [begin, end), rows in lanes. False if it hides
+// all of them.
+template <typename T>
+inline bool load_bias(const ScoreModifier<T>& modifier, const QueryRow<T>* rows, int width,
+                      int first_key, int begin, int end, T* tile) {
+  using S = Simd<T>;
+  T part[S::kLanes][kBlockN] = {};
+  bool visible = false;
+  for (int first = 0; first < width; first += S::kLanes) {
+    for (int r = 0; r < S::kLanes; ++r) {
+      const QueryRow<T>& row = rows[first + r];
+      T* const to = part[r];
+      if (r > 0 && row.bias == rows[first + r - 1].bias) {
+        std::memcpy(to, part[r - 1], sizeof(part[r]));
+        continue;
+      }
+      modifier.row_bias(row, first_key + begin, end - begin, to + begin);
+      for (int j = begin; j < end; ++j) visible |= to[j] != T(-kInfinity);
+    }
+    for (int j = begin / S::kLanes * S::kLanes; j < end; j += S::kLanes) {
+      typename S::Vec x[S::kLanes];
+      ANYFLASH_CPU_UNROLL
+      for (int r = 0; r < S::kLanes; ++r) x[r] = S::load(part[r] + j);
+      S::transpose(x);
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < S::kLanes; ++i) S::store(tile + (j + i) * width + first, x[i]);
+    }
+  }
+  return visible;
+}
+
+// The scores of a panel and a block of keys, from q.k to what the softmax takes.
+template <typename T, int NV>
+inline void modify_panel(const ScoreModifier<T>& modifier, const QueryRow<T>* rows, int first_key,
+                         const Zones& zones, const KeysWithin<typename Simd<T>::Int>& within,
+                         const T* bias, T* s, ScoreRange<T, NV>& range) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int kRows = NV * S::kLanes;
+  const Vec hidden = S::broadcast(T(-kInfinity));
+  T slope[kRows] = {};
+  T diagonal[kRows] = {};
+  if (modifier.has_alibi()) {
+    for (int r = 0; r < kRows; ++r) {
+      slope[r] = rows[r].slope;
+      diagonal[r] = static_cast<T>(rows[r].diagonal - first_key);
+    }
+  }
+  for (int j = zones.begin; j < zones.end; ++j) {
+    const bool full = zones.full_begin <= j && j < zones.full_end;
+    ANYFLASH_CPU_UNROLL
+    for (int n = 0; n < NV; ++n) {
+      const int lane = n * S::kLanes;
+      T* const at = s + j * kRows + lane;
+      const Vec added = modifier.has_bias() ? S::load(bias + j * kRows + lane) : Vec{};
+      const Vec distance = S::load(diagonal + lane) - S::broadcast(static_cast<T>(j));
+      Vec x = modifier(S::load(at), distance, S::load(slope + lane), added);
+      if (full) {
+        range.min[n] = S::min(x, range.min[n]);
+      } else {
+        x = within.template select<T>(n, first_key + j, x, hidden);
+      }
+      range.max[n] = S::max(x, range.max[n]);
+      S::store(at, x);
+    }
+  }
+}
+
+// The same for one row, keys in lanes: [begin, end), rounded outwards to whole vectors.
+template <typename T>
+inline void modify_row(const ScoreModifier<T>& modifier, const QueryRow<T>& row, int first_key,
+                       int begin, int end, T* s) {
+  using S = Simd<T>;
+  T bias[kBlockN] = {};
+  T step[S::kLanes];
+  for (int i = 0; i < S::kLanes; ++i) step[i] = static_cast<T>(i);
+  if (modifier.has_bias()) modifier.row_bias(row, first_key + begin, end - begin, bias + begin);
+  const typename S::Vec slope = S::broadcast(modifier.has_alibi() ? row.slope : T(0));
+  for (int j = begin / S::kLanes * S::kLanes; j < end; j += S::kLanes) {
+    const T diagonal = static_cast<T>(row.diagonal - first_key - j);
+    const typename S::Vec distance = S::broadcast(diagonal) - S::load(step);
+    S::store(s + j, modifier(S::load(s + j), distance, slope, S::load(bias + j)));
+  }
+}
+
+}  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

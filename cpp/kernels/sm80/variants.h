@@ -1,0 +1,55 @@
+// What a forward kernel does beyond masks by position.
+#pragma once
+
+#include "common/macros.h"
+#include "params.h"
+#include "sm80/block.h"
+#include "variant/apply_dropout.h"
+#include "variant/block_mask.h"
+#include "variant/dropout.h"
+#include "variant/score_mod.h"
+
+namespace anyflash::sm80 {
+
+// Nothing: the specialised variant. Everything it answers is a constant.
+struct PlainVariant {
+  static constexpr bool kGeneric = false;
+
+  ANYFLASH_DEVICE PlainVariant(const ForwardParams&, const ForwardBlock&, int) {}
+
+  ANYFLASH_DEVICE bool visits(int) const { return true; }
+  ANYFLASH_DEVICE bool hides() const { return false; }
+  ANYFLASH_DEVICE bool keep(int, int) const { return true; }
+  ANYFLASH_DEVICE bool drops(int, int) const { return false; }
+  ANYFLASH_DEVICE float dropout_scale() const { return 1.0f; }
+};
+
+// Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
+// Tiles without masks have a loop of their own where neither bias nor dropout is asked for.
+struct GenericVariant {
+  static constexpr bool kGeneric = true;
+
+  ANYFLASH_DEVICE GenericVariant(const ForwardParams& params, const ForwardBlock& block,
+                                 int tile_keys)
+      : score_mod(params, block.sequence, block.batch, block.head),
+        blocks(BlockMask(params, block.batch, block.head), block.first_row, tile_keys),
+        dropout(params, block.batch, block.head) {}
+
+  // Whether the block map keeps a tile of keys.
+  ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
+  // Whether the steps need the code for what is loaded or drawn for each score.
+  ANYFLASH_DEVICE bool heavy() const { return score_mod.heavy() || dropout.active(); }
+  // Whether keys may be hidden in any tile, by a bias.
+  ANYFLASH_DEVICE bool hides() const { return score_mod.hides(); }
+  ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod.keep(row, col); }
+  ANYFLASH_DEVICE bool drops(int row, int col) const {
+    return dropout.active() && !dropout.keep(dropout.draws(row, col / 8)[col % 8]);
+  }
+  ANYFLASH_DEVICE float dropout_scale() const { return dropout.scale(); }
+
+  ScoreMod score_mod;
+  BlockMask::Row blocks;
+  Dropout dropout;
+};
+
+}  // namespace anyflash::sm80

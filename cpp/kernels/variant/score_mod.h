@@ -1,0 +1,235 @@
+// What happens to a score between the product and the softmax: softcap, bias, ALiBi.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "common/softmax.h"
+#include "params.h"
+#include "variant/sequence.h"
+
+namespace anyflash {
+
+// Element `index` of a float tensor.
+ANYFLASH_DEVICE float load_float(const Auxiliary& tensor, int64_t index) {
+  switch (tensor.dtype) {
+    case DType::kFloat16:
+      return __half2float(static_cast<const __half*>(tensor.data)[index]);
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(tensor.data)[index]);
+    default:
+      return static_cast<const float*>(tensor.data)[index];
+  }
+}
+
+// Nothing: the softmax applies the scale.
+struct NoScoreMod {
+  static constexpr bool kActive = false;
+};
+
+// s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -
+// j|. A bias of -inf, or a boolean one that says no, hides the key whatever qk is.
+//
+// Tensors of scores are (row, col) views of accumulators, `coordinates` their places relative to
+// (row0, col0), which are the same offsets from a thread's first place in every thread.
+class ScoreMod {
+ public:
+  static constexpr bool kActive = true;
+
+  ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, const Sequence& sequence, int64_t batch,
+                           int head)
+      : scale_(static_cast<float>(p.softmax_scale)),
+        softcap_(static_cast<float>(p.softcap)),
+        bias_dtype_(p.bias.dtype),
+        bias_row_stride_(p.bias.stride.row),
+        bias_col_stride_(static_cast<int>(p.bias.stride.col)),
+        seqlen_q_(sequence.seqlen_q),
+        seqlen_k_(sequence.seqlen_k) {
+    if (p.bias.data != nullptr) {
+      const int64_t offset = batch * p.bias.stride.batch + head * p.bias.stride.head;
+      bias_ = static_cast<const unsigned char*>(p.bias.data) + offset * bias_bytes();
+    }
+    if (p.alibi_slopes.data != nullptr) {
+      const Strides& stride = p.alibi_slopes.stride;
+      slope_ = load_float(p.alibi_slopes, batch * stride.batch + head * stride.head);
+    }
+  }
+
+  // Whether scores need more than `light` application: loads, or the whole range of numbers.
+  ANYFLASH_DEVICE bool heavy() const {
+    return bias_ != nullptr || softcap_ > kAccurateSoftcap || slope_ < 0.0f;
+  }
+
+  // Whether a bias may hide keys, in any tile.
+  ANYFLASH_DEVICE bool hides() const { return bias_ != nullptr; }
+
+  // Whether the bias leaves the key visible.
+  ANYFLASH_DEVICE bool keep(int row, int col) const {
+    if (bias_ == nullptr) return true;
+    const uint32_t raw = load(row_address(row) + int64_t{col} * bias_col_stride_ * bias_bytes());
+    return bias_dtype_ == DType::kBool ? raw != 0 : decode(raw) != -INFINITY;
+  }
+
+  // Asks for the biases of a thread's scores, so that they arrive while the scores are computed.
+  // kEdge: keys of the tile may not exist.
+  template <bool kEdge, class Raw, class Coordinates>
+  ANYFLASH_DEVICE void prefetch(Raw& raw, const Coordinates& coordinates, int row0,
+                                int col0) const {
+    using namespace cute;
+    if (bias_ == nullptr) return;
+    const auto load_all = [&](auto type, auto stride) {
+      using Type = decltype(type);
+      const int first = get<1>(coordinates(0, 0));
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(raw); ++row) {
+        const auto* const data = reinterpret_cast<const Type*>(row_address(
+                                     min(row0 + get<0>(coordinates(row, 0)), seqlen_q_ - 1))) +
+                                 int64_t{col0 + first} * stride;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(raw); ++col) {
+          int offset = get<1>(coordinates(row, col)) - first;  // a constant
+          if (kEdge) offset = min(offset, seqlen_k_ - 1 - col0 - first);
+          raw(row, col) = data[int64_t{offset} * stride];
+        }
+      }
+    };
+    const auto load_strided = [&](auto type) {
+      if (bias_col_stride_ == 1) load_all(type, Int<1>{});
+      else load_all(type, bias_col_stride_);
+    };
+    if (bias_dtype_ == DType::kFloat32) load_strided(uint32_t{});
+    else if (bias_dtype_ == DType::kBool) load_strided(uint8_t{});
+    else load_strided(uint16_t{});
+  }
+
+  // kHeavy: heavy() may be true.
+  template <bool kHeavy, class Scores, class Raw, class Coordinates>
+  ANYFLASH_DEVICE void apply(Scores& scores, const Raw& raw, const Coordinates& coordinates,
+                             int row0, int col0) const {
+    using namespace cute;
+    if (kHeavy && softcap_ > kAccurateSoftcap) cap_accurately(scores);
+    else if (softcap_ > 0.0f) cap(scores);
+    else multiply(scores);
+    if (kHeavy && bias_ != nullptr) add_bias(scores, raw);
+    if (slope_ > 0.0f) {
+      add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
+    } else if (kHeavy && slope_ < 0.0f) {
+      add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s + fabsf(t); });
+    }
+  }
+
+ private:
+  ANYFLASH_DEVICE int bias_bytes() const {
+    return bias_dtype_ == DType::kFloat32 ? 4 : bias_dtype_ == DType::kBool ? 1 : 2;
+  }
+
+  ANYFLASH_DEVICE const unsigned char* row_address(int row) const {
+    return bias_ + row * bias_row_stride_ * bias_bytes();
+  }
+
+  ANYFLASH_DEVICE uint32_t load(const unsigned char* address) const {
+    if (bias_dtype_ == DType::kFloat32) return *reinterpret_cast<const uint32_t*>(address);
+    if (bias_dtype_ == DType::kBool) return *address;
+    return *reinterpret_cast<const uint16_t*>(address);
+  }
+
+  ANYFLASH_DEVICE float decode(uint32_t raw) const {
+    if (bias_dtype_ == DType::kFloat32) return __uint_as_float(raw);
+    if (bias_dtype_ == DType::kBFloat16) return __uint_as_float(raw << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(raw)));
+  }
+
+  template <class Scores>
+  ANYFLASH_DEVICE void multiply(Scores& scores) const {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) *= scale_;
+  }
+
+  // softcap * tanh(x) = softcap - 2 softcap / (1 + exp(2 x)),  x = scale * qk / softcap: exact to
+  // a few units of softcap * 2^-24.
+  ANYFLASH_DEVICE float capped(float qk, float factor) const {
+    return softcap_ - 2.0f * softcap_ * __fdividef(1.0f, 1.0f + exp2f(qk * factor));
+  }
+
+  template <class Scores>
+  ANYFLASH_DEVICE void cap(Scores& scores) const {
+    const float factor = 2.0f * kLog2E * scale_ / softcap_;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) = capped(scores(i), factor);
+  }
+
+  // For a softcap so large that its 2^-24th part counts, small x take the series of tanh.
+  static constexpr float kAccurateSoftcap = 256.0f;
+  template <class Scores>
+  ANYFLASH_DEVICE void cap_accurately(Scores& scores) const {
+    const float inverse = 1.0f / softcap_;
+    const float factor = 2.0f * kLog2E * scale_ * inverse;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      const float s = scores(i) * scale_;
+      const float x = s * inverse;
+      const float x2 = x * x;
+      const float series =
+          s + s * x2 * (-1.0f / 3 + x2 * (2.0f / 15 + x2 * (-17.0f / 315 + x2 * (62.0f / 2835))));
+      scores(i) = fabsf(x) < 0.3f ? series : capped(scores(i), factor);
+    }
+  }
+
+  template <class Scores, class Raw>
+  ANYFLASH_DEVICE void add_bias(Scores& scores, const Raw& raw) const {
+    const auto add = [&](auto to_float) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        const float bias = to_float(raw(i));
+        scores(i) = bias == -INFINITY ? -INFINITY : scores(i) + bias;
+      }
+    };
+    if (bias_dtype_ == DType::kFloat32) {
+      add([](uint32_t x) { return __uint_as_float(x); });
+    } else if (bias_dtype_ == DType::kBFloat16) {
+      add([](uint32_t x) { return __uint_as_float(x << 16); });
+    } else if (bias_dtype_ == DType::kFloat16) {
+      add([](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); });
+    } else {
+      add([](uint32_t x) { return x != 0 ? 0.0f : -INFINITY; });
+    }
+  }
+
+  // combine(s, slope * (i + seqlen_k - seqlen_q - j)): one FFMA and one FADD, which takes the
+  // absolute value for nothing, a score.
+  template <class Scores, class Coordinates, class Combine>
+  ANYFLASH_DEVICE void add_slope(Scores& scores, const Coordinates& coordinates, int row0, int col0,
+                                 const Combine& combine) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int first = get<1>(coordinates(row, 0));
+      const int diagonal =
+          (row0 + get<0>(coordinates(row, 0)) - seqlen_q_) + (seqlen_k_ - col0) - first;
+      const float distance = static_cast<float>(diagonal) * slope_;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int offset = get<1>(coordinates(row, col)) - first;  // a constant
+        scores(row, col) =
+            combine(scores(row, col), distance - static_cast<float>(offset) * slope_);
+      }
+    }
+  }
+
+  float scale_;
+  float softcap_;
+  float slope_ = 0.0f;
+  const unsigned char* bias_ = nullptr;
+  DType bias_dtype_;
+  int64_t bias_row_stride_;
+  int bias_col_stride_;
+  int seqlen_q_;
+  int seqlen_k_;
+};
+
+}  // namespace anyflash

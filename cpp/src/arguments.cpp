@@ -1,0 +1,113 @@
+#include "arguments.h"
+
+#include "describe.h"
+
+namespace anyflash {
+
+void invalid_value(const std::string& message) { throw Error(ErrorCode::kInvalidValue, message); }
+void invalid_type(const std::string& message) { throw Error(ErrorCode::kInvalidType, message); }
+
+void check_rank(const TensorView& t, const char* argument, int rank, const char* layout) {
+  if (t.rank != rank) {
+    const std::string shape = t.rank >= 0 && t.rank <= kMaxRank ? ", shape " + shape_of(t) : "";
+    invalid_value(std::string(argument) + " has " + std::to_string(t.rank) + " dimensions" + shape +
+                  "; expected " + std::to_string(rank) + ": " + layout);
+  }
+  // Counted in elements, with room for sizes in bytes and for rounding up.
+  constexpr int64_t kMaxElements = int64_t{1} << 56;
+  int64_t elements = 1;
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] < 0) {
+      invalid_value(std::string(argument) + " has shape " + shape_of(t) +
+                    "; an extent must not be negative");
+    }
+    if (t.shape[i] > 0 && elements > kMaxElements / t.shape[i]) {
+      invalid_value(std::string(argument) + " has shape " + shape_of(t) +
+                    "; at most 2^56 elements are allowed");
+    }
+    elements *= t.shape[i];
+  }
+  if (elements > 0 && t.data == nullptr) {
+    invalid_value(std::string(argument) + " has a NULL data pointer");
+  }
+}
+
+void check_shape(const TensorView& t, const char* argument, std::initializer_list<Axis> axes,
+                 const char* layout, const std::string& why) {
+  check_rank(t, argument, static_cast<int>(axes.size()), layout);
+  bool same = true;
+  std::string expected;
+  int i = 0;
+  for (const Axis& axis : axes) {
+    const bool one = axis.broadcast && axis.extent != 1;
+    same &= t.shape[i] == axis.extent || (one && t.shape[i] == 1);
+    expected += (i == 0 ? "" : ", ") + std::to_string(axis.extent) + (one ? " or 1" : "");
+    ++i;
+  }
+  if (same) return;
+  invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected (" + expected +
+                (t.rank == 1 ? ",)" : ")") + why);
+}
+
+void check_device(const TensorView& t, const char* argument, const TensorView& other,
+                  const char* other_argument) {
+  if (t.device == other.device) return;
+  invalid_value(std::string(argument) + " is on " + name(t.device) + ", but " + other_argument +
+                " is on " + name(other.device) + "; all tensors must be on one device");
+}
+
+void check_float(const TensorView& t, const char* argument, bool allow_double, const char* also) {
+  if (is_float(t.dtype) && (allow_double || t.dtype != DType::kFloat64)) return;
+  invalid_type(std::string(argument) + " is " + name(t.dtype) + "; " +
+               (allow_double ? "" : "on a GPU ") + also +
+               (allow_double ? kFloatsAllowed : "float32, float16 and bfloat16 are allowed"));
+}
+
+void check_dtype(const TensorView& t, const char* argument, DType dtype) {
+  if (t.dtype == dtype) return;
+  invalid_type(std::string(argument) + " is " + name(t.dtype) + "; it must be " + name(dtype));
+}
+
+void check_writable(const TensorView& t, const char* argument) {
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == 0) return;  // strides of an empty tensor mean nothing
+  }
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] > 1 && t.stride[i] == 0) {
+      invalid_value(std::string(argument) + " has stride 0 in dimension " + std::to_string(i) +
+                    " of shape " + shape_of(t) + "; an output must not repeat elements");
+    }
+  }
+}
+
+void check_aligned(const TensorView& t, const char* argument) {
+  const int bytes = bytes_of(t.dtype);
+  if (reinterpret_cast<std::uintptr_t>(t.data) % static_cast<std::uintptr_t>(bytes) == 0) return;
+  invalid_value(std::string(argument) + " is " + name(t.dtype) + ", but its address is not a " +
+                "multiple of " + std::to_string(bytes) + " bytes");
+}
+
+void check_threads(int num_threads) {
+  if (num_threads >= 0) return;
+  invalid_value("num_threads is " + std::to_string(num_threads) +
+                "; 0 (the default) or a positive number is allowed");
+}
+
+int checked_extent(int64_t extent, const char* argument, const char* what) {
+  if (extent > kMaxExtent) {
+    invalid_value(std::string(argument) + " has " + what + " " + std::to_string(extent) +
+                  "; at most " + std::to_string(kMaxExtent) + " is allowed");
+  }
+  return static_cast<int>(extent);
+}
+
+TensorView with_batch(const TensorView& t, bool packed) {
+  if (!packed) return t;
+  TensorView result = t;
+  result.rank = 4;
+  result.shape = {1, t.shape[0], t.shape[1], t.shape[2]};
+  result.stride = {0, t.stride[0], t.stride[1], t.stride[2]};
+  return result;
+}
+
+}  // namespace anyflash

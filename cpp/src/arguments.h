@@ -1,0 +1,68 @@
+// Checks of arguments that several functions share. All throw Error, which says what was given and
+// what is allowed.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "anyflash/error.h"
+#include "anyflash/tensor_view.h"
+#include "params.h"
+
+namespace anyflash {
+
+[[noreturn]] void invalid_value(const std::string& message);
+[[noreturn]] void invalid_type(const std::string& message);
+
+// The rank, sizes that can be counted, and an address if there are elements. `layout` names the
+// axes: "(batch, heads)".
+void check_rank(const TensorView& t, const char* argument, int rank, const char* layout);
+
+struct Axis {
+  int64_t extent;
+  bool broadcast = false;  // 1 is allowed too
+};
+
+// Rank and shape. `why` follows the shape in the message: ", with q's head_dim".
+void check_shape(const TensorView& t, const char* argument, std::initializer_list<Axis> axes,
+                 const char* layout, const std::string& why);
+
+void check_device(const TensorView& t, const char* argument, const TensorView& other,
+                  const char* other_argument);
+
+// A float type; `allow_double` where float64 is one. `also` names types that the caller has looked
+// for: "bool, ".
+void check_float(const TensorView& t, const char* argument, bool allow_double = true,
+                 const char* also = "");
+void check_dtype(const TensorView& t, const char* argument, DType dtype);
+
+// A tensor that is written must not hold one address twice.
+void check_writable(const TensorView& t, const char* argument);
+
+// The address is a multiple of the element's size.
+void check_aligned(const TensorView& t, const char* argument);
+
+void check_threads(int num_threads);
+
+// Kernels count rows in 32 bits and round up to whole tiles, which must not overflow.
+inline constexpr int64_t kMaxExtent = INT_MAX - 4095;
+
+int checked_extent(int64_t extent, const char* argument, const char* what);
+
+// A packed tensor (rows, heads, columns) as (1, rows, heads, columns) with batch stride 0; a
+// batched one as it is.
+TensorView with_batch(const TensorView& t, bool packed);
+
+// Of a tensor with_batch().
+inline Strides strides_of(const TensorView& t) {
+  return {t.stride[0], t.stride[1], t.stride[2], t.stride[3]};
+}
+// Of an LSE: (batch, heads, rows), packed (heads, rows).
+inline Strides lse_strides_of(const TensorView& t, bool packed) {
+  if (packed) return {0, t.stride[1], t.stride[0], 0};
+  return {t.stride[0], t.stride[2], t.stride[1], 0};
+}
+
+}  // namespace anyflash

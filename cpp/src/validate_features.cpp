@@ -1,0 +1,251 @@
+// Options of forward(): numbers, and tensors that are optional.
+#include <algorithm>
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+
+#include "arguments.h"
+#include "describe.h"
+#include "validate.h"
+
+namespace anyflash {
+
+namespace {
+
+std::string text_of(double x) {
+  std::ostringstream text;
+  text << x;
+  return text.str();
+}
+
+double checked_scale(const ForwardOptions& options, const ForwardParams& params, bool wide) {
+  if (!options.softmax_scale) return 1.0 / std::sqrt(static_cast<double>(params.head_dim));
+  const double scale = *options.softmax_scale;
+  // Kernels of the narrower types multiply it by log2(e) in float32.
+  if (!std::isfinite(scale) || (!wide && std::abs(scale) > FLT_MAX / 2)) {
+    invalid_value("softmax_scale is " + text_of(scale) + "; a finite number" +
+                  (wide ? "" : " of at most half of float32's range") + " is allowed");
+  }
+  return scale;
+}
+
+double checked_softcap(double softcap, bool wide) {
+  // It is divided by and multiplied by log2(e).
+  const double least = wide ? DBL_MIN : FLT_MIN;
+  const double most = wide ? DBL_MAX / 2 : FLT_MAX / 2;
+  if (softcap == 0.0 || (softcap >= least && softcap <= most)) return softcap;
+  invalid_value("softcap is " + text_of(softcap) + "; 0 (none) or a finite positive number" +
+                (wide ? "" : " in float32's range") + " is allowed");
+}
+
+int64_t checked_window(int64_t width, const char* option) {
+  if (width >= -1) return width;
+  invalid_value(std::string(option) + " is " + std::to_string(width) +
+                "; -1 (no bound) or a number of keys is allowed");
+}
+
+uint32_t dropout_threshold(double p) {
+  if (!(p >= 0.0 && p < 1.0)) {
+    invalid_value("dropout_p is " + text_of(p) + "; 0 <= dropout_p < 1 is allowed");
+  }
+  return static_cast<uint32_t>(std::min(std::round(p * 65536.0), 65535.0));
+}
+
+int checked_block(int64_t size, int index) {
+  if (size > 0 && size % 64 == 0 && size <= INT_MAX) return static_cast<int>(size);
+  invalid_value("block_size[" + std::to_string(index) + "] is " + std::to_string(size) +
+                "; a positive multiple of 64 below 2^31 is allowed");
+}
+
+// The strides of the four axes (or fewer) of a small tensor, 0 where it is broadcast. `axes` are
+// members of Strides.
+Auxiliary auxiliary(const TensorView& t, std::initializer_list<int64_t Strides::*> axes) {
+  Auxiliary result;
+  result.data = t.data;
+  result.dtype = t.dtype;
+  result.stride = {0, 0, 0, 0};
+  int i = 0;
+  for (int64_t Strides::* const axis : axes) {
+    result.stride.*axis = t.shape[i] == 1 ? 0 : t.stride[i];
+    ++i;
+  }
+  return result;
+}
+
+class Features {
+ public:
+  Features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q, int64_t seqlen_k,
+           ForwardParams& params)
+      : q_(q), options_(options), seqlen_q_(seqlen_q), seqlen_k_(seqlen_k), params_(params) {}
+
+  void numbers() {
+    const bool wide = q_.dtype == DType::kFloat64;
+    params_.softmax_scale = checked_scale(options_, params_, wide);
+    params_.softcap = checked_softcap(options_.softcap, wide);
+    params_.window.left = checked_window(options_.window_left, "window_left");
+    params_.window.right = checked_window(options_.window_right, "window_right");
+    if (options_.causal) params_.window.right = 0;
+    params_.dropout_threshold = dropout_threshold(options_.dropout_p);
+    params_.seed = options_.seed;
+    params_.offset = options_.offset;
+  }
+
+  void alibi_slopes(const TensorView& t) {
+    const char* const layout = "(heads,) or (batch or 1, heads)";
+    check_input(t, "alibi_slopes");
+    if (t.rank == 1) {
+      check_shape(t, "alibi_slopes", {{params_.heads}}, layout, ", one for each head of q");
+      params_.alibi_slopes = auxiliary(t, {&Strides::head});
+    } else {
+      check_shape(t, "alibi_slopes", {{params_.batch, true}, {params_.heads}}, layout,
+                  std::string(": ") + layout);
+      params_.alibi_slopes = auxiliary(t, {&Strides::batch, &Strides::head});
+    }
+  }
+
+  void bias(const TensorView& t) {
+    const char* const layout = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)";
+    if (t.dtype == DType::kBool) {
+      check_device(t, "bias", q_, "q");
+    } else {
+      check_input(t, "bias", "bool, ");
+    }
+    check_shape(
+        t, "bias",
+        {{params_.batch, true}, {params_.heads, true}, {seqlen_q_, true}, {seqlen_k_, true}},
+        layout, std::string(": ") + layout);
+    params_.bias = auxiliary(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+  }
+
+  void block_mask(const TensorView& t) {
+    const char* const layout = "(batch or 1, heads or 1, query blocks, key blocks)";
+    params_.block_size_q = checked_block(options_.block_size[0], 0);
+    params_.block_size_k = checked_block(options_.block_size[1], 1);
+    check_dtype(t, "block_mask", DType::kBool);
+    check_device(t, "block_mask", q_, "q");
+    const int64_t blocks_q = (seqlen_q_ + params_.block_size_q - 1) / params_.block_size_q;
+    const int64_t blocks_k = (seqlen_k_ + params_.block_size_k - 1) / params_.block_size_k;
+    check_shape(t, "block_mask",
+                {{params_.batch, true}, {params_.heads, true}, {blocks_q}, {blocks_k}}, layout,
+                ": blocks of " + std::to_string(params_.block_size_q) + " x " +
+                    std::to_string(params_.block_size_k) + " of " + std::to_string(seqlen_q_) +
+                    " queries and " + std::to_string(seqlen_k_) + " keys");
+    params_.block_mask =
+        auxiliary(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+  }
+
+  void sinks(const TensorView& t) {
+    check_input(t, "sinks");
+    check_shape(t, "sinks", {{params_.heads}}, "(heads,)", ", one for each head of q");
+    params_.sinks = auxiliary(t, {&Strides::head});
+  }
+
+  void rng_state(const TensorView& t) {
+    check_dtype(t, "rng_state", DType::kInt64);
+    check_integers(t, "rng_state", 2, "(2,)", ": seed and offset");
+    params_.rng_state = static_cast<const uint64_t*>(t.data);
+  }
+
+  void dropout_mask(const TensorView& t) {
+    const char* const layout = "(batch, heads, seqlen_q, seqlen_k)";
+    check_dtype(t, "dropout_mask", DType::kBool);
+    check_device(t, "dropout_mask", q_, "q");
+    check_shape(t, "dropout_mask", {{params_.batch}, {params_.heads}, {seqlen_q_}, {seqlen_k_}},
+                layout, std::string(": ") + layout);
+    check_writable(t, "dropout_mask");
+  }
+
+  void max_logits(const TensorView& t) {
+    check_dtype(t, "max_logits", DType::kFloat32);
+    check_device(t, "max_logits", q_, "q");
+    check_shape(t, "max_logits", {{params_.batch}, {params_.heads}}, "(batch, heads)",
+                ": (batch, heads)");
+    check_writable(t, "max_logits");
+    check_aligned(t, "max_logits");
+    params_.max_logits = static_cast<float*>(t.data);
+    params_.max_logits_stride = {t.stride[0], 0, t.stride[1], 0};
+  }
+
+  void cu_seqlens(const TensorView& t, const char* argument) {
+    check_rank(t, argument, 1, "(batch + 1,)");
+    if (t.shape[0] == 0) {
+      invalid_value(std::string(argument) + " has shape (0,); expected batch + 1 elements");
+    }
+    lengths(t, argument, t.shape[0], "(batch + 1,)", "");
+  }
+
+  void lengths(const TensorView& t, const char* argument, int64_t count, const char* layout,
+               const char* why) {
+    check_dtype(t, argument, DType::kInt32);
+    check_integers(t, argument, count, layout, why);
+  }
+
+ private:
+  void check_input(const TensorView& t, const char* argument, const char* also = "") {
+    check_float(t, argument, q_.device.type == DeviceType::kCpu, also);
+    check_device(t, argument, q_, "q");
+    check_aligned(t, argument);
+  }
+
+  void check_integers(const TensorView& t, const char* argument, int64_t count, const char* layout,
+                      const char* why) {
+    check_device(t, argument, q_, "q");
+    check_shape(t, argument, {{count}}, layout, why);
+    if (count > 1 && t.stride[0] != 1) {
+      invalid_value(std::string(argument) + " has stride " + std::to_string(t.stride[0]) +
+                    "; it must be contiguous");
+    }
+    check_aligned(t, argument);
+  }
+
+  const TensorView& q_;
+  const ForwardOptions& options_;
+  int64_t seqlen_q_;
+  int64_t seqlen_k_;
+  ForwardParams& params_;
+};
+
+}  // namespace
+
+void validate_packed(const TensorView& q, const ForwardOptions& options, ForwardParams& params) {
+  const TensorView* const cu_q = options.cu_seqlens_q;
+  const TensorView* const cu_k = options.cu_seqlens_k;
+  if (cu_q == nullptr || cu_k == nullptr) {
+    invalid_value(std::string(cu_q == nullptr ? "cu_seqlens_k" : "cu_seqlens_q") +
+                  " is given without " + (cu_q == nullptr ? "cu_seqlens_q" : "cu_seqlens_k") +
+                  "; packed sequences need both");
+  }
+  Features features(q, options, 0, 0, params);
+  features.cu_seqlens(*cu_q, "cu_seqlens_q");
+  features.cu_seqlens(*cu_k, "cu_seqlens_k");
+  if (cu_k->shape[0] != cu_q->shape[0]) {
+    invalid_value("cu_seqlens_k has shape " + shape_of(*cu_k) + "; expected " + shape_of(*cu_q) +
+                  ", as cu_seqlens_q");
+  }
+  params.batch = cu_q->shape[0] - 1;
+  params.cu_seqlens_q = static_cast<const int32_t*>(cu_q->data);
+  params.cu_seqlens_k = static_cast<const int32_t*>(cu_k->data);
+}
+
+void validate_features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q,
+                       int64_t seqlen_k, ForwardParams& params) {
+  Features features(q, options, seqlen_q, seqlen_k, params);
+  features.numbers();
+  if (options.alibi_slopes != nullptr) features.alibi_slopes(*options.alibi_slopes);
+  if (options.bias != nullptr) features.bias(*options.bias);
+  if (options.block_mask != nullptr) features.block_mask(*options.block_mask);
+  if (options.sinks != nullptr) features.sinks(*options.sinks);
+  if (options.rng_state != nullptr) features.rng_state(*options.rng_state);
+  if (options.dropout_mask != nullptr) features.dropout_mask(*options.dropout_mask);
+  if (options.max_logits != nullptr) features.max_logits(*options.max_logits);
+  if (options.seqused_k != nullptr) {
+    features.lengths(*options.seqused_k, "seqused_k", params.batch, "(batch,)",
+                     ", one for each sequence");
+    params.seqused_k = static_cast<const int32_t*>(options.seqused_k->data);
+  }
+}
+
+}  // namespace anyflash

@@ -1,0 +1,282 @@
+"""Frameworks: how each one's arrays are read, allocated and ordered. No framework is imported here
+unless one of its arrays was passed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from anyflash._arrays import CPU, Array, Device, Framework
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+class _WithAttributes(Framework):
+    """Arrays with ``shape`` and ``dtype``."""
+
+    to_int32 = ".astype('int32')"
+
+    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
+        return tuple(x.shape), x.dtype.name
+
+
+def _named(dtype: str) -> str:
+    """NumPy knows bfloat16 only once ml_dtypes is there."""
+    if dtype == "bfloat16":
+        importlib.import_module("ml_dtypes")
+    return dtype
+
+
+class NumPy(_WithAttributes):
+    name = "NumPy"
+    bf16_as_bits = True
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}  # of the dtypes that were checked
+        # DLPack export knows no bfloat16, and bool only from NumPy 1.25 on.
+        self._views: dict[Any, str] = {}
+
+    def device(self, x: Any) -> Device:
+        return CPU
+
+    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
+        dtype = x.dtype
+        return x.shape, self._names.get(dtype) or self._name(dtype)
+
+    def _name(self, dtype: Any) -> str:
+        if not dtype.isnative:
+            raise TypeError(f"is {dtype} with foreign byte order; the native order is allowed")
+        name: str = dtype.name
+        self._names[dtype] = name
+        if name in ("bfloat16", "bool"):
+            self._views[dtype] = "uint16" if name == "bfloat16" else "uint8"
+        return name
+
+    def export(self, x: Any, device: Device, stream: int | None) -> Any:
+        view = self._views.get(x.dtype)
+        return x if view is None else x.view(view)
+
+    def check_out(self, x: Any) -> None:
+        if not x.flags.writeable:
+            raise ValueError("is read-only")
+
+    def export_out(self, x: Any, device: Device) -> Any:
+        return self.export(x, device, None)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
+        numpy = sys.modules["numpy"]
+        if dtype is None:
+            return numpy.empty(shape, like.dtype)
+        result = numpy.empty(shape, _named(dtype))
+        self.describe(result, device)  # a dtype that is exported as another one is now known
+        return result
+
+    def draw_seed(self) -> int:
+        return int(sys.modules["numpy"].random.randint(0, 2**63 - 1, dtype="int64"))
+
+    def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
+        return x
+
+
+class Torch(_WithAttributes):
+    name = "PyTorch"
+    to_int32 = ".to(torch.int32)"
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+
+    def device(self, x: Any) -> Device:
+        device = x.device
+        if device.type == "cpu":
+            return CPU
+        if device.type != "cuda":
+            raise TypeError(f"is on {device}; CPU and CUDA tensors are allowed")
+        return Device("cuda", device.index or 0)
+
+    def check(self, x: Any) -> None:
+        torch = sys.modules["torch"]
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "requires grad, and anyflash has no gradients yet; use torch.no_grad(), or "
+                "detach() the tensor"
+            )
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
+
+    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
+        dtype = x.dtype
+        name = self._names.get(dtype)
+        if name is None:
+            name = self._names[dtype] = str(dtype).removeprefix("torch.")
+        return tuple(x.shape), name
+
+    def stream(self, x: Any, device: Device) -> int:
+        if device.kind == "cpu":
+            return 0
+        stream: int = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
+        return stream
+
+    def export(self, x: Any, device: Device, stream: int | None) -> Any:
+        torch = sys.modules["torch"]
+        if x.requires_grad:  # within torch.no_grad()
+            x = x.detach()
+        if x.dtype is torch.bool:  # which DLPack export knows only from torch 2.2 on
+            x = x.view(torch.uint8)
+        if stream is not None and device.kind == "cuda":
+            return x.__dlpack__(stream=stream or 1)
+        # Without synchronisation: the kernels run on torch's own current stream. 3 us less than
+        # Tensor.__dlpack__.
+        return torch.utils.dlpack.to_dlpack(x)
+
+    def export_out(self, x: Any, device: Device) -> Any:
+        return self.export(x, device, None)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
+        torch = sys.modules["torch"]
+        kind = getattr(torch, dtype) if dtype else like.dtype
+        return torch.empty(shape, dtype=kind, device=like.device)
+
+    def workspace(
+        self, size: int, like: Any, device: Device, stream: int | None
+    ) -> tuple[Any, int]:
+        torch = sys.modules["torch"]
+        memory = torch.empty(size, dtype=torch.uint8, device=like.device)
+        if stream is not None:
+            memory.record_stream(torch.cuda.ExternalStream(stream, device=like.device))
+        return memory, memory.data_ptr()
+
+    def draw_seed(self) -> int:
+        torch = sys.modules["torch"]  # its default generator is the CPU's
+        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+    def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
+        return sys.modules["torch"].from_numpy(x).to(like.device)
+
+
+class CuPy(_WithAttributes):
+    name = "CuPy"
+
+    def device(self, x: Any) -> Device:
+        return Device("cuda", x.device.id)
+
+    def stream(self, x: Any, device: Device) -> int:
+        stream: int = sys.modules["cupy"].cuda.get_current_stream(device.number).ptr
+        return stream
+
+    def export(self, x: Any, device: Device, stream: int | None) -> Any:
+        if x.dtype.kind == "b":  # which older DLPack exports do not know
+            x = x.view("uint8")
+        return x.__dlpack__(stream=-1 if stream is None else stream or 1)
+
+    def export_out(self, x: Any, device: Device) -> Any:
+        return self.export(x, device, None)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device.number):
+            return cupy.empty(shape, _named(dtype) if dtype else like.dtype)
+
+    def workspace(
+        self, size: int, like: Any, device: Device, stream: int | None
+    ) -> tuple[Any, int]:
+        cuda = sys.modules["cupy"].cuda
+        with cuda.Device(device.number):
+            # Its pool keeps memory apart by the stream that is current at the allocation.
+            current = cuda.get_current_stream() if stream is None else cuda.ExternalStream(stream)
+            with current:
+                memory = sys.modules["cupy"].empty(size, "uint8")
+        return memory, memory.data.ptr
+
+    def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(like.device.id):
+            return cupy.asarray(x)
+
+
+class Jax(_WithAttributes):
+    """Concrete arrays on the CPU. They are immutable: results are new arrays."""
+
+    name = "JAX"
+
+    def device(self, x: Any) -> Device:
+        return CPU
+
+    def check(self, x: Any) -> None:
+        jax = sys.modules["jax"]
+        if isinstance(x, jax.core.Tracer):
+            raise NotImplementedError(
+                "is a JAX tracer; anyflash does not run inside jax.jit, grad or vmap yet"
+            )
+        devices = x.devices()
+        if len(devices) != 1 or next(iter(devices)).platform != "cpu":
+            raise NotImplementedError(
+                "is a JAX array that is not on one CPU device; anyflash takes JAX arrays on the "
+                "CPU only"
+            )
+        x.block_until_ready()
+
+    def check_out(self, x: Any) -> None:
+        raise TypeError("is a JAX array, which is immutable; leave it away and use the result")
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
+        return Array(shape, dtype or like.dtype.name, device)
+
+    def finish(self, result: Any) -> Any:
+        return sys.modules["jax"].dlpack.from_dlpack(result)
+
+    def draw_seed(self) -> int:
+        raise ValueError(
+            "needs a seed: JAX has no global random state to draw one from; pass seed=<int>, for "
+            "example int(jax.random.bits(key, dtype='uint32')), or rng_state=(seed, offset)"
+        )
+
+    def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
+        return sys.modules["jax"].numpy.asarray(x, device=next(iter(like.devices())))
+
+
+_FRAMEWORKS: dict[str, Framework] = {
+    "numpy": NumPy(),
+    "torch": Torch(),
+    "cupy": CuPy(),
+    "jax": (_jax := Jax()),
+    "jaxlib": _jax,
+}
+_OTHER = Framework()
+
+
+_by_type: dict[type, Framework] = {}
+
+
+def _framework_of_type(kind: type) -> Framework | None:
+    for base in kind.__mro__:  # subclasses of a framework's array count
+        framework = _FRAMEWORKS.get(base.__module__.partition(".")[0])
+        if framework is not None and hasattr(base, "__dlpack__"):
+            return framework
+    if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
+        return _OTHER
+    return None
+
+
+def framework_of(x: Any) -> Framework:
+    """The framework that x belongs to; TypeError for what is not an array."""
+    framework = _by_type.get(type(x))
+    if framework is None:
+        framework = _framework_of_type(type(x))
+        if framework is None:
+            raise TypeError(
+                f"is {type(x).__name__}; arrays of NumPy, PyTorch, JAX, CuPy, or any object with "
+                "__dlpack__ and __dlpack_device__ are allowed"
+            )
+        _by_type[type(x)] = framework
+    return framework
+
+
+def dtype_name(dtype: Any) -> str:
+    """Of a dtype object of any framework, or of a name."""
+    if isinstance(dtype, str):
+        return dtype
+    # torch.float32 has neither attribute; numpy.float32 is a class.
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return str(name).removeprefix("torch.")

@@ -1,0 +1,92 @@
+"""The arrays of a call. Every error begins with the operation's and the argument's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from anyflash._arrays import FLOATS, INT32, INT64, listed
+from anyflash._frameworks import framework_of
+
+_T = TypeVar("_T")
+_REFUSALS = (TypeError, ValueError, NotImplementedError)
+
+
+class Operands:
+    """The first array says to which framework and device all of a call's arrays must belong."""
+
+    __slots__ = ("device", "first", "framework", "operation", "sample")
+
+    def __init__(self, operation: str, argument: str, x: Any) -> None:
+        self.operation = operation
+        self.first = argument
+        self.sample = x
+        try:
+            self.framework = framework_of(x)
+            self.framework.check(x)  # a tracer, say, is on no device
+            self.device = self.framework.device(x)
+        except _REFUSALS as error:
+            raise self.about(argument, error) from None
+
+    def about(self, argument: str, error: Exception) -> Exception:
+        """The error with both names in front of its message."""
+        kind = next(kind for kind in _REFUSALS if isinstance(error, kind))
+        return kind(f"{self.operation}: {argument} {error}")
+
+    def parse(self, argument: str, function: Callable[..., _T], *arguments: Any) -> _T:
+        """function(*arguments), its errors with the names in front."""
+        try:
+            return function(*arguments)
+        except _REFUSALS as error:
+            raise self.about(argument, error) from None
+
+    def read(
+        self, argument: str, x: Any, allowed: tuple[str, ...] = FLOATS
+    ) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of an array that belongs here and has one of the dtypes allowed."""
+        framework = self.framework
+        try:
+            other = framework_of(x)
+            if other is not framework:
+                raise TypeError(
+                    f"is an array of {other.name} ({type(x).__name__}), but {self.first} is one of "
+                    f"{framework.name} ({type(self.sample).__name__}); pass arrays of one framework"
+                )
+            framework.check(x)
+            device = framework.device(x)
+            if device != self.device:
+                raise ValueError(
+                    f"is on {device.kind}:{device.number}, but {self.first} is on "
+                    f"{self.device.kind}:{self.device.number}; all arrays must be on one device"
+                )
+            shape, dtype = framework.describe(x, device)
+            if dtype not in allowed:
+                raise TypeError(f"is {dtype}; {self._cure(argument, dtype, allowed)}")
+        except _REFUSALS as error:
+            raise self.about(argument, error) from None
+        return shape, dtype
+
+    def _cure(self, argument: str, dtype: str, allowed: tuple[str, ...]) -> str:
+        if allowed is INT32 and dtype in INT64 and self.framework.to_int32:
+            return f"int32 is allowed: pass {argument}{self.framework.to_int32}"
+        return listed(allowed)
+
+    def output(self, argument: str, x: Any, allowed: tuple[str, ...]) -> str:
+        """Dtype of a user's array that will be written."""
+        _, dtype = self.read(argument, x, allowed)
+        self.parse(argument, self.framework.check_out, x)
+        return dtype
+
+    def bf16_bits(self, dtype: str) -> bool:
+        """Whether an exported array of this dtype shows its elements as uint16."""
+        return dtype == "bfloat16" and self.framework.bf16_as_bits
+
+    def empty(self, shape: tuple[int, ...], dtype: str | None) -> Any:
+        """A new array of the framework, on the device; dtype None: that of the first array."""
+        try:
+            return self.framework.empty(shape, self.sample, dtype, self.device)
+        except RuntimeError as error:
+            name, _, message = str(error).partition(": ")
+            if name != "anyflash":
+                raise  # the framework's own
+            raise type(error)(f"{self.operation}: {message}") from None

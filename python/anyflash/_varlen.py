@@ -1,0 +1,120 @@
+"""anyflash.attention_varlen: sequences of different lengths, packed one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyflash._forward import Forward
+from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+
+
+def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Any = None,
+    validate: bool = False,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = UNBOUNDED,
+    softcap: float = NO_SOFTCAP,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
+    block_size: tuple[int, int] = BLOCK_SIZE,
+    sinks: Any = None,
+    dropout_p: float = NO_DROPOUT,
+    seed: int | None = None,
+    rng_state: Any = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_dropout_mask: bool = False,
+    return_result: bool = False,
+    out: Any = None,
+    out_dtype: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """:func:`attention` over sequences of different lengths, packed without padding.
+
+    Sequence b has the queries ``q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`` and the keys and values
+    ``k, v[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]``. Its result has the same bits as alone or in any
+    other batch. Sequences may be empty; rows and columns count within their sequence.
+
+    Parameters
+    ----------
+    q : (total_q, heads, head_dim)
+    k : (total_k, heads_k, head_dim)
+    v : (total_k, heads_k, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
+        Where the sequences begin and the last one ends: from 0, never less, to total_q or total_k.
+    max_seqlen_q, max_seqlen_k : int
+        Upper bounds of the sequences' lengths.
+    seqused_k : (batch,) int32, optional
+        Of a sequence's keys only so many, the first ones, are used.
+    validate : bool
+        Check the lengths also on a GPU, which waits for it. Without, wrong ones are clamped to what
+        the arrays hold: results are wrong, but no memory outside is touched. On the CPU they are
+        always checked.
+    bias : (batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k or 1), optional
+    block_mask : (batch or 1, heads or 1, query blocks, key blocks) bool, optional
+        As in :func:`attention`, for sequences of the largest lengths.
+
+    All others are those of :func:`attention`.
+
+    Returns
+    -------
+    out : (total_q, heads, head_dim_v)
+    lse : (heads, total_q), float32, only with ``return_lse``
+    AttentionResult
+        Instead of both, where one is asked for; ``max_logits`` (batch, heads), ``dropout_mask``
+        (batch, heads, max_seqlen_q, max_seqlen_k).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    Three sequences of 2, 0 and 3 tokens:
+
+    >>> import numpy as np
+    >>> import anyflash
+    >>> q = np.ones((5, 2, 8), np.float32)
+    >>> ends = np.array([0, 2, 2, 5], np.int32)
+    >>> out, lse = anyflash.attention_varlen(
+    ...     q, q, q, ends, ends, 3, 3, causal=True, return_lse=True
+    ... )
+    >>> out.shape, lse.shape
+    ((5, 2, 8), (2, 5))
+    """
+    call = Forward("anyflash.attention_varlen", q, k, v, 3)
+    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+    call.score(
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        block_mask=block_mask,
+        block_size=block_size,
+        sinks=sinks,
+        seqused_k=seqused_k,
+    )
+    if dropout_p is not NO_DROPOUT or seed is not None or rng_state is not None:
+        call.dropout(dropout_p, seed, rng_state)
+    return call.run(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_dropout_mask=return_dropout_mask,
+        return_result=return_result,
+        out=out,
+        out_dtype=out_dtype,
+        stream=stream,
+    )

@@ -1,0 +1,100 @@
+#include "options.h"
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace anyflash::python {
+
+namespace {
+
+struct TensorOption {
+  const char* name;
+  const TensorView* ForwardOptions::* field;
+  bool writable;
+  int rank;  // missing leading axes are added: extent 1, stride 0; 0: as it is
+};
+
+constexpr TensorOption kTensors[] = {
+    {"alibi_slopes", &ForwardOptions::alibi_slopes, false, 0},
+    {"bias", &ForwardOptions::bias, false, 4},
+    {"block_mask", &ForwardOptions::block_mask, false, 4},
+    {"sinks", &ForwardOptions::sinks, false, 0},
+    {"rng_state", &ForwardOptions::rng_state, false, 0},
+    {"dropout_mask", &ForwardOptions::dropout_mask, true, 0},
+    {"max_logits", &ForwardOptions::max_logits, true, 0},
+    {"cu_seqlens_q", &ForwardOptions::cu_seqlens_q, false, 0},
+    {"cu_seqlens_k", &ForwardOptions::cu_seqlens_k, false, 0},
+    {"seqused_k", &ForwardOptions::seqused_k, false, 0},
+};
+
+const TensorOption* find_tensor(const char* name) {
+  for (const TensorOption& option : kTensors) {
+    if (std::strcmp(option.name, name) == 0) return &option;
+  }
+  return nullptr;
+}
+
+void pad_rank(TensorView& view, int rank) {
+  const int missing = rank - view.rank;
+  if (missing <= 0) return;
+  for (int i = rank - 1; i >= 0; --i) {
+    view.shape[i] = i < missing ? 1 : view.shape[i - missing];
+    view.stride[i] = i < missing ? 0 : view.stride[i - missing];
+  }
+  view.rank = rank;
+}
+
+template <class T, class U>
+void read_pair(nb::handle value, T& first, U& second) {
+  const auto pair = nb::cast<nb::tuple>(value);
+  first = nb::cast<T>(pair[0]);
+  second = nb::cast<U>(pair[1]);
+}
+
+void read_dropout(nb::handle value, ForwardOptions& options) {
+  const auto triple = nb::cast<nb::tuple>(value);
+  options.dropout_p = nb::cast<double>(triple[0]);
+  options.seed = nb::cast<std::uint64_t>(triple[1]);
+  options.offset = nb::cast<std::uint64_t>(triple[2]);
+}
+
+void read_number(const char* name, nb::handle value, ForwardOptions& options) {
+  const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
+  if (is("window")) {
+    read_pair(value, options.window_left, options.window_right);
+  } else if (is("block_size")) {
+    read_pair(value, options.block_size[0], options.block_size[1]);
+  } else if (is("max_seqlen")) {
+    read_pair(value, options.max_seqlen_q, options.max_seqlen_k);
+  } else if (is("dropout")) {
+    read_dropout(value, options);
+  } else if (is("softcap")) {
+    options.softcap = nb::cast<double>(value);
+  } else if (is("validate")) {
+    options.validate = nb::cast<bool>(value);
+  } else {
+    throw std::logic_error(std::string("unknown option ") + name);
+  }
+}
+
+}  // namespace
+
+void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays) {
+  arrays.reserve(given.size());  // the options point to elements
+  for (const auto [key, value] : given) {
+    const char* const name = nb::cast<const char*>(key);
+    const TensorOption* const tensor = find_tensor(name);
+    if (tensor == nullptr) {
+      read_number(name, value, options);
+      continue;
+    }
+    const auto pair = nb::cast<nb::tuple>(value);
+    arrays.push_back(import_array(pair[0], name, nb::cast<bool>(pair[1]), tensor->writable));
+    pad_rank(arrays.back().view, tensor->rank);
+    options.*tensor->field = &arrays.back().view;
+  }
+}
+
+}  // namespace anyflash::python

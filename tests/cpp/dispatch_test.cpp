@@ -1,0 +1,120 @@
+// dispatch.cpp: which row of a table runs a problem, and what is said where none does. The table
+// and the GPU are this test's.
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "anyflash/error.h"
+#include "check.h"
+#include "device.h"
+#include "kernel_table.h"
+
+namespace anyflash {
+
+namespace {
+
+constexpr KernelRow sm80_row(const char* name, int head_dim, int head_dim_v, unsigned features,
+                             std::size_t smem_bytes) {
+  return {name,       Arch::kSm80, CpuIsa::kAuto, Op::kForward, DType::kFloat16, head_dim,
+          head_dim_v, features,    Tile{},        smem_bytes,   nullptr,         nullptr};
+}
+
+// The order is of no consequence: larger ones and those with features come first here.
+constexpr KernelRow kRows[] = {
+    sm80_row("d256_generic", 256, 256, kAllFeatures, 160000),
+    sm80_row("d256", 256, 256, kNoFeatures, 150000),
+    sm80_row("d128_generic", 128, 128, kAllFeatures, 90000),
+    sm80_row("d128_softcap", 128, 128, kSoftcap, 80000),
+    sm80_row("d128", 128, 128, kNoFeatures, 80000),
+    sm80_row("d192_v128", 192, 128, kNoFeatures, 95000),
+    sm80_row("d64", 64, 64, kNoFeatures, 40000),
+    {"cpu", Arch::kCpu, CpuIsa::kBaseline, Op::kForward, DType::kFloat32, 0, 0, kAllFeatures,
+     Tile{}, 0, nullptr, nullptr},
+};
+constexpr KernelRows kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
+
+DeviceProperties gpu;
+
+}  // namespace
+
+const KernelRows* const kKernelUnits[] = {&kUnit};
+const std::size_t kKernelUnitCount = 1;
+const char* const kCudaArchs[] = {"sm_80", nullptr};
+
+const DeviceProperties& device_properties(int) { return gpu; }
+
+}  // namespace anyflash
+
+using namespace anyflash;
+
+namespace {
+
+std::string selected(int head_dim, int head_dim_v, unsigned features,
+                     DType dtype = DType::kFloat16) {
+  const Device device{DeviceType::kCuda, 0};
+  return select_forward({device, dtype, head_dim, head_dim_v, features, CpuIsa::kAuto}).name;
+}
+
+void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
+                 const std::string& words) {
+  try {
+    CHECK_MSG(false, selected(head_dim, head_dim, features, dtype));
+  } catch (const Error& error) {
+    CHECK(error.code() == code);
+    CHECK_MSG(check::contains(error.what(), words), error.what());
+  }
+}
+
+void check_choice() {
+  gpu = {"test GPU", 80, 108, 163840, std::size_t{40} << 20};
+  CHECK_EQ(selected(64, 64, 0), "d64");
+  CHECK_EQ(selected(1, 1, 0), "d64");
+  CHECK_EQ(selected(65, 64, 0), "d128");
+  CHECK_EQ(selected(64, 65, 0), "d128");
+  CHECK_EQ(selected(192, 128, 0), "d192_v128");
+  CHECK_EQ(selected(128, 192, 0), "d256");
+  // The fewest features that do, of the smallest head dims that do.
+  CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");
+  CHECK_EQ(selected(64, 64, kSoftcap | kBias), "d128_generic");
+  CHECK_EQ(selected(192, 128, kDropout), "d256_generic");
+  CHECK_EQ(select_forward({{}, DType::kFloat32, 1000, 7, kAllFeatures, CpuIsa::kBaseline}).name,
+           std::string("cpu"));
+}
+
+void check_errors() {
+  check_error(300, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "head dim is 300; the kernels of this build for float16 that fit test GPU's 163840 "
+              "bytes of shared memory take head dims up to 256");
+  check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
+              "q is float32; the CUDA kernels of this build take float16 and bfloat16");
+  gpu.smem_per_block = 101376;
+  check_error(256, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "head dim is 256; the kernels of this build for float16 that fit test GPU's 101376 "
+              "bytes of shared memory take head dims up to 128");
+  CHECK_EQ(selected(128, 128, kBias), "d128_generic");
+  gpu.smem_per_block = 85000;
+  check_error(64, kBias | kDropout, DType::kFloat16, ErrorCode::kUnsupported,
+              "for float16 with bias, dropout that fit test GPU's 85000 bytes of shared memory "
+              "take head dims up to 0");
+  CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");
+  gpu.compute_capability = 75;
+  check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "CUDA device 0 (test GPU) has compute capability 7.5; this build holds code for "
+              "sm_80");
+}
+
+void check_names() {
+  const std::vector<std::string> all = {"softcap", "alibi", "bias", "block_mask", "dropout"};
+  CHECK(feature_names(kAllFeatures) == all);
+  CHECK(feature_names(kNoFeatures).empty());
+  CHECK(feature_names(kBias | kSoftcap) == (std::vector<std::string>{"softcap", "bias"}));
+}
+
+}  // namespace
+
+int main() {
+  check_choice();
+  check_errors();
+  check_names();
+  return check::report();
+}

@@ -1,0 +1,242 @@
+// Errors of forward()'s options, as validation_test.cpp has those of q, k, v, out and lse.
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "tensor.h"
+#include "validation.h"
+
+namespace {
+
+using anyflash::DeviceType;
+using anyflash::TensorView;
+using test::CaseOf;
+using test::check_allowed;
+using test::check_case;
+using test::check_throws;
+using test::DType;
+using test::Full;
+using test::kType;
+using test::kValue;
+using test::on_gpu;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+const CaseOf<Full> kNumbers[] = {
+    {"left", [](Full& c) { c.options.window_left = -2; }, kValue, {"window_left is -2; -1 (no b"}},
+    {"right",
+     [](Full& c) { c.options.window_right = INT64_MIN; },
+     kValue,
+     {"window_right is -9223372036854775808; -1"}},
+    {"negative softcap", [](Full& c) { c.options.softcap = -1; }, kValue, {"softcap is -1; 0 ("}},
+    {"NaN softcap", [](Full& c) { c.options.softcap = std::nan(""); }, kValue, {"softcap is nan"}},
+    {"infinite softcap", [](Full& c) { c.options.softcap = kInfinity; }, kValue, {"is inf", "0"}},
+    {"softcap beyond float32", [](Full& c) { c.options.softcap = 1e39; }, kValue, {"float32's"}},
+    {"softcap below float32", [](Full& c) { c.options.softcap = 1e-40; }, kValue, {"float32's"}},
+    {"p = 1",
+     [](Full& c) { c.options.dropout_p = 1.0; },
+     kValue,
+     {"dropout_p is 1; 0 <= dropout_p < 1"}},
+    {"negative p", [](Full& c) { c.options.dropout_p = -0.1; }, kValue, {"dropout_p is -0.1"}},
+    {"NaN p", [](Full& c) { c.options.dropout_p = std::nan(""); }, kValue, {"dropout_p is nan"}},
+    {"block rows",
+     [](Full& c) { c.options.block_size = {32, 64}; },
+     kValue,
+     {"block_size[0] is 32; a positive multiple of 64"}},
+    {"block columns",
+     [](Full& c) { c.options.block_size = {64, 0}; },
+     kValue,
+     {"block_size[1] is 0; a positive multiple of 64"}},
+    {"large block",
+     [](Full& c) { c.options.block_size = {int64_t{1} << 31, 64}; },
+     kValue,
+     {"block_size[0] is 2147483648"}},
+};
+
+const CaseOf<Full> kInputs[] = {
+    {"slopes of no float",
+     [](Full& c) { c.slopes.view.dtype = DType::kInt32; },
+     kType,
+     {"alibi_slopes is int32; float64, float32, float16 and bfloat16 are allowed"}},
+    {"slopes rank",
+     [](Full& c) { c.slopes.view.rank = 0; },
+     kValue,
+     {"alibi_slopes has 0 dimensions", "(heads,) or (batch or 1, heads)"}},
+    {"slopes batch",
+     [](Full& c) { c.slopes.view.shape[0] = 3; },
+     kValue,
+     {"alibi_slopes has shape (3, 4); expected (2 or 1, 4)"}},
+    {"slopes heads",
+     [](Full& c) { c.slopes.view.shape[1] = 1; },
+     kValue,
+     {"alibi_slopes has shape (2, 1); expected (2 or 1, 4)"}},
+    {"slopes of one rank",
+     [](Full& c) {
+       c.slopes.view.rank = 1;
+       c.slopes.view.shape[0] = 2;
+     },
+     kValue,
+     {"alibi_slopes has shape (2,); expected (4,), one for each head of q"}},
+    {"slopes device",
+     [](Full& c) { c.slopes.view = on_gpu(c.slopes.view); },
+     kValue,
+     {"alibi_slopes is on cuda:0, but q is on cpu", "one device"}},
+    {"slopes address",
+     [](Full& c) { c.slopes.view.data = c.slopes.data<char>() + 2; },
+     kValue,
+     {"alibi_slopes is float32", "not a multiple of 4 bytes"}},
+    {"slopes of nothing",
+     [](Full& c) { c.slopes.view.data = nullptr; },
+     kValue,
+     {"alibi_slopes has a NULL data pointer"}},
+    {"bias of integers",
+     [](Full& c) { c.bias.view.dtype = DType::kInt64; },
+     kType,
+     {"bias is int64; bool, float64, float32"}},
+    {"bias rank",
+     [](Full& c) { c.bias.view.rank = 3; },
+     kValue,
+     {"bias has 3 dimensions", "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)"}},
+    {"bias keys",
+     [](Full& c) { c.bias.view.shape[3] = 5; },
+     kValue,
+     {"bias has shape (1, 4, 1, 5); expected (2 or 1, 4 or 1, 5 or 1, 6 or 1)"}},
+    {"bias rows", [](Full& c) { c.bias.view.shape[2] = 0; }, kValue, {"bias has shape (1, 4, 0"}},
+    {"bias heads", [](Full& c) { c.bias.view.shape[1] = 2; }, kValue, {"bias has shape (1, 2"}},
+    {"bias batch", [](Full& c) { c.bias.view.shape[0] = 3; }, kValue, {"bias has shape (3, 4"}},
+    {"bias device",
+     [](Full& c) { c.bias.view = on_gpu(c.bias.view); },
+     kValue,
+     {"bias is on cuda:0, but q is on cpu"}},
+    {"boolean bias device",
+     [](Full& c) {
+       c.bias.view = on_gpu(c.bias.view);
+       c.bias.view.dtype = DType::kBool;
+     },
+     kValue,
+     {"bias is on cuda:0, but q is on cpu"}},
+    {"blocks of numbers",
+     [](Full& c) { c.blocks.view.dtype = DType::kFloat32; },
+     kType,
+     {"block_mask is float32; it must be bool"}},
+    {"blocks rank", [](Full& c) { c.blocks.view.rank = 2; }, kValue, {"block_mask has 2 dim"}},
+    {"blocks of queries",
+     [](Full& c) { c.blocks.view.shape[2] = 2; },
+     kValue,
+     {"block_mask has shape (2, 1, 2, 1); expected (2 or 1, 4 or 1, 1, 1)",
+      "blocks of 128 x 128 of 5 queries and 6 keys"}},
+    {"blocks of keys",
+     [](Full& c) { c.blocks.view.shape[3] = 0; },
+     kValue,
+     {"block_mask has shape (2, 1, 1, 0); expected (2 or 1, 4 or 1, 1, 1)"}},
+    {"blocks device",
+     [](Full& c) { c.blocks.view = on_gpu(c.blocks.view); },
+     kValue,
+     {"block_mask is on cuda:0"}},
+    {"sinks type", [](Full& c) { c.sinks.view.dtype = DType::kBool; }, kType, {"sinks is bool"}},
+    {"sinks shape",
+     [](Full& c) { c.sinks.view.shape[0] = 2; },
+     kValue,
+     {"sinks has shape (2,); expected (4,), one for each head of q"}},
+    {"sinks rank", [](Full& c) { c.sinks.view.rank = 2; }, kValue, {"sinks has 2 dim", "heads,"}},
+    {"state type",
+     [](Full& c) { c.rng_state.view.dtype = DType::kInt32; },
+     kType,
+     {"rng_state is int32; it must be int64"}},
+    {"state shape",
+     [](Full& c) { c.rng_state.view.shape[0] = 1; },
+     kValue,
+     {"rng_state has shape (1,); expected (2,): seed and offset"}},
+    {"state stride",
+     [](Full& c) { c.rng_state.view.stride[0] = 2; },
+     kValue,
+     {"rng_state has stride 2; it must be contiguous"}},
+    {"state address",
+     [](Full& c) { c.rng_state.view.data = c.rng_state.data<char>() + 4; },
+     kValue,
+     {"rng_state is int64", "not a multiple of 8 bytes"}},
+    {"used type",
+     [](Full& c) { c.used.view.dtype = DType::kInt64; },
+     kType,
+     {"seqused_k is int64; it must be int32"}},
+    {"used shape",
+     [](Full& c) { c.used.view.shape[0] = 3; },
+     kValue,
+     {"seqused_k has shape (3,); expected (2,), one for each sequence"}},
+    {"used stride",
+     [](Full& c) { c.used.view.stride[0] = 0; },
+     kValue,
+     {"seqused_k has stride 0; it must be contiguous"}},
+};
+
+const CaseOf<Full> kOutputs[] = {
+    {"mask type",
+     [](Full& c) { c.mask.view.dtype = DType::kFloat32; },
+     kType,
+     {"dropout_mask is float32; it must be bool"}},
+    {"mask shape",
+     [](Full& c) { c.mask.view.shape[2] = 1; },
+     kValue,
+     {"dropout_mask has shape (2, 4, 1, 6); expected (2, 4, 5, 6)"}},
+    {"mask repeats elements",
+     [](Full& c) { c.mask.view.stride[1] = 0; },
+     kValue,
+     {"dropout_mask has stride 0 in dimension 1"}},
+    {"mask device",
+     [](Full& c) { c.mask.view = on_gpu(c.mask.view); },
+     kValue,
+     {"dropout_mask is on cuda:0"}},
+    {"maxima type",
+     [](Full& c) { c.maxima.view.dtype = DType::kFloat64; },
+     kType,
+     {"max_logits is float64; it must be float32"}},
+    {"maxima shape",
+     [](Full& c) { c.maxima.view.shape[0] = 1; },
+     kValue,
+     {"max_logits has shape (1, 4); expected (2, 4)"}},
+    {"maxima repeat elements",
+     [](Full& c) { c.maxima.view.stride[0] = 0; },
+     kValue,
+     {"max_logits has stride 0 in dimension 0"}},
+};
+
+// At the edge of what is allowed.
+void check_edges() {
+  Full wide;
+  for (TensorView* t : {&wide.q, &wide.k, &wide.v, &wide.out}) t->dtype = DType::kFloat64;
+  wide.options.softcap = 1e39;
+  CHECK(wide.workspace_size() > 0);
+  Full windows;
+  windows.options.window_left = windows.options.window_right = INT64_MAX;
+  windows.options.dropout_p = 1.0 - 1e-16;
+  CHECK(windows.workspace_size() > 0);
+}
+
+// What the host refuses for a GPU's tensors, before it looks for one.
+void check_gpu_types() {
+  Full call;
+  for (TensorView* t : {&call.q, &call.k, &call.v, &call.out, &call.lse, &call.slopes.view,
+                        &call.bias.view, &call.blocks.view, &call.sinks.view, &call.rng_state.view,
+                        &call.mask.view, &call.maxima.view, &call.used.view}) {
+    t->device = {DeviceType::kCuda, 0};
+  }
+  check_throws([&] { call.workspace_size(); }, "float64 bias", kType,
+               {"bias is float64; on a GPU bool, float32, float16 and bfloat16 are allowed"});
+  call.slopes.view.dtype = DType::kFloat64;
+  check_throws([&] { call.workspace_size(); }, "float64 slopes", kType,
+               {"alibi_slopes is float64; on a GPU float32, float16 and bfloat16 are allowed"});
+}
+
+}  // namespace
+
+int main() {
+  check_allowed<Full>();
+  for (const auto& test_case : kNumbers) check_case(test_case);
+  for (const auto& test_case : kInputs) check_case(test_case);
+  for (const auto& test_case : kOutputs) check_case(test_case);
+  check_edges();
+  check_gpu_types();
+  return check::report();
+}

@@ -1,0 +1,127 @@
+// Attention in double precision, by plain loops, in the order of anyflash/options.h.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "problem.h"
+
+namespace driver {
+
+// The definition of philox-4x32-10 (Salmon et al., SC 2011), written without the kernels'.
+inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter,
+                                      std::array<uint32_t, 2> key) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{counter[0]} * 0xD2511F53;
+    const uint64_t b = uint64_t{counter[2]} * 0xCD9E8D57;
+    counter = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(b),
+               static_cast<uint32_t>(a >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(a)};
+    key = {key[0] + 0x9E3779B9, key[1] + 0xBB67AE85};
+  }
+  return counter;
+}
+
+class Reference {
+ public:
+  Reference(const Problem& problem, const std::array<uint64_t, 2>& rng)
+      : p_(problem),
+        c_(problem.c),
+        rng_(rng),
+        threshold_(std::round(c_.dropout * 65536)),
+        q_(decoded(p_.q)),
+        k_(decoded(p_.k)) {}
+
+  struct Row {
+    std::vector<double> out, size;  // size: the sum of the terms' absolute values
+    double lse;
+    double max_score;
+    bool empty;  // without keys
+  };
+
+  Row row(int64_t b, int64_t h, int64_t i) const {
+    const Sequence s = p_.sequence(b);
+    const double sink = p_.sinks ? p_.sinks->get(h) : -INFINITY;
+    std::vector<double> scores(static_cast<std::size_t>(s.keys), -INFINITY);
+    double maximum = -INFINITY;
+    for (int64_t j = 0; j < s.keys; ++j) {
+      if (!visible(s, b, h, i, j)) continue;
+      double& x = scores[static_cast<std::size_t>(j)];
+      x = score(s, b, h, i, j);
+      maximum = std::max(maximum, x);
+    }
+    const double larger = std::max(maximum, sink);
+    double sum = sink == -INFINITY ? 0 : std::exp(sink - larger);
+    for (const double x : scores) sum += x == -INFINITY ? 0 : std::exp(x - larger);
+    const auto columns = static_cast<std::size_t>(c_.head_dim_v);
+    Row result{std::vector<double>(columns), std::vector<double>(columns),
+               sum == 0 ? -INFINITY : larger + std::log(sum), maximum, maximum == -INFINITY};
+    for (int64_t j = 0; j < s.keys; ++j) {
+      const double x = scores[static_cast<std::size_t>(j)];
+      if (x == -INFINITY) continue;
+      const double kept = dropped(b, h, i, j) ? 0 : 1 / (1 - threshold_ / 65536);
+      const double weight = kept * std::exp(x - larger) / sum;
+      for (std::size_t col = 0; col < columns; ++col) {
+        const double term =
+            weight * p_.v.at(s.batch, s.first_k + j, head_k(h), static_cast<int64_t>(col));
+        result.out[col] += term;
+        result.size[col] += std::abs(term);
+      }
+    }
+    return result;
+  }
+
+  bool dropped(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (threshold_ == 0) return false;
+    const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
+    const auto draws = philox({low(static_cast<uint64_t>(j / 8)), low(static_cast<uint64_t>(i)),
+                               low(static_cast<uint64_t>(b * c_.heads + h)), low(rng_[1])},
+                              {low(rng_[0]), low(rng_[0] >> 32) ^ low(rng_[1] >> 32)});
+    const auto place = static_cast<std::size_t>(j % 8);
+    return (draws[place / 2] >> (place % 2 * 16) & 0xffff) < threshold_;
+  }
+
+  // Whether query i sees key j, both counted within sequence b.
+  bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (j >= s.keys) return false;
+    const int64_t diagonal = i + s.keys - s.queries;
+    const int64_t right = c_.causal != 0 ? 0 : c_.right;
+    if (c_.left >= 0 && j < diagonal - c_.left) return false;
+    if (right >= 0 && j > diagonal + right) return false;
+    if (p_.bias && p_.bias->at(b, h, i, j) == (c_.bias == "bool" ? 0 : -INFINITY)) return false;
+    return !p_.block_mask || p_.block_mask->at(b, h, i / c_.block[0], j / c_.block[1]) != 0;
+  }
+
+  int64_t head_k(int64_t h) const { return h / (c_.heads / c_.heads_k); }
+
+ private:
+  static std::vector<double> decoded(const Tensor& tensor) {
+    std::vector<double> values(static_cast<std::size_t>(tensor.size()));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = tensor.get(static_cast<int64_t>(i));
+    return values;
+  }
+
+  double score(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const double* const q = q_.data() + p_.q.index(s.batch, s.first_q + i, h, 0);
+    const double* const k = k_.data() + p_.k.index(s.batch, s.first_k + j, head_k(h), 0);
+    double score = 0;
+    for (int64_t x = 0; x < c_.head_dim; ++x) score += q[x] * k[x];
+    score *= c_.scale;
+    if (c_.softcap > 0) score = c_.softcap * std::tanh(score / c_.softcap);
+    if (p_.bias && c_.bias != "bool") score += p_.bias->at(b, h, i, j);
+    if (p_.slopes) {
+      score -=
+          p_.slopes->at(0, 0, b, h) * std::abs(static_cast<double>(i + s.keys - s.queries - j));
+    }
+    return score;
+  }
+
+  const Problem& p_;
+  const Case& c_;
+  std::array<uint64_t, 2> rng_;
+  double threshold_;
+  std::vector<double> q_, k_;
+};
+
+}  // namespace driver

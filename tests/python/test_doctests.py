@@ -1,0 +1,32 @@
+"""The examples of the documentation run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import anyflash
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.iter_modules(anyflash.__path__, "anyflash.")
+    if module.name not in ("anyflash.__main__", "anyflash._core")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name), raise_on_error=False).failed == 0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in anyflash.__all__ if callable(getattr(anyflash, name))]
+)
+def test_public_functions_are_documented(name: str) -> None:
+    public = getattr(anyflash, name)
+    assert public.__doc__
+    if name not in ("Array", "AttentionResult", "build_info"):
+        assert doctest.DocTestFinder(recurse=False).find(public)[0].examples
