@@ -35,9 +35,10 @@ BASIC_CASES = (
     Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, causal=1),
     Case(seqlen_q=40, seqlen_k=70, head_dim=37, head_dim_v=51),
     Case(seqlen_q=130, seqlen_k=90, scale=-0.2, causal=1),
+    Case(batch=8, seqlen_q=1, seqlen_k=1),  # some of the largest scores are negative
 )
 
-# Features of the plain kernels. The first has all zones of KRange, in the generic kernels' tiles too.
+# Features of the plain kernels. The first has all zones of KRange.
 PLAIN_CASES = (
     Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden"),
     Case(seqlen_q=130, seqlen_k=300, heads=1, causal=1, more="left=0 out=fp32"),
@@ -48,8 +49,9 @@ PLAIN_CASES = (
         seqlen_q=266,
         seqlen_k=410,
         causal=1,
-        more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 sink=1 nan=hidden",
+        more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 sink=1 nan=seen",
     ),
+    Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, more="out=fp32"),
     Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
 )
 
@@ -80,6 +82,12 @@ def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tup
     """The driver's exit status and everything it printed."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
     result = subprocess.run(
-        [driver, *flags], input=lines, capture_output=True, text=True, env=environment, check=False
+        [driver, *flags],
+        input=lines,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     return result.returncode, result.stdout + result.stderr

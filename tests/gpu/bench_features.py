@@ -72,9 +72,9 @@ class Problem:
         mask = None
         if mask_mod is not None:
             mask = create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
-        return lambda: self.compiled(
-            *self.swapped, score_mod=score_mod, block_mask=mask
-        ).transpose(1, 2)
+        return lambda: self.compiled(*self.swapped, score_mod=score_mod, block_mask=mask).transpose(
+            1, 2
+        )
 
 
 def rows(p: Problem) -> Iterator[tuple[str, Call, dict[str, Call]]]:

@@ -141,18 +141,18 @@ class Row(NamedTuple):
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
-    generic: bool = False  # takes all features
+    variant: str = "plain"  # or "scored", "generic"
 
     @classmethod
     def parse(cls, name: str) -> Row:
         found = re.fullmatch(
-            r"(?:cpu_)?(\w+?)_forward_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?(_generic)?)?", name
+            r"(?:cpu_)?(\w+?)_forward_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?(?:_([a-z]+))?", name
         )
         assert found, f"unexpected kernel name {name!r}"
-        arch, kind, bits, head_dim, head_dim_v, generic = found.groups()
+        arch, kind, bits, head_dim, head_dim_v, variant = found.groups()
         dtype = f"bf{bits}" if kind == "bf" else f"fp{bits}"
         dims = int(head_dim or 0), int(head_dim_v or head_dim or 0)
-        return cls(name, arch, dtype, *dims, generic is not None)
+        return cls(name, arch, dtype, *dims, variant or "plain")
 
 
 class Library:
@@ -241,14 +241,14 @@ class Backend:
     def is_cpu(self) -> bool:
         return self.device[0] == KDL_CPU
 
-    def row(self, dtype: str, head_dim: int, head_dim_v: int, generic: bool) -> Row | None:
+    def row(self, dtype: str, head_dim: int, head_dim_v: int, variant: str) -> Row | None:
         """The kernel that must take this: the smallest that is large enough."""
 
         def fits(row: Row) -> bool:
             if row.head_dim == 0:
                 return True
             large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
-            return large_enough and row.generic == generic
+            return large_enough and row.variant == variant
 
         rows = [row for row in self.library.rows if (row.arch, row.dtype) == (self.arch, dtype)]
         fitting = [row for row in rows if fits(row)]

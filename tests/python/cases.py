@@ -82,9 +82,11 @@ class Features:
     poison: bool = True  # keys and values that no query sees are NaN and infinity
 
     @property
-    def generic(self) -> bool:
-        """Whether only a generic kernel can do it."""
-        return bool(self.softcap or self.alibi or self.bias or self.blocks or self.dropout_p)
+    def variant(self) -> str:
+        """Of the sm_80 kernels, the one with the fewest features that can do it."""
+        if self.bias or self.blocks or self.dropout_p:
+            return "generic"
+        return "scored" if self.softcap or self.alibi else "plain"
 
 
 NO_FEATURES = Features(max_logits=False, poison=False)

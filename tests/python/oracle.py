@@ -301,7 +301,7 @@ def _score_rounding(lse: Array, v: Array) -> float:
     epsilon = np.finfo(np.float64 if v.dtype == np.float64 else np.float32).eps / 2
     score = np.abs(lse[np.isfinite(lse)]).max(initial=0)
     v = np.abs(v.astype(np.float64))
-    return float(epsilon * (1 + min(score, 1000)) * v[np.isfinite(v)].max(initial=0))
+    return float(epsilon * (1 + min(score, 20000)) * v[np.isfinite(v)].max(initial=0))
 
 
 def reference_of(problem: Problem) -> Reference:

@@ -53,7 +53,7 @@ def supports(name: str, case: Case) -> bool:
 
 
 def expected_row(backend: Backend, case: Case) -> capi.Row | None:
-    return backend.row(case.dtype, case.d, case.head_dim_v, case.features.generic)
+    return backend.row(case.dtype, case.d, case.head_dim_v, case.features.variant)
 
 
 def verify(backend: Backend, case: Case) -> None:

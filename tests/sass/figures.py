@@ -54,24 +54,32 @@ class KernelKey(NamedTuple):
     dtype: str
     head_dim: int
     head_dim_v: int
-    generic: bool
+    features: tuple[str, ...]
+
+
+# By the C++ names of the variants (sm80/variants.h).
+FEATURES = {
+    "Plain": (),
+    "Scored": ("softcap", "alibi"),
+    "Generic": ("softcap", "alibi", "bias", "block_mask", "dropout"),
+}
 
 
 def kernel_key(mangled: str) -> KernelKey | None:
     """Of a forward kernel, by its template arguments; None for other kernels."""
     found = re.search(
         r"sm80\d+forward_kernelI.*?ForwardTraitsIN7cutlass\d+(half_t|bfloat16_t)E"
-        r"Li(\d+)ELi(\d+)ELb([01])E",
+        r"Li(\d+)ELi(\d+)E.*?\d+(Plain|Scored|Generic)Variant",
         mangled,
     )
     if not found:
         return None
     dtype = {"half_t": "float16", "bfloat16_t": "bfloat16"}[found[1]]
-    return KernelKey(dtype, int(found[2]), int(found[3]), found[4] == "1")
+    return KernelKey(dtype, int(found[2]), int(found[3]), FEATURES[found[4]])
 
 
 def row_key(row: Row) -> KernelKey:
-    return KernelKey(row["dtype"], row["head_dim"], row["head_dim_v"], bool(row["features"]))
+    return KernelKey(row["dtype"], row["head_dim"], row["head_dim_v"], tuple(row["features"]))
 
 
 def plain_name(name: str) -> str:

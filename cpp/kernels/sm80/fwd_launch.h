@@ -1,4 +1,4 @@
-// Host side of the sm_80 forward kernels: one KernelRow per (dtype, head dim).
+// Host side of the sm_80 forward kernels: one KernelRow per (dtype, head dims, variant).
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -49,7 +49,7 @@ constexpr KernelRow forward_row(const char* name) {
       std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16,
       kHeadDim,
       kHeadDimV,
-      Variant::kGeneric ? kAllFeatures : kNoFeatures,
+      Variant::kFeatures,
       Traits::kTile,
       sizeof(typename Traits::SharedStorage),
       no_scratch,

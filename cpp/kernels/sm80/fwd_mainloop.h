@@ -179,9 +179,10 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       cp_async_fence();
     }
 
-    if constexpr (Variant::kGeneric) {
-      variant.score_mod.template apply<kHeavy>(scores, biases, coordinates, block.first_row,
-                                               n * kBlockN);
+    if constexpr (Variant::kScores) {
+      constexpr bool kAll = kHeavy || !Variant::kGeneric;
+      variant.score_mod.template apply<kAll, kHeavy>(scores, biases, coordinates, block.first_row,
+                                                     n * kBlockN);
     }
     if constexpr (kMasked) {
       apply_mask(scores, coordinates, mask, block.first_row, n * kBlockN);
@@ -202,17 +203,18 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     step(std::true_type{}, Generic{}, next < 0 ? 0 : next - n);
     n = next;
   }
-  if constexpr (Variant::kGeneric) {
+  if constexpr (Variant::kScores) {
     const auto rest = [&](auto heavy) {
       while (n >= 0) {
-        const int next = visited(range.next(n));
+        const int next = visited(n > range.left ? n - 1 : -1);
         step(std::false_type{}, heavy, next < 0 ? 0 : next - n);
         n = next;
       }
     };
-    if (variant.heavy()) rest(std::true_type{});
+    if (Variant::kGeneric && variant.heavy()) rest(Generic{});
     else rest(std::false_type{});
   } else {
+    // Tiles count from the first unmasked one from here on, which saves a register.
     for (n = n < 0 ? n : n - range.left; n >= 0; --n) {
       step(std::false_type{}, Generic{}, n > 0 ? -1 : 0);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/macros.h"
+#include "kernel.h"
 #include "params.h"
 #include "sm80/block.h"
 #include "variant/apply_dropout.h"
@@ -11,23 +12,41 @@
 
 namespace anyflash::sm80 {
 
-// Nothing: the specialised variant. Everything it answers is a constant.
+// Nothing: what it answers is a constant.
 struct PlainVariant {
-  static constexpr bool kGeneric = false;
+  static constexpr bool kGeneric =
+      false;  // with the generic kernels' tiles, order of keys and loops
+  static constexpr bool kScores = false;  // changes scores between the product and the softmax
+  static constexpr unsigned kFeatures = kNoFeatures;
 
   ANYFLASH_DEVICE PlainVariant(const ForwardParams&, const ForwardBlock&, int) {}
 
   ANYFLASH_DEVICE bool visits(int) const { return true; }
+  ANYFLASH_DEVICE bool heavy() const { return false; }
   ANYFLASH_DEVICE bool hides() const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
   ANYFLASH_DEVICE bool drops(int, int) const { return false; }
   ANYFLASH_DEVICE float dropout_scale() const { return 1.0f; }
 };
 
+// What follows from a score and its place alone: the plain kernel with a few more instructions.
+struct ScoredVariant : PlainVariant {
+  static constexpr bool kScores = true;
+  static constexpr unsigned kFeatures = kSoftcap | kAlibi;
+
+  ANYFLASH_DEVICE ScoredVariant(const ForwardParams& params, const ForwardBlock& block, int keys)
+      : PlainVariant(params, block, keys),
+        score_mod(params, block.sequence, block.batch, block.head) {}
+
+  ScoreMod score_mod;
+};
+
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
 // Tiles without masks have a loop of their own where neither bias nor dropout is asked for.
 struct GenericVariant {
   static constexpr bool kGeneric = true;
+  static constexpr bool kScores = true;
+  static constexpr unsigned kFeatures = kAllFeatures;
 
   ANYFLASH_DEVICE GenericVariant(const ForwardParams& params, const ForwardBlock& block,
                                  int tile_keys)

@@ -27,32 +27,29 @@ ANYFLASH_DEVICE float load_float(const Auxiliary& tensor, int64_t index) {
   }
 }
 
-// Nothing: the softmax applies the scale.
-struct NoScoreMod {
-  static constexpr bool kActive = false;
-};
-
 // s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -
 // j|. A bias of -inf, or a boolean one that says no, hides the key whatever qk is.
 //
 // Tensors of scores are (row, col) views of accumulators, `coordinates` their places relative to
-// (row0, col0), which are the same offsets from a thread's first place in every thread.
+// (row0, col0), which are the same offsets from a thread's first place in every thread. For a bias,
+// a thread's columns come in runs of eight neighbouring keys that begin at multiples of eight.
 class ScoreMod {
  public:
-  static constexpr bool kActive = true;
-
   ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, const Sequence& sequence, int64_t batch,
                            int head)
       : scale_(static_cast<float>(p.softmax_scale)),
         softcap_(static_cast<float>(p.softcap)),
         bias_dtype_(p.bias.dtype),
-        bias_row_stride_(p.bias.stride.row),
+        bias_row_bytes_(p.bias.stride.row * bias_bytes()),
         bias_col_stride_(static_cast<int>(p.bias.stride.col)),
         seqlen_q_(sequence.seqlen_q),
         seqlen_k_(sequence.seqlen_k) {
     if (p.bias.data != nullptr) {
       const int64_t offset = batch * p.bias.stride.batch + head * p.bias.stride.head;
       bias_ = static_cast<const unsigned char*>(p.bias.data) + offset * bias_bytes();
+      // Runs of eight are one or two aligned loads.
+      const int64_t places = reinterpret_cast<int64_t>(bias_) | bias_row_bytes_;
+      bias_vectors_ = bias_col_stride_ == 1 && places % min(16, 8 * bias_bytes()) == 0;
     }
     if (p.alibi_slopes.data != nullptr) {
       const Strides& stride = p.alibi_slopes.stride;
@@ -60,7 +57,7 @@ class ScoreMod {
     }
   }
 
-  // Whether scores need more than `light` application: loads, or the whole range of numbers.
+  // Whether scores need more than what apply<false> does.
   ANYFLASH_DEVICE bool heavy() const {
     return bias_ != nullptr || softcap_ > kAccurateSoftcap || slope_ < 0.0f;
   }
@@ -71,54 +68,48 @@ class ScoreMod {
   // Whether the bias leaves the key visible.
   ANYFLASH_DEVICE bool keep(int row, int col) const {
     if (bias_ == nullptr) return true;
-    const uint32_t raw = load(row_address(row) + int64_t{col} * bias_col_stride_ * bias_bytes());
+    const uint32_t raw = load(row, col);
     return bias_dtype_ == DType::kBool ? raw != 0 : decode(raw) != -INFINITY;
   }
 
   // Asks for the biases of a thread's scores, so that they arrive while the scores are computed.
-  // kEdge: keys of the tile may not exist.
+  // Each run of eight is packed into the first of the eight words of `raw` at its place. kEdge: keys
+  // of the tile may not exist.
   template <bool kEdge, class Raw, class Coordinates>
   ANYFLASH_DEVICE void prefetch(Raw& raw, const Coordinates& coordinates, int row0,
                                 int col0) const {
     using namespace cute;
     if (bias_ == nullptr) return;
-    const auto load_all = [&](auto type, auto stride) {
-      using Type = decltype(type);
-      const int first = get<1>(coordinates(0, 0));
+    with_bias_type([&](auto type) {
       CUTE_UNROLL
-      for (int row = 0; row < size<0>(raw); ++row) {
-        const auto* const data = reinterpret_cast<const Type*>(row_address(
-                                     min(row0 + get<0>(coordinates(row, 0)), seqlen_q_ - 1))) +
-                                 int64_t{col0 + first} * stride;
+      for (int i = 0; i < size<0>(raw); ++i) {
+        const int row = min(row0 + get<0>(coordinates(i, 0)), seqlen_q_ - 1);
+        const auto* const data =
+            reinterpret_cast<const decltype(type)*>(bias_ + row * bias_row_bytes_);
         CUTE_UNROLL
-        for (int col = 0; col < size<1>(raw); ++col) {
-          int offset = get<1>(coordinates(row, col)) - first;  // a constant
-          if (kEdge) offset = min(offset, seqlen_k_ - 1 - col0 - first);
-          raw(row, col) = data[int64_t{offset} * stride];
+        for (int run = 0; run < size<1>(raw); run += 8) {
+          const int col = col0 + get<1>(coordinates(i, run));
+          if (kEdge || !bias_vectors_) load_elements(raw, i, run, data, col);
+          else load_vectors(raw, i, run, data + col);
         }
       }
-    };
-    const auto load_strided = [&](auto type) {
-      if (bias_col_stride_ == 1) load_all(type, Int<1>{});
-      else load_all(type, bias_col_stride_);
-    };
-    if (bias_dtype_ == DType::kFloat32) load_strided(uint32_t{});
-    else if (bias_dtype_ == DType::kBool) load_strided(uint8_t{});
-    else load_strided(uint16_t{});
+    });
   }
 
-  // kHeavy: heavy() may be true.
-  template <bool kHeavy, class Scores, class Raw, class Coordinates>
+  // kAll: heavy() may be true; kBias: there may be a bias.
+  template <bool kAll, bool kBias, class Scores, class Raw, class Coordinates>
   ANYFLASH_DEVICE void apply(Scores& scores, const Raw& raw, const Coordinates& coordinates,
                              int row0, int col0) const {
     using namespace cute;
-    if (kHeavy && softcap_ > kAccurateSoftcap) cap_accurately(scores);
+    if (kAll && softcap_ > kAccurateSoftcap) cap_accurately(scores);
     else if (softcap_ > 0.0f) cap(scores);
     else multiply(scores);
-    if (kHeavy && bias_ != nullptr) add_bias(scores, raw);
+    if constexpr (kBias) {
+      if (bias_ != nullptr) add_bias(scores, raw);
+    }
     if (slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
-    } else if (kHeavy && slope_ < 0.0f) {
+    } else if (kAll && slope_ < 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s + fabsf(t); });
     }
   }
@@ -128,11 +119,9 @@ class ScoreMod {
     return bias_dtype_ == DType::kFloat32 ? 4 : bias_dtype_ == DType::kBool ? 1 : 2;
   }
 
-  ANYFLASH_DEVICE const unsigned char* row_address(int row) const {
-    return bias_ + row * bias_row_stride_ * bias_bytes();
-  }
-
-  ANYFLASH_DEVICE uint32_t load(const unsigned char* address) const {
+  ANYFLASH_DEVICE uint32_t load(int row, int col) const {
+    const int64_t offset = row * bias_row_bytes_ + int64_t{col} * bias_col_stride_ * bias_bytes();
+    const unsigned char* const address = bias_ + offset;
     if (bias_dtype_ == DType::kFloat32) return *reinterpret_cast<const uint32_t*>(address);
     if (bias_dtype_ == DType::kBool) return *address;
     return *reinterpret_cast<const uint16_t*>(address);
@@ -142,6 +131,47 @@ class ScoreMod {
     if (bias_dtype_ == DType::kFloat32) return __uint_as_float(raw);
     if (bias_dtype_ == DType::kBFloat16) return __uint_as_float(raw << 16);
     return __half2float(__ushort_as_half(static_cast<unsigned short>(raw)));
+  }
+
+  // Calls function(unsigned integer of an element's size).
+  template <class Function>
+  ANYFLASH_DEVICE void with_bias_type(const Function& function) const {
+    if (bias_dtype_ == DType::kFloat32) function(uint32_t{});
+    else if (bias_dtype_ == DType::kBool) function(uint8_t{});
+    else function(uint16_t{});
+  }
+
+  // Eight neighbouring elements by one or two loads.
+  template <class Raw, class Type>
+  ANYFLASH_DEVICE static void load_vectors(Raw& raw, int i, int run, const Type* data) {
+    constexpr int kWords = 8 * sizeof(Type) / 4;
+    constexpr int kVector = kWords < 4 ? kWords : 4;
+    using Vector = cute::uint_bit_t<32 * kVector>;
+    CUTE_UNROLL
+    for (int first = 0; first < kWords; first += kVector) {
+      auto words = cute::make_tensor<uint32_t>(cute::Int<kVector>{});
+      *reinterpret_cast<Vector*>(words.data()) =
+          *reinterpret_cast<const Vector*>(data + first * (4 / sizeof(Type)));
+      CUTE_UNROLL
+      for (int word = 0; word < kVector; ++word) raw(i, run + first + word) = words(word);
+    }
+  }
+
+  // The same for any stride and alignment, one by one; keys that do not exist repeat the last.
+  template <class Raw, class Type>
+  ANYFLASH_DEVICE void load_elements(Raw& raw, int i, int run, const Type* data, int col) const {
+    constexpr int kPerWord = 4 / sizeof(Type);
+    CUTE_UNROLL
+    for (int word = 0; word < 8 / kPerWord; ++word) {
+      uint32_t packed = 0;
+      CUTE_UNROLL
+      for (int j = 0; j < kPerWord; ++j) {
+        const int key = min(col + word * kPerWord + j, seqlen_k_ - 1);
+        const uint32_t element = data[int64_t{key} * bias_col_stride_];
+        packed |= element << (32 / kPerWord * j);
+      }
+      raw(i, run + word) = packed;
+    }
   }
 
   template <class Scores>
@@ -180,23 +210,35 @@ class ScoreMod {
     }
   }
 
+  // to_float(word, j) is element j of a packed word.
+  template <int kPerWord, class Scores, class Raw, class ToFloat>
+  ANYFLASH_DEVICE static void add_packed(Scores& scores, const Raw& raw, const ToFloat& to_float) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<0>(scores); ++i) {
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(scores); ++col) {
+        const float bias = to_float(raw(i, col / 8 * 8 + col % 8 / kPerWord), col % kPerWord);
+        scores(i, col) = bias == -INFINITY ? -INFINITY : scores(i, col) + bias;
+      }
+    }
+  }
+
   template <class Scores, class Raw>
   ANYFLASH_DEVICE void add_bias(Scores& scores, const Raw& raw) const {
-    const auto add = [&](auto to_float) {
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size(scores); ++i) {
-        const float bias = to_float(raw(i));
-        scores(i) = bias == -INFINITY ? -INFINITY : scores(i) + bias;
-      }
-    };
     if (bias_dtype_ == DType::kFloat32) {
-      add([](uint32_t x) { return __uint_as_float(x); });
+      add_packed<1>(scores, raw, [](uint32_t x, int) { return __uint_as_float(x); });
     } else if (bias_dtype_ == DType::kBFloat16) {
-      add([](uint32_t x) { return __uint_as_float(x << 16); });
+      add_packed<2>(scores, raw, [](uint32_t x, int j) {
+        return __uint_as_float(j == 0 ? x << 16 : x & 0xffff0000u);
+      });
     } else if (bias_dtype_ == DType::kFloat16) {
-      add([](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); });
+      add_packed<2>(scores, raw, [](uint32_t x, int j) {
+        return __half2float(__ushort_as_half(static_cast<uint16_t>(x >> (16 * j))));
+      });
     } else {
-      add([](uint32_t x) { return x != 0 ? 0.0f : -INFINITY; });
+      add_packed<4>(scores, raw, [](uint32_t x, int j) {
+        return (x >> (8 * j) & 0xffu) != 0 ? 0.0f : -INFINITY;
+      });
     }
   }
 
@@ -226,8 +268,9 @@ class ScoreMod {
   float slope_ = 0.0f;
   const unsigned char* bias_ = nullptr;
   DType bias_dtype_;
-  int64_t bias_row_stride_;
+  int64_t bias_row_bytes_;
   int bias_col_stride_;
+  bool bias_vectors_ = false;
   int seqlen_q_;
   int seqlen_k_;
 };

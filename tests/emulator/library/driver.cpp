@@ -2,7 +2,7 @@
 // and mutation tests, where Python cannot be the host.
 //
 //   emulated_driver [--stop] < cases        one case a line:
-//   dtype batch seqlen_q seqlen_k heads heads_k head_dim head_dim_v causal scale seed [key=value ...]
+//   dtype batch seqlen_q seqlen_k heads heads_k head_dim head_dim_v causal scale seed key=value ...
 //
 // dtype is fp16 or bf16, causal 0 or 1, seed decides values and the emulator's schedule. Keys:
 //   left, right         window                  softcap         sink=1     a logit for each head

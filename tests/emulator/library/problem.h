@@ -190,7 +190,7 @@ struct Case {
   }
 };
 
-// Where a sequence's rows lie and how many there are; `keys` are those in use, `all_keys` those there.
+// Where a sequence's rows lie, and how many there are; of `all_keys` so many `keys` are in use.
 struct Sequence {
   int64_t batch, first_q, first_k, queries, keys, all_keys;
 };

@@ -1,0 +1,196 @@
+"""What test_mutations.py breaks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """`old` occurs once in `header` (below cpp/kernels), whatever the white space: an expression,
+    or whole statements if it holds a semicolon; a comment at its end may be shortened."""
+
+    name: str
+    header: str
+    old: str
+    new: str
+    sanitizer: str = ""  # asan, tsan: which must report it
+    alone: bool = False  # the types change: a kernel of its own is compiled
+
+
+MAINLOOP = "sm80/fwd_mainloop.h"
+EPILOGUE = "sm80/fwd_epilogue.h"
+KERNEL = "sm80/fwd_kernel.h"
+TRAITS = "sm80/traits.h"
+SOFTMAX = "common/softmax.h"
+MASK = "variant/mask.h"
+SEQUENCE = "variant/sequence.h"
+SCORE_MOD = "variant/score_mod.h"
+BLOCK_MASK = "variant/block_mask.h"
+DROPOUT = "variant/dropout.h"
+APPLY_DROPOUT = "variant/apply_dropout.h"
+
+WAIT_K = "cp_async_wait<0>(); __syncthreads(); // K_n is there"
+HIDES_V = "kMasked || (kHeavy && variant.hides())"
+WAIT_V = f"cp_async_wait<0>(); if ({HIDES_V}) found_nonfinite |= clear_nonfinite(tVsV); // its own"
+LOAD_Q = "load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);"
+LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, sequence.seqlen_k - n * kBlockN);"
+LOAD_V = "load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);"
+RESTORE = "__syncthreads_or(found_nonfinite)"
+END_KEY = "clamp(row + last_ + 1)"
+FIRST_KEY = "clamp(row + first_)"
+FIRST_Q = "s.first_q = clamp_length(p.cu_seqlens_q[index], p.total_q);"
+FIRST_K = "s.first_k = clamp_length(p.cu_seqlens_k[index], p.total_k);"
+SEQUSED = "if (p.seqused_k != nullptr) s.seqlen_k = clamp_length(p.seqused_k[index], s.seqlen_k);"
+
+SYNCHRONISATION = (
+    Mutation("no-barrier-for-k", MAINLOOP, WAIT_K, "cp_async_wait<0>();"),
+    Mutation("no-wait-for-k", MAINLOOP, WAIT_K, "__syncthreads();"),
+    Mutation("short-wait-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("<0>", "<1>")),
+    Mutation("no-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("cp_async_wait<0>();", "")),
+    Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
+    Mutation("no-barrier-for-v", MAINLOOP, "__syncthreads(); // V_n is there", ""),
+    Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads(); // Q has landed", "", "tsan"),
+    Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
+    Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads(); // the whole tile is in", ""),
+    Mutation("no-barrier-before-restoring", EPILOGUE, RESTORE, "true"),
+    Mutation("race-of-restoring", EPILOGUE, RESTORE, "true", "tsan"),
+)
+
+POSITIONS = (
+    Mutation("end-key-too-large", MASK, END_KEY, "clamp(row + last_ + 2)"),
+    Mutation("end-key-too-small", MASK, END_KEY, "clamp(row + last_)"),
+    Mutation("first-key-too-large", MASK, FIRST_KEY, "clamp(row + first_ + 1)"),
+    Mutation("first-key-too-small", MASK, FIRST_KEY, "clamp(row + first_ - 1)"),
+    Mutation("one-tile-too-few", MASK, "ceil_div(end, block_n)", "end / block_n"),
+    Mutation(
+        "right-zone-forgotten",
+        MASK,
+        "end_key(first_row) / block_n",
+        "end_key(end_row - 1) / block_n",
+    ),
+    Mutation(
+        "left-zone-forgotten", MASK, "ceil_div(first_key(end_row - 1), block_n)", "range.begin"
+    ),
+    Mutation(
+        "left-zone-not-visited", MASK, "if (tile == masked && left > begin) return left - 1;", ""
+    ),
+    Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
+    Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
+    Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),
+    Mutation(
+        "last-row-left-out",
+        KERNEL,
+        "block.first_row >= block.sequence.seqlen_q",
+        "block.first_row + 1 >= block.sequence.seqlen_q",
+    ),
+    Mutation("block-map-of-other-row", BLOCK_MASK, "row / blocks.rows_", "row / blocks.cols_"),
+    Mutation("block-map-of-other-key", BLOCK_MASK, "if ((block + 1) * tiles_ <= n) ++block;", ""),
+    Mutation(
+        "first-hidden-tile-visited",
+        MAINLOOP,
+        "while (n >= 0 && !variant.visits(n)) n = range.next(n);",
+        "if (n >= 0 && !variant.visits(n)) n = range.next(n);",
+    ),
+    Mutation(
+        "order-of-v",
+        MAINLOOP,
+        "thread_v.partition_D(by_key(sV));",
+        "thread_v.partition_D(sV);",
+        alone=True,
+    ),
+    Mutation(
+        "order-of-coordinates",
+        MAINLOOP,
+        "make_tile(_, typename Traits::KeyOrder{})",
+        "make_tile(_, Int<kBlockN>{})",
+        alone=True,
+    ),
+    Mutation(
+        "v-read-with-another-swizzle",
+        TRAITS,
+        "composition( typename TileV::Layout{}",
+        "composition(cute::get_nonswizzle_portion(typename TileV::Layout{})",
+        alone=True,
+    ),
+)
+
+BOUNDS = (
+    Mutation("q-read-past-end", MAINLOOP, LOAD_Q, LOAD_Q.replace("true", "false"), "asan"),
+    Mutation("k-read-past-end", MAINLOOP, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
+    Mutation("v-read-past-end", MAINLOOP, LOAD_V, LOAD_V.replace("kMasked", "false"), "asan"),
+    Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[page]", "row_ok"),
+    Mutation(
+        "output-written-past-end",
+        "sm80/copy.h",
+        "get<0>(tXcX(0, row, 0)) >= rows",
+        "false",
+        "asan",
+    ),
+    Mutation("float-output-not-guarded", EPILOGUE, "i < rows && x < params.head_dim_v", "i < rows"),
+    Mutation(
+        "bias-row-past-end",
+        SCORE_MOD,
+        "min(row0 + get<0>(coordinates(row, 0)), seqlen_q_ - 1)",
+        "row0 + get<0>(coordinates(row, 0))",
+        "asan",
+    ),
+    Mutation(
+        "bias-column-past-end",
+        SCORE_MOD,
+        "offset = min(offset, seqlen_k_ - 1 - col0 - first);",
+        "",
+        "asan",
+    ),
+)
+
+ARITHMETIC = (
+    Mutation("quad-not-reduced", SOFTMAX, "x = op(x, __shfl_xor_sync(0xffffffffu, x, 2));", ""),
+    Mutation("output-not-rescaled", SOFTMAX, "out(row, col) *= rescale;", ""),
+    Mutation("sum-not-rescaled", SOFTMAX, "sum_(row) * rescale", "sum_(row)"),
+    Mutation("nan-of-hidden-rows", SOFTMAX, "maximum == -INFINITY ? 0.0f : maximum", "maximum"),
+    Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
+    Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
+    Mutation("sign-of-scale-lost", MAINLOOP, "q_factor != 1.0f", "false"),
+    Mutation("hidden-v-not-cleared", MAINLOOP, WAIT_V, WAIT_V.replace(HIDES_V, "kMasked")),
+    Mutation(
+        "restored-where-bias-hides",
+        EPILOGUE,
+        "!mask.keep(row, key) || !variant.keep(row, key)",
+        "!mask.keep(row, key)",
+    ),
+    Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
+    Mutation(
+        "restored-of-another-sequence", EPILOGUE, "sequence.first_k * params.v_stride.row", "0"
+    ),
+    Mutation(
+        "max-logits-of-rows-beyond", EPILOGUE, "cute::get<0>(coordinates(row, 0)) < rows", "true"
+    ),
+    Mutation("order-of-negative-maxima", EPILOGUE, "maximum >= 0.0f", "true"),
+    Mutation(
+        "softcap-of-half",
+        SCORE_MOD,
+        "2.0f * kLog2E * scale_ / softcap_",
+        "kLog2E * scale_ / softcap_",
+    ),
+    Mutation("series-of-softcap", SCORE_MOD, "-1.0f / 3", "1.0f / 3"),
+    Mutation("sign-of-alibi", SCORE_MOD, "s - fabsf(t)", "s + fabsf(t)"),
+    Mutation("alibi-from-top-left", SCORE_MOD, "(seqlen_k_ - col0)", "(seqlen_q_ - col0)"),
+    Mutation(
+        "bias-leaks-nan",
+        SCORE_MOD,
+        "bias == -INFINITY ? -INFINITY : scores(i) + bias",
+        "scores(i) + bias",
+    ),
+    Mutation("dropout-threshold", DROPOUT, "draw >= threshold_", "draw > threshold_"),
+    Mutation("dropout-of-heads", DROPOUT, "batch * p.heads + head", "batch + head"),
+    Mutation(
+        "dropout-of-wrong-keys",
+        APPLY_DROPOUT,
+        "(col0 + get<1>(coordinates(row, run))) / 8",
+        "(col0 + get<1>(coordinates(row, run))) / 16",
+    ),
+    Mutation("dropout-backwards", APPLY_DROPOUT, "draws[i]", "draws[7 - i]"),
+    Mutation("dropout-not-scaled", EPILOGUE, "variant.dropout_scale()", "1.0f"),
+)
+
+MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC
