@@ -55,16 +55,19 @@ PLAIN_CASES = (
     Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
 )
 
-# What only the generic kernels do, alone and together.
-GENERIC_CASES = (
+# What the other kernels do, alone and together.
+FEATURE_CASES = (
     Case(seqlen_q=100, seqlen_k=90, scale=1.0, more="softcap=5 alibi=0.05"),
     Case(seqlen_q=70, seqlen_k=330, heads=1, more="softcap=300 alibi=-0.05 left=200 right=50"),
+    Case(seqlen_q=70, seqlen_k=200, heads=1, causal=1, scale=-0.2, more="alibi=0.1 nan=hidden"),
     Case(batch=2, seqlen_q=70, seqlen_k=150, more="bias=fp32 nan=hidden"),
     Case(batch=2, seqlen_q=70, seqlen_k=150, more="bias=bool nan=hidden dropout=0.4 left=100"),
     Case(seqlen_q=67, seqlen_k=130, causal=1, more="bias=fp16 bias_axes=1hq1 sink=1 nan=seen"),
     Case(seqlen_q=70, seqlen_k=140, more="bias=bf16 bias_axes=b1qk out=fp32 nan=seen"),
     Case(seqlen_q=200, seqlen_k=430, more="block=64,128 nan=hidden left=230 right=50"),
-    Case(seqlen_q=140, seqlen_k=300, more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1"),
+    Case(
+        seqlen_q=140, seqlen_k=300, scale=-0.2, more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1"
+    ),
     Case(seqlen_q=67, seqlen_k=140, causal=1, more="dropout=0.25 nan=seen"),
     Case(
         seqlen_q=206,
@@ -75,7 +78,7 @@ GENERIC_CASES = (
     ),
 )
 
-CASES = BASIC_CASES + PLAIN_CASES + GENERIC_CASES
+CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
 
 
 def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tuple[int, str]:

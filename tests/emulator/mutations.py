@@ -30,8 +30,10 @@ DROPOUT = "variant/dropout.h"
 APPLY_DROPOUT = "variant/apply_dropout.h"
 
 WAIT_K = "cp_async_wait<0>(); __syncthreads(); // K_n is there"
-HIDES_V = "kMasked || (kHeavy && variant.hides())"
-WAIT_V = f"cp_async_wait<0>(); if ({HIDES_V}) found_nonfinite |= clear_nonfinite(tVsV); // its own"
+WAIT_V = (
+    "gemm_smem_smem(acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k, thread_copy_q,"
+    " thread_copy_k); cp_async_wait<0>();"
+)
 LOAD_Q = "load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);"
 LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, sequence.seqlen_k - n * kBlockN);"
 LOAD_V = "load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);"
@@ -74,6 +76,8 @@ POSITIONS = (
     Mutation(
         "left-zone-not-visited", MASK, "if (tile == masked && left > begin) return left - 1;", ""
     ),
+    Mutation("left-zone-visited-twice", MAINLOOP, "n > range.left", "n > range.begin"),
+    Mutation("left-zone-visited-twice-plain", MAINLOOP, "n - range.left", "n - range.begin"),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
     Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
     Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),
@@ -126,20 +130,29 @@ BOUNDS = (
         "false",
         "asan",
     ),
-    Mutation("float-output-not-guarded", EPILOGUE, "i < rows && x < params.head_dim_v", "i < rows"),
+    Mutation(
+        "float-output-not-guarded",
+        EPILOGUE,
+        "i < rows && x < params.head_dim_v",
+        "i < rows",
+        "asan",
+    ),
     Mutation(
         "bias-row-past-end",
         SCORE_MOD,
-        "min(row0 + get<0>(coordinates(row, 0)), seqlen_q_ - 1)",
-        "row0 + get<0>(coordinates(row, 0))",
+        "min(row0 + get<0>(coordinates(i, 0)), seqlen_q_ - 1)",
+        "row0 + get<0>(coordinates(i, 0))",
         "asan",
     ),
     Mutation(
         "bias-column-past-end",
         SCORE_MOD,
-        "offset = min(offset, seqlen_k_ - 1 - col0 - first);",
-        "",
+        "min(col + word * kPerWord + j, seqlen_k_ - 1)",
+        "col + word * kPerWord + j",
         "asan",
+    ),
+    Mutation(
+        "bias-vector-past-end", SCORE_MOD, "kEdge || !bias_vectors_", "!bias_vectors_", "asan"
     ),
 )
 
@@ -151,7 +164,7 @@ ARITHMETIC = (
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
     Mutation("sign-of-scale-lost", MAINLOOP, "q_factor != 1.0f", "false"),
-    Mutation("hidden-v-not-cleared", MAINLOOP, WAIT_V, WAIT_V.replace(HIDES_V, "kMasked")),
+    Mutation("hidden-v-not-cleared", MAINLOOP, "variant.hides()", "false"),
     Mutation(
         "restored-where-bias-hides",
         EPILOGUE,
@@ -178,8 +191,8 @@ ARITHMETIC = (
     Mutation(
         "bias-leaks-nan",
         SCORE_MOD,
-        "bias == -INFINITY ? -INFINITY : scores(i) + bias",
-        "scores(i) + bias",
+        "bias == -INFINITY ? -INFINITY : scores(i, col) + bias",
+        "scores(i, col) + bias",
     ),
     Mutation("dropout-threshold", DROPOUT, "draw >= threshold_", "draw > threshold_"),
     Mutation("dropout-of-heads", DROPOUT, "batch * p.heads + head", "batch + head"),

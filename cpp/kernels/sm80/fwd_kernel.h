@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
   if (threadIdx.x == 0) smem.block = block;
 
   // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
-  const float scale_log2 = Variant::kScores ? kLog2E : params.scale_log2;
-  const double scale = Variant::kScores ? 1.0 : params.softmax_scale;
+  const float scale_log2 = Variant::kGeneric ? kLog2E : params.scale_log2;
+  const double scale = Variant::kGeneric ? 1.0 : params.softmax_scale;
   const float q_factor = scale > 0.0 ? 1.0f : scale < 0.0 ? -1.0f : 0.0f;
 
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},

@@ -147,9 +147,10 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   bool found_nonfinite = false;
   // S = Q K_n^T; P = exp2(S - max); O += P V_n, and the load of the K that follows.
   // `distance` leads to the next tile, 0 after the last.
-  const auto step = [&](auto masked, auto heavy, int distance) ANYFLASH_INLINE_LAMBDA {
+  const auto step = [&](auto masked, auto part, int distance) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
-    constexpr bool kHeavy = decltype(heavy)::value;
+    constexpr ScorePart kPart = decltype(part)::value;
+    constexpr bool kAll = kPart == ScorePart::kAll;
     cp_async_wait<0>();
     __syncthreads();  // K_n is there; every warp has done with the V before
     load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);
@@ -161,7 +162,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
     [[maybe_unused]] auto biases = make_tensor<uint32_t>(shape(scores));
     if constexpr (Variant::kGeneric) {
-      if constexpr (kHeavy) {
+      if constexpr (kAll) {
         variant.score_mod.template prefetch<kMasked>(biases, coordinates, block.first_row,
                                                      n * kBlockN);
       }
@@ -170,26 +171,26 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
                    thread_copy_k);
 
     cp_async_wait<0>();
-    if (kMasked || (kHeavy && variant.hides()))
-      found_nonfinite |= clear_nonfinite(tVsV);  // its own pieces
-    __syncthreads();                             // V_n is there; every warp has done with K_n
+    if (kMasked || (kAll && variant.hides())) {
+      found_nonfinite |= clear_nonfinite(tVsV);  // this thread's own pieces
+    }
+    __syncthreads();  // V_n is there; every warp has done with K_n
     if (distance != 0) {
       move(tKgK, params.k_stride, distance);
       load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
       cp_async_fence();
     }
 
-    if constexpr (Variant::kScores) {
-      constexpr bool kAll = kHeavy || !Variant::kGeneric;
-      variant.score_mod.template apply<kAll, kHeavy>(scores, biases, coordinates, block.first_row,
-                                                     n * kBlockN);
+    if constexpr (Variant::kPart != ScorePart::kNone) {
+      variant.score_mod.template apply<kPart, Variant::kGeneric>(scores, biases, coordinates,
+                                                                 block.first_row, n * kBlockN);
     }
     if constexpr (kMasked) {
       apply_mask(scores, coordinates, mask, block.first_row, n * kBlockN);
     }
-    softmax.template update<kHeavy>(scores, out_matrix);
+    softmax.template update<kAll>(scores, out_matrix);
     if constexpr (Variant::kGeneric) {
-      if (kHeavy && variant.dropout.active()) {
+      if (kAll && variant.dropout.active()) {
         apply_dropout(scores, variant.dropout, coordinates, block.first_row, n * kBlockN);
       }
     }
@@ -197,27 +198,27 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
     gemm_register_smem(acc_o, tOrP, tOrVt, tOsVt, mma, smem_copy_v, thread_copy_v);
   };
-  using Generic = std::bool_constant<Variant::kGeneric>;
+  using Part = std::integral_constant<ScorePart, Variant::kPart>;
   while (n >= 0 && range.needs_mask(n)) {
     const int next = visited(range.next(n));
-    step(std::true_type{}, Generic{}, next < 0 ? 0 : next - n);
+    step(std::true_type{}, Part{}, next < 0 ? 0 : next - n);
     n = next;
   }
-  if constexpr (Variant::kScores) {
-    const auto rest = [&](auto heavy) {
+  if constexpr (Variant::kPart == ScorePart::kNone) {
+    // Tiles count from the first unmasked one from here on, which saves a register.
+    for (n = n < 0 ? n : n - range.left; n >= 0; --n) {
+      step(std::false_type{}, Part{}, n > 0 ? -1 : 0);
+    }
+  } else {
+    const auto rest = [&](auto part) {
       while (n >= 0) {
         const int next = visited(n > range.left ? n - 1 : -1);
-        step(std::false_type{}, heavy, next < 0 ? 0 : next - n);
+        step(std::false_type{}, part, next < 0 ? 0 : next - n);
         n = next;
       }
     };
-    if (Variant::kGeneric && variant.heavy()) rest(Generic{});
-    else rest(std::false_type{});
-  } else {
-    // Tiles count from the first unmasked one from here on, which saves a register.
-    for (n = n < 0 ? n : n - range.left; n >= 0; --n) {
-      step(std::false_type{}, Generic{}, n > 0 ? -1 : 0);
-    }
+    if (variant.small()) rest(std::integral_constant<ScorePart, Variant::kSmallPart>{});
+    else rest(Part{});
   }
   return found_nonfinite;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/macros.h"
+#include "common/softmax.h"
 #include "kernel.h"
 #include "params.h"
 #include "sm80/block.h"
@@ -14,15 +15,16 @@ namespace anyflash::sm80 {
 
 // Nothing: what it answers is a constant.
 struct PlainVariant {
-  static constexpr bool kGeneric =
-      false;  // with the generic kernels' tiles, order of keys and loops
-  static constexpr bool kScores = false;  // changes scores between the product and the softmax
+  static constexpr bool kGeneric = false;  // with the generic kernels' tiles and order of keys
+  // What steps with a mask do to scores, and those without, where that is enough.
+  static constexpr ScorePart kPart = ScorePart::kNone;
+  static constexpr ScorePart kSmallPart = ScorePart::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
 
   ANYFLASH_DEVICE PlainVariant(const ForwardParams&, const ForwardBlock&, int) {}
 
   ANYFLASH_DEVICE bool visits(int) const { return true; }
-  ANYFLASH_DEVICE bool heavy() const { return false; }
+  ANYFLASH_DEVICE bool small() const { return true; }
   ANYFLASH_DEVICE bool hides() const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
   ANYFLASH_DEVICE bool drops(int, int) const { return false; }
@@ -31,12 +33,16 @@ struct PlainVariant {
 
 // What follows from a score and its place alone: the plain kernel with a few more instructions.
 struct ScoredVariant : PlainVariant {
-  static constexpr bool kScores = true;
+  static constexpr ScorePart kPart = ScorePart::kScores;
+  static constexpr ScorePart kSmallPart = ScorePart::kSlope;
   static constexpr unsigned kFeatures = kSoftcap | kAlibi;
 
   ANYFLASH_DEVICE ScoredVariant(const ForwardParams& params, const ForwardBlock& block, int keys)
       : PlainVariant(params, block, keys),
-        score_mod(params, block.sequence, block.batch, block.head) {}
+        score_mod(params, block.sequence, block.batch, block.head, 1.0f, params.scale_log2 * kLn2) {
+  }
+
+  ANYFLASH_DEVICE bool small() const { return score_mod.within(kSmallPart); }
 
   ScoreMod score_mod;
 };
@@ -45,19 +51,20 @@ struct ScoredVariant : PlainVariant {
 // Tiles without masks have a loop of their own where neither bias nor dropout is asked for.
 struct GenericVariant {
   static constexpr bool kGeneric = true;
-  static constexpr bool kScores = true;
+  static constexpr ScorePart kPart = ScorePart::kAll;
+  static constexpr ScorePart kSmallPart = ScorePart::kUsual;
   static constexpr unsigned kFeatures = kAllFeatures;
 
   ANYFLASH_DEVICE GenericVariant(const ForwardParams& params, const ForwardBlock& block,
                                  int tile_keys)
-      : score_mod(params, block.sequence, block.batch, block.head),
+      : score_mod(params, block.sequence, block.batch, block.head,
+                  static_cast<float>(params.softmax_scale), 1.0f),
         blocks(BlockMask(params, block.batch, block.head), block.first_row, tile_keys),
         dropout(params, block.batch, block.head) {}
 
   // Whether the block map keeps a tile of keys.
   ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
-  // Whether the steps need the code for what is loaded or drawn for each score.
-  ANYFLASH_DEVICE bool heavy() const { return score_mod.heavy() || dropout.active(); }
+  ANYFLASH_DEVICE bool small() const { return score_mod.within(kSmallPart) && !dropout.active(); }
   // Whether keys may be hidden in any tile, by a bias.
   ANYFLASH_DEVICE bool hides() const { return score_mod.hides(); }
   ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod.keep(row, col); }

@@ -27,18 +27,29 @@ ANYFLASH_DEVICE float load_float(const Auxiliary& tensor, int64_t index) {
   }
 }
 
+// How much of ScoreMod a loop over tiles holds: less code runs faster, also than code skipped.
+enum class ScorePart {
+  kNone,
+  kSlope,   // ALiBi
+  kUsual,   // and a softcap, if it is not too large
+  kScores,  // and any softcap, and slopes of any sign
+  kAll,     // and a bias
+};
+
 // s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -
 // j|. A bias of -inf, or a boolean one that says no, hides the key whatever qk is.
 //
-// Tensors of scores are (row, col) views of accumulators, `coordinates` their places relative to
+// Scores come in units of their own: `unit` is the natural value of 1, and scale what a product is
+// multiplied by to get there. Tensors of scores are (row, col) views of accumulators, `coordinates` their places relative to
 // (row0, col0), which are the same offsets from a thread's first place in every thread. For a bias,
 // a thread's columns come in runs of eight neighbouring keys that begin at multiples of eight.
 class ScoreMod {
  public:
   ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, const Sequence& sequence, int64_t batch,
-                           int head)
-      : scale_(static_cast<float>(p.softmax_scale)),
-        softcap_(static_cast<float>(p.softcap)),
+                           int head, float scale, float unit)
+      : scale_(scale),
+        softcap_(static_cast<float>(p.softcap) / unit),
+        accurate_(p.softcap > kAccurateSoftcap),
         bias_dtype_(p.bias.dtype),
         bias_row_bytes_(p.bias.stride.row * bias_bytes()),
         bias_col_stride_(static_cast<int>(p.bias.stride.col)),
@@ -53,13 +64,14 @@ class ScoreMod {
     }
     if (p.alibi_slopes.data != nullptr) {
       const Strides& stride = p.alibi_slopes.stride;
-      slope_ = load_float(p.alibi_slopes, batch * stride.batch + head * stride.head);
+      slope_ = load_float(p.alibi_slopes, batch * stride.batch + head * stride.head) / unit;
     }
   }
 
-  // Whether scores need more than what apply<false> does.
-  ANYFLASH_DEVICE bool heavy() const {
-    return bias_ != nullptr || softcap_ > kAccurateSoftcap || slope_ < 0.0f;
+  // Whether this part of the code is enough.
+  ANYFLASH_DEVICE bool within(ScorePart part) const {
+    const bool usual = !accurate_ && slope_ >= 0.0f && bias_ == nullptr;
+    return usual && (part == ScorePart::kUsual || softcap_ == 0.0f);
   }
 
   // Whether a bias may hide keys, in any tile.
@@ -96,20 +108,20 @@ class ScoreMod {
     });
   }
 
-  // kAll: heavy() may be true; kBias: there may be a bias.
-  template <bool kAll, bool kBias, class Scores, class Raw, class Coordinates>
+  // kScale: scale is not 1.
+  template <ScorePart kPart, bool kScale, class Scores, class Raw, class Coordinates>
   ANYFLASH_DEVICE void apply(Scores& scores, const Raw& raw, const Coordinates& coordinates,
                              int row0, int col0) const {
-    using namespace cute;
-    if (kAll && softcap_ > kAccurateSoftcap) cap_accurately(scores);
-    else if (softcap_ > 0.0f) cap(scores);
-    else multiply(scores);
-    if constexpr (kBias) {
+    constexpr bool kAnyScore = kPart == ScorePart::kScores || kPart == ScorePart::kAll;
+    if (kAnyScore && accurate_) cap_accurately(scores);
+    else if (kPart != ScorePart::kSlope && softcap_ > 0.0f) cap(scores);
+    else if (kScale) multiply(scores);
+    if constexpr (kPart == ScorePart::kAll) {
       if (bias_ != nullptr) add_bias(scores, raw);
     }
-    if (slope_ > 0.0f) {
+    if (kPart == ScorePart::kSlope || slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
-    } else if (kAll && slope_ < 0.0f) {
+    } else if (kAnyScore && slope_ < 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s + fabsf(t); });
     }
   }
@@ -194,7 +206,7 @@ class ScoreMod {
   }
 
   // For a softcap so large that its 2^-24th part counts, small x take the series of tanh.
-  static constexpr float kAccurateSoftcap = 256.0f;
+  static constexpr double kAccurateSoftcap = 256.0;
   template <class Scores>
   ANYFLASH_DEVICE void cap_accurately(Scores& scores) const {
     const float inverse = 1.0f / softcap_;
@@ -265,6 +277,7 @@ class ScoreMod {
 
   float scale_;
   float softcap_;
+  bool accurate_;
   float slope_ = 0.0f;
   const unsigned char* bias_ = nullptr;
   DType bias_dtype_;
