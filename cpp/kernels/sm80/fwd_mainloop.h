@@ -198,7 +198,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
     gemm_register_smem(acc_o, tOrP, tOrVt, tOsVt, mma, smem_copy_v, thread_copy_v);
   };
-  using Part = std::integral_constant<ScorePart, Variant::kPart>;
+  using Part = ScorePartTag<Variant::kPart>;
   while (n >= 0 && range.needs_mask(n)) {
     const int next = visited(range.next(n));
     step(std::true_type{}, Part{}, next < 0 ? 0 : next - n);
@@ -210,15 +210,13 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       step(std::false_type{}, Part{}, n > 0 ? -1 : 0);
     }
   } else {
-    const auto rest = [&](auto part) {
+    variant.with_part([&](auto part) ANYFLASH_INLINE_LAMBDA {
       while (n >= 0) {
         const int next = visited(n > range.left ? n - 1 : -1);
         step(std::false_type{}, part, next < 0 ? 0 : next - n);
         n = next;
       }
-    };
-    if (variant.small()) rest(std::integral_constant<ScorePart, Variant::kSmallPart>{});
-    else rest(Part{});
+    });
   }
   return found_nonfinite;
 }

@@ -1,6 +1,8 @@
 // What a forward kernel does beyond masks by position.
 #pragma once
 
+#include <type_traits>
+
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "kernel.h"
@@ -13,18 +15,19 @@
 
 namespace anyflash::sm80 {
 
+template <ScorePart kPart>
+using ScorePartTag = std::integral_constant<ScorePart, kPart>;
+
 // Nothing: what it answers is a constant.
 struct PlainVariant {
   static constexpr bool kGeneric = false;  // with the generic kernels' tiles and order of keys
-  // What steps with a mask do to scores, and those without, where that is enough.
+  // What steps do to scores.
   static constexpr ScorePart kPart = ScorePart::kNone;
-  static constexpr ScorePart kSmallPart = ScorePart::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
 
   ANYFLASH_DEVICE PlainVariant(const ForwardParams&, const ForwardBlock&, int) {}
 
   ANYFLASH_DEVICE bool visits(int) const { return true; }
-  ANYFLASH_DEVICE bool small() const { return true; }
   ANYFLASH_DEVICE bool hides() const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
   ANYFLASH_DEVICE bool drops(int, int) const { return false; }
@@ -34,7 +37,6 @@ struct PlainVariant {
 // What follows from a score and its place alone: the plain kernel with a few more instructions.
 struct ScoredVariant : PlainVariant {
   static constexpr ScorePart kPart = ScorePart::kScores;
-  static constexpr ScorePart kSmallPart = ScorePart::kSlope;
   static constexpr unsigned kFeatures = kSoftcap | kAlibi;
 
   ANYFLASH_DEVICE ScoredVariant(const ForwardParams& params, const ForwardBlock& block, int keys)
@@ -42,7 +44,13 @@ struct ScoredVariant : PlainVariant {
         score_mod(params, block.sequence, block.batch, block.head, 1.0f, params.scale_log2 * kLn2) {
   }
 
-  ANYFLASH_DEVICE bool small() const { return score_mod.within(kSmallPart); }
+  // Calls loop(part) with the smallest part that is enough for tiles without a mask.
+  template <class Loop>
+  ANYFLASH_DEVICE void with_part(const Loop& loop) const {
+    if (score_mod.within(ScorePart::kSlope)) loop(ScorePartTag<ScorePart::kSlope>{});
+    else if (score_mod.within(ScorePart::kCap)) loop(ScorePartTag<ScorePart::kCap>{});
+    else loop(ScorePartTag<kPart>{});
+  }
 
   ScoreMod score_mod;
 };
@@ -52,7 +60,6 @@ struct ScoredVariant : PlainVariant {
 struct GenericVariant {
   static constexpr bool kGeneric = true;
   static constexpr ScorePart kPart = ScorePart::kAll;
-  static constexpr ScorePart kSmallPart = ScorePart::kUsual;
   static constexpr unsigned kFeatures = kAllFeatures;
 
   ANYFLASH_DEVICE GenericVariant(const ForwardParams& params, const ForwardBlock& block,
@@ -64,7 +71,12 @@ struct GenericVariant {
 
   // Whether the block map keeps a tile of keys.
   ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
-  ANYFLASH_DEVICE bool small() const { return score_mod.within(kSmallPart) && !dropout.active(); }
+  template <class Loop>
+  ANYFLASH_DEVICE void with_part(const Loop& loop) const {
+    const bool usual = score_mod.within(ScorePart::kUsual) && !dropout.active();
+    if (usual) loop(ScorePartTag<ScorePart::kUsual>{});
+    else loop(ScorePartTag<kPart>{});
+  }
   // Whether keys may be hidden in any tile, by a bias.
   ANYFLASH_DEVICE bool hides() const { return score_mod.hides(); }
   ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod.keep(row, col); }

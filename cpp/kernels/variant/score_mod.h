@@ -30,9 +30,10 @@ ANYFLASH_DEVICE float load_float(const Auxiliary& tensor, int64_t index) {
 // How much of ScoreMod a loop over tiles holds: less code runs faster, also than code skipped.
 enum class ScorePart {
   kNone,
-  kSlope,   // ALiBi
-  kUsual,   // and a softcap, if it is not too large
-  kScores,  // and any softcap, and slopes of any sign
+  kSlope,   // ALiBi with slopes that are not negative
+  kCap,     // a softcap that is not too large
+  kUsual,   // these two
+  kScores,  // any softcap and any slope
   kAll,     // and a bias
 };
 
@@ -70,8 +71,9 @@ class ScoreMod {
 
   // Whether this part of the code is enough.
   ANYFLASH_DEVICE bool within(ScorePart part) const {
-    const bool usual = !accurate_ && slope_ >= 0.0f && bias_ == nullptr;
-    return usual && (part == ScorePart::kUsual || softcap_ == 0.0f);
+    if (accurate_ || slope_ < 0.0f || bias_ != nullptr) return false;
+    return part == ScorePart::kUsual || (part == ScorePart::kSlope && softcap_ == 0.0f) ||
+           (part == ScorePart::kCap && slope_ == 0.0f && softcap_ > 0.0f);
   }
 
   // Whether a bias may hide keys, in any tile.
@@ -112,8 +114,12 @@ class ScoreMod {
   template <ScorePart kPart, bool kScale, class Scores, class Raw, class Coordinates>
   ANYFLASH_DEVICE void apply(Scores& scores, const Raw& raw, const Coordinates& coordinates,
                              int row0, int col0) const {
-    constexpr bool kAnyScore = kPart == ScorePart::kScores || kPart == ScorePart::kAll;
-    if (kAnyScore && accurate_) cap_accurately(scores);
+    constexpr bool kAny = kPart == ScorePart::kScores || kPart == ScorePart::kAll;
+    if constexpr (kPart == ScorePart::kCap) {
+      cap(scores);
+      return;
+    }
+    if (kAny && accurate_) cap_accurately(scores);
     else if (kPart != ScorePart::kSlope && softcap_ > 0.0f) cap(scores);
     else if (kScale) multiply(scores);
     if constexpr (kPart == ScorePart::kAll) {
@@ -121,7 +127,7 @@ class ScoreMod {
     }
     if (kPart == ScorePart::kSlope || slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
-    } else if (kAnyScore && slope_ < 0.0f) {
+    } else if (kAny && slope_ < 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s + fabsf(t); });
     }
   }
