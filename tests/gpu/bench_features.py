@@ -1,7 +1,7 @@
 """Each forward feature against the plain kernel, and against PyTorch where it has the feature.
 
-bfloat16, standard normal values, 16384 tokens and a hidden size of 2048. Contenders of a row take turns
-within one process; a figure is the median over the rounds, by CUDA events.
+bfloat16, standard normal values, 16384 tokens and a hidden size of 2048. Contenders of a row take
+turns within one process; a figure is the median over the rounds, by CUDA events.
 """
 
 from __future__ import annotations

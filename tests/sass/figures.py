@@ -30,9 +30,9 @@ SPILL_LIMITS = {
     256: ANCHORS["d256 full"]["spills_loop"],
 }
 
-# Of the plain kernel's sim that the generic one must reach, by head dim, where it is not a half: a
-# softcap's exp, exp and division keep the XU pipe busy three times as long as head dim 32 the tensor
-# cores.
+# Of the plain kernel's sim that the generic one must reach, by head dim, if it is not a half: the
+# exp, exp and division of a softcap keep the XU pipe busy three times as long as head dim 32 keeps
+# the tensor cores.
 GENERIC_SHARE = {32: 0.35}
 
 # (figure, +1 where more is better or -1, relative tolerance)

@@ -29,8 +29,11 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                                              " along the keys; the CUDA kernels take 32 bits");
   }
   ForwardParams prepared = params;
-  prepared.scale_log2 = static_cast<float>(std::fabs(params.softmax_scale)) * kLog2E;
-  if (params.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
+  // What 16-bit numbers make of such a scale is 0, but units of it (ScoreMod) may be infinite.
+  constexpr double kLeastScale = 1e-20;
+  if (std::fabs(params.softmax_scale) < kLeastScale) prepared.softmax_scale = 0.0;
+  prepared.scale_log2 = static_cast<float>(std::fabs(prepared.softmax_scale)) * kLog2E;
+  if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);

@@ -41,9 +41,10 @@ enum class ScorePart {
 // j|. A bias of -inf, or a boolean one that says no, hides the key whatever qk is.
 //
 // Scores come in units of their own: `unit` is the natural value of 1, and scale what a product is
-// multiplied by to get there. Tensors of scores are (row, col) views of accumulators, `coordinates` their places relative to
-// (row0, col0), which are the same offsets from a thread's first place in every thread. For a bias,
-// a thread's columns come in runs of eight neighbouring keys that begin at multiples of eight.
+// multiplied by to get there. Tensors of scores are (row, col) views of accumulators, `coordinates`
+// their places relative to (row0, col0), which are the same offsets from a thread's first place in
+// every thread. For a bias, a thread's columns come in runs of eight neighbouring keys that begin
+// at multiples of eight.
 class ScoreMod {
  public:
   ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, const Sequence& sequence, int64_t batch,
@@ -87,8 +88,8 @@ class ScoreMod {
   }
 
   // Asks for the biases of a thread's scores, so that they arrive while the scores are computed.
-  // Each run of eight is packed into the first of the eight words of `raw` at its place. kEdge: keys
-  // of the tile may not exist.
+  // Each run of eight is packed into the first of the eight words of `raw` at its place. kEdge:
+  // keys of the tile may not exist.
   template <bool kEdge, class Raw, class Coordinates>
   ANYFLASH_DEVICE void prefetch(Raw& raw, const Coordinates& coordinates, int row0,
                                 int col0) const {
