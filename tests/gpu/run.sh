@@ -74,7 +74,8 @@ tests() {
       selection+=" and not $module"
     fi
   done
-  ANYFLASH_TEST_BACKENDS=cuda "$python" -m pytest -k "$selection" \
+  # anyflash takes JAX's arrays on the CPU; they would lie on the GPU.
+  ANYFLASH_TEST_BACKENDS=cuda JAX_PLATFORMS=cpu "$python" -m pytest -k "$selection" \
     tests/python/test_{forward,features,varlen,merge}.py \
     tests/python/test_{errors,arrays,arrays_cuda,features_api,features_errors,features_cuda}.py
 }

@@ -56,7 +56,7 @@ struct ScoredVariant : PlainVariant {
 };
 
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
-// Tiles without masks have a loop of their own where neither bias nor dropout is asked for.
+// Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for.
 struct GenericVariant {
   static constexpr bool kGeneric = true;
   static constexpr ScorePart kPart = ScorePart::kAll;
@@ -73,8 +73,8 @@ struct GenericVariant {
   ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
   template <class Loop>
   ANYFLASH_DEVICE void with_part(const Loop& loop) const {
-    const bool usual = score_mod.within(ScorePart::kUsual) && !dropout.active();
-    if (usual) loop(ScorePartTag<ScorePart::kUsual>{});
+    const bool small = score_mod.within(ScorePart::kSlope) && !dropout.active();
+    if (small) loop(ScorePartTag<ScorePart::kSlope>{});
     else loop(ScorePartTag<kPart>{});
   }
   // Whether keys may be hidden in any tile, by a bias.

@@ -32,7 +32,6 @@ enum class ScorePart {
   kNone,
   kSlope,   // ALiBi with slopes that are not negative
   kCap,     // a softcap that is not too large
-  kUsual,   // these two
   kScores,  // any softcap and any slope
   kAll,     // and a bias
 };
@@ -70,11 +69,10 @@ class ScoreMod {
     }
   }
 
-  // Whether this part of the code is enough.
+  // Whether this part of the code, kSlope or kCap, is enough.
   ANYFLASH_DEVICE bool within(ScorePart part) const {
     if (accurate_ || slope_ < 0.0f || bias_ != nullptr) return false;
-    return part == ScorePart::kUsual || (part == ScorePart::kSlope && softcap_ == 0.0f) ||
-           (part == ScorePart::kCap && slope_ == 0.0f && softcap_ > 0.0f);
+    return part == ScorePart::kSlope ? softcap_ == 0.0f : slope_ == 0.0f && softcap_ > 0.0f;
   }
 
   // Whether a bias may hide keys, in any tile.
@@ -126,7 +124,9 @@ class ScoreMod {
     if constexpr (kPart == ScorePart::kAll) {
       if (bias_ != nullptr) add_bias(scores, raw);
     }
-    if (kPart == ScorePart::kSlope || slope_ > 0.0f) {
+    // With nothing else to do there is a slope, without a branch; the generic kernel may have a map.
+    constexpr bool kSlopeOnly = kPart == ScorePart::kSlope && !kScale;
+    if (kSlopeOnly || slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
     } else if (kAny && slope_ < 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s + fabsf(t); });
