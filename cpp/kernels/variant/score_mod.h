@@ -124,7 +124,7 @@ class ScoreMod {
     if constexpr (kPart == ScorePart::kAll) {
       if (bias_ != nullptr) add_bias(scores, raw);
     }
-    // With nothing else to do there is a slope, without a branch; the generic kernel may have a map.
+    // With nothing else to do there is a slope, for sure; the generic kernel may have a block map.
     constexpr bool kSlopeOnly = kPart == ScorePart::kSlope && !kScale;
     if (kSlopeOnly || slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
