@@ -38,9 +38,9 @@ test-full: test
 	$(PIP) install -r tests/requirements.txt -r tests/sass/requirements.txt
 	touch $@
 
-# -- build
+# -- build (pip before 23.1, as Debian 12 has it, does not know the short form -C)
 install: .venv/build
-	$(PIP) install --no-build-isolation -Cbuild-dir=build/wheel .
+	$(PIP) install --no-build-isolation --config-settings=build-dir=build/wheel .
 
 build-test: .venv/test
 	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON \

@@ -11,7 +11,7 @@ namespace {
 
 const char* const kMessage =
     "this build of anyflash has no CUDA kernels; build it where nvcc or an NVIDIA driver is found, "
-    "or with -Ccmake.define.ANYFLASH_CUDA=ON";
+    "or with --config-settings=cmake.define.ANYFLASH_CUDA=ON";
 
 }  // namespace
 

@@ -51,8 +51,9 @@ build() {
     pip_install -r third_party/requirements.txt pytest hypothesis numpy ml_dtypes &&
     pip_install --no-deps -r third_party/requirements-headers.txt &&
     PATH=$venv/bin:$PATH pip_install --no-build-isolation --no-deps --force-reinstall \
-      -Cbuild-dir=build/gpu/wheel -Ccmake.define.ANYFLASH_CUDA=ON \
-      -Ccmake.define.ANYFLASH_ARCHS="${ANYFLASH_ARCHS:-90}" . &&
+      --config-settings=build-dir=build/gpu/wheel \
+      --config-settings=cmake.define.ANYFLASH_CUDA=ON \
+      --config-settings=cmake.define.ANYFLASH_ARCHS="${ANYFLASH_ARCHS:-90}" . &&
     "$python" -m anyflash
 }
 
