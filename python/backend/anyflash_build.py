@@ -6,8 +6,8 @@ adds
 * CUTLASS's headers where CUDA kernels will be built,
 * nvcc where it is missing although an NVIDIA driver is there.
 
-The setting is read where CMake reads it: ``-Ccmake.define.ANYFLASH_CUDA=ON|OFF|AUTO``, or the
-environment variable ``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON"``.
+The setting is read where CMake reads it: the config setting ``cmake.define.ANYFLASH_CUDA``, ON, OFF
+or AUTO, or the environment variable ``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON"``.
 """
 
 from __future__ import annotations

@@ -143,6 +143,10 @@ def _scores() -> Iterator[Case]:
             name = f"bug_2402-softcap{softcap}-scale{scale}-{dtype}"
             features = Features(softcap=softcap)
             yield Case(name, dtype, 1, 70, 90, scale=scale, causal=True, features=features)
+    # In units of this scale, as the scored kernels count, a softcap or a slope is infinite.
+    for scale in (1e-40, -1e-40):
+        features = Features(softcap=4.0, alibi="h")
+        yield Case(f"softcap-alibi-scale{scale}", "fp16", 1, 70, 90, scale=scale, features=features)
     for alibi, dtype in itertools.product(("h", "1h", "bh"), (*FLOATS, "fp64")):
         for causal in (False, True):
             case = Case("", dtype, 2, 113, 203, 4, 2, causal=causal, features=Features(alibi=alibi))
