@@ -4,10 +4,10 @@
 # Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
 # the same unit and 23 s in one of its own.
 
-set(ANYFLASH_SM80_FORWARD_DTYPES f16 bf16)
+set(ANYFLASH_SM80_DTYPES f16 bf16)
 # Of Q, K and V alike, or of Q and K, and of V.
 set(
-  ANYFLASH_SM80_FORWARD_HEAD_DIMS_full
+  ANYFLASH_SM80_HEAD_DIMS_full
   32
   64
   96
@@ -16,7 +16,7 @@ set(
   192_128
   256
 )
-set(ANYFLASH_SM80_FORWARD_HEAD_DIMS_minimal 64 128)
+set(ANYFLASH_SM80_HEAD_DIMS_minimal 64 128)
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
@@ -50,12 +50,12 @@ set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
 # The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128".
 function(anyflash_sm80_units output kernel_set)
-  if(NOT DEFINED ANYFLASH_SM80_FORWARD_HEAD_DIMS_${kernel_set})
+  if(NOT DEFINED ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
     message(FATAL_ERROR "ANYFLASH_KERNEL_SET is '${kernel_set}'; 'full' and 'minimal' are allowed")
   endif()
   set(units "")
-  foreach(head_dim IN LISTS ANYFLASH_SM80_FORWARD_HEAD_DIMS_${kernel_set})
-    foreach(dtype IN LISTS ANYFLASH_SM80_FORWARD_DTYPES)
+  foreach(head_dim IN LISTS ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
+    foreach(dtype IN LISTS ANYFLASH_SM80_DTYPES)
       list(APPEND units ${dtype}-${head_dim})
     endforeach()
   endforeach()
@@ -74,17 +74,19 @@ function(anyflash_generate_kernels output folder)
   set(entries "")
   set(archs "")
   foreach(isa IN LISTS ARG_CPU_ISAS)
-    set(unit cpu_forward_${isa})
     set(enum ${ANYFLASH_CPU_ENUM_${isa}})
-    set(file "${folder}/${unit}.cpp")
-    configure_file("${ANYFLASH_UNIT_TEMPLATES}/cpu_unit.cpp.in" "${file}" @ONLY)
-    set_source_files_properties(
-      "${file}"
-      PROPERTIES COMPILE_OPTIONS "-fno-math-errno;${ANYFLASH_CPU_FLAGS_${isa}}"
-    )
-    list(APPEND sources "${file}")
-    string(APPEND declarations "extern const KernelRows ${unit};\n")
-    string(APPEND entries "    &rows::${unit},\n")
+    foreach(op forward backward)
+      set(unit cpu_${op}_${isa})
+      set(file "${folder}/${unit}.cpp")
+      configure_file("${ANYFLASH_UNIT_TEMPLATES}/cpu_unit.cpp.in" "${file}" @ONLY)
+      set_source_files_properties(
+        "${file}"
+        PROPERTIES COMPILE_OPTIONS "-fno-math-errno;${ANYFLASH_CPU_FLAGS_${isa}}"
+      )
+      list(APPEND sources "${file}")
+      string(APPEND declarations "extern const KernelRows ${unit};\n")
+      string(APPEND entries "    &rows::${unit},\n")
+    endforeach()
   endforeach()
   foreach(pair IN LISTS ARG_SM80_UNITS)
     string(REPLACE "-" ";" pair "${pair}")
@@ -94,12 +96,14 @@ function(anyflash_generate_kernels output folder)
     list(GET dims 0 head_dim)
     list(GET dims -1 head_dim_v)
     set(element ${ANYFLASH_ELEMENT_${dtype}})
-    set(unit sm80_forward_${dtype}_d${head_dims})
-    set(file "${folder}/${unit}.${ARG_EXTENSION}")
-    configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_forward_unit.in" "${file}" @ONLY)
-    list(APPEND sources "${file}")
-    string(APPEND declarations "extern const KernelRows ${unit};\n")
-    string(APPEND entries "    &rows::${unit},\n")
+    foreach(op forward backward)
+      set(unit sm80_${op}_${dtype}_d${head_dims})
+      set(file "${folder}/${unit}.${ARG_EXTENSION}")
+      configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
+      list(APPEND sources "${file}")
+      string(APPEND declarations "extern const KernelRows ${unit};\n")
+      string(APPEND entries "    &rows::${unit},\n")
+    endforeach()
   endforeach()
   foreach(arch IN LISTS ARG_ARCHS)
     string(APPEND archs "\"${arch}\", ")

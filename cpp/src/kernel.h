@@ -13,7 +13,7 @@
 namespace anyflash {
 
 enum class Arch : int { kCpu, kSm80 };
-enum class Op : int { kForward };
+enum class Op : int { kForward, kBackward };
 
 // What a problem may ask of a kernel: bits. Causal masks, windows, packed sequences, sinks and
 // max_logits are in every kernel.
@@ -41,6 +41,13 @@ struct LaunchContext {
   std::size_t scratch_bytes = 0;
 };
 
+// How a kernel of one operation is called.
+template <class Params>
+struct Entry {
+  std::size_t (*scratch_bytes)(const Params& params, int num_threads) = nullptr;
+  void (*launch)(const Params& params, const LaunchContext& context) = nullptr;
+};
+
 struct KernelRow {
   const char* name;  // "sm80_forward_bf16_d128", "sm80_forward_bf16_d128_generic"
   Arch arch;
@@ -51,9 +58,9 @@ struct KernelRow {
   int head_dim_v;
   unsigned features;
   Tile tile;
-  std::size_t smem_bytes;  // dynamic shared memory of a CTA
-  std::size_t (*scratch_bytes)(const ForwardParams& params, int num_threads);
-  void (*launch)(const ForwardParams& params, const LaunchContext& context);
+  std::size_t smem_bytes;        // dynamic shared memory of a CTA
+  Entry<ForwardParams> forward;  // of the row's operation only
+  Entry<BackwardParams> backward;
 };
 
 struct KernelRows {

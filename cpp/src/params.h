@@ -81,4 +81,38 @@ struct ForwardParams {
   int heads_per_section = 1;
 };
 
+// A gradient that is written element by element; strides of broadcast axes, which it is summed
+// over, are 0. Null: not wanted.
+struct GradientOutput {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Strides stride;
+};
+
+// `out` and `lse` are read here; max_logits is null. All gradients are written whole.
+struct BackwardParams : ForwardParams {
+  const void* dout = nullptr;
+  DType dout_dtype = DType::kFloat32;  // q's or float32
+  Strides dout_stride;
+  const float* dlse = nullptr;  // null: zero
+  Strides dlse_stride;          // (batch, row, head)
+
+  void* dq = nullptr;
+  void* dk = nullptr;
+  void* dv = nullptr;
+  DType grad_dtype = DType::kFloat32;  // of these three: q's or float32
+  Strides dq_stride;
+  Strides dk_stride;
+  Strides dv_stride;
+
+  GradientOutput dbias;    // (batch, row, head, col)
+  int64_t dbias_rows = 0;  // extents of its last axes
+  int64_t dbias_columns = 0;
+  int64_t dbias_batch = 0;
+  int dbias_heads = 0;
+  GradientOutput dsinks;         // (head)
+  GradientOutput dalibi_slopes;  // (batch, head); batch stride 0: (heads,) or batch 1
+  bool deterministic = false;
+};
+
 }  // namespace anyflash

@@ -92,6 +92,32 @@ ANYFLASH_API anyflash_status anyflash_forward(const DLTensor* q, const DLTensor*
                                               void* workspace, size_t workspace_bytes);
 
 typedef struct {
+  size_t size;           /* sizeof(anyflash_backward_options) */
+  int32_t deterministic; /* bitwise the same gradients in every run */
+  int32_t reserved;      /* 0 */
+  const DLTensor* dlse;
+  const DLTensor* dbias;         /* output */
+  const DLTensor* dsinks;        /* output */
+  const DLTensor* dalibi_slopes; /* output */
+} anyflash_backward_options;
+
+#define ANYFLASH_BACKWARD_OPTIONS_INIT \
+  {sizeof(anyflash_backward_options), 0, 0, NULL, NULL, NULL, NULL}
+
+/* `options` are those that the forward was given; both options may be NULL (defaults). */
+ANYFLASH_API anyflash_status anyflash_backward_workspace_size(
+    const DLTensor* dout, const DLTensor* q, const DLTensor* k, const DLTensor* v,
+    const DLTensor* out, const DLTensor* lse, const DLTensor* dq, const DLTensor* dk,
+    const DLTensor* dv, const anyflash_forward_options* options,
+    const anyflash_backward_options* backward_options, size_t* bytes);
+
+ANYFLASH_API anyflash_status anyflash_backward(
+    const DLTensor* dout, const DLTensor* q, const DLTensor* k, const DLTensor* v,
+    const DLTensor* out, const DLTensor* lse, const DLTensor* dq, const DLTensor* dk,
+    const DLTensor* dv, const anyflash_forward_options* options,
+    const anyflash_backward_options* backward_options, void* workspace, size_t workspace_bytes);
+
+typedef struct {
   size_t size;         /* sizeof(anyflash_merge_options) */
   int32_t num_threads; /* CPU; 0: OpenMP's default */
   int32_t reserved;    /* 0 */

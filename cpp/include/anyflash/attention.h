@@ -55,6 +55,33 @@ ANYFLASH_API std::size_t forward_workspace_size(const TensorView& q, const Tenso
                                                 const TensorView* lse,
                                                 const ForwardOptions& options);
 
+// Gradients of a scalar L, given dout = dL/dout (and options.dlse = dL/dlse), by recomputation of
+// the probabilities from the LSE (FlashAttention-2, arXiv 2307.08691, section 3.1.2):
+//
+//   P  = exp(S - lse)         dV = (P * kept)^T dO      dP = kept * (dO V^T)
+//   dS = P * (dP - delta)     delta = rowsum(dO * out) - dlse
+//   dQ = softmax_scale * dS K     dK = softmax_scale * dS^T Q      (with softcap, dS times its slope)
+//
+//   dout  (batch, seqlen_q, heads, head_dim_v), q's type or float32
+//   q, k, v, out, lse  the forward's; an LSE of -inf or +inf says that the row saw no key
+//   dq, dk, dv  outputs of q's, k's and v's shape, all of q's type or all float32; dk and dv are
+//               summed in float32 over the query heads of a group
+//   options     the forward's; their outputs (dropout_mask, max_logits) are not written
+//
+// Types, strides and devices as for forward(). Rows that see no key, and keys that no row sees, get
+// 0. Packed sequences: the shapes of forward(), and rows beyond the last sequence are not written.
+ANYFLASH_API void backward(const TensorView& dout, const TensorView& q, const TensorView& k,
+                           const TensorView& v, const TensorView& out, const TensorView& lse,
+                           const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                           const ForwardOptions& options, const BackwardOptions& backward_options,
+                           Workspace workspace);
+
+// Bytes of workspace that backward() needs for the same arguments; linear in the sequence lengths.
+ANYFLASH_API std::size_t backward_workspace_size(
+    const TensorView& dout, const TensorView& q, const TensorView& k, const TensorView& v,
+    const TensorView& out, const TensorView& lse, const TensorView& dq, const TensorView& dk,
+    const TensorView& dv, const ForwardOptions& options, const BackwardOptions& backward_options);
+
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:
 //   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 // (Milakov and Gimelshein, arXiv 1805.02867). out_a, out_b and out: (batch, seqlen_q, heads,
@@ -71,7 +98,7 @@ ANYFLASH_API void merge_states(const TensorView& out_a, const TensorView& lse_a,
 struct KernelInfo {
   std::string name;
   std::string arch;  // "cpu-avx2", "sm80", ...
-  std::string op;    // "forward"
+  std::string op;    // "forward", "backward"
   DType dtype = DType::kFloat32;
   int head_dim = 0;  // of q and k: the largest it takes; 0: any
   int head_dim_v = 0;

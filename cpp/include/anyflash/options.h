@@ -87,6 +87,20 @@ struct ForwardOptions {
   void* stream = nullptr;
 };
 
+// What backward() needs beside the options that the forward was given.
+struct BackwardOptions {
+  // Bitwise the same gradients in every run. On a GPU dq is then made by a second pass over blocks
+  // of rows (7 products instead of 5) instead of by atomic additions. The CPU's always are.
+  bool deterministic = false;
+  // Gradient of the LSE, float32, its shape; null: zero. Where the row sees no key it is not read.
+  const TensorView* dlse = nullptr;
+  // Outputs; null: not wanted. Each has the shape of its tensor among the forward's options, whose
+  // type it has too, or float32; axes that are broadcast are summed over in float32.
+  const TensorView* dbias = nullptr;  // not of a boolean bias
+  const TensorView* dsinks = nullptr;
+  const TensorView* dalibi_slopes = nullptr;
+};
+
 struct MergeOptions {
   int num_threads = 0;     // CPU; 0: OpenMP's default
   void* stream = nullptr;  // CUDA: a cudaStream_t; null is the legacy default stream

@@ -34,6 +34,17 @@ struct KRange {
   }
 };
 
+// Tiles of query rows that see one block of keys: [full, masked) need no mask, [begin, full) and
+// [masked, end) do, the rest is skipped. A tile may hold rows beyond the last one.
+struct MRange {
+  int begin;
+  int full;
+  int masked;
+  int end;
+
+  ANYFLASH_HOST_DEVICE bool needs_mask(int tile) const { return tile < full || tile >= masked; }
+};
+
 // A window around the diagonal that ends at the bottom right:
 //   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right,
 //   shift = seqlen_k - seqlen_q
@@ -72,6 +83,28 @@ class Mask {
     return range;
   }
 
+  // Tiles of block_m rows that see some of the keys [first_key, first_key + keys). A mask is needed
+  // where not all rows see all of these keys, also because there are fewer.
+  ANYFLASH_HOST_DEVICE MRange m_range(int64_t first_key, int keys, int block_m) const {
+    const int64_t end_key = first_key + keys;
+    const int64_t last = end_key < seqlen_k_ ? end_key : seqlen_k_;  // of the keys that exist
+    // A row's keys begin at row + first_ and end at row + last_.
+    const int64_t begin = row_clamp(first_key - last_);
+    const int64_t end = row_clamp(last - first_);
+    if (last <= first_key || end <= begin) return MRange{0, 0, 0, 0};
+    MRange range;
+    range.begin = static_cast<int>(begin / block_m);
+    range.end = ceil_div(static_cast<int>(end), block_m);
+    // Rows that see all.
+    int64_t full = row_clamp(end_key - 1 - last_);
+    int64_t full_end = row_clamp(first_key - first_ + 1);
+    if (end_key > seqlen_k_ || full_end < full) full = full_end = begin;
+    range.full = ceil_div(static_cast<int>(full), block_m);
+    range.masked = static_cast<int>(full_end == seqlen_q_ ? range.end : full_end / block_m);
+    if (range.full >= range.masked) range.full = range.masked = range.begin;
+    return range;
+  }
+
  private:
   static constexpr int64_t kFar = int64_t{1} << 40;  // beyond every row and key
 
@@ -79,6 +112,10 @@ class Mask {
   ANYFLASH_HOST_DEVICE static int ceil_div(int n, int d) { return n / d + (n % d != 0); }
   ANYFLASH_HOST_DEVICE int clamp(int64_t key) const {
     return key < 0 ? 0 : key < seqlen_k_ ? static_cast<int>(key) : seqlen_k_;
+  }
+
+  ANYFLASH_HOST_DEVICE int64_t row_clamp(int64_t row) const {
+    return row < 0 ? 0 : row < seqlen_q_ ? row : seqlen_q_;
   }
 
   int seqlen_q_;

@@ -13,7 +13,8 @@ struct Sequence {
   int64_t first_q;  // row of its first query in q, out and lse
   int64_t first_k;
   int seqlen_q;
-  int seqlen_k;
+  int seqlen_k;  // keys that are used
+  int all_keys;  // keys that the tensors hold
 };
 
 ANYFLASH_HOST_DEVICE int clamp_length(int64_t length, int64_t limit) {
@@ -23,7 +24,7 @@ ANYFLASH_HOST_DEVICE int clamp_length(int64_t length, int64_t limit) {
 // Sequence `index` of the batch. Lengths that do not fit the tensors are clamped to what does, so
 // that wrong ones give wrong results, but no access outside.
 ANYFLASH_HOST_DEVICE Sequence sequence_of(const ForwardParams& p, int64_t index) {
-  Sequence s{index, 0, 0, p.seqlen_q, p.seqlen_k};
+  Sequence s{index, 0, 0, p.seqlen_q, p.seqlen_k, p.seqlen_k};
   if (p.cu_seqlens_q != nullptr) {
     s.batch = 0;
     s.first_q = clamp_length(p.cu_seqlens_q[index], p.total_q);
@@ -35,6 +36,7 @@ ANYFLASH_HOST_DEVICE Sequence sequence_of(const ForwardParams& p, int64_t index)
     s.seqlen_k = clamp_length(p.cu_seqlens_k[index + 1] - s.first_k,
                               rest_k < p.seqlen_k ? rest_k : p.seqlen_k);
   }
+  s.all_keys = s.seqlen_k;
   if (p.seqused_k != nullptr) s.seqlen_k = clamp_length(p.seqused_k[index], s.seqlen_k);
   return s;
 }
