@@ -56,6 +56,17 @@ void check_device(const TensorView& t, const char* argument, const TensorView& o
                 " is on " + name(other.device) + "; all tensors must be on one device");
 }
 
+void check_like(const TensorView& t, const char* argument, const TensorView& other,
+                const char* other_argument) {
+  check_rank(t, argument, other.rank, (std::string("as ") + other_argument).c_str());
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == other.shape[i]) continue;
+    invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected " +
+                  shape_of(other) + ", as " + other_argument);
+  }
+  check_device(t, argument, other, other_argument);
+}
+
 void check_float(const TensorView& t, const char* argument, bool allow_double, const char* also) {
   if (is_float(t.dtype) && (allow_double || t.dtype != DType::kFloat64)) return;
   invalid_type(std::string(argument) + " is " + name(t.dtype) + "; " +
@@ -66,6 +77,14 @@ void check_float(const TensorView& t, const char* argument, bool allow_double, c
 void check_dtype(const TensorView& t, const char* argument, DType dtype) {
   if (t.dtype == dtype) return;
   invalid_type(std::string(argument) + " is " + name(t.dtype) + "; it must be " + name(dtype));
+}
+
+void check_dtype_or_float32(const TensorView& t, const char* argument, const TensorView& other,
+                            const char* other_argument) {
+  if (t.dtype == other.dtype || t.dtype == DType::kFloat32) return;
+  invalid_type(std::string(argument) + " is " + name(t.dtype) + ", but " + other_argument + " is " +
+               name(other.dtype) + "; " + argument + " must have " + other_argument +
+               "'s dtype or be float32");
 }
 
 void check_writable(const TensorView& t, const char* argument) {
@@ -108,6 +127,16 @@ TensorView with_batch(const TensorView& t, bool packed) {
   result.shape = {1, t.shape[0], t.shape[1], t.shape[2]};
   result.stride = {0, t.stride[0], t.stride[1], t.stride[2]};
   return result;
+}
+
+Strides broadcast_strides_of(const TensorView& t, std::initializer_list<int64_t Strides::*> axes) {
+  Strides stride{0, 0, 0, 0};
+  int i = 0;
+  for (int64_t Strides::* const axis : axes) {
+    stride.*axis = t.shape[i] == 1 ? 0 : t.stride[i];
+    ++i;
+  }
+  return stride;
 }
 
 }  // namespace anyflash

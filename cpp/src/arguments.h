@@ -32,11 +32,18 @@ void check_shape(const TensorView& t, const char* argument, std::initializer_lis
 void check_device(const TensorView& t, const char* argument, const TensorView& other,
                   const char* other_argument);
 
+// Shape and device of `other`.
+void check_like(const TensorView& t, const char* argument, const TensorView& other,
+                const char* other_argument);
+
 // A float type; `allow_double` where float64 is one. `also` names types that the caller has looked
 // for: "bool, ".
 void check_float(const TensorView& t, const char* argument, bool allow_double = true,
                  const char* also = "");
 void check_dtype(const TensorView& t, const char* argument, DType dtype);
+// The type of `other`, or float32.
+void check_dtype_or_float32(const TensorView& t, const char* argument, const TensorView& other,
+                            const char* other_argument);
 
 // A tensor that is written must not hold one address twice.
 void check_writable(const TensorView& t, const char* argument);
@@ -59,6 +66,9 @@ TensorView with_batch(const TensorView& t, bool packed);
 inline Strides strides_of(const TensorView& t) {
   return {t.stride[0], t.stride[1], t.stride[2], t.stride[3]};
 }
+// Of a small tensor, whose axes are members of Strides: 0 where it is broadcast.
+Strides broadcast_strides_of(const TensorView& t, std::initializer_list<int64_t Strides::*> axes);
+
 // Of an LSE: (batch, heads, rows), packed (heads, rows).
 inline Strides lse_strides_of(const TensorView& t, bool packed) {
   if (packed) return {0, t.stride[1], t.stride[0], 0};

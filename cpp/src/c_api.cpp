@@ -139,29 +139,79 @@ anyflash_forward_options known_options(const anyflash_forward_options* given) {
   return known;
 }
 
-// The arguments that both functions share. `options` points into the object.
-struct ForwardArguments {
-  ForwardArguments(const DLTensor* q_, const DLTensor* k_, const DLTensor* v_, const DLTensor* out_,
-                   const DLTensor* lse_, const anyflash_forward_options* options_)
+// The options that the forward was given, without its outputs.
+anyflash_forward_options known_inputs(const anyflash_forward_options* given) {
+  anyflash_forward_options known = known_options(given);
+  known.dropout_mask = known.max_logits = nullptr;
+  return known;
+}
+
+// The arguments that all functions share. `options` points into the object.
+struct CommonArguments {
+  CommonArguments(const DLTensor* q_, const DLTensor* k_, const DLTensor* v_, const DLTensor* out_,
+                  const anyflash_forward_options& known)
       : q(view_of(q_, "q")),
         k(view_of(k_, "k")),
         v(view_of(v_, "v")),
         out(view_of(out_, "out")),
-        known(known_options(options_)),
         options(options_of(known)),
-        lse(lse_, "lse", kMustBeFloat32),
         tensors(known) {
     tensors.put_into(options);
   }
-  ForwardArguments(const ForwardArguments&) = delete;
-  ForwardArguments& operator=(const ForwardArguments&) = delete;
+  CommonArguments(const CommonArguments&) = delete;
+  CommonArguments& operator=(const CommonArguments&) = delete;
 
   TensorView q, k, v, out;
-  anyflash_forward_options known;
   ForwardOptions options;
-  OptionalView lse;
   OptionalTensors tensors;
 };
+
+struct ForwardArguments : CommonArguments {
+  ForwardArguments(const DLTensor* q_, const DLTensor* k_, const DLTensor* v_, const DLTensor* out_,
+                   const DLTensor* lse_, const anyflash_forward_options* options_)
+      : CommonArguments(q_, k_, v_, out_, known_options(options_)),
+        lse(lse_, "lse", kMustBeFloat32) {}
+
+  OptionalView lse;
+};
+
+anyflash_backward_options known_options(const anyflash_backward_options* given) {
+  anyflash_backward_options known = ANYFLASH_BACKWARD_OPTIONS_INIT;
+  read_options(given, "anyflash_backward_options", known);
+  return known;
+}
+
+struct BackwardArguments : CommonArguments {
+  BackwardArguments(const DLTensor* dout_, const DLTensor* q_, const DLTensor* k_,
+                    const DLTensor* v_, const DLTensor* out_, const DLTensor* lse_,
+                    const DLTensor* dq_, const DLTensor* dk_, const DLTensor* dv_,
+                    const anyflash_forward_options* options_,
+                    const anyflash_backward_options& known)
+      : CommonArguments(q_, k_, v_, out_, known_inputs(options_)),
+        dout(view_of(dout_, "dout")),
+        lse(view_of(lse_, "lse", kMustBeFloat32)),
+        dq(view_of(dq_, "dq")),
+        dk(view_of(dk_, "dk")),
+        dv(view_of(dv_, "dv")),
+        dlse(known.dlse, "dlse", kMustBeFloat32),
+        dbias(known.dbias, "dbias", nullptr),
+        dsinks(known.dsinks, "dsinks", nullptr),
+        dalibi_slopes(known.dalibi_slopes, "dalibi_slopes", nullptr) {
+    backward_options.deterministic = known.deterministic != 0;
+    backward_options.dlse = dlse.get();
+    backward_options.dbias = dbias.get();
+    backward_options.dsinks = dsinks.get();
+    backward_options.dalibi_slopes = dalibi_slopes.get();
+  }
+
+  TensorView dout, lse, dq, dk, dv;
+  OptionalView dlse, dbias, dsinks, dalibi_slopes;
+  BackwardOptions backward_options;
+};
+
+void check_bytes(const std::size_t* bytes) {
+  if (bytes == nullptr) throw Error(ErrorCode::kInvalidValue, "bytes is NULL");
+}
 
 MergeOptions options_of(const anyflash_merge_options* given) {
   anyflash_merge_options known = ANYFLASH_MERGE_OPTIONS_INIT;
@@ -176,6 +226,7 @@ MergeOptions options_of(const anyflash_merge_options* given) {
 
 }  // namespace anyflash
 
+using anyflash::BackwardArguments;
 using anyflash::ForwardArguments;
 using anyflash::guarded;
 
@@ -187,9 +238,7 @@ anyflash_status anyflash_forward_workspace_size(const DLTensor* q, const DLTenso
                                                 const anyflash_forward_options* options,
                                                 size_t* bytes) {
   return guarded("anyflash_forward_workspace_size", [&] {
-    if (bytes == nullptr) {
-      throw anyflash::Error(anyflash::ErrorCode::kInvalidValue, "bytes is NULL");
-    }
+    anyflash::check_bytes(bytes);
     const ForwardArguments a(q, k, v, out, lse, options);
     *bytes = anyflash::forward_workspace_size(a.q, a.k, a.v, a.out, a.lse.get(), a.options);
   });
@@ -202,6 +251,34 @@ anyflash_status anyflash_forward(const DLTensor* q, const DLTensor* k, const DLT
   return guarded("anyflash_forward", [&] {
     const ForwardArguments a(q, k, v, out, lse, options);
     anyflash::forward(a.q, a.k, a.v, a.out, a.lse.get(), a.options, {workspace, workspace_bytes});
+  });
+}
+
+anyflash_status anyflash_backward_workspace_size(
+    const DLTensor* dout, const DLTensor* q, const DLTensor* k, const DLTensor* v,
+    const DLTensor* out, const DLTensor* lse, const DLTensor* dq, const DLTensor* dk,
+    const DLTensor* dv, const anyflash_forward_options* options,
+    const anyflash_backward_options* backward_options, size_t* bytes) {
+  return guarded("anyflash_backward_workspace_size", [&] {
+    anyflash::check_bytes(bytes);
+    const BackwardArguments a(dout, q, k, v, out, lse, dq, dk, dv, options,
+                              anyflash::known_options(backward_options));
+    *bytes = anyflash::backward_workspace_size(a.dout, a.q, a.k, a.v, a.out, a.lse, a.dq, a.dk,
+                                               a.dv, a.options, a.backward_options);
+  });
+}
+
+anyflash_status anyflash_backward(const DLTensor* dout, const DLTensor* q, const DLTensor* k,
+                                  const DLTensor* v, const DLTensor* out, const DLTensor* lse,
+                                  const DLTensor* dq, const DLTensor* dk, const DLTensor* dv,
+                                  const anyflash_forward_options* options,
+                                  const anyflash_backward_options* backward_options,
+                                  void* workspace, size_t workspace_bytes) {
+  return guarded("anyflash_backward", [&] {
+    const BackwardArguments a(dout, q, k, v, out, lse, dq, dk, dv, options,
+                              anyflash::known_options(backward_options));
+    anyflash::backward(a.dout, a.q, a.k, a.v, a.out, a.lse, a.dq, a.dk, a.dv, a.options,
+                       a.backward_options, {workspace, workspace_bytes});
   });
 }
 

@@ -23,6 +23,16 @@ std::vector<const KernelRow*> all_rows() {
   return rows;
 }
 
+unsigned features_of(const ForwardParams& p) {
+  unsigned features = kNoFeatures;
+  if (p.softcap != 0.0) features |= kSoftcap;
+  if (p.alibi_slopes.data != nullptr) features |= kAlibi;
+  if (p.bias.data != nullptr) features |= kBias;
+  if (p.block_mask.data != nullptr) features |= kBlockMask;
+  if (p.dropout_threshold != 0) features |= kDropout;
+  return features;
+}
+
 struct Registry {
   std::vector<const KernelRow*> rows = all_rows();
   std::unique_ptr<std::atomic<std::uint64_t>[]> launches{
@@ -42,17 +52,20 @@ bool is_closer(const KernelRow& a, const KernelRow& b) {
   return feature_names(a.features).size() < feature_names(b.features).size();
 }
 
-const KernelRow& select_cpu(const ForwardProblem& problem) {
+const KernelRow& select_cpu(const Problem& problem) {
   const CpuIsa isa = problem.cpu_isa == CpuIsa::kAuto ? best_isa() : problem.cpu_isa;
   if (!cpu_has(isa)) {
     throw Error(ErrorCode::kUnsupported,
                 std::string("cpu_isa is ") + name(isa) + ", which this processor does not have");
   }
   for (const KernelRow* row : registry().rows) {
-    if (row->arch == Arch::kCpu && row->isa == isa && row->dtype == problem.dtype) return *row;
+    if (row->arch == Arch::kCpu && row->op == problem.op && row->isa == isa &&
+        row->dtype == problem.dtype) {
+      return *row;
+    }
   }
-  throw Error(ErrorCode::kUnsupported,
-              std::string("this build has no CPU kernels for ") + name(isa));
+  throw Error(ErrorCode::kUnsupported, std::string("this build has no CPU ") + name(problem.op) +
+                                           " kernels for " + name(isa));
 }
 
 std::string built_archs() {
@@ -72,14 +85,14 @@ std::string with_features(unsigned features) {
   return text;
 }
 
-const KernelRow& select_cuda(const ForwardProblem& problem) {
+const KernelRow& select_cuda(const Problem& problem) {
   check_built_for(problem.device.index);
   const DeviceProperties& device = device_properties(problem.device.index);
   const KernelRow* best = nullptr;
   bool built = false;
   int largest = 0;
   for (const KernelRow* row : registry().rows) {
-    if (row->arch != Arch::kSm80 || row->dtype != problem.dtype) continue;
+    if (row->arch != Arch::kSm80 || row->op != problem.op || row->dtype != problem.dtype) continue;
     built = true;
     if ((problem.features & ~row->features) != 0) continue;
     if (row->smem_bytes > device.smem_per_block) continue;
@@ -89,15 +102,15 @@ const KernelRow& select_cuda(const ForwardProblem& problem) {
   }
   if (best != nullptr) return *best;
   if (!built) {
-    throw Error(ErrorCode::kInvalidType,
-                std::string("q is ") + name(problem.dtype) +
-                    "; the CUDA kernels of this build take float16 and bfloat16");
+    throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
+                                             "; the CUDA " + name(problem.op) +
+                                             " kernels of this build take float16 and bfloat16");
   }
   throw Error(ErrorCode::kUnsupported,
               "head dim is " + std::to_string(std::max(problem.head_dim, problem.head_dim_v)) +
-                  "; the kernels of this build for " + name(problem.dtype) +
-                  with_features(problem.features) + " that fit " + device.name + "'s " +
-                  std::to_string(device.smem_per_block) +
+                  "; the " + name(problem.op) + " kernels of this build for " +
+                  name(problem.dtype) + with_features(problem.features) + " that fit " +
+                  device.name + "'s " + std::to_string(device.smem_per_block) +
                   " bytes of shared memory take head dims up to " + std::to_string(largest));
 }
 
@@ -130,7 +143,11 @@ CpuIsa best_isa() {
   return best;
 }
 
-const KernelRow& select_forward(const ForwardProblem& problem) {
+Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa) {
+  return {op, q.device, q.dtype, params.head_dim, params.head_dim_v, features_of(params), cpu_isa};
+}
+
+const KernelRow& select_kernel(const Problem& problem) {
   return problem.device.type == DeviceType::kCpu ? select_cpu(problem) : select_cuda(problem);
 }
 
@@ -154,6 +171,16 @@ void check_built_for(int index) {
                                            ") has compute capability " + std::to_string(cc / 10) +
                                            "." + std::to_string(cc % 10) +
                                            "; this build holds code for " + built_archs());
+}
+
+const char* name(Op op) {
+  switch (op) {
+    case Op::kForward:
+      return "forward";
+    case Op::kBackward:
+      return "backward";
+  }
+  return "unknown";
 }
 
 std::vector<std::string> feature_names(unsigned features) {

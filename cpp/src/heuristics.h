@@ -28,4 +28,23 @@ inline int heads_per_section(const ForwardParams& params, int bytes_per_element,
   return static_cast<int>(std::clamp<int64_t>(fitting * group, 1, std::max<int64_t>(pairs, 1)));
 }
 
+// The same for the backward, whose grid is over blocks of keys of (batch, key head) pairs, each of
+// which reads the Q and dO of its group of heads and adds to their dQ.
+//
+// No bound: 1, so that all key blocks of one pair run side by side. Else a section is as large as
+// its Q, dO and dQ, which is summed in float32, fit in half of the L2 cache.
+inline int heads_per_section_backward(const BackwardParams& params, int bytes_per_element,
+                                      std::size_t l2_bytes) {
+  const bool bounded = params.window.left >= 0 || params.window.right >= 0;
+  if (!bounded || params.batch == 0) return 1;
+  const int64_t rows = int64_t{params.seqlen_q} * (params.heads / params.heads_k);
+  const int64_t columns = int64_t{params.head_dim} + params.head_dim_v;
+  const int64_t row_bytes =
+      columns * bytes_per_element + params.head_dim * static_cast<int64_t>(sizeof(float));
+  const int64_t fitting =
+      static_cast<int64_t>(l2_bytes / 2) / std::max<int64_t>(rows * row_bytes, 1);
+  const int64_t pairs = params.batch * params.heads_k;
+  return static_cast<int>(std::clamp<int64_t>(fitting, 1, pairs));
+}
+
 }  // namespace anyflash

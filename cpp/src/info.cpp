@@ -13,14 +13,6 @@ namespace anyflash {
 
 namespace {
 
-const char* name(Op op) {
-  switch (op) {
-    case Op::kForward:
-      return "forward";
-  }
-  return "unknown";
-}
-
 std::string arch_name(const KernelRow& row) {
   return row.arch == Arch::kCpu ? std::string("cpu-") + name(row.isa) : "sm80";
 }

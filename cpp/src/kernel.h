@@ -58,9 +58,9 @@ struct KernelRow {
   int head_dim_v;
   unsigned features;
   Tile tile;
-  std::size_t smem_bytes;        // dynamic shared memory of a CTA
-  Entry<ForwardParams> forward;  // of the row's operation only
-  Entry<BackwardParams> backward;
+  std::size_t smem_bytes;          // dynamic shared memory of a CTA
+  Entry<ForwardParams> forward{};  // of the row's operation only
+  Entry<BackwardParams> backward{};
 };
 
 struct KernelRows {

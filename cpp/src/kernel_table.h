@@ -26,7 +26,8 @@ std::vector<CountedKernel> counted_kernels();
 void count_launch(const KernelRow& row);
 
 // What the choice depends on.
-struct ForwardProblem {
+struct Problem {
+  Op op;
   Device device;
   DType dtype;
   int head_dim;  // of q and k
@@ -35,9 +36,13 @@ struct ForwardProblem {
   CpuIsa cpu_isa;
 };
 
-// The row that runs the problem; throws Error(kUnsupported) that lists what was built.
-const KernelRow& select_forward(const ForwardProblem& problem);
+// The problem of a call whose parameters are valid.
+Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa);
 
+// The row that runs the problem; throws Error(kUnsupported) that lists what was built.
+const KernelRow& select_kernel(const Problem& problem);
+
+const char* name(Op op);  // "forward"
 // Names of a set of features: "softcap", ...
 std::vector<std::string> feature_names(unsigned features);
 

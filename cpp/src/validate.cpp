@@ -41,9 +41,7 @@ void check_types(const TensorView& q, const TensorView& k, const TensorView& v,
   };
   if (k.dtype != q.dtype) differs(k, "k", "; q, k and v must have one dtype");
   if (v.dtype != q.dtype) differs(v, "v", "; q, k and v must have one dtype");
-  if (out.dtype != q.dtype && out.dtype != DType::kFloat32) {
-    differs(out, "out", "; out must have q's dtype or be float32");
-  }
+  check_dtype_or_float32(out, "out", q, "q");
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   check_device(out, "out", q, "q");
@@ -95,7 +93,6 @@ void check_lse(const TensorView& q, const TensorView& lse, const Layouts& layout
   } else {
     check_shape(lse, "lse", {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layouts.lse, why);
   }
-  check_writable(lse, "lse");
 }
 
 // What a block of packed sequences may have at most; the kernels need no more than there is.
@@ -110,9 +107,9 @@ int packed_bound(int64_t given, const char* option, int64_t total) {
 
 }  // namespace
 
-ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
-                               const TensorView& out, const TensorView* lse,
-                               const ForwardOptions& options) {
+ForwardParams validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
+                              const TensorView& out, const TensorView* lse,
+                              const ForwardOptions& options) {
   ForwardParams params;
   const bool packed = options.cu_seqlens_q != nullptr || options.cu_seqlens_k != nullptr;
   const Layouts& layouts = packed ? kPacked : kBatched;
@@ -123,7 +120,6 @@ ForwardParams validate_forward(const TensorView& q, const TensorView& k, const T
   check_rank(out, "out", q.rank, layouts.out);
   check_types(q, k, v, out);
   check_shapes(q, k, v, out, layouts, packed);
-  check_writable(out, "out");
   if (lse != nullptr) {
     check_lse(q, *lse, layouts, packed);
     params.lse = static_cast<float*>(lse->data);
@@ -157,6 +153,15 @@ ForwardParams validate_forward(const TensorView& q, const TensorView& k, const T
     params.batch = q.shape[0];
     validate_features(q, options, params.seqlen_q, params.seqlen_k, params);
   }
+  return params;
+}
+
+ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
+                               const TensorView& out, const TensorView* lse,
+                               const ForwardOptions& options) {
+  ForwardParams params = validate_inputs(q, k, v, out, lse, options);
+  check_writable(out, "out");
+  if (lse != nullptr) check_writable(*lse, "lse");
   return params;
 }
 

@@ -12,7 +12,29 @@ ForwardParams validate_forward(const TensorView& q, const TensorView& k, const T
                                const TensorView& out, const TensorView* lse,
                                const ForwardOptions& options);
 
-// The part of it that concerns numbers and optional tensors, for parameters that have shapes.
+// The same checks for what forward() and backward() share, whether it is read or written: all but
+// that `out` and `lse` can be written.
+ForwardParams validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
+                              const TensorView& out, const TensorView* lse,
+                              const ForwardOptions& options);
+
+struct BackwardTensors {
+  const TensorView& dout;
+  const TensorView& q;
+  const TensorView& k;
+  const TensorView& v;
+  const TensorView& out;
+  const TensorView& lse;
+  const TensorView& dq;
+  const TensorView& dk;
+  const TensorView& dv;
+};
+
+// Checks every argument of backward(), as validate_forward().
+BackwardParams validate_backward(const BackwardTensors& tensors, const ForwardOptions& options,
+                                 const BackwardOptions& backward_options);
+
+// The part of them that concerns numbers and optional tensors, for parameters that have shapes.
 // `seqlen_q` and `seqlen_k` are the extents of axes that count rows and keys.
 void validate_features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q,
                        int64_t seqlen_k, ForwardParams& params);

@@ -60,19 +60,8 @@ int checked_block(int64_t size, int index) {
                 "; a positive multiple of 64 below 2^31 is allowed");
 }
 
-// The strides of the four axes (or fewer) of a small tensor, 0 where it is broadcast. `axes` are
-// members of Strides.
 Auxiliary auxiliary(const TensorView& t, std::initializer_list<int64_t Strides::*> axes) {
-  Auxiliary result;
-  result.data = t.data;
-  result.dtype = t.dtype;
-  result.stride = {0, 0, 0, 0};
-  int i = 0;
-  for (int64_t Strides::* const axis : axes) {
-    result.stride.*axis = t.shape[i] == 1 ? 0 : t.stride[i];
-    ++i;
-  }
-  return result;
+  return {t.data, t.dtype, broadcast_strides_of(t, axes)};
 }
 
 class Features {

@@ -5,6 +5,8 @@ from typing import Any
 from anyflash import _core
 from anyflash._arrays import Array
 from anyflash._attention import attention
+from anyflash._attention_backward import attention_backward, attention_varlen_backward
+from anyflash._backward import AttentionGrads
 from anyflash._block_mask import create_block_mask, expand_block_mask
 from anyflash._forward import AttentionResult
 from anyflash._merge import merge_states
@@ -12,10 +14,13 @@ from anyflash._varlen import attention_varlen
 
 __all__ = [
     "Array",
+    "AttentionGrads",
     "AttentionResult",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "build_info",
     "create_block_mask",
     "expand_block_mask",

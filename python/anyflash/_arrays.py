@@ -134,9 +134,10 @@ class Framework:
         """GPU memory and its address, which the framework will not reuse before the work on its
         current stream, or on ``stream``, is done."""
         raise NotImplementedError(
-            f"{type(like).__name__} cannot allocate GPU memory for anyflash; this problem needs "
-            f"{size} bytes of workspace because an array's rows do not begin at multiples of 16 "
-            "bytes; pass contiguous arrays with a head dim that is a multiple of 8"
+            f"{type(like).__name__} cannot allocate GPU memory for anyflash, and this call needs "
+            f"{size} bytes of workspace: the backward always does, the forward where an array's "
+            "rows do not begin at multiples of 16 bytes; pass arrays of PyTorch or CuPy, or, for "
+            "the forward, contiguous arrays with a head dim that is a multiple of 8"
         )
 
     def draw_seed(self) -> int:

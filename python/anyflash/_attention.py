@@ -128,7 +128,8 @@ def attention(
     ValueError
         Shapes, devices or numbers that do not fit. Nothing has been written.
     NotImplementedError
-        Inputs that require gradients or are traced, or a GPU that this build has no code for.
+        Inputs that require gradients (:func:`attention_backward` computes them) or are traced, or a
+        GPU that this build has no code for.
 
     Examples
     --------
@@ -168,8 +169,7 @@ def attention(
         sinks=sinks,
         seqused_k=seqused_k,
     )
-    if dropout_p is not NO_DROPOUT or seed is not None or rng_state is not None:
-        call.dropout(dropout_p, seed, rng_state)
+    call.dropout(dropout_p, seed, rng_state)
     return call.run(
         softmax_scale=softmax_scale,
         causal=causal,

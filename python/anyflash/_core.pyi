@@ -17,6 +17,17 @@ def forward(
     options: dict[str, Any] | None,
     allocate: Callable[[int], tuple[Any, int]],
 ) -> None: ...
+def backward(
+    operation: str,
+    tensors: tuple[Any, ...],
+    softmax_scale: float | None,
+    causal: bool,
+    stream: int,
+    bf16_bits: bool,
+    options: dict[str, Any] | None,
+    backward_options: dict[str, Any],
+    allocate: Callable[[int], tuple[Any, int]],
+) -> None: ...
 def merge_states(
     operation: str,
     out_a: Any,

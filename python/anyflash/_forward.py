@@ -1,14 +1,11 @@
-"""One call of the forward operation: its arguments are read, then it runs."""
+"""One call of the forward operation: its results are allocated, then it runs."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from anyflash import _core, _options
-from anyflash._arrays import BOOL, FLOATS, INT32, INT64
-from anyflash._operands import Operands
-
-_LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+from anyflash._call import Call
 
 
 class AttentionResult(NamedTuple):
@@ -34,129 +31,8 @@ class AttentionResult(NamedTuple):
     dropout_mask: Any
 
 
-class Forward:
-    """``rank`` 3: packed sequences; then `pack` is called before anything else."""
-
-    __slots__ = (
-        "_arrays",
-        "_batch",
-        "_dtype",
-        "_lengths",
-        "_operands",
-        "_options",
-        "_out_shape",
-        "_q",
-        "_rng_state",
-        "_tensors",
-    )
-
-    def __init__(self, operation: str, q: Any, k: Any, v: Any, rank: int) -> None:
-        self._operands = operands = Operands(operation, "q", q)
-        shape, dtype = operands.read("q", q)
-        k_shape, k_dtype = operands.read("k", k)
-        v_shape, v_dtype = operands.read("v", v)
-        if not len(shape) == len(k_shape) == len(v_shape) == rank:
-            self._refuse_rank(rank, q=shape, k=k_shape, v=v_shape)
-        if not dtype == k_dtype == v_dtype:
-            name, other = ("v", v_dtype) if dtype == k_dtype else ("k", k_dtype)
-            raise TypeError(
-                f"{operation}: {name} is {other}, but q is {dtype}; q, k and v must have one dtype"
-            )
-        self._q, self._tensors, self._dtype = q, (q, k, v), dtype
-        self._out_shape = (*shape[:-1], v_shape[-1])
-        self._batch = shape[0]
-        self._lengths = (shape[1], k_shape[1])
-        self._arrays: dict[str, tuple[Any, str]] = {}  # name: (array, dtype)
-        self._options: dict[str, Any] = {}
-        self._rng_state: Any = None
-
-    def _refuse_rank(self, rank: int, **shapes: tuple[int, ...]) -> None:
-        name, shape = next(item for item in shapes.items() if len(item[1]) != rank)
-        raise ValueError(
-            f"{self._operands.operation}: {name} has {len(shape)} dimensions, shape {shape}; "
-            f"expected {rank}: {_LAYOUTS[rank]}"
-        )
-
-    def _array(self, name: str, x: Any, allowed: tuple[str, ...]) -> tuple[int, ...]:
-        shape, dtype = self._operands.read(name, x, allowed)
-        self._arrays[name] = (x, dtype)
-        return shape
-
-    def pack(
-        self,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: Any,
-        max_seqlen_k: Any,
-        validate: bool,
-    ) -> None:
-        """The tensors hold packed sequences."""
-        shape = self._array("cu_seqlens_q", cu_seqlens_q, INT32)
-        self._array("cu_seqlens_k", cu_seqlens_k, INT32)
-        if len(shape) != 1 or shape[0] < 1:
-            raise ValueError(
-                f"{self._operands.operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)"
-            )
-        self._batch = shape[0] - 1
-        parse = self._operands.parse
-        self._lengths = (
-            parse("max_seqlen_q", _options.length, max_seqlen_q),
-            parse("max_seqlen_k", _options.length, max_seqlen_k),
-        )
-        self._options["max_seqlen"] = self._lengths
-        self._options["validate"] = bool(validate)
-
-    def score(
-        self,
-        *,
-        window_size: Any,
-        softcap: Any,
-        alibi_slopes: Any,
-        bias: Any,
-        block_mask: Any,
-        block_size: Any,
-        sinks: Any,
-        seqused_k: Any,
-    ) -> None:
-        """What changes or hides scores."""
-        parse = self._operands.parse
-        if window_size is not _options.UNBOUNDED:
-            self._options["window"] = parse("window_size", _options.window, window_size)
-        if softcap is not _options.NO_SOFTCAP:
-            self._options["softcap"] = parse("softcap", _options.softcap, softcap)
-        if alibi_slopes is not None:
-            self._array("alibi_slopes", alibi_slopes, FLOATS)
-        if bias is not None:
-            self._array("bias", bias, FLOATS + BOOL)
-        if block_mask is not None:
-            self._array("block_mask", block_mask, BOOL)
-            self._options["block_size"] = parse("block_size", _options.block_size, block_size)
-        if sinks is not None:
-            self._array("sinks", sinks, FLOATS)
-        if seqused_k is not None:
-            self._array("seqused_k", seqused_k, INT32)
-
-    def dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
-        operands = self._operands
-        p = operands.parse("dropout_p", _options.probability, dropout_p)
-        if seed is not None and rng_state is not None:
-            raise ValueError(
-                f"{operands.operation}: seed and rng_state are both given; one of them is allowed"
-            )
-        if rng_state is not None and not isinstance(rng_state, (tuple, list)):
-            self._array("rng_state", rng_state, INT64)
-            state: Any = rng_state
-            words = (0, 0)
-        elif rng_state is not None:
-            state = words = operands.parse("rng_state", _options.rng_pair, rng_state)
-        elif seed is not None:
-            state = words = operands.parse("seed", _options.seed, seed), 0
-        elif p > 0:
-            state = words = operands.parse("dropout_p", operands.framework.draw_seed), 0
-        else:
-            return
-        self._options["dropout"] = (p, *words)
-        self._rng_state = state if p > 0 else None
+class Forward(Call):
+    __slots__ = ()
 
     def run(
         self,
@@ -171,15 +47,10 @@ class Forward:
         out_dtype: Any,
         stream: Any,
     ) -> Any:
-        operands, q = self._operands, self._q
+        operands = self._operands
         framework, device = operands.framework, operands.device
-        if softmax_scale is not None:
-            softmax_scale = operands.parse("softmax_scale", _options.scale, softmax_scale)
-        if stream is not None:
-            stream = operands.parse("stream", _options.stream, stream)
-        for name, (x, dtype) in self._arrays.items():
-            exported = framework.export(x, device, stream)
-            self._options[name] = (exported, operands.bf16_bits(dtype))
+        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        self._export_options(stream)
 
         result = self._out(out, out_dtype)
         batch, heads, length = self._batch, self._out_shape[-2], self._out_shape[-3]
@@ -204,10 +75,10 @@ class Forward:
             lse_target,
             softmax_scale,
             bool(causal),
-            framework.stream(q, device) if stream is None else stream,
+            self._stream(stream),
             operands.bf16_bits(self._dtype),
             self._options or None,
-            lambda size: framework.workspace(size, q, device, stream),
+            self._workspace(stream),
         )
         if out is None:
             result = framework.finish(result)

@@ -99,8 +99,9 @@ class Torch(_WithAttributes):
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "requires grad, and anyflash has no gradients yet; use torch.no_grad(), or "
-                "detach() the tensor"
+                "requires grad, and anyflash records nothing for autograd yet; use "
+                "torch.no_grad(), or detach() the tensor; anyflash.attention_backward computes the "
+                "gradients of attention"
             )
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
@@ -207,7 +208,9 @@ class Jax(_WithAttributes):
         jax = sys.modules["jax"]
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
-                "is a JAX tracer; anyflash does not run inside jax.jit, grad or vmap yet"
+                "is a JAX tracer; anyflash does not run inside jax.jit, grad or vmap yet; "
+                "anyflash.attention_backward computes the gradients of attention, of concrete "
+                "arrays"
             )
         devices = x.devices()
         if len(devices) != 1 or next(iter(devices)).platform != "cpu":

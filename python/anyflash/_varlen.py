@@ -105,8 +105,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
         sinks=sinks,
         seqused_k=seqused_k,
     )
-    if dropout_p is not NO_DROPOUT or seed is not None or rng_state is not None:
-        call.dropout(dropout_p, seed, rng_state)
+    call.dropout(dropout_p, seed, rng_state)
     return call.run(
         softmax_scale=softmax_scale,
         causal=causal,

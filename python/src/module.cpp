@@ -2,9 +2,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "anyflash/attention.h"
@@ -60,9 +64,42 @@ class CpuMemory {
   void* data_;
 };
 
-// given: what options.h reads, or None. allocate_gpu(bytes) -> (owner, address) is called where a
+// Calls run(workspace) without the GIL. allocate_gpu(bytes) -> (owner, address) is called where a
 // GPU needs workspace: it comes from the array's framework, whose allocator reuses it in the order
 // of its stream.
+template <class Function>
+void with_workspace(const Device& device, std::size_t bytes, nb::handle allocate_gpu,
+                    const Function& run) {
+  const auto run_without_gil = [&](Workspace workspace) {
+    const nb::gil_scoped_release release;
+    run(workspace);
+  };
+  if (device.type == DeviceType::kCpu) {
+    const CpuMemory memory(bytes);
+    run_without_gil({memory.data(), bytes});
+  } else if (bytes == 0) {
+    run_without_gil({});
+  } else {
+    const nb::tuple memory = nb::cast<nb::tuple>(allocate_gpu(bytes));
+    run_without_gil({reinterpret_cast<void*>(nb::cast<std::uintptr_t>(memory[1])), bytes});
+  }
+}
+
+// The options of a call, and the arrays that they point into.
+struct Options {
+  // given: what options.h reads, or None.
+  Options(std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
+          nb::handle given) {
+    forward.softmax_scale = softmax_scale;
+    forward.causal = causal;
+    forward.stream = reinterpret_cast<void*>(stream);
+    if (!given.is_none()) read_options(nb::cast<nb::dict>(given), forward, arrays);
+  }
+
+  ForwardOptions forward;
+  std::vector<Array> arrays;
+};
+
 void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                  nb::handle lse, std::optional<double> softmax_scale, bool causal,
                  std::uintptr_t stream, bool bf16_bits, nb::handle given, nb::handle allocate_gpu) {
@@ -74,29 +111,44 @@ void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v
     Array lse_array;
     if (!lse.is_none()) lse_array = import_array(lse, "lse", false, true);
     const TensorView* const lse_view = lse.is_none() ? nullptr : &lse_array.view;
-    ForwardOptions options;
-    options.softmax_scale = softmax_scale;
-    options.causal = causal;
-    options.stream = reinterpret_cast<void*>(stream);
-    std::vector<Array> arrays;
-    if (!given.is_none()) read_options(nb::cast<nb::dict>(given), options, arrays);
-
-    const auto run = [&](Workspace workspace) {
-      const nb::gil_scoped_release release;
-      forward(q_array.view, k_array.view, v_array.view, out_array.view, lse_view, options,
-              workspace);
-    };
+    const Options options(softmax_scale, causal, stream, given);
     const std::size_t bytes = forward_workspace_size(q_array.view, k_array.view, v_array.view,
-                                                     out_array.view, lse_view, options);
-    if (q_array.view.device.type == DeviceType::kCpu) {
-      const CpuMemory memory(bytes);
-      run({memory.data(), bytes});
-    } else if (bytes == 0) {
-      run({});
-    } else {
-      const nb::tuple memory = nb::cast<nb::tuple>(allocate_gpu(bytes));
-      run({reinterpret_cast<void*>(nb::cast<std::uintptr_t>(memory[1])), bytes});
+                                                     out_array.view, lse_view, options.forward);
+    with_workspace(q_array.view.device, bytes, allocate_gpu, [&](Workspace workspace) {
+      forward(q_array.view, k_array.view, v_array.view, out_array.view, lse_view, options.forward,
+              workspace);
+    });
+  });
+}
+
+// tensors: dout, q, k, v, out, lse, dq, dk, dv.
+void run_backward(const char* operation, const nb::tuple& tensors,
+                  std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
+                  bool bf16_bits, nb::handle given, const nb::dict& given_backward,
+                  nb::handle allocate_gpu) {
+  named(operation, [&] {
+    static constexpr const char* kNames[] = {"dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"};
+    static constexpr std::size_t kFirstOutput = 6;
+    std::array<Array, std::size(kNames)> arrays;
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      arrays[i] = import_array(tensors[i], kNames[i], bf16_bits, i >= kFirstOutput);
     }
+    const Options options(softmax_scale, causal, stream, given);
+    BackwardOptions backward_options;
+    std::vector<Array> backward_arrays;
+    read_options(given_backward, backward_options, backward_arrays);
+
+    // The nine views, the options, and what is added to them.
+    const auto call = [&](const auto& function, const auto&... more) {
+      return std::apply(
+          [&](const auto&... array) {
+            return function(array.view..., options.forward, backward_options, more...);
+          },
+          arrays);
+    };
+    const std::size_t bytes = call(backward_workspace_size);
+    with_workspace(arrays[1].view.device, bytes, allocate_gpu,
+                   [&](Workspace workspace) { call(backward, workspace); });
   });
 }
 
@@ -135,6 +187,8 @@ NB_MODULE(_core, m) {
   m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "bf16_bits"_a, "options"_a.none(),
         "allocate"_a.none());
+  m.def("backward", &run_backward, "operation"_a, "tensors"_a, "softmax_scale"_a.none(), "causal"_a,
+        "stream"_a, "bf16_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
   m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
         "lse_b"_a, "out"_a, "lse"_a, "bf16_bits_in"_a, "bf16_bits_out"_a, "stream"_a);
   m.def("describe", &named_describe, "array"_a);

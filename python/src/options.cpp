@@ -1,7 +1,10 @@
 #include "options.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -9,14 +12,15 @@ namespace anyflash::python {
 
 namespace {
 
+template <class Options>
 struct TensorOption {
   const char* name;
-  const TensorView* ForwardOptions::* field;
+  const TensorView* Options::* field;
   bool writable;
   int rank;  // missing leading axes are added: extent 1, stride 0; 0: as it is
 };
 
-constexpr TensorOption kTensors[] = {
+constexpr TensorOption<ForwardOptions> kForwardTensors[] = {
     {"alibi_slopes", &ForwardOptions::alibi_slopes, false, 0},
     {"bias", &ForwardOptions::bias, false, 4},
     {"block_mask", &ForwardOptions::block_mask, false, 4},
@@ -29,12 +33,12 @@ constexpr TensorOption kTensors[] = {
     {"seqused_k", &ForwardOptions::seqused_k, false, 0},
 };
 
-const TensorOption* find_tensor(const char* name) {
-  for (const TensorOption& option : kTensors) {
-    if (std::strcmp(option.name, name) == 0) return &option;
-  }
-  return nullptr;
-}
+constexpr TensorOption<BackwardOptions> kBackwardTensors[] = {
+    {"dlse", &BackwardOptions::dlse, false, 0},
+    {"dbias", &BackwardOptions::dbias, true, 4},
+    {"dsinks", &BackwardOptions::dsinks, true, 0},
+    {"dalibi_slopes", &BackwardOptions::dalibi_slopes, true, 0},
+};
 
 void pad_rank(TensorView& view, int rank) {
   const int missing = rank - view.rank;
@@ -79,14 +83,23 @@ void read_number(const char* name, nb::handle value, ForwardOptions& options) {
   }
 }
 
-}  // namespace
+void read_number(const char* name, nb::handle value, BackwardOptions& options) {
+  if (std::strcmp(name, "deterministic") != 0) {
+    throw std::logic_error(std::string("unknown option ") + name);
+  }
+  options.deterministic = nb::cast<bool>(value);
+}
 
-void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays) {
+template <class Options, std::size_t n>
+void read_all(const nb::dict& given, const TensorOption<Options> (&tensors)[n], Options& options,
+              std::vector<Array>& arrays) {
   arrays.reserve(given.size());  // the options point to elements
   for (const auto [key, value] : given) {
     const char* const name = nb::cast<const char*>(key);
-    const TensorOption* const tensor = find_tensor(name);
-    if (tensor == nullptr) {
+    const auto* const tensor =
+        std::find_if(std::begin(tensors), std::end(tensors),
+                     [&](const auto& option) { return std::strcmp(option.name, name) == 0; });
+    if (tensor == std::end(tensors)) {
       read_number(name, value, options);
       continue;
     }
@@ -95,6 +108,16 @@ void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Ar
     pad_rank(arrays.back().view, tensor->rank);
     options.*tensor->field = &arrays.back().view;
   }
+}
+
+}  // namespace
+
+void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays) {
+  read_all(given, kForwardTensors, options, arrays);
+}
+
+void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays) {
+  read_all(given, kBackwardTensors, options, arrays);
 }
 
 }  // namespace anyflash::python

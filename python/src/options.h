@@ -16,4 +16,7 @@ namespace anyflash::python {
 //   softcap: float;  validate: bool.
 void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays);
 
+// Likewise, the names of BackwardOptions' tensors and deterministic: bool.
+void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays);
+
 }  // namespace anyflash::python

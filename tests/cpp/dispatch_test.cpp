@@ -14,13 +14,22 @@ namespace anyflash {
 namespace {
 
 constexpr KernelRow sm80_row(const char* name, int head_dim, int head_dim_v, unsigned features,
-                             std::size_t smem_bytes) {
-  return {name,       Arch::kSm80, CpuIsa::kAuto, Op::kForward, DType::kFloat16, head_dim,
-          head_dim_v, features,    Tile{},        smem_bytes,   nullptr,         nullptr};
+                             std::size_t smem_bytes, Op op = Op::kForward) {
+  return {name,     Arch::kSm80, CpuIsa::kAuto, op,     DType::kFloat16,
+          head_dim, head_dim_v,  features,      Tile{}, smem_bytes,
+          {},       {}};
+}
+
+constexpr KernelRow cpu_row(const char* name, Op op) {
+  return {name, Arch::kCpu, CpuIsa::kBaseline, op, DType::kFloat32, 0, 0, kAllFeatures, Tile{}, 0,
+          {},   {}};
 }
 
 // The order is of no consequence: larger ones and those with features come first here.
 constexpr KernelRow kRows[] = {
+    sm80_row("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
+    sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
+    cpu_row("cpu_backward", Op::kBackward),
     sm80_row("d256_generic", 256, 256, kAllFeatures, 160000),
     sm80_row("d256", 256, 256, kNoFeatures, 150000),
     sm80_row("d128_generic", 128, 128, kAllFeatures, 90000),
@@ -28,8 +37,7 @@ constexpr KernelRow kRows[] = {
     sm80_row("d128", 128, 128, kNoFeatures, 80000),
     sm80_row("d192_v128", 192, 128, kNoFeatures, 95000),
     sm80_row("d64", 64, 64, kNoFeatures, 40000),
-    {"cpu", Arch::kCpu, CpuIsa::kBaseline, Op::kForward, DType::kFloat32, 0, 0, kAllFeatures,
-     Tile{}, 0, nullptr, nullptr},
+    cpu_row("cpu", Op::kForward),
 };
 constexpr KernelRows kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
@@ -49,16 +57,20 @@ using namespace anyflash;
 
 namespace {
 
-std::string selected(int head_dim, int head_dim_v, unsigned features,
-                     DType dtype = DType::kFloat16) {
+std::string selected(int head_dim, int head_dim_v, unsigned features, DType dtype = DType::kFloat16,
+                     Op op = Op::kForward) {
   const Device device{DeviceType::kCuda, 0};
-  return select_forward({device, dtype, head_dim, head_dim_v, features, CpuIsa::kAuto}).name;
+  return select_kernel({op, device, dtype, head_dim, head_dim_v, features, CpuIsa::kAuto}).name;
+}
+
+std::string selected_on_cpu(Op op) {
+  return select_kernel({op, {}, DType::kFloat32, 1000, 7, kAllFeatures, CpuIsa::kBaseline}).name;
 }
 
 void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
-                 const std::string& words) {
+                 const std::string& words, Op op = Op::kForward) {
   try {
-    CHECK_MSG(false, selected(head_dim, head_dim, features, dtype));
+    CHECK_MSG(false, selected(head_dim, head_dim, features, dtype, op));
   } catch (const Error& error) {
     CHECK(error.code() == code);
     CHECK_MSG(check::contains(error.what(), words), error.what());
@@ -77,20 +89,30 @@ void check_choice() {
   CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");
   CHECK_EQ(selected(64, 64, kSoftcap | kBias), "d128_generic");
   CHECK_EQ(selected(192, 128, kDropout), "d256_generic");
-  CHECK_EQ(select_forward({{}, DType::kFloat32, 1000, 7, kAllFeatures, CpuIsa::kBaseline}).name,
-           std::string("cpu"));
+  CHECK_EQ(selected_on_cpu(Op::kForward), "cpu");
+  // Each operation has rows of its own.
+  CHECK_EQ(selected_on_cpu(Op::kBackward), "cpu_backward");
+  CHECK_EQ(selected(64, 64, 0, DType::kFloat16, Op::kBackward), "backward_d64");
+  CHECK_EQ(selected(64, 64, kAlibi, DType::kFloat16, Op::kBackward), "backward_d128_generic");
 }
 
 void check_errors() {
   check_error(300, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 300; the kernels of this build for float16 that fit test GPU's 163840 "
-              "bytes of shared memory take head dims up to 256");
+              "head dim is 300; the forward kernels of this build for float16 that fit test GPU's "
+              "163840 bytes of shared memory take head dims up to 256");
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
-              "q is float32; the CUDA kernels of this build take float16 and bfloat16");
+              "q is float32; the CUDA forward kernels of this build take float16 and bfloat16");
   gpu.smem_per_block = 101376;
   check_error(256, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 256; the kernels of this build for float16 that fit test GPU's 101376 "
-              "bytes of shared memory take head dims up to 128");
+              "head dim is 256; the forward kernels of this build for float16 that fit test GPU's "
+              "101376 bytes of shared memory take head dims up to 128");
+  check_error(192, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "head dim is 192; the backward kernels of this build for float16 that fit test "
+              "GPU's 101376 bytes of shared memory take head dims up to 128",
+              Op::kBackward);
+  check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
+              "q is float32; the CUDA backward kernels of this build take float16 and bfloat16",
+              Op::kBackward);
   CHECK_EQ(selected(128, 128, kBias), "d128_generic");
   gpu.smem_per_block = 85000;
   check_error(64, kBias | kDropout, DType::kFloat16, ErrorCode::kUnsupported,
@@ -103,7 +125,35 @@ void check_errors() {
               "sm_80");
 }
 
+// Which features a problem asks for.
+void check_problem() {
+  TensorView q;
+  q.dtype = DType::kBFloat16;
+  q.device = {DeviceType::kCuda, 3};
+  ForwardParams params;
+  params.head_dim = 24;
+  params.head_dim_v = 40;
+  const Problem plain = problem_of(Op::kBackward, q, params, CpuIsa::kAvx2);
+  CHECK(plain.op == Op::kBackward && plain.device == q.device && plain.dtype == q.dtype);
+  CHECK(plain.head_dim == 24 && plain.head_dim_v == 40 && plain.cpu_isa == CpuIsa::kAvx2);
+  CHECK_EQ(plain.features, unsigned{kNoFeatures});
+
+  const auto features = [&] { return problem_of(Op::kForward, q, params, CpuIsa::kAuto).features; };
+  params.window = {3, 0};  // in every kernel
+  params.sinks.data = &params;
+  CHECK_EQ(features(), unsigned{kNoFeatures});
+  params.softcap = 1.0;
+  CHECK_EQ(features(), unsigned{kSoftcap});
+  params.alibi_slopes.data = params.bias.data = &params;
+  CHECK_EQ(features(), unsigned{kSoftcap | kAlibi | kBias});
+  params.block_mask.data = &params;
+  params.dropout_threshold = 1;
+  CHECK_EQ(features(), kAllFeatures);
+}
+
 void check_names() {
+  CHECK_EQ(name(Op::kForward), std::string("forward"));
+  CHECK_EQ(name(Op::kBackward), std::string("backward"));
   const std::vector<std::string> all = {"softcap", "alibi", "bias", "block_mask", "dropout"};
   CHECK(feature_names(kAllFeatures) == all);
   CHECK(feature_names(kNoFeatures).empty());
@@ -115,6 +165,7 @@ void check_names() {
 int main() {
   check_choice();
   check_errors();
+  check_problem();
   check_names();
   return check::report();
 }

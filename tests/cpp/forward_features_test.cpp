@@ -21,6 +21,7 @@ using test::DType;
 using test::Index;
 using test::Layout;
 using test::Tensor;
+using test::without;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -46,17 +47,6 @@ struct Sequence {
 
 constexpr int64_t kHeads = 4;
 constexpr int64_t kHeadsK = 2;
-
-// A view of the axes [first, 4) of a tensor.
-TensorView without(const Tensor& t, int first) {
-  TensorView view = t.view;
-  view.rank = 4 - first;
-  for (int i = 0; i < view.rank; ++i) {
-    view.shape[i] = t.view.shape[i + first];
-    view.stride[i] = t.view.stride[i + first];
-  }
-  return view;
-}
 
 struct Problem {
   Problem(unsigned set_, DType dtype, Layout layout, int64_t head_dim_, int64_t head_dim_v_,

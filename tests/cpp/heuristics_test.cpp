@@ -5,8 +5,10 @@
 
 #include "check.h"
 
+using anyflash::BackwardParams;
 using anyflash::ForwardParams;
 using anyflash::heads_per_section;
+using anyflash::heads_per_section_backward;
 
 namespace {
 
@@ -51,6 +53,32 @@ void check_bounds(const ForwardParams& p, std::size_t l2_bytes) {
   CHECK_EQ(heads_per_section(window, kBytes, l2_bytes), section);
 }
 
+BackwardParams backward_params(const ForwardParams& forward) {
+  BackwardParams p;
+  static_cast<ForwardParams&>(p) = forward;
+  return p;
+}
+
+void check_backward_bounds(const BackwardParams& p, std::size_t l2_bytes) {
+  const int64_t pairs = p.batch * p.heads_k;
+  const int64_t section = heads_per_section_backward(p, kBytes, l2_bytes);
+  CHECK(section >= 1);
+  CHECK(section <= std::max<int64_t>(pairs, 1));
+  // Q and dO in 16 bits, dQ in 32, of the group.
+  const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k);
+  const int64_t bytes = rows * (p.head_dim * (2 + 4) + p.head_dim_v * 2);
+  const int64_t half = static_cast<int64_t>(l2_bytes / 2);
+  if (section > 1) CHECK(section * bytes <= half);
+  if (section < pairs && bytes > 0) CHECK((section + 1) * bytes > half);
+  CHECK(heads_per_section_backward(p, kBytes, 2 * l2_bytes) >= section);
+
+  BackwardParams window = p;
+  window.window = {7, -1};
+  CHECK_EQ(heads_per_section_backward(window, kBytes, l2_bytes), section);
+  window.window = {-1, -1};
+  CHECK_EQ(heads_per_section_backward(window, kBytes, l2_bytes), 1);
+}
+
 }  // namespace
 
 int main() {
@@ -61,8 +89,10 @@ int main() {
         for (const int group : {1, 4, 16}) {
           for (const int seqlen_k : {0, 1, 511, 4096, 131072, kMax}) {
             for (const int head_dim : {1, 64, 256}) {
-              check_bounds(causal_params(batch, heads_k * group, heads_k, seqlen_k, head_dim),
-                           l2_bytes);
+              const ForwardParams p =
+                  causal_params(batch, heads_k * group, heads_k, seqlen_k, head_dim);
+              check_bounds(p, l2_bytes);
+              check_backward_bounds(backward_params(p), l2_bytes);
             }
           }
         }
@@ -72,5 +102,8 @@ int main() {
   // A100: 40 MiB of L2. 2048 keys of head dim 128 are 1 MiB of K and V: 20 groups of 4.
   CHECK_EQ(heads_per_section(causal_params(8, 32, 8, 2048, 128), kBytes, std::size_t{40} << 20),
            80);
+  // 4 heads of 1024 queries of head dim 128 are 4 MiB of Q, dO and dQ: 5 key heads.
+  const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
+  CHECK_EQ(heads_per_section_backward(backward, kBytes, std::size_t{40} << 20), 5);
   return check::report();
 }

@@ -27,7 +27,8 @@ void check_table() {
     const KernelInfo& kernel = kernels[i];
     CHECK_MSG(names.insert(kernel.name).second, kernel.name + " is listed twice");
     CHECK_EQ(kernel.name, std::string(anyflash_kernel_name(i)));
-    CHECK_EQ(kernel.op, std::string("forward"));
+    CHECK_MSG(kernel.op == "forward" || kernel.op == "backward", kernel.op);
+    CHECK_MSG(check::contains(kernel.name, "_" + kernel.op + "_"), kernel.name);
     CHECK_MSG(kernel.block_m > 0 && kernel.block_n > 0, kernel.name);
     const bool cpu = kernel.arch.rfind("cpu-", 0) == 0;
     CHECK_MSG(cpu == (kernel.head_dim == 0 && kernel.head_dim_v == 0 && kernel.warps == 0 &&
@@ -41,7 +42,9 @@ void check_table() {
   }
 }
 
-// Every instruction set of the build has every dtype, once.
+constexpr const char* kOps[] = {"forward", "backward"};
+
+// Every instruction set of the build has every operation and dtype, once.
 void check_cpu_rows() {
   const BuildInfo info = anyflash::build_info();
   CHECK(!info.cpu_isas.empty());
@@ -54,13 +57,16 @@ void check_cpu_rows() {
   std::size_t cpu_rows = 0;
   for (const std::string& isa : info.cpu_isas) {
     used_is_built = used_is_built || isa == info.cpu_isa;
-    for (const DType dtype : test::kDTypes) {
-      int count = 0;
-      for (const KernelInfo& kernel : anyflash::kernels()) {
-        count += kernel.arch == "cpu-" + isa && kernel.dtype == dtype;
+    for (const std::string op : kOps) {
+      for (const DType dtype : test::kDTypes) {
+        int count = 0;
+        for (const KernelInfo& kernel : anyflash::kernels()) {
+          count += kernel.arch == "cpu-" + isa && kernel.op == op && kernel.dtype == dtype;
+        }
+        CHECK_MSG(count == 1,
+                  isa + ", " + op + ", dtype " + std::to_string(static_cast<int>(dtype)));
+        ++cpu_rows;
       }
-      CHECK_MSG(count == 1, isa + ", dtype " + std::to_string(static_cast<int>(dtype)));
-      ++cpu_rows;
     }
   }
   CHECK(used_is_built);
@@ -79,7 +85,21 @@ std::map<std::string, std::uint64_t> launches() {
   return result;
 }
 
-void call(DType dtype, int64_t batch, int num_threads) {
+void call_backward(const Tensor& t, int64_t batch, const anyflash::ForwardOptions& options) {
+  Tensor lse(DType::kFloat32, {batch, 2, 4, 1});
+  lse.fill(5);
+  lse.view.rank = 3;
+  const Tensor dq(t.view.dtype, t.view.shape);
+  const Tensor dk(t.view.dtype, t.view.shape);
+  const Tensor dv(t.view.dtype, t.view.shape);
+  const auto& x = t.view;
+  const test::AlignedBytes memory(anyflash::backward_workspace_size(
+      x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {}));
+  anyflash::backward(x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {},
+                     memory.workspace());
+}
+
+void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
   Tensor q(dtype, {batch, 4, 2, 8});
   Tensor k(dtype, {batch, 4, 2, 8});
   Tensor v(dtype, {batch, 4, 2, 8});
@@ -88,6 +108,7 @@ void call(DType dtype, int64_t batch, int num_threads) {
   for (Tensor* input : {&q, &k, &v}) input->fill(seed++);
   anyflash::ForwardOptions options;
   options.num_threads = num_threads;
+  if (op == "backward") return call_backward(q, batch, options);
   const test::AlignedBytes memory(
       anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
   anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());
@@ -98,31 +119,37 @@ void check_counters() {
   constexpr int kThreads = 4;
   constexpr int kCalls = 25;
   const std::string arch = "cpu-" + anyflash::build_info().cpu_isa;
-  for (const DType dtype : test::kDTypes) {
-    std::map<std::string, std::uint64_t> expected = launches();
-    for (const KernelInfo& kernel : anyflash::kernels()) {
-      if (kernel.arch == arch && kernel.dtype == dtype) expected[kernel.name] += kThreads * kCalls;
+  for (const std::string op : kOps) {
+    for (const DType dtype : test::kDTypes) {
+      std::map<std::string, std::uint64_t> expected = launches();
+      for (const KernelInfo& kernel : anyflash::kernels()) {
+        if (kernel.arch == arch && kernel.op == op && kernel.dtype == dtype) {
+          expected[kernel.name] += kThreads * kCalls;
+        }
+      }
+      std::vector<std::thread> threads;
+      for (int i = 0; i < kThreads; ++i) {
+        threads.emplace_back([op, dtype] {
+          for (int repeat = 0; repeat < kCalls; ++repeat) call(op, dtype, 1, 1);
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      CHECK(launches() == expected);
     }
-    std::vector<std::thread> threads;
-    for (int i = 0; i < kThreads; ++i) {
-      threads.emplace_back([dtype] {
-        for (int repeat = 0; repeat < kCalls; ++repeat) call(dtype, 1, 1);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    CHECK(launches() == expected);
   }
 }
 
 // What fails, or has nothing to do, launches nothing.
 void check_not_counted() {
   const auto before = launches();
-  call(DType::kFloat32, 0, 1);
-  try {
-    call(DType::kFloat32, 1, -1);
-    CHECK(false);
-  } catch (const anyflash::Error&) {
-    CHECK(true);
+  for (const std::string op : kOps) {
+    call(op, DType::kFloat32, 0, 1);
+    try {
+      call(op, DType::kFloat32, 1, -1);
+      CHECK(false);
+    } catch (const anyflash::Error&) {
+      CHECK(true);
+    }
   }
   CHECK(launches() == before);
 }

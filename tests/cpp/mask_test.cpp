@@ -9,6 +9,7 @@
 
 using anyflash::KRange;
 using anyflash::Mask;
+using anyflash::MRange;
 using anyflash::Window;
 
 namespace {
@@ -97,6 +98,33 @@ void check_tiles(const Case& c, int block_m, int block_n) {
   }
 }
 
+// The same for the tiles of rows that see one block of keys. Both ask kept(), whose tiles of keys
+// may end beyond the last one, where nothing is kept.
+void check_row_tiles(const Case& c, int block_m, int block_n) {
+  const std::string what =
+      c.text() + ", row blocks " + std::to_string(block_m) + " x " + std::to_string(block_n);
+  const Mask mask = c.mask();
+  const int tiles = (c.seqlen_q + block_m - 1) / block_m;
+  for (int tile_n = 0; tile_n * block_n < c.seqlen_k; ++tile_n) {
+    const MRange range = mask.m_range(int64_t{tile_n} * block_n, block_n, block_m);
+    CHECK_MSG(0 <= range.begin && range.begin <= range.full && range.full <= range.masked &&
+                  range.masked <= range.end && range.end <= tiles,
+              what);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int rows = std::min(block_m, c.seqlen_q - tile * block_m);
+      const int count = kept(c, tile * block_m, block_m, tile_n, block_n);
+      if (tile < range.begin || tile >= range.end) {
+        CHECK_MSG(count == 0, what + ": a tile is left out");
+      } else if (range.needs_mask(tile)) {
+        CHECK_MSG(count < rows * block_n, what + ": a tile is masked for nothing");
+        CHECK_MSG(count > 0, what + ": a tile is visited for nothing");
+      } else {
+        CHECK_MSG(count == rows * block_n, what + ": an unmasked tile needs a mask");
+      }
+    }
+  }
+}
+
 void check_small() {
   constexpr int kLengths = 14;
   constexpr int kBlocks = 5;
@@ -107,7 +135,10 @@ void check_small() {
           const Case c{seqlen_q, seqlen_k, {left, right}};
           check_elements(c);
           for (int block_m = 1; block_m <= kBlocks; ++block_m) {
-            for (int block_n = 1; block_n <= kBlocks; ++block_n) check_tiles(c, block_m, block_n);
+            for (int block_n = 1; block_n <= kBlocks; ++block_n) {
+              check_tiles(c, block_m, block_n);
+              check_row_tiles(c, block_m, block_n);
+            }
           }
         }
       }
@@ -154,6 +185,54 @@ void check_large_case(const Case& c, int block_m, int block_n) {
   }
 }
 
+// The first row in [0, rows) of which `is` holds, which then holds of all later ones; else `rows`.
+template <class Predicate>
+int64_t first_row_where(int64_t rows, const Predicate& is) {
+  int64_t begin = 0;
+  int64_t end = rows;
+  while (begin < end) {
+    const int64_t middle = begin + (end - begin) / 2;
+    if (is(middle)) {
+      end = middle;
+    } else {
+      begin = middle + 1;
+    }
+  }
+  return begin;
+}
+
+// m_range() of such lengths, by bisection over the rows' ranges of keys, which check_large_case()
+// compares to their definition.
+void check_large_row_tiles(const Case& c, int block_m, int block_n) {
+  const Mask mask = c.mask();
+  const int64_t n = c.seqlen_q;
+  const int64_t last_block = (int64_t{c.seqlen_k} - 1) / block_n * block_n;
+  for (const int64_t first : {int64_t{0}, last_block / 2 / block_n * block_n, last_block}) {
+    const int64_t end = std::min<int64_t>(first + block_n, c.seqlen_k);
+    const int64_t begin_row =
+        first_row_where(n, [&](int64_t i) { return mask.end_key(i) > first; });
+    const int64_t end_row = first_row_where(n, [&](int64_t i) { return mask.first_key(i) >= end; });
+    const MRange range = mask.m_range(first, block_n, block_m);
+    if (begin_row >= end_row) {
+      CHECK_MSG(range.begin == range.end, c.text());
+      continue;
+    }
+    CHECK_MSG(range.begin == begin_row / block_m, c.text());
+    CHECK_MSG(range.end == (end_row + block_m - 1) / block_m, c.text());
+    const int64_t full_row =
+        first_row_where(n, [&](int64_t i) { return mask.end_key(i) >= first + block_n; });
+    const int64_t full_end =
+        first_row_where(n, [&](int64_t i) { return mask.first_key(i) > first; });
+    const int64_t full = (full_row + block_m - 1) / block_m;
+    const int64_t masked = full_end == n ? (n + block_m - 1) / block_m : full_end / block_m;
+    if (full_row < full_end && full < masked) {
+      CHECK_MSG(range.full == full && range.masked == masked, c.text());
+    } else {
+      CHECK_MSG(range.full == range.masked, c.text());
+    }
+  }
+}
+
 void check_large() {
   constexpr int kMax = INT_MAX - 4095;
   const int64_t widths[] = {-1,        0,         1000,          kMax,          INT_MAX,
@@ -163,7 +242,9 @@ void check_large() {
       for (const int64_t left : widths) {
         for (const int64_t right : widths) {
           for (const int block_n : {1, 64, 96, 128}) {
-            check_large_case({seqlen_q, seqlen_k, {left, right}}, 128, block_n);
+            const Case c{seqlen_q, seqlen_k, {left, right}};
+            check_large_case(c, 128, block_n);
+            if (seqlen_k > 0) check_large_row_tiles(c, 64, block_n);
           }
         }
       }
@@ -178,6 +259,34 @@ void check_right_of_the_keys() {
   CHECK_EQ(mask.end_key(0), 3);  // keys j <= 0 + 4 - 8 + 6
   for (int i = 1; i < 8; ++i) CHECK_EQ(mask.end_key(i), 4);
   CHECK(!mask.keep(7, 4));
+}
+
+// Causal, query i of 8 sees the keys up to i: blocks of two keys begin at the diagonal, whose tile
+// alone is masked.
+void check_causal_row_tiles() {
+  const Mask mask = Case{8, 8, {-1, 0}}.mask();
+  for (int tile = 0; tile < 4; ++tile) {
+    const MRange range = mask.m_range(2 * tile, 2, 2);
+    CHECK_EQ(range.begin, tile);
+    CHECK_EQ(range.end, 4);
+    for (int row_tile = tile; row_tile < 4; ++row_tile) {
+      CHECK_EQ(range.needs_mask(row_tile), row_tile == tile);
+    }
+  }
+}
+
+// Blocks of keys that do not exist, and of keys that are not used, are seen by nobody.
+void check_beyond_the_keys() {
+  for (const int64_t left : {-1, 3}) {
+    for (const int64_t right : {-1, 0, 3}) {
+      for (const int64_t first_key : {20, 32}) {
+        const MRange range = Case{10, 20, {left, right}}.mask().m_range(first_key, 16, 4);
+        CHECK_EQ(range.begin, range.end);
+      }
+      const MRange none = Case{10, 0, {left, right}}.mask().m_range(0, 16, 4);
+      CHECK_EQ(none.begin, none.end);
+    }
+  }
 }
 
 // Blocks of rows that do not exist see nothing.
@@ -198,5 +307,7 @@ int main() {
   check_large();
   check_right_of_the_keys();
   check_beyond_the_rows();
+  check_causal_row_tiles();
+  check_beyond_the_keys();
   return check::report();
 }

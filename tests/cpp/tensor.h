@@ -176,6 +176,17 @@ class Tensor {
   }
 };
 
+// A view of the axes [first, 4) of a tensor.
+inline TensorView without(const Tensor& t, int first) {
+  TensorView view = t.view;
+  view.rank = 4 - first;
+  for (int i = 0; i < view.rank; ++i) {
+    view.shape[i] = t.view.shape[i + first];
+    view.stride[i] = t.view.stride[i + first];
+  }
+  return view;
+}
+
 // Memory aligned to 256 bytes of exactly the size asked for, whose end address sanitizer guards;
 // without that sanitizer, bytes behind it do.
 class AlignedBytes {

@@ -1,4 +1,4 @@
-// A call of forward() that is allowed, and checks of what happens when an argument is changed.
+// Calls that are allowed, and checks of what happens when an argument is changed.
 #pragma once
 
 #include <functional>
@@ -44,15 +44,22 @@ class SmallTensor {
   void assign(const std::vector<T>& values) {
     std::copy(values.begin(), values.end(), data<T>());
   }
+  // As an output that nothing has been written to.
+  void poison() { std::fill(memory_.begin(), memory_.end(), kPoison); }
+  bool poisoned() const {
+    return std::count(memory_.begin(), memory_.end(), kPoison) ==
+           static_cast<std::ptrdiff_t>(memory_.size());
+  }
 
   TensorView view;
 
  private:
+  static constexpr uint64_t kPoison = ~uint64_t{0};
   std::vector<uint64_t> memory_;
 };
 
-// The arguments of a call that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4 and 2,
-// head_dim 8 and head_dim_v 3.
+// The arguments of a call of forward() that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4
+// and 2, head_dim 8 and head_dim_v 3.
 struct Call {
   Call() {
     lse.rank = 3;
@@ -65,7 +72,7 @@ struct Call {
   std::size_t workspace_size() const {
     return anyflash::forward_workspace_size(q, k, v, out, has_lse ? &lse : nullptr, options);
   }
-  void forward(anyflash::Workspace workspace) const {
+  void run(anyflash::Workspace workspace) const {
     anyflash::forward(q, k, v, out, has_lse ? &lse : nullptr, options, workspace);
   }
   bool untouched() const { return out_memory.untouched() && lse_memory.untouched(); }
@@ -148,7 +155,7 @@ void check_case(const CaseOf<AnyCall>& test_case) {
   AnyCall call;
   const test::AlignedBytes memory(call.workspace_size());
   test_case.change(call);
-  check_throws([&] { call.forward(memory.workspace()); }, test_case.name, test_case.code,
+  check_throws([&] { call.run(memory.workspace()); }, test_case.name, test_case.code,
                test_case.words);
   check_throws([&] { call.workspace_size(); }, test_case.name, test_case.code, test_case.words);
   CHECK_MSG(call.untouched(), test_case.name);
@@ -158,7 +165,7 @@ template <class AnyCall>
 void check_allowed() {
   AnyCall call;
   const test::AlignedBytes memory(call.workspace_size());
-  call.forward(memory.workspace());
+  call.run(memory.workspace());
   CHECK(!call.untouched());
 }
 

@@ -189,7 +189,7 @@ void check_lengths() {
     Packed call;
     test_case.change(call);
     const test::AlignedBytes memory(call.workspace_size());
-    check_throws([&] { call.forward(memory.workspace()); }, test_case.name, test_case.code,
+    check_throws([&] { call.run(memory.workspace()); }, test_case.name, test_case.code,
                  test_case.words);
     CHECK_MSG(call.untouched(), test_case.name);
     CHECK_MSG(call.packed_maxima.data<float>()[0] == 0.0f, test_case.name);
@@ -197,7 +197,7 @@ void check_lengths() {
   Full batched;
   batched.used.data<int32_t>()[1] = 7;
   const test::AlignedBytes memory(batched.workspace_size());
-  check_throws([&] { batched.forward(memory.workspace()); }, "batched", kValue,
+  check_throws([&] { batched.run(memory.workspace()); }, "batched", kValue,
                {"seqused_k[1] is 7", "keys, 6,"});
   CHECK(batched.untouched());
 }
@@ -215,7 +215,7 @@ void check_no_sequences() {
   for (TensorView* t : {&none.q, &none.k, &none.v, &none.out}) t->shape[0] = 0;
   none.lse.shape[1] = 0;
   CHECK_EQ(none.workspace_size(), std::size_t{0});
-  none.forward({});
+  none.run({});
   CHECK(none.untouched());
 }
 

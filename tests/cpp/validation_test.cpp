@@ -170,7 +170,7 @@ void check_no_device() {
   CHECK(!info.device_error.empty());
   const ErrorCode code = info.cuda ? ErrorCode::kDevice : ErrorCode::kUnsupported;
   check_throws([&] { call.workspace_size(); }, "no device", code, {info.device_error});
-  check_throws([&] { call.forward({nullptr, 0}); }, "no device", code, {info.device_error});
+  check_throws([&] { call.run({nullptr, 0}); }, "no device", code, {info.device_error});
   CHECK(call.untouched());
 }
 
@@ -180,14 +180,14 @@ void check_workspace() {
   CHECK_EQ(call.workspace_size(), bytes);
   const test::AlignedBytes memory(bytes + 256);
   auto* const data = static_cast<char*>(memory.workspace().data);
-  check_throws([&] { call.forward({data, bytes - 1}); }, "too small", kValue,
+  check_throws([&] { call.run({data, bytes - 1}); }, "too small", kValue,
                {"workspace has " + std::to_string(bytes - 1) + " bytes", std::to_string(bytes)});
-  check_throws([&] { call.forward({}); }, "none", kValue, {"workspace has 0 bytes"});
-  check_throws([&] { call.forward({data + 16, bytes}); }, "misaligned", kValue,
+  check_throws([&] { call.run({}); }, "none", kValue, {"workspace has 0 bytes"});
+  check_throws([&] { call.run({data + 16, bytes}); }, "misaligned", kValue,
                {"workspace", "256 bytes"});
-  check_throws([&] { call.forward({nullptr, bytes}); }, "null", kValue, {"workspace"});
+  check_throws([&] { call.run({nullptr, bytes}); }, "null", kValue, {"workspace"});
   CHECK(call.untouched());
-  call.forward({data, bytes + 256});  // more is allowed
+  call.run({data, bytes + 256});  // more is allowed
   CHECK(!call.untouched());
 
   // More threads need more memory; without work none is needed.
@@ -199,7 +199,7 @@ void check_workspace() {
   Call empty;
   for (TensorView* t : {&empty.q, &empty.k, &empty.v, &empty.out, &empty.lse}) t->shape[0] = 0;
   CHECK_EQ(empty.workspace_size(), std::size_t{0});
-  empty.forward({});
+  empty.run({});
   CHECK(empty.untouched());
 }
 

@@ -14,7 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +119,18 @@ def facts() -> dict[str, str]:
     }
 
 
-def markdown(about: dict[str, str], cells: list[dict[str, Any]]) -> str:
-    names = ["anyflash", *RIVALS]
+def markdown(
+    about: dict[str, str], cells: list[dict[str, Any]], own: Sequence[str] = ("anyflash",)
+) -> str:
+    names = [*own, *RIVALS]
     header = ["head dim", "causal", "seqlen", *names, *(f"/ {name}" for name in RIVALS)]
     rows = [header, ["---", "---", *["---:"] * (len(header) - 2)]]
     for cell in cells:
         speed = cell["tflops"]
-        own = speed["anyflash"]
         mask = "yes" if cell["causal"] else "no"
         row = [str(cell["head_dim"]), mask, str(cell["seqlen"])]
         row += [f"{speed[name]:.0f}" if name in speed else "-" for name in names]
-        row += [f"{own / speed[name]:.2f}" if name in speed else "-" for name in RIVALS]
+        row += [f"{speed[own[0]] / speed[name]:.2f}" if name in speed else "-" for name in RIVALS]
         rows.append(row)
     lines = [f"- {key}: {value}" for key, value in about.items()]
     lines += ["", "TFLOP/s; the last columns are anyflash's speed by PyTorch's.", ""]

@@ -19,111 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from abi import BackwardOptions, DLTensor, MergeOptions, Options, dl_tensor, structure
 from cuda_driver import CudaDriver, DriverError
 from memory import CudaMemory, HostMemory
-from oracle import DTYPES
 from tensors import ALIGNMENT, CANARY, GUARD, Tensor, aligned_bytes
 
 OK, INVALID_VALUE, INVALID_TYPE, UNSUPPORTED, DEVICE_ERROR, INTERNAL_ERROR = range(6)
 CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4}
 KDL_CPU, KDL_CUDA = 1, 2
+BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
+VARIANTS = ("plain", "scored", "generic")  # each does what the ones before it do
 WANTED = os.environ.get("ANYFLASH_TEST_BACKENDS")  # names of backends; the default is all
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-class DLDevice(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
-
-
-class DLDataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", DLDevice),
-        ("ndim", ctypes.c_int32),
-        ("dtype", DLDataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class Options(ctypes.Structure):
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("softmax_scale", ctypes.c_double),
-        ("has_softmax_scale", ctypes.c_int32),
-        ("causal", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
-        ("cpu_isa", ctypes.c_int32),
-        ("stream", ctypes.c_void_p),
-        ("has_window_left", ctypes.c_int32),
-        ("has_window_right", ctypes.c_int32),
-        ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64),
-        ("softcap", ctypes.c_double),
-        ("alibi_slopes", ctypes.POINTER(DLTensor)),
-        ("bias", ctypes.POINTER(DLTensor)),
-        ("block_mask", ctypes.POINTER(DLTensor)),
-        ("block_size", ctypes.c_int64 * 2),
-        ("sinks", ctypes.POINTER(DLTensor)),
-        ("dropout_p", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        ("offset", ctypes.c_uint64),
-        ("rng_state", ctypes.POINTER(DLTensor)),
-        ("dropout_mask", ctypes.POINTER(DLTensor)),
-        ("max_logits", ctypes.POINTER(DLTensor)),
-        ("cu_seqlens_q", ctypes.POINTER(DLTensor)),
-        ("cu_seqlens_k", ctypes.POINTER(DLTensor)),
-        ("max_seqlen_q", ctypes.c_int64),
-        ("max_seqlen_k", ctypes.c_int64),
-        ("seqused_k", ctypes.POINTER(DLTensor)),
-        ("validate", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    )
-
-
-class MergeOptions(ctypes.Structure):
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("num_threads", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("stream", ctypes.c_void_p),
-    )
-
-
-DL_DTYPES = {
-    DTYPES["fp64"]: (2, 64),
-    DTYPES["fp32"]: (2, 32),
-    DTYPES["fp16"]: (2, 16),
-    DTYPES["bf16"]: (4, 16),
-    np.dtype(np.int32): (0, 32),
-    np.dtype(np.int64): (0, 64),
-    np.dtype(np.uint8): (1, 8),
-    np.dtype(np.uint64): (1, 64),
-    np.dtype(np.bool_): (6, 8),
-}
-
-
-def int64_array(values: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def dl_tensor(tensor: Tensor, address: int, device: tuple[int, int]) -> DLTensor:
-    """`address` is where the tensor's storage begins on the device."""
-    offset = tensor.offset * tensor.storage.itemsize
-    return DLTensor(
-        data=address + (0 if tensor.byte_offset else offset),
-        device=DLDevice(*device),
-        ndim=len(tensor.shape),
-        dtype=DLDataType(*DL_DTYPES[tensor.storage.dtype], lanes=1),
-        shape=int64_array(tensor.shape),
-        strides=int64_array(tensor.strides),
-        byte_offset=offset if tensor.byte_offset else 0,
-    )
 
 
 class CallError(Exception):
@@ -138,6 +45,7 @@ class Row(NamedTuple):
 
     name: str
     arch: str  # "sm80", "avx2", ...
+    op: str  # "forward" or "backward"
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
@@ -146,13 +54,21 @@ class Row(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Row:
         found = re.fullmatch(
-            r"(?:cpu_)?(\w+?)_forward_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?(?:_([a-z]+))?", name
+            r"(?:cpu_)?(\w+?)_(forward|backward)_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?(?:_([a-z]+))?",
+            name,
         )
         assert found, f"unexpected kernel name {name!r}"
-        arch, kind, bits, head_dim, head_dim_v, variant = found.groups()
+        arch, op, kind, bits, head_dim, head_dim_v, variant = found.groups()
         dtype = f"bf{bits}" if kind == "bf" else f"fp{bits}"
         dims = int(head_dim or 0), int(head_dim_v or head_dim or 0)
-        return cls(name, arch, dtype, *dims, variant or "plain")
+        return cls(name, arch, op, dtype, *dims, variant or "plain")
+
+
+Tensors = Sequence[DLTensor | None]
+
+
+def _references(structures: Sequence[ctypes.Structure | None]) -> list[Any]:
+    return [x and ctypes.byref(x) for x in structures]
 
 
 class Library:
@@ -165,6 +81,12 @@ class Library:
         common = [tensor] * 5 + [ctypes.POINTER(Options)]
         lib.anyflash_forward_workspace_size.argtypes = [*common, ctypes.POINTER(size)]
         lib.anyflash_forward.argtypes = [*common, ctypes.c_void_p, size]
+        common = [tensor] * len(BACKWARD_TENSORS) + [
+            ctypes.POINTER(Options),
+            ctypes.POINTER(BackwardOptions),
+        ]
+        lib.anyflash_backward_workspace_size.argtypes = [*common, ctypes.POINTER(size)]
+        lib.anyflash_backward.argtypes = [*common, ctypes.c_void_p, size]
         lib.anyflash_merge_states.argtypes = [tensor] * 6 + [ctypes.POINTER(MergeOptions)]
         lib.anyflash_last_error.restype = ctypes.c_char_p
         lib.anyflash_version.restype = ctypes.c_char_p
@@ -195,33 +117,34 @@ class Library:
         if status != OK:
             raise CallError(status, self.last_error)
 
-    def workspace_size(
-        self, tensors: Sequence[DLTensor | None], options: Options | None = None
-    ) -> int:
-        """`tensors` are q, k, v, out, lse."""
+    def workspace_size(self, tensors: Tensors, *options: ctypes.Structure | None) -> int:
+        """`tensors` are q, k, v, out, lse; or what backward() takes, with both options."""
+        op = "backward" if len(tensors) == len(BACKWARD_TENSORS) else "forward"
         size = ctypes.c_size_t()
-        pointers = [t and ctypes.byref(t) for t in tensors]
-        arguments = (*pointers, options and ctypes.byref(options), ctypes.byref(size))
-        self._check(self._lib.anyflash_forward_workspace_size(*arguments))
+        arguments = [*_references(tensors), *_references(options or (None,))]
+        self._check(self.entry(f"anyflash_{op}_workspace_size")(*arguments, ctypes.byref(size)))
         return size.value
 
     def forward(
-        self,
-        tensors: Sequence[DLTensor | None],
-        options: Options | None,
-        workspace: int | None,
-        workspace_bytes: int,
+        self, tensors: Tensors, options: Options | None, workspace: int | None, bytes_: int
     ) -> None:
-        pointers = [t and ctypes.byref(t) for t in tensors]
-        arguments = (*pointers, options and ctypes.byref(options), workspace, workspace_bytes)
-        self._check(self._lib.anyflash_forward(*arguments))
+        arguments = _references([*tensors, options])
+        self._check(self._lib.anyflash_forward(*arguments, workspace, bytes_))
 
-    def merge_states(
-        self, tensors: Sequence[DLTensor | None], options: MergeOptions | None
+    def backward(
+        self,
+        tensors: Tensors,
+        options: tuple[Options | None, BackwardOptions | None],
+        workspace: int | None,
+        bytes_: int,
     ) -> None:
+        """`tensors` are those of BACKWARD_TENSORS."""
+        arguments = _references([*tensors, *options])
+        self._check(self._lib.anyflash_backward(*arguments, workspace, bytes_))
+
+    def merge_states(self, tensors: Tensors, options: MergeOptions | None) -> None:
         """`tensors` are out_a, lse_a, out_b, lse_b, out, lse."""
-        pointers = [t and ctypes.byref(t) for t in tensors]
-        self._check(self._lib.anyflash_merge_states(*pointers, options and ctypes.byref(options)))
+        self._check(self._lib.anyflash_merge_states(*_references([*tensors, options])))
 
     def launches(self) -> dict[str, int]:
         counts = map(self._lib.anyflash_kernel_launches, range(len(self.rows)))
@@ -241,28 +164,29 @@ class Backend:
     def is_cpu(self) -> bool:
         return self.device[0] == KDL_CPU
 
-    def row(self, dtype: str, head_dim: int, head_dim_v: int, variant: str) -> Row | None:
-        """The kernel that must take this: the smallest that is large enough."""
+    def rows(self, op: str = "forward") -> list[Row]:
+        """The kernels of this backend."""
+        return [row for row in self.library.rows if (row.arch, row.op) == (self.arch, op)]
+
+    def row(
+        self, dtype: str, head_dim: int, head_dim_v: int, variant: str, op: str = "forward"
+    ) -> Row | None:
+        """The kernel that must take this: the smallest that is large enough and can do it."""
 
         def fits(row: Row) -> bool:
             if row.head_dim == 0:
                 return True
             large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
-            return large_enough and row.variant == variant
+            return large_enough and VARIANTS.index(row.variant) >= VARIANTS.index(variant)
 
-        rows = [row for row in self.library.rows if (row.arch, row.dtype) == (self.arch, dtype)]
-        fitting = [row for row in rows if fits(row)]
-        return min(fitting, key=lambda row: row.head_dim + row.head_dim_v, default=None)
+        def size(row: Row) -> tuple[int, int]:
+            return row.head_dim + row.head_dim_v, VARIANTS.index(row.variant)
+
+        fitting = [row for row in self.rows(op) if row.dtype == dtype and fits(row)]
+        return min(fitting, key=size, default=None)
 
     def options(self, **fields: Any) -> Options:
-        options = Options(size=ctypes.sizeof(Options), cpu_isa=CPU_ISAS[self.isa])
-        for name, value in fields.items():
-            if value is None:
-                continue
-            setattr(options, name, int64_array(value) if name == "block_size" else value)
-            if hasattr(options, f"has_{name}"):
-                setattr(options, f"has_{name}", 1)
-        return options
+        return structure(Options, {"cpu_isa": CPU_ISAS[self.isa]} | fields)
 
     def forward(
         self,
@@ -277,22 +201,43 @@ class Backend:
 
         `fields` are those of Options, tensors among them; None: not set.
         """
-        auxiliary = {name: x for name, x in fields.items() if isinstance(x, Tensor)}
-        options = self.options(**{n: x for n, x in fields.items() if n not in auxiliary})
-        with self.on_device([q, k, v, out, lse, *auxiliary.values()]) as dl:
-            for name, tensor in zip(auxiliary, dl[5:], strict=True):
-                setattr(options, name, ctypes.pointer(tensor))
-            size = self.library.workspace_size(dl[:5], options)
+        self._call([q, k, v, out, lse], {Options: fields})
+
+    def backward(
+        self, *tensors: Tensor, gradient: dict[str, Any] | None = None, **fields: Any
+    ) -> None:
+        """`tensors` are those of BACKWARD_TENSORS, `gradient` fields of BackwardOptions, `fields`
+        the forward's; like forward()."""
+        self._call(tensors, {Options: fields, BackwardOptions: gradient or {}})
+
+    def _call(self, tensors: Sequence[Tensor | None], fields: dict[Any, dict[str, Any]]) -> None:
+        """`fields` by the kind of options they belong to."""
+        auxiliary = [
+            (kind, name, x)
+            for kind, of_kind in fields.items()
+            for name, x in of_kind.items()
+            if isinstance(x, Tensor)
+        ]
+        fields[Options] = {"cpu_isa": CPU_ISAS[self.isa]} | fields[Options]
+        count = len(tensors)
+        with self.on_device([*tensors, *(x for _, _, x in auxiliary)]) as dl:
+            for (kind, name, _), tensor in zip(auxiliary, dl[count:], strict=True):
+                fields[kind] = fields[kind] | {name: ctypes.pointer(tensor)}
+            options = tuple(structure(kind, of_kind) for kind, of_kind in fields.items())
+            size = self.library.workspace_size(dl[:count], *options)
             workspace = aligned_bytes(size + GUARD)
             with self.memory.resident([workspace]) as (address,):
                 assert address % ALIGNMENT == 0
-                self.library.forward(dl[:5], options, address, size)
+                if len(options) == 2:
+                    self.library.backward(dl[:count], options, address, size)
+                else:
+                    self.library.forward(dl[:count], *options, address, size)
             behind = workspace[size:] != CANARY
             assert not behind.any(), f"workspace: written {behind.argmax()} bytes past its end"
 
     def merge_states(self, *tensors: Tensor | None, num_threads: int = 0) -> None:
         """`tensors` are out_a, lse_a, out_b, lse_b, out, lse."""
-        options = MergeOptions(size=ctypes.sizeof(MergeOptions), num_threads=num_threads)
+        options = structure(MergeOptions, {"num_threads": num_threads})
         with self.on_device(tensors) as dl:
             self.library.merge_states(dl, options)
 

@@ -10,7 +10,7 @@ import functools
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,7 +167,7 @@ class Case:
         """Fresh ones; out and lse are full of NaN canaries."""
         q, k, v = self.values_of_inputs()
         if self.features.poison:
-            unseen = unseen_keys(self._problem(q, k, v)).reshape(k.shape[:-1])
+            unseen = unseen_keys(self.problem_of(q, k, v)).reshape(k.shape[:-1])
             k[unseen], v[unseen] = np.nan, np.inf
         axes, lse_axes, rows = "bshd", "bhs", q.shape[:-2]
         if self.features.packed:
@@ -187,7 +187,7 @@ class Case:
         """What Backend.forward() takes besides the tensors."""
         return options_of(self)
 
-    def _problem(self, q: Array, k: Array, v: Array) -> Problem:
+    def problem_of(self, q: Array, k: Array, v: Array) -> Problem:
         options = {n: x.view if isinstance(x, Tensor) else x for n, x in self.options().items()}
         state = options.pop("rng_state", None)
         if state is not None:
@@ -197,10 +197,13 @@ class Case:
         return Problem(q, k, v, **options, out_dtype=self.dtype_of_out)
 
     def problem(self) -> Problem:
-        return self._problem(*(tensor.view for tensor in self.tensors()[:3]))
+        return self.problem_of(*(tensor.view for tensor in self.tensors()[:3]))
 
     def expected(self) -> Reference:
         return _expected(self)
+
+    def without_poison(self) -> Case:
+        return replace(self, features=replace(self.features, poison=False))
 
 
 @functools.lru_cache(maxsize=64)

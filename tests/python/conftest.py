@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+# The oracle's many small products take ten times as long with two threads on a busy machine.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # pytest's importlib mode does not put this folder on the path; the modules here import one another.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import capi
 import hypothesis
 import pytest
+from backward_cases import BACKWARD_CASES
+from cases import Case
 from feature_cases import FEATURE_CASES
 from forward_cases import FORWARD_CASES
+from gradient_case import GradientCase
 from running import supports
+from running_backward import supports_backward
 from varlen_cases import VARLEN_CASES
 
 # The same random cases in every run; `--hypothesis-profile=random` draws new ones.
@@ -25,7 +32,8 @@ hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
 CASES = (*FORWARD_CASES, *FEATURE_CASES, *VARLEN_CASES)
-assert len({case.id for case in CASES}) == len(CASES), "two cases have one id"
+for table in (CASES, BACKWARD_CASES):
+    assert len({case.id for case in table}) == len(table), "two cases have one id"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,28 +46,31 @@ def _present(names: list[str]) -> list[str]:
     return [name for name in names if not (absent and name == "cuda")]
 
 
-def _with_cases(names: list[str]) -> Iterator[object]:
+def _with_cases(names: list[str], cases: Sequence[Case | GradientCase]) -> Iterator[object]:
     """Case by case, so that its backends share the reference."""
     present = _present(names)
     if len(present) < len(names):
         skip = pytest.mark.skip(reason="no CUDA device in this machine")
-        yield pytest.param("cuda", CASES[0], id="cuda", marks=skip)
-    for case in CASES:
+        yield pytest.param("cuda", cases[0], id="cuda", marks=skip)
+    for case in cases:
         marks = [pytest.mark.smoke] if case.smoke else []
         for name in present:
-            if supports(name, case):
+            able = supports if isinstance(case, Case) else supports_backward
+            if able(name, case):
                 yield pytest.param(name, case, id=f"{name}-{case.id}", marks=marks)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`backend` is every backend, with `case` each of its cases; `cpu` and `gpu` are some."""
+    """`backend` is every backend, with `case` each of its cases, with `gradient_case` each of the
+    backward's; `cpu` and `gpu` are some backends."""
     names = capi.backend_names()
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]
-    if "case" in metafunc.fixturenames:
-        parameters = list(_with_cases(names))
-        metafunc.parametrize(("backend", "case"), parameters, indirect=["backend"])
-        return
+    for fixture, cases in (("case", CASES), ("gradient_case", BACKWARD_CASES)):
+        if fixture in metafunc.fixturenames:
+            parameters = list(_with_cases(names, cases))
+            metafunc.parametrize(("backend", fixture), parameters, indirect=["backend"])
+            return
     for fixture, wanted in (("backend", names), ("cpu", cpus), ("gpu", gpus)):
         if fixture in metafunc.fixturenames:
             metafunc.parametrize(fixture, _present(wanted), indirect=True)

@@ -2,146 +2,37 @@
 
 A result passes if it is at most twice as far from the truth as the naive program in the tensors'
 own precision (and 1.5 times on average), plus what one rounding of the result and one of the scores
-cost. Packed sequences are computed apart; those of the same lengths share a batch.
+cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import philox
+from problem import (
+    DTYPES,
+    Array,
+    Batch,
+    Problem,
+    batches,
+    distances,
+    rows_of,
+    select,
+    unseen_keys,
+)
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-DTYPES: dict[str, np.dtype[Any]] = {
-    "fp64": np.dtype(np.float64),
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-}
-FAR = 1 << 40  # wider than any window need be
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a call is given; names and meanings as in options.h."""
-
-    q: Array
-    k: Array
-    v: Array
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    alibi_slopes: Array | None = None
-    bias: Array | None = None
-    block_mask: Array | None = None
-    block_size: tuple[int, int] = (128, 128)
-    sinks: Array | None = None
-    dropout_p: float = 0.0
-    seed: int = 0
-    offset: int = 0
-    cu_seqlens_q: Array | None = None
-    cu_seqlens_k: Array | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    seqused_k: Array | None = None
-    out_dtype: np.dtype[Any] | None = None  # None: q's
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, seqlen_q, seqlen_k), the last two as upper bounds if packed."""
-        if self.cu_seqlens_q is None:
-            return self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1]
-        return len(self.cu_seqlens_q) - 1, self.q.shape[1], self.max_seqlen_q, self.max_seqlen_k
-
-    def dropout_mask(self) -> Array:
-        return philox.kept(self.shape, self.dropout_p, self.seed, self.offset)
-
-
-class Batch(NamedTuple):
-    """Some equally long sequences of a problem; rows count in q, k and v without a batch axis."""
-
-    sequences: Array  # (n,)
-    rows_q: Array  # (n, seqlen_q)
-    rows_k: Array  # (n, seqlen_k)
-    hidden: Array  # (n or 1, heads or 1, seqlen_q, seqlen_k)
-
-
-def _select(x: Array, sequences: Array, shape: tuple[int, ...]) -> Array:
-    """The part of a (batch or 1, heads or 1, rows or 1, columns or 1) tensor that counts."""
-    x = x if x.shape[0] == 1 else x[sequences]
-    return x[:, :, : shape[0], : shape[1]]
-
-
-def _hidden(problem: Problem, sequences: Array, seqlen_q: int, seqlen_k: int) -> Array:
-    last = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
-    key = np.arange(seqlen_k)
-    hidden = np.zeros((1, 1, seqlen_q, seqlen_k), bool)
-    right = 0 if problem.causal else problem.window_right
-    if problem.window_left >= 0:
-        hidden |= key < last - min(problem.window_left, FAR)
-    if right >= 0:
-        hidden |= key > last + min(right, FAR)
-    if problem.bias is not None:
-        bias = _select(problem.bias, sequences, (seqlen_q, seqlen_k))
-        boolean = bias.dtype in (np.bool_, np.uint8)
-        hidden = hidden | (bias == (0 if boolean else bias.dtype.type(-np.inf)))
-    if problem.block_mask is not None:
-        dropped = problem.block_mask == 0
-        for axis, size in zip((2, 3), problem.block_size, strict=True):
-            dropped = dropped.repeat(size, axis)
-        hidden = hidden | _select(dropped, sequences, (seqlen_q, seqlen_k))
-    return hidden
-
-
-def batches(problem: Problem) -> Iterator[Batch]:
-    count, _, seqlen_q, seqlen_k = problem.shape
-    if problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None:
-        first_q, first_k = problem.cu_seqlens_q[:-1], problem.cu_seqlens_k[:-1]
-        lengths = np.stack([np.diff(problem.cu_seqlens_q), np.diff(problem.cu_seqlens_k)], 1)
-    else:
-        first_q, first_k = np.arange(count) * seqlen_q, np.arange(count) * seqlen_k
-        lengths = np.tile([seqlen_q, seqlen_k], (count, 1))
-    if problem.seqused_k is not None:
-        lengths[:, 1] = np.minimum(lengths[:, 1], problem.seqused_k)
-    for pair in np.unique(lengths, axis=0):
-        sequences = np.nonzero((lengths == pair).all(1))[0]
-        rows_q = first_q[sequences, None] + np.arange(pair[0])
-        rows_k = first_k[sequences, None] + np.arange(pair[1])
-        yield Batch(sequences, rows_q, rows_k, _hidden(problem, sequences, *map(int, pair)))
-
-
-def _rows(x: Array) -> Array:
-    return x if x.ndim == 3 else x.reshape(-1, *x.shape[2:])
-
-
-def unseen_keys(problem: Problem) -> Array:
-    """(rows of k without a batch axis, heads_k): no query sees them, whatever q and k are."""
-    rows, heads_k, _ = _rows(problem.k).shape
-    heads = problem.shape[1]
-    unseen = np.ones((rows, heads_k), bool)
-    for batch in batches(problem):
-        shape = (len(batch.sequences), heads, batch.rows_k.shape[1])
-        by_head = np.broadcast_to(batch.hidden.all(2), shape)
-        by_head = by_head.reshape(shape[0], heads_k, heads // heads_k, shape[2]).all(2)
-        unseen[batch.rows_k] = by_head.swapaxes(1, 2)
-    return unseen
-
+# What other modules take from here as well.
+__all__ = ["DTYPES", "Array", "Problem", "unseen_keys"]
 
 Matmul = Callable[[Array, Array], Array]
 
 
-def _one_by_one(a: Array, b: Array) -> Array:
+def one_by_one(a: Array, b: Array) -> Array:
     """a @ b as a plain loop sums it up; NumPy's own product is more exact than that."""
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for i in range(a.shape[-1]):
@@ -149,7 +40,7 @@ def _one_by_one(a: Array, b: Array) -> Array:
     return total
 
 
-def _product(p: Array, v: Array, hidden: Array, matmul: Matmul) -> Array:
+def masked_product(p: Array, v: Array, hidden: Array, matmul: Matmul) -> Array:
     """p v, where a masked NaN or infinity in v does not count."""
     finite = np.isfinite(v)
     out = matmul(p, np.where(finite, v, v.dtype.type(0)))
@@ -183,40 +74,45 @@ def _lowest(dtype: np.dtype[Any]) -> Any:
     return np.longdouble(np.finfo(dtype).min if dtype.kind == "f" else ml_dtypes.finfo(dtype).min)
 
 
-def _scores(problem: Problem, batch: Batch, q: Array, k: Array, precision: Precision) -> Array:
-    """(n, heads, seqlen_q, seqlen_k), in the order of options.h."""
+def capped_scores(problem: Problem, q: Array, k: Array, precision: Precision) -> Array:
+    """(n, heads, seqlen_q, seqlen_k): scores before bias, ALiBi and masks."""
     rounded, number = precision.rounded, precision.compute.type
-    scale = problem.softmax_scale
     scores = precision.matmul(q, k.swapaxes(-1, -2))
-    scores = rounded(rounded(scores) * number(q.shape[-1] ** -0.5 if scale is None else scale))
+    scores = rounded(rounded(scores) * number(problem.scale))
     if problem.softcap > 0:
         softcap = number(problem.softcap)
         scores = rounded(softcap * rounded(np.tanh(rounded(scores / softcap))))
+    return scores
+
+
+def final_scores(problem: Problem, batch: Batch, scores: Array, precision: Precision) -> Array:
+    """What the softmax gets, of capped_scores()."""
+    rounded, number = precision.rounded, precision.compute.type
     bias = problem.bias
     if bias is not None and bias.dtype not in (np.bool_, np.uint8):
-        bias = _select(bias, batch.sequences, scores.shape[2:])
+        bias = select(bias, batch.sequences, scores.shape[2:])
         lowest = bias.dtype.type(max(_lowest(precision.storage), _lowest(bias.dtype)))
         bias = np.where(bias < lowest, lowest, bias)  # -inf is hidden anyway
         scores = rounded(scores + bias.astype(precision.compute))
     if problem.alibi_slopes is not None:
         slopes = np.atleast_2d(problem.alibi_slopes)[:, :, None, None]
-        slopes = _select(slopes, batch.sequences, (1, 1)).astype(precision.compute)
-        seqlen_q, seqlen_k = scores.shape[2:]
-        position = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
-        distance = np.abs(position - np.arange(seqlen_k)).astype(precision.compute)
+        slopes = select(slopes, batch.sequences, (1, 1)).astype(precision.compute)
+        distance = distances(*scores.shape[2:]).astype(precision.compute)
         scores = rounded(scores - slopes * distance)
     return np.where(batch.hidden, number(-np.inf), scores)
 
 
-def _attend_batch(
-    problem: Problem, batch: Batch, precision: Precision
-) -> tuple[Array, Array, Array]:
-    """out (n, heads, seqlen_q, head_dim_v), lse (n, heads, seqlen_q), max_logits (n, heads)"""
-    rounded, number = precision.rounded, precision.compute.type
+def gathered(problem: Problem, batch: Batch, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """q, k and v of a batch: (n, heads, rows, head_dim), the keys' heads repeated."""
     rows = ((problem.q, batch.rows_q), (problem.k, batch.rows_k), (problem.v, batch.rows_k))
-    q, k, v = (_rows(x)[index].astype(precision.compute).swapaxes(1, 2) for x, index in rows)
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = _scores(problem, batch, q, k, precision)
+    q, k, v = (rows_of(x)[index].astype(dtype).swapaxes(1, 2) for x, index in rows)
+    group = problem.group
+    return q, np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+
+
+def softmax(problem: Problem, scores: Array, precision: Precision) -> tuple[Array, Array]:
+    """Probabilities, and their LSE (n, heads, seqlen_q)."""
+    number = precision.compute.type
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     sinks = None
     if problem.sinks is not None:
@@ -228,19 +124,36 @@ def _attend_batch(
     if sinks is not None:
         total = total + np.exp(sinks - top)
     lse = (top + np.log(total))[..., 0]
-    p = rounded(p / np.where(total == 0, number(1), total))
-    if problem.dropout_p > 0:
-        kept = problem.dropout_mask()[batch.sequences, :, : p.shape[2], : p.shape[3]]
-        levels = philox.LEVELS
-        factor = number(levels) / number(levels - philox.threshold(problem.dropout_p))
-        p = rounded(np.where(kept, p * factor, number(0)))
-    out = _product(p, v, batch.hidden, precision.matmul)
+    return precision.rounded(p / np.where(total == 0, number(1), total)), lse
+
+
+def keep_factors(problem: Problem, batch: Batch, precision: Precision) -> Array | None:
+    """What dropout multiplies probabilities by."""
+    if problem.dropout_p == 0:
+        return None
+    number, levels = precision.compute.type, philox.LEVELS
+    kept = select(problem.dropout_mask(), batch.sequences, batch.hidden.shape[2:])
+    factor = number(levels) / number(levels - philox.threshold(problem.dropout_p))
+    return np.where(kept, factor, number(0))
+
+
+def _attend_batch(
+    problem: Problem, batch: Batch, precision: Precision
+) -> tuple[Array, Array, Array]:
+    """out (n, heads, seqlen_q, head_dim_v), lse (n, heads, seqlen_q), max_logits (n, heads)"""
+    q, k, v = gathered(problem, batch, precision.compute)
+    scores = final_scores(problem, batch, capped_scores(problem, q, k, precision), precision)
+    p, lse = softmax(problem, scores, precision)
+    keep = keep_factors(problem, batch, precision)
+    if keep is not None:
+        p = np.where(keep == 0, keep, precision.rounded(p * keep))
+    out = masked_product(p, v, batch.hidden, precision.matmul)
     return out.astype(precision.out), lse, scores.max((2, 3), initial=-np.inf)
 
 
 def _attend(problem: Problem, precision: Precision) -> Result:
     count, heads, seqlen_q, _ = problem.shape
-    rows = len(_rows(problem.q))
+    rows = len(rows_of(problem.q))
     out = np.zeros((rows, heads, problem.v.shape[-1]), precision.out)
     lse = np.zeros((heads, rows), precision.compute)
     max_logits = np.full((count, heads), -np.inf, precision.compute)
@@ -270,7 +183,7 @@ def naive(problem: Problem) -> Result:
     compute = np.dtype(np.float64 if q_dtype == np.float64 else np.float32)
     out = problem.out_dtype or q_dtype
     if compute == q_dtype:
-        return _attend(problem, Precision(compute, compute, out, _one_by_one))
+        return _attend(problem, Precision(compute, compute, out, one_by_one))
     exact = _attend(problem, Precision(compute, compute, compute))
     return exact._replace(out=_attend(problem, Precision(compute, q_dtype, out)).out)
 
@@ -335,7 +248,7 @@ def reference(
     return reference_of(Problem(q, k, v, softmax_scale, causal, **options))
 
 
-def _same_pattern(name: str, actual: Array, truth: Array) -> None:
+def same_pattern(name: str, actual: Array, truth: Array) -> None:
     for what, is_it in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
         where = np.argwhere(is_it(actual) != is_it(truth))[:3].tolist()
         assert not where, f"{name}: {what} where it must not be, or missing, first at {where}"
@@ -344,7 +257,7 @@ def _same_pattern(name: str, actual: Array, truth: Array) -> None:
 def _check_logarithm(name: str, actual: Array, truth: Array, error_of_naive: float) -> None:
     assert actual.dtype == np.float32, f"{name}: dtype {actual.dtype}"
     truth = truth.astype(np.float64)
-    _same_pattern(name, actual, truth)
+    same_pattern(name, actual, truth)
     finite = np.isfinite(truth)
     error = np.abs(actual[finite] - truth[finite])
     allowed = 1e-5 + 1e-5 * np.abs(truth[finite]) + error_of_naive
@@ -361,7 +274,7 @@ def check(
     """Raise AssertionError unless all are as exact as a naive program's."""
     high = expected.out.dtype
     actual = out.astype(high)
-    _same_pattern("out", actual, expected.out)
+    same_pattern("out", actual, expected.out)
     assert not actual[expected.keyless.swapaxes(-1, -2)].any(), "out: a row without keys is not 0"
 
     comparable = np.isfinite(expected.out)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from auxiliary import CHANGES, SINKS
 from cases import Bias, Blocks, Case, Features, Layouts, Packed
+from gradient_case import GradientCase, GradientLayouts
 from hypothesis import strategies as st
 from tensors import LAYOUTS, WRITABLE_LAYOUTS
 
@@ -112,3 +113,27 @@ def random_cases(draw: st.DrawFn, dtypes: list[str]) -> Case:
         expanded = any(LAYOUTS[name].expand for name in case.layouts[1:3])
         case = replace(case, features=replace(features, poison=not expanded))
     return replace(case, id=f"random-{zlib.crc32(repr(case).encode())}")
+
+
+@st.composite
+def random_gradient_cases(draw: st.DrawFn, dtypes: list[str]) -> GradientCase:
+    case = draw(random_cases(dtypes))
+    dout = draw(_layout(tuple(LAYOUTS)))
+    # float64 gradients and out have no float32 counterpart.
+    wide = st.just("") if case.dtype == "fp64" else st.sampled_from(("", "fp32"))
+    bias = case.features.bias
+    if LAYOUTS[dout].expand or (bias and LAYOUTS[bias.layout].expand):
+        case = replace(case, features=replace(case.features, poison=False))
+    case = replace(case, out_dtype=draw(wide), id="random")
+    case = replace(case, id=f"random-{zlib.crc32(repr(case).encode())}")
+    return GradientCase(
+        case,
+        GradientLayouts(dout, *(draw(_writable()) for _ in range(5))),
+        dlse=draw(st.booleans()),
+        small=draw(st.sampled_from((True, True, False))),
+        dout_dtype=draw(wide),
+        grad_dtype=draw(wide),
+        small_gradients=draw(wide),
+        deterministic=draw(st.booleans()),
+        keyless_lse=draw(st.sampled_from((-float("inf"), float("inf")))),
+    )

@@ -31,7 +31,7 @@ def with_(case: Case, **features: Any) -> Case:
 @pytest.mark.parametrize(("sq", "sk"), [(131, 200), (200, 131), (1, 70), (64, 64)])
 def test_bug_895_windows_that_are_one(backend: Backend, dtype: str, sq: int, sk: int) -> None:
     """(S, 0), (S - 1, 0), (-1, 0), causal and causal with a window on the right are the same."""
-    if not any(row.dtype == dtype for row in backend.library.rows if row.arch == backend.arch):
+    if not any(row.dtype == dtype for row in backend.rows()):
         dtype = "bf16"
     case = replace(BASE, dtype=dtype, sq=sq, sk=sk)
     causal = run(backend, replace(case, causal=True))
@@ -236,7 +236,7 @@ def test_every_combination_has_its_kernel(backend: Backend, names: tuple[str, ..
     features = Features()
     for name in names:
         features = replace(features, **CHOICES[name])
-    rows = [row for row in backend.library.rows if row.arch == backend.arch]
+    rows = backend.rows()
     dims = {(row.head_dim or 64, row.head_dim_v or 64) for row in rows}
     smaller = {(d - 1, max(dv - 1, 1)) for d, dv in dims} | {(d, 1) for d, _ in dims}
     dtypes = sorted({row.dtype for row in rows})

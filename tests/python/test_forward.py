@@ -26,7 +26,7 @@ def test_case(backend: Backend, case: Case) -> None:
 
 def test_random(backend: Backend) -> None:
     examples = {"emulated-sm80": 80, "cuda": 500}.get(backend.name, 120)
-    dtypes = sorted({row.dtype for row in backend.library.rows if row.arch == backend.arch})
+    dtypes = sorted({row.dtype for row in backend.rows()})
 
     @settings(max_examples=examples)
     @given(random_cases(dtypes).filter(lambda case: supports(backend.name, case)))

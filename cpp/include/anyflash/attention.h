@@ -60,7 +60,7 @@ ANYFLASH_API std::size_t forward_workspace_size(const TensorView& q, const Tenso
 //
 //   P  = exp(S - lse)         dV = (P * kept)^T dO      dP = kept * (dO V^T)
 //   dS = P * (dP - delta)     delta = rowsum(dO * out) - dlse
-//   dQ = softmax_scale * dS K     dK = softmax_scale * dS^T Q      (with softcap, dS times its slope)
+//   dQ = softmax_scale * dS K     dK = softmax_scale * dS^T Q    (with softcap, dS times its slope)
 //
 //   dout  (batch, seqlen_q, heads, head_dim_v), q's type or float32
 //   q, k, v, out, lse  the forward's; an LSE of -inf or +inf says that the row saw no key

@@ -202,8 +202,9 @@ class PanelTask {
   template <int NV>
   bool modified_scores(int panel, int block, const Zones& zones, ScoreRange<T, NV>& range) {
     const QueryRow<T>* const rows = scratch_.rows + panel * kPanel;
-    if (rows_.modifier.has_bias() && !load_bias(rows_.modifier, rows, NV * S::kLanes, block,
-                                                zones.begin, zones.end, scratch_.bias)) {
+    if (rows_.modifier.has_bias() &&
+        !load_bias(rows_.modifier, rows, NV * S::kLanes, block, zones.begin, zones.end,
+                   scratch_.bias, NV * S::kLanes)) {
       return false;
     }
     ScoreRange<T, NV> unused = range;

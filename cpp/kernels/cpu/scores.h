@@ -24,9 +24,11 @@ class ScoreModifier {
 
   explicit ScoreModifier(const ForwardParams& p) : p_(p), cap_(static_cast<T>(p.softcap)) {}
 
+  bool has_softcap() const { return p_.softcap > 0; }
+  T softcap() const { return cap_; }
   bool has_alibi() const { return p_.alibi_slopes.data != nullptr; }
   bool has_bias() const { return p_.bias.data != nullptr; }
-  bool active() const { return p_.softcap > 0 || has_alibi() || has_bias(); }
+  bool active() const { return has_softcap() || has_alibi() || has_bias(); }
 
   // The factor on q.k that operator() takes scores with.
   double scale() const { return p_.softcap > 0 ? p_.softmax_scale / p_.softcap : p_.softmax_scale; }
@@ -47,7 +49,12 @@ class ScoreModifier {
   }
 
   ANYFLASH_CPU_INLINE Vec operator()(Vec s, Vec distance, Vec slope, Vec bias) const {
-    if (p_.softcap > 0) s = tanh_vector<T>(s) * cap_;
+    if (has_softcap()) s = tanh_vector<T>(s) * cap_;
+    return shifted(s, distance, slope, bias);
+  }
+
+  // What follows the softcap.
+  ANYFLASH_CPU_INLINE Vec shifted(Vec s, Vec distance, Vec slope, Vec bias) const {
     if (has_alibi()) s = s - slope * S::max(distance, -distance);
     if (has_bias()) {
       const Vec hidden = S::broadcast(T(-kInfinity));
@@ -61,11 +68,11 @@ class ScoreModifier {
   T cap_;
 };
 
-// The bias of rows [0, width) and keys first_key + [begin, end), rows in lanes. False if it hides
-// all of them.
+// The bias of rows [0, width) and keys first_key + [begin, end), rows in lanes; a key's rows begin
+// at a multiple of `ld`. False if it hides all of them.
 template <typename T>
 inline bool load_bias(const ScoreModifier<T>& modifier, const QueryRow<T>* rows, int width,
-                      int first_key, int begin, int end, T* tile) {
+                      int first_key, int begin, int end, T* tile, int ld) {
   using S = Simd<T>;
   T part[S::kLanes][kBlockN] = {};
   bool visible = false;
@@ -86,7 +93,7 @@ inline bool load_bias(const ScoreModifier<T>& modifier, const QueryRow<T>* rows,
       for (int r = 0; r < S::kLanes; ++r) x[r] = S::load(part[r] + j);
       S::transpose(x);
       ANYFLASH_CPU_UNROLL
-      for (int i = 0; i < S::kLanes; ++i) S::store(tile + (j + i) * width + first, x[i]);
+      for (int i = 0; i < S::kLanes; ++i) S::store(tile + (j + i) * ld + first, x[i]);
     }
   }
   return visible;

@@ -17,6 +17,24 @@ constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multip
 template <typename T>
 inline constexpr int kColumnPad = Simd<T>::kLanes > kGroupPad ? Simd<T>::kLanes : kGroupPad;
 
+// Divides memory into aligned arrays; without memory it only counts.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base) {}
+
+  template <typename Type>
+  void take(Type*& at, std::int64_t count) {
+    at = base_ == nullptr ? nullptr : reinterpret_cast<Type*>(base_ + size_);
+    size_ += (static_cast<std::size_t>(count) * sizeof(Type) + 63) / 64 * 64;
+  }
+
+  std::size_t size() const { return size_; }
+
+ private:
+  char* base_;
+  std::size_t size_ = 0;
+};
+
 template <typename T>
 struct QueryRow {
   int head;
@@ -57,31 +75,27 @@ struct Scratch {
     const std::int64_t d = round_up(p.head_dim, Simd<T>::kLanes);
     const std::int64_t dv = round_up(p.head_dim_v, kColumnPad<T>);
     const bool block_mask = p.block_mask.data != nullptr;
+    Carver carver(base);
     Scratch x;
-    x.size = 0;
-    const auto take = [&](auto*& at, std::int64_t count) {
-      at = nullptr;
-      if (base != nullptr) at = reinterpret_cast<decltype(+at)>(base + x.size);
-      x.size += (static_cast<std::size_t>(count) * sizeof(*at) + 63) / 64 * 64;
-    };
-    take(x.q, kRows * d);
-    take(x.o, kRows * dv);
-    take(x.s, kBlock);
-    take(x.bias, p.bias.data != nullptr ? kBlock : 0);
-    take(x.k, kBlockN * d);
-    take(x.v, kBlockN * dv);
-    take(x.m, kRows);
-    take(x.l, kRows);
-    take(x.row, d > dv ? d : dv);
-    take(x.first, kRows);
-    take(x.end, kRows);
+    carver.take(x.q, kRows * d);
+    carver.take(x.o, kRows * dv);
+    carver.take(x.s, kBlock);
+    carver.take(x.bias, p.bias.data != nullptr ? kBlock : 0);
+    carver.take(x.k, kBlockN * d);
+    carver.take(x.v, kBlockN * dv);
+    carver.take(x.m, kRows);
+    carver.take(x.l, kRows);
+    carver.take(x.row, d > dv ? d : dv);
+    carver.take(x.first, kRows);
+    carver.take(x.end, kRows);
     x.seen_first = x.first;
     x.seen_end = x.end;
     if (block_mask) {
-      take(x.seen_first, kRows);
-      take(x.seen_end, kRows);
+      carver.take(x.seen_first, kRows);
+      carver.take(x.seen_end, kRows);
     }
-    take(x.rows, kRows);
+    carver.take(x.rows, kRows);
+    x.size = carver.size();
     return x;
   }
 };

@@ -55,8 +55,8 @@ constexpr KernelRow forward_row(const char* name) {
       Variant::kFeatures,
       Traits::kTile,
       sizeof(typename Traits::SharedStorage),
-      no_scratch,
-      launch_forward<Traits, Variant>,
+      {no_scratch, launch_forward<Traits, Variant>},
+      {},
   };
 }
 

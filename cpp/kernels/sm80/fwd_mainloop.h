@@ -167,8 +167,8 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
                                                      n * kBlockN);
       }
     }
-    gemm_smem_smem(acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k, thread_copy_q,
-                   thread_copy_k);
+    gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k,
+                   thread_copy_q, thread_copy_k);
 
     cp_async_wait<0>();
     if (kMasked || (kAll && variant.hides())) {

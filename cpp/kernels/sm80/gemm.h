@@ -7,12 +7,13 @@
 
 namespace anyflash::sm80 {
 
-// acc += A B with both operands in shared memory.
-template <class Acc, class FragA, class FragB, class SmemA, class SmemB, class Mma, class CopyA,
-          class CopyB, class ThreadCopyA, class ThreadCopyB>
-ANYFLASH_DEVICE void gemm_smem_smem(Acc& acc, FragA& tCrA, FragB& tCrB, const SmemA& tCsA,
-                                    const SmemB& tCsB, const Mma& mma, const CopyA& copy_a,
-                                    const CopyB& copy_b, const ThreadCopyA& thread_copy_a,
+// acc = init + A B with both operands in shared memory; init may be acc.
+template <class Acc, class Init, class FragA, class FragB, class SmemA, class SmemB, class Mma,
+          class CopyA, class CopyB, class ThreadCopyA, class ThreadCopyB>
+ANYFLASH_DEVICE void gemm_smem_smem(Acc& acc, const Init& init, FragA& tCrA, FragB& tCrB,
+                                    const SmemA& tCsA, const SmemB& tCsB, const Mma& mma,
+                                    const CopyA& copy_a, const CopyB& copy_b,
+                                    const ThreadCopyA& thread_copy_a,
                                     const ThreadCopyB& thread_copy_b) {
   using namespace cute;
   auto tCrA_copy = thread_copy_a.retile_D(tCrA);  // (COPY, MMA_M, MMA_K)
@@ -26,7 +27,8 @@ ANYFLASH_DEVICE void gemm_smem_smem(Acc& acc, FragA& tCrA, FragB& tCrB, const Sm
       copy(copy_a, tCsA(_, _, k + 1), tCrA_copy(_, _, k + 1));
       copy(copy_b, tCsB(_, _, k + 1), tCrB_copy(_, _, k + 1));
     }
-    gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
+    if (k == 0) gemm(mma, acc, tCrA(_, _, k), tCrB(_, _, k), init);
+    else gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
   }
 }
 

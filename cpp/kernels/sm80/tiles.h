@@ -21,4 +21,29 @@ constexpr Tile generic_forward_tile(int head_dim, int head_dim_v) {
 // others cannot afford it.
 constexpr int generic_min_ctas(int head_dim) { return head_dim <= 64 ? 3 : 2; }
 
+// The backward's main kernel: a CTA owns block_n keys and visits tiles of block_m query rows.
+struct BackwardTile {
+  Tile tile;
+  // Warps along the first axis of each product; the others lie along its second axis.
+  int score_warps;  // Q K^T and dO V^T: (block_m, block_n)
+  int key_warps;    // dS^T Q and P^T dO: (block_n, head dim)
+  int query_warps;  // dS K: (block_m, head dim)
+  int stages;       // buffers of Q and of dO
+};
+
+// As much as fits an A100's 163 KB of shared memory and the registers of eight warps.
+constexpr BackwardTile backward_tile(int head_dim) {
+  if (head_dim <= 64) return {{128, 128, 8}, 4, 4, 4, 2};
+  if (head_dim <= 96) return {{64, 128, 8}, 2, 4, 4, 2};
+  if (head_dim <= 128) return {{64, 128, 8}, 2, 2, 2, 2};
+  return {{64, 64, 8}, 4, 2, 2, head_dim <= 192 ? 2 : 1};
+}
+
+// 64 by 64, because blocks of block-sparse attention are multiples of that, and so small that head
+// dims up to 128 fit the 99 KB of consumer GPUs.
+constexpr BackwardTile generic_backward_tile(int head_dim) {
+  const int key_warps = head_dim <= 96 ? 4 : 2;
+  return {{64, 64, 8}, 4, key_warps, key_warps, head_dim <= 96 ? 2 : 1};
+}
+
 }  // namespace anyflash::sm80

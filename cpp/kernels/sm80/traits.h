@@ -22,6 +22,7 @@ using MmaAtom = cute::MMA_Atom<
 // A swizzled (kRows, kColumns) tile in shared memory, and its copies from and to global memory.
 template <class Element, int kThreads, int kRows, int kColumns>
 struct SmemTile {
+  using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>;
   // 16 bytes are what cp.async, ldmatrix rows and output stores move.
   static constexpr int kVector = 16 / sizeof(Element);
   // Rows are stored in pages of 64 columns (128 bytes, all 32 banks), or 32 where 64 do not divide.
@@ -45,6 +46,12 @@ struct SmemTile {
   using Store = decltype(cute::make_tiled_copy(
       cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{}, Threads{}, Vector{}));
 };
+
+// The transpose of a tile in shared memory, to be read by transposing ldmatrix.
+template <class Tile, int kRows, int kColumns>
+using SmemTransposed = decltype(cute::composition(
+    typename Tile::Layout{},
+    cute::make_layout(cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>{}, cute::GenRowMajor{})));
 
 // Key j of a tile lies in row KeyOrder(j) of shared memory and is column KeyOrder(j) of the scores.
 //
@@ -78,10 +85,7 @@ struct ForwardTraits {
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
   // V as the (head_dim, key) operand of P V: the same memory, read by transposing ldmatrix.
-  using SmemVt = decltype(cute::composition(
-      typename TileV::Layout{},
-      cute::make_layout(cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>{},
-                        cute::GenRowMajor{})));
+  using SmemVt = SmemTransposed<TileV, kBlockN, kHeadDimV>;
 
   struct SharedStorage {
     alignas(

@@ -11,21 +11,10 @@
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "params.h"
+#include "variant/auxiliary.h"
 #include "variant/sequence.h"
 
 namespace anyflash {
-
-// Element `index` of a float tensor.
-ANYFLASH_DEVICE float load_float(const Auxiliary& tensor, int64_t index) {
-  switch (tensor.dtype) {
-    case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(tensor.data)[index]);
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(tensor.data)[index]);
-    default:
-      return static_cast<const float*>(tensor.data)[index];
-  }
-}
 
 // How much of ScoreMod a loop over tiles holds: less code runs faster, also than code skipped.
 enum class ScorePart {
@@ -121,6 +110,42 @@ class ScoreMod {
     if (kAny && accurate_) cap_accurately(scores);
     else if (kPart != ScorePart::kSlope && softcap_ > 0.0f) cap(scores);
     else if (kScale) multiply(scores);
+    add<kPart, kScale>(scores, raw, coordinates, row0, col0);
+  }
+
+  // For the backward: the whole of apply<kAll, true>(), and the slope of the softcap,
+  //   d(softcap tanh(s / softcap)) / ds = 1 - tanh(s / softcap)^2,
+  // at each score where caps().
+  template <class Scores, class Slopes, class Raw, class Coordinates>
+  ANYFLASH_DEVICE void apply(Scores& scores, Slopes& slopes, const Raw& raw,
+                             const Coordinates& coordinates, int row0, int col0) const {
+    if (!caps()) {
+      multiply(scores);
+    } else {
+      if (accurate_) cap_accurately(scores);
+      else cap(scores);
+      const float inverse = 1.0f / softcap_;
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        const float x = scores(i) * inverse;
+        slopes(i) = 1.0f - x * x;
+      }
+    }
+    add<ScorePart::kAll, true>(scores, raw, coordinates, row0, col0);
+  }
+  ANYFLASH_DEVICE bool caps() const { return softcap_ > 0.0f; }
+
+  // -|i + seqlen_k - seqlen_q - j|, what a slope is multiplied by.
+  ANYFLASH_DEVICE float slope_factor(int row, int col) const {
+    return -fabsf(static_cast<float>(row - seqlen_q_ + (seqlen_k_ - col)));
+  }
+
+ private:
+  // What is added to a score.
+  template <ScorePart kPart, bool kScale, class Scores, class Raw, class Coordinates>
+  ANYFLASH_DEVICE void add(Scores& scores, const Raw& raw, const Coordinates& coordinates, int row0,
+                           int col0) const {
+    constexpr bool kAny = kPart == ScorePart::kScores || kPart == ScorePart::kAll;
     if constexpr (kPart == ScorePart::kAll) {
       if (bias_ != nullptr) add_bias(scores, raw);
     }
@@ -133,7 +158,6 @@ class ScoreMod {
     }
   }
 
- private:
   ANYFLASH_DEVICE int bias_bytes() const {
     return bias_dtype_ == DType::kFloat32 ? 4 : bias_dtype_ == DType::kBool ? 1 : 2;
   }

@@ -1,0 +1,103 @@
+// The backward's main kernel: dK and dV of one block of keys a CTA, and what it adds to dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/launch.h"
+#include "sm80/bwd_block.h"
+#include "sm80/bwd_epilogue.h"
+#include "sm80/bwd_mainloop.h"
+#include "sm80/bwd_params.h"
+#include "sm80/traits.h"
+#include "variant/sequence.h"
+
+namespace anyflash::sm80 {
+
+// Grid: x = all blocks of keys of all (batch, K/V head) pairs. Pairs come in sections of
+// heads_per_section; within a section the first blocks, which most rows see, start first.
+template <int kBlockN>
+ANYFLASH_DEVICE BackwardBlock backward_block(const BackwardScratch& params, int index) {
+  const int key_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  const int pairs = static_cast<int>(params.batch) * params.heads_k;
+  const int section = index / (params.heads_per_section * key_blocks);
+  const int first_pair = section * params.heads_per_section;
+  const int section_pairs = min(params.heads_per_section, pairs - first_pair);
+  const int rest = index - first_pair * key_blocks;
+  const int pair = first_pair + rest % section_pairs;
+  const int64_t batch = pair / params.heads_k;
+  return BackwardBlock{sequence_of(params, batch), batch, pair % params.heads_k,
+                       rest / section_pairs * kBlockN};
+}
+
+template <class Traits, class Scores>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_kernel(const __grid_constant__ BackwardScratch params) {
+  using namespace cute;
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  const BackwardBlock here = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
+  if (threadIdx.x == 0) smem.block = here;
+  __syncthreads();  // read from there, because the loop needs the registers
+  const BackwardBlock& block = smem.block;
+
+  const typename Traits::KeyMma mma;
+  auto acc_dk = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>{});
+  auto acc_dv = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDimV>>{});
+  clear(acc_dk);  // (MMA, MMA_N, MMA_D)
+  clear(acc_dv);  // (MMA, MMA_N, MMA_D)
+  const bool found_nonfinite =
+      backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+
+  cp_async_wait<0>();
+  __syncthreads();  // every warp has done with K and V, and nothing is on its way there
+  const float scale = static_cast<float>(params.softmax_scale);
+  const float scale_v = params.dropout_threshold != 0
+                            ? Scores(params, block.sequence, block.batch, 0).dropout_scale()
+                            : 1.0f;
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc_dk); ++i) acc_dk(i) *= scale;
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc_dv); ++i) acc_dv(i) *= scale_v;
+  if (params.grad_dtype == DType::kFloat32) {
+    store_key_gradients<Traits, Scores, float>(params, block, smem, acc_dk, acc_dv,
+                                               found_nonfinite);
+  } else {
+    store_key_gradients<Traits, Scores, typename Traits::Element>(params, block, smem, acc_dk,
+                                                                  acc_dv, found_nonfinite);
+  }
+}
+
+// dQ = softmax_scale * dq_sum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
+// pairs.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    finish_dq_kernel(const __grid_constant__ BackwardScratch params) {
+  using namespace cute;
+  using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
+  auto& smem = *reinterpret_cast<Buffer*>(anyflash_smem);
+  const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int row = static_cast<int>(blockIdx.x) % row_blocks * Traits::kBlockM;
+  const int pair = static_cast<int>(blockIdx.x) / row_blocks;
+  const int64_t batch = pair / params.heads;
+  const int head = pair % params.heads;
+  const Sequence sequence = sequence_of(params, batch);
+  if (row >= sequence.seqlen_q) return;
+
+  const typename Traits::QueryMma mma;
+  auto acc = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+  const float* const tile =
+      params.dq_sum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
+  const float scale = static_cast<float>(params.softmax_scale);
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc); ++i) acc(i) = tile[dq_sum_place(i, Traits::kThreads)] * scale;
+  const auto store = [&](auto type) {
+    const auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride, sequence.batch,
+                                                      head, sequence.first_q + row,
+                                                      sequence.seqlen_q - row, params.head_dim);
+    store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
+  };
+  if (params.grad_dtype == DType::kFloat32) store(float{});
+  else store(typename Traits::Element{});
+}
+
+}  // namespace anyflash::sm80

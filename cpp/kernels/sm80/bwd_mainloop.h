@@ -1,0 +1,336 @@
+// The backward's main loop of one CTA: all tiles of query rows that see a block of keys, for every
+// query head that shares its K/V head (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "common/convert.h"
+#include "common/finite.h"
+#include "common/layout.h"
+#include "common/macros.h"
+#include "sm80/bwd_block.h"
+#include "sm80/bwd_params.h"
+#include "sm80/bwd_scores.h"
+#include "sm80/copy.h"
+#include "sm80/gemm.h"
+#include "variant/block_mask.h"
+#include "variant/mask.h"
+
+namespace anyflash::sm80 {
+
+// The tiles that a CTA visits, head by head. In each head a few tiles need a mask.
+template <class Scores, int kBlockM>
+class RowTiles {
+ public:
+  ANYFLASH_DEVICE RowTiles(const BackwardScratch& params, const BackwardBlock& block, MRange range)
+      : params_(params), block_(block), range_(range), m_(range.begin) {
+    const int group = params.heads / params.heads_k;
+    head_ = block.head_k * group;
+    end_head_ = range.begin < range.end ? head_ + group : head_;
+    skip_hidden();
+  }
+
+  ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
+  ANYFLASH_DEVICE bool needs_mask() const { return range_.needs_mask(m_); }
+  ANYFLASH_DEVICE int head() const { return head_; }
+  ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
+  ANYFLASH_DEVICE void advance() {
+    step();
+    skip_hidden();
+  }
+
+ private:
+  ANYFLASH_DEVICE void step() {
+    if (++m_ < range_.end) return;
+    m_ = range_.begin;
+    ++head_;
+  }
+  ANYFLASH_DEVICE void skip_hidden() {
+    if constexpr (Scores::kGeneric) {
+      while (valid() && !BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)) {
+        step();
+      }
+    }
+  }
+
+  const BackwardScratch& params_;
+  const BackwardBlock& block_;
+  MRange range_;
+  int head_;
+  int end_head_;
+  int m_;
+};
+
+// dq_sum += acc. Every thread's sums lie where postprocess_dq() looks for them: side by side in a
+// warp, so that an atomic addition covers whole lines.
+template <class Acc>
+ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc); i += 4) {
+    float4 sums{acc(i), acc(i + 1), acc(i + 2), acc(i + 3)};
+    atomicAdd(reinterpret_cast<float4*>(tile + i * threads) + threadIdx.x, sums);
+  }
+#else
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc); ++i) atomicAdd(tile + i * threads + threadIdx.x, acc(i));
+#endif
+}
+// Where that puts element i of a thread's fragment.
+ANYFLASH_DEVICE int dq_sum_place(int i, int threads) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return (i / 4 * threads + static_cast<int>(threadIdx.x)) * 4 + i % 4;
+#else
+  return i * threads + static_cast<int>(threadIdx.x);
+#endif
+}
+
+// acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without softmax_scale and the factor of
+// dropout; and dS K to dq_sum, where there is one.
+//
+// A step takes one tile. With two buffers the next tile arrives during all of it, else during the
+// last product. Returns whether NaN or infinity was taken out of a partly hidden tile of dO:
+// restore_nonfinite() then has to follow.
+template <class Traits, class Scores, class AccK, class AccV>
+ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
+                                       typename Traits::SharedStorage& smem, AccK& acc_dk,
+                                       AccV& acc_dv) {
+  using namespace cute;
+  using Element = typename Traits::Element;
+  constexpr int kBlockM = Traits::kBlockM;
+  constexpr int kBlockN = Traits::kBlockN;
+  constexpr int kStages = Traits::kStages;
+  const int thread = threadIdx.x;
+  const Sequence& sequence = block.sequence;
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
+  RowTiles<Scores, kBlockM> tiles(params, block, mask.m_range(block.first_key, kBlockN, kBlockM));
+  if (!tiles.valid()) return false;
+
+  using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
+  using ShapeDO = Shape<Int<kBlockM>, Int<Traits::kHeadDimV>>;
+  using ShapeK = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
+  using ShapeV = Shape<Int<kBlockN>, Int<Traits::kHeadDimV>>;
+  using ShapeS = Shape<Int<kBlockM>, Int<kBlockN>>;
+  auto sQ = make_tensor(make_smem_ptr(smem.q[0].data()), typename Traits::TileQ::Layout{});
+  auto sDO = make_tensor(make_smem_ptr(smem.dout[0].data()), typename Traits::TileDO::Layout{});
+  auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
+  auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
+  auto sP = make_tensor(make_smem_ptr(smem.p.data()), typename Traits::TileP::Layout{});
+  auto sDS = make_tensor(make_smem_ptr(smem.ds.data()), typename Traits::TileP::Layout{});
+  auto sQt = make_tensor(sQ.data(), typename Traits::SmemQt{});
+  auto sDOt = make_tensor(sDO.data(), typename Traits::SmemDOt{});
+  auto sKt = make_tensor(sK.data(), typename Traits::SmemKt{});
+  auto sPt = make_tensor(sP.data(), typename Traits::SmemPt{});
+  auto sDSt = make_tensor(sDS.data(), typename Traits::SmemPt{});
+
+  // Global to shared memory.
+  typename Traits::TileQ::Load load_q;
+  typename Traits::TileDO::Load load_do;
+  typename Traits::TileK::Load load_k;
+  typename Traits::TileV::Load load_v;
+  auto thread_q = load_q.get_thread_slice(thread);
+  auto thread_do = load_do.get_thread_slice(thread);
+  auto thread_k = load_k.get_thread_slice(thread);
+  auto thread_v = load_v.get_thread_slice(thread);
+  const auto by_key = [](const auto& tile) {
+    return make_tensor(tile.data(),
+                       composition(tile.layout(), make_tile(typename Traits::KeyOrder{}, _)));
+  };
+  auto tQsQ = thread_q.partition_D(sQ);                                 // (VECTOR, ROWS, PAGES)
+  auto tOsDO = thread_do.partition_D(sDO);                              // (VECTOR, ROWS, PAGES)
+  auto tKsK = thread_k.partition_D(by_key(sK));                         // (VECTOR, ROWS, PAGES)
+  auto tVsV = thread_v.partition_D(by_key(sV));                         // (VECTOR, ROWS, PAGES)
+  auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));     // (VECTOR, ROWS, PAGES)
+  auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PAGES)
+  auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PAGES)
+  auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PAGES)
+  const ColumnGuard<decltype(size<2>(tQsQ))::value> columns(tQcQ, params.head_dim);
+  const ColumnGuard<decltype(size<2>(tOsDO))::value> columns_v(tOcDO, params.head_dim_v);
+
+  const auto load_rows = [&](const RowTiles<Scores, kBlockM>& at) {
+    const int64_t first = sequence.first_q + at.row();
+    auto gQ =
+        gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, at.head(), first);
+    auto gDO = gmem_tile<Element>(ShapeDO{}, params.dout, params.dout_stride, sequence.batch,
+                                  at.head(), first);
+    const int rows = sequence.seqlen_q - at.row();
+    load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);
+    load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, columns_v, rows);
+  };
+  const auto load_keys = [&] {
+    auto gK = gmem_tile<Element>(ShapeK{}, params.k, params.k_stride, sequence.batch, block.head_k,
+                                 sequence.first_k + block.first_key);
+    load_tile<true>(load_k, thread_k.partition_S(gK), tKsK, tKcK, columns,
+                    sequence.seqlen_k - block.first_key);
+  };
+
+  // S = Q K^T and dP = dO V^T.
+  typename Traits::ScoreMma mma;
+  auto thread_mma = mma.get_thread_slice(thread);
+  auto tSrQ = thread_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
+  auto tSrK = thread_mma.partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K)
+  auto tPrDO = thread_mma.partition_fragment_A(sDO);  // (MMA, MMA_M, MMA_K)
+  auto tPrV = thread_mma.partition_fragment_B(sV);    // (MMA, MMA_N, MMA_K)
+  auto copy_a = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma);
+  auto copy_b = make_tiled_copy_B(typename Traits::LoadMatrix{}, mma);
+  auto thread_copy_a = copy_a.get_thread_slice(thread);
+  auto thread_copy_b = copy_b.get_thread_slice(thread);
+  auto tSsQ = thread_copy_a.partition_S(sQ);    // (COPY, MMA_M, MMA_K)
+  auto tSsK = thread_copy_b.partition_S(sK);    // (COPY, MMA_N, MMA_K)
+  auto tPsDO = thread_copy_a.partition_S(sDO);  // (COPY, MMA_M, MMA_K)
+  auto tPsV = thread_copy_b.partition_S(sV);    // (COPY, MMA_N, MMA_K)
+  auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
+  auto thread_copy_c = copy_c.get_thread_slice(thread);
+  auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
+  auto tCsDS = thread_copy_c.partition_D(sDS);  // (COPY, MMA_M, MMA_N)
+  auto cS = make_identity_tensor(ShapeS{});
+  auto tScS = thread_mma.partition_C(  // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse
+      make_tensor(cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
+  auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
+
+  // dV += P^T dO and dK += dS^T Q.
+  typename Traits::KeyMma mma_kv;
+  auto thread_mma_kv = mma_kv.get_thread_slice(thread);
+  auto tVrPt = thread_mma_kv.partition_fragment_A(sPt);    // (MMA, MMA_N, MMA_M)
+  auto tVrDOt = thread_mma_kv.partition_fragment_B(sDOt);  // (MMA, MMA_D, MMA_M)
+  auto tKrDSt = thread_mma_kv.partition_fragment_A(sDSt);  // (MMA, MMA_N, MMA_M)
+  auto tKrQt = thread_mma_kv.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M)
+  auto copy_kv_a = make_tiled_copy_A(typename Traits::LoadMatrixTransposed{}, mma_kv);
+  auto copy_kv_b = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma_kv);
+  auto thread_copy_kv_a = copy_kv_a.get_thread_slice(thread);
+  auto thread_copy_kv_b = copy_kv_b.get_thread_slice(thread);
+  auto tVsPt = thread_copy_kv_a.partition_S(sPt);    // (COPY, MMA_N, MMA_M)
+  auto tVsDOt = thread_copy_kv_b.partition_S(sDOt);  // (COPY, MMA_D, MMA_M)
+  auto tKsDSt = thread_copy_kv_a.partition_S(sDSt);  // (COPY, MMA_N, MMA_M)
+  auto tKsQt = thread_copy_kv_b.partition_S(sQt);    // (COPY, MMA_D, MMA_M)
+
+  // dQ = dS K.
+  typename Traits::QueryMma mma_q;
+  auto thread_mma_q = mma_q.get_thread_slice(thread);
+  auto tQrDS = thread_mma_q.partition_fragment_A(sDS);  // (MMA, MMA_M, MMA_N)
+  auto tQrKt = thread_mma_q.partition_fragment_B(sKt);  // (MMA, MMA_D, MMA_N)
+  auto copy_q_a = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma_q);
+  auto copy_q_b = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma_q);
+  auto thread_copy_q_a = copy_q_a.get_thread_slice(thread);
+  auto thread_copy_q_b = copy_q_b.get_thread_slice(thread);
+  auto tQsDS = thread_copy_q_a.partition_S(sDS);  // (COPY, MMA_M, MMA_N)
+  auto tQsKt = thread_copy_q_b.partition_S(sKt);  // (COPY, MMA_D, MMA_N)
+
+  load_keys();
+  {
+    auto gV = gmem_tile<Element>(ShapeV{}, params.v, params.v_stride, sequence.batch, block.head_k,
+                                 sequence.first_k + block.first_key);
+    load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns_v,
+                    sequence.seqlen_k - block.first_key);
+  }
+  load_rows(tiles);
+  cp_async_fence();
+  cp_async_wait<0>();
+  const bool nonfinite_keys = __syncthreads_or(!all_finite(tKsK)) != 0;
+
+  bool found_nonfinite = false;
+  int buffer = 0;
+  const auto step = [&](auto masked) ANYFLASH_INLINE_LAMBDA {
+    constexpr bool kMasked = decltype(masked)::value;
+    const int head = tiles.head();
+    const int row0 = tiles.row();
+    const Scores variant(params, sequence, block.batch, head);
+    const bool hides = kMasked || variant.hides();
+    cp_async_wait<0>();
+    if (hides) {
+      // This thread's own pieces. Rows that see a key have told so by their LSE and delta.
+      clear_nonfinite(tQsQ);
+      found_nonfinite |= clear_nonfinite(tOsDO);
+    }
+    __syncthreads();  // the tile is there; every warp has done with the one before, P and dS
+    tiles.advance();
+    // Moves the views of buffers to the other buffer.
+    const auto flip = [&](auto& view_q, auto& view_do) {
+      if constexpr (kStages == 2) {
+        constexpr int kQ = sizeof(smem.q[0]) / sizeof(Element);
+        constexpr int kDO = sizeof(smem.dout[0]) / sizeof(Element);
+        view_q.data() = view_q.data() + (buffer == 0 ? kQ : -kQ);
+        view_do.data() = view_do.data() + (buffer == 0 ? kDO : -kDO);
+      }
+    };
+    const auto load_next = [&] {
+      if (tiles.valid()) {
+        flip(tQsQ, tOsDO);
+        load_rows(tiles);
+        cp_async_fence();
+      }
+    };
+    if constexpr (kStages == 2) load_next();
+
+    const int64_t stats_row = params.first_row(sequence, block.batch, head) + row0;
+    const auto stats = load_stats(params.stats + stats_row, coordinates);
+    auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
+    auto acc_dp = partition_fragment_C(mma, ShapeS{});
+    clear(acc_s);
+    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
+    auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
+    typename Scores::template Extra<decltype(size<0>(scores))::value,
+                                    decltype(size<1>(scores))::value>
+        extra;
+    const ScoreTile tile{mask, row0, block.first_key};
+    variant.template prefetch<kMasked>(extra, coordinates, tile);
+    gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, copy_a, copy_b, thread_copy_a,
+                   thread_copy_b);
+    variant.template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
+    const auto store = [&](const auto& fragment, auto& target) {
+      auto rounded = round_fragment<Element>(fragment);
+      copy(copy_c, thread_copy_c.retile_S(rounded), target);
+    };
+    if constexpr (Scores::kGeneric) {
+      const auto kept = variant.dropped(scores, extra, coordinates, tile);
+      store(make_tensor(kept.data(), acc_s.layout()), tCsP);
+    } else {
+      store(acc_s, tCsP);
+    }
+    const auto dp_init = variant.dp_init(acc_dp, stats);
+    gemm_smem_smem(acc_dp, dp_init, tPrDO, tPrV, tPsDO, tPsV, mma, copy_a, copy_b, thread_copy_a,
+                   thread_copy_b);
+    variant.template gradients<kMasked>(dp, scores, extra, stats);
+    variant.chain(dp, extra);
+    store(acc_dp, tCsDS);
+    __syncthreads();  // P and dS are there
+
+    gemm_smem_smem(acc_dv, acc_dv, tVrPt, tVrDOt, tVsPt, tVsDOt, mma_kv, copy_kv_a, copy_kv_b,
+                   thread_copy_kv_a, thread_copy_kv_b);
+    gemm_smem_smem(acc_dk, acc_dk, tKrDSt, tKrQt, tKsDSt, tKsQt, mma_kv, copy_kv_a, copy_kv_b,
+                   thread_copy_kv_a, thread_copy_kv_b);
+    if constexpr (kStages == 1) {
+      __syncthreads();  // every warp has done with Q and dO
+      load_next();
+    } else {
+      flip(tSsQ, tPsDO);
+      flip(tKsQt, tVsDOt);
+      buffer ^= 1;
+    }
+
+    if (params.dq_sum == nullptr) return;
+    const bool clear_keys = hides && nonfinite_keys;
+    if (clear_keys) {
+      clear_nonfinite(tKsK);
+      __syncthreads();  // K without NaN and infinity
+    }
+    auto acc_dq = partition_fragment_C(mma_q, ShapeQ{});  // (MMA, MMA_M, MMA_D)
+    clear(acc_dq);
+    gemm_smem_smem(acc_dq, acc_dq, tQrDS, tQrKt, tQsDS, tQsKt, mma_q, copy_q_a, copy_q_b,
+                   thread_copy_q_a, thread_copy_q_b);
+    add_to_dq_sum(params.dq_sum + stats_row * Traits::kHeadDim, acc_dq, Traits::kThreads);
+    if (clear_keys) {
+      __syncthreads();  // every warp has done with that K
+      load_keys();
+      cp_async_fence();
+    }
+  };
+  while (tiles.valid()) {
+    while (tiles.valid() && tiles.needs_mask()) step(std::true_type{});
+    while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{});
+  }
+  return found_nonfinite;
+}
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,42 @@
+// What the backward's kernels are told beside BackwardParams: their places in the workspace.
+//
+// Query rows are padded: each sequence begins at a multiple of the main kernel's block_m and has
+// room for whole tiles, so that a tile's numbers lie in one piece. Linear in the lengths.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "params.h"
+#include "variant/sequence.h"
+
+namespace anyflash::sm80 {
+
+// Of one query row.
+struct alignas(8) RowStats {
+  float lse;    // times BackwardScratch::lse_unit; +inf where the row sees no key
+  float delta;  // rowsum(dO * out) - dlse
+};
+
+struct BackwardScratch : BackwardParams {
+  DType dtype = DType::kFloat16;  // of q, k and v
+  int block_m = 0;
+  int64_t padded_rows = 0;       // of one head; packed: of all sequences together
+  RowStats* stats = nullptr;     // (batch or 1, heads, padded_rows)
+  float* dq_sum = nullptr;       // (batch or 1, heads, padded_rows, kernel's head dim); null: none
+  int64_t dq_columns = 0;        // the kernel's head dim
+  void* dout_rounded = nullptr;  // float32 dout as the kernels' type, (batch or 1, padded_rows,
+                                 // heads, head_dim_v rounded up); null: dout is read as it is
+  float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
+  float lse_unit = 1.0f;
+  float scale_log2 = 1.0f;  // softmax_scale log2(e)
+
+  // Padded row of the sequence's row 0, counted over batch and heads.
+  ANYFLASH_HOST_DEVICE int64_t first_row(const Sequence& sequence, int64_t index, int head) const {
+    const int64_t first =
+        cu_seqlens_q == nullptr ? 0 : (sequence.first_q + index * block_m) / block_m * block_m;
+    return (sequence.batch * heads + head) * padded_rows + first;
+  }
+};
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,65 @@
+// Types that the backward's main kernel is made of.
+#pragma once
+
+#include "sm80/bwd_block.h"
+#include "sm80/traits.h"
+
+namespace anyflash::sm80 {
+
+// kWarpsM x kWarpsN warps; each owns kColumns neighbouring columns of every kColumns * kWarpsN.
+template <class Element, int kWarpsM, int kWarpsN, int kColumns>
+using WarpGrid = cute::TiledMMA<
+    MmaAtom<Element>, cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,
+    cute::Tile<cute::Int<16 * kWarpsM>,
+               cute::Layout<cute::Shape<cute::_8, cute::Int<kWarpsN>, cute::Int<kColumns / 8>>,
+                            cute::Stride<cute::_1, cute::Int<kColumns>, cute::_8>>,
+               cute::_16>>;
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr BackwardTile kShape =
+      kGeneric ? generic_backward_tile(kHeadDim) : backward_tile(kHeadDim);
+  static constexpr Tile kTile = kShape.tile;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kWarps = kTile.warps;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = kShape.stages;
+  using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+
+  using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
+  using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
+  using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
+  using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
+  using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
+  using SmemQt = SmemTransposed<TileQ, kBlockM, kHeadDim>;
+  using SmemDOt = SmemTransposed<TileDO, kBlockM, kHeadDimV>;
+  using SmemKt = SmemTransposed<TileK, kBlockN, kHeadDim>;
+  using SmemPt = SmemTransposed<TileP, kBlockM, kBlockN>;
+
+  template <class Tile>
+  using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
+  struct SharedStorage {
+    alignas(128) cute::array<Buffer<TileQ>, kStages> q;
+    alignas(128) cute::array<Buffer<TileDO>, kStages> dout;
+    alignas(128) Buffer<TileK> k;  // later dK
+    alignas(128) Buffer<TileV> v;  // later dV
+    alignas(128) Buffer<TileP> p;
+    alignas(128) Buffer<TileP> ds;
+    BackwardBlock block;
+  };
+
+  // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.
+  using ScoreMma = WarpGrid<Element, kShape.score_warps, kWarps / kShape.score_warps, 32>;
+  using KeyMma = WarpGrid<Element, kShape.key_warps, kWarps / kShape.key_warps, 16>;
+  using QueryMma = WarpGrid<Element, kShape.query_warps, kWarps / kShape.query_warps, 16>;
+
+  using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
+  using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
+  using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
+};
+
+}  // namespace anyflash::sm80

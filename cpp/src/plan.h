@@ -1,0 +1,44 @@
+// What the plans of forward() and backward() have in common: which kernel runs, and with what.
+#pragma once
+
+#include <omp.h>
+
+#include <cstddef>
+
+#include "anyflash/options.h"
+#include "kernel_table.h"
+#include "workspace.h"
+
+namespace anyflash {
+
+struct KernelPlan {
+  const KernelRow* row = nullptr;
+  int num_threads = 1;  // CPU
+  bool empty = false;   // nothing to launch
+  std::size_t scratch_offset = 0;
+  std::size_t scratch_bytes = 0;
+  std::size_t bytes = 0;  // of the whole workspace
+
+  LaunchContext context(const ForwardOptions& options, char* workspace) const {
+    LaunchContext context;
+    context.num_threads = num_threads;
+    context.stream = options.stream;
+    context.scratch = workspace + scratch_offset;
+    context.scratch_bytes = scratch_bytes;
+    return context;
+  }
+
+ protected:
+  void set_threads(const ForwardOptions& options) {
+    num_threads = options.num_threads > 0 ? options.num_threads : omp_get_max_threads();
+  }
+
+  // `empty`, and params as the kernel reads them, must be known.
+  template <class Params>
+  void reserve_scratch(const Entry<Params>& entry, const Params& params) {
+    scratch_bytes = empty ? 0 : entry.scratch_bytes(params, num_threads);
+    scratch_offset = reserve(bytes, scratch_bytes);
+  }
+};
+
+}  // namespace anyflash

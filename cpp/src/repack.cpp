@@ -1,0 +1,93 @@
+#include "repack.h"
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "arguments.h"
+#include "copy_rows.h"
+#include "describe.h"
+#include "workspace.h"
+
+namespace anyflash {
+
+namespace {
+
+constexpr int kVectorBytes = 16;       // what the CUDA kernels load and store at once
+constexpr int64_t kMaxTileRows = 256;  // no kernel's tile has more
+
+// Whether the CUDA kernels can read or write the tensor as it is: pieces of 16 bytes, and offsets
+// within a tile that fit in 32 bits.
+bool fits_kernel(const TensorView& t) {
+  const int64_t elements = kVectorBytes / bytes_of(t.dtype);
+  if (std::abs(t.stride[1]) > INT32_MAX / kMaxTileRows) return false;
+  if (reinterpret_cast<std::uintptr_t>(t.data) % kVectorBytes != 0) return false;
+  if (t.shape[3] % elements != 0 || t.stride[3] != 1) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (t.shape[i] > 1 && t.stride[i] % elements != 0) return false;
+  }
+  return true;
+}
+
+CopyRowsParams copy_of(const TensorView& t) {
+  CopyRowsParams copy;
+  copy.batch = t.shape[0];
+  copy.rows = t.shape[1];
+  copy.heads = t.shape[2];
+  copy.source_columns = copy.target_columns = static_cast<int>(t.shape[3]);
+  return copy;
+}
+
+void copy_to_workspace(const Repacked& repacked, char* workspace, void* stream) {
+  CopyRowsParams copy = copy_of(repacked.tensor);
+  copy.source = repacked.tensor.data;
+  copy.source_stride = strides_of(repacked.tensor);
+  copy.target = workspace + repacked.offset;
+  copy.target_stride = repacked.stride;
+  copy.target_columns = repacked.columns;
+  copy_rows(copy, stream);
+}
+
+}  // namespace
+
+Repacked plan_repack(const TensorView& tensor, std::size_t& total) {
+  Repacked repacked;
+  if (fits_kernel(tensor)) return repacked;
+  const auto& n = tensor.shape;
+  const int64_t elements = kVectorBytes / bytes_of(tensor.dtype);
+  const int64_t columns = (n[3] + elements - 1) / elements * elements;
+  const int64_t bytes = n[0] * n[1] * n[2] * columns * bytes_of(tensor.dtype);
+  repacked.needed = true;
+  repacked.tensor = tensor;
+  repacked.stride = {n[1] * n[2] * columns, n[2] * columns, columns, 1};
+  repacked.columns = static_cast<int>(columns);
+  repacked.offset = reserve(total, static_cast<std::size_t>(bytes));
+  return repacked;
+}
+
+void repack_input(const Repacked& repacked, char* workspace, void* stream, const void*& data,
+                  Strides& stride) {
+  if (!repacked.needed) return;
+  copy_to_workspace(repacked, workspace, stream);
+  data = workspace + repacked.offset;
+  stride = repacked.stride;
+}
+
+void redirect_output(const Repacked& repacked, bool packed, char* workspace, void* stream,
+                     void*& data, Strides& stride) {
+  if (!repacked.needed) return;
+  if (packed) copy_to_workspace(repacked, workspace, stream);
+  data = workspace + repacked.offset;
+  stride = repacked.stride;
+}
+
+void write_back(const Repacked& repacked, const char* workspace, void* stream) {
+  if (!repacked.needed) return;
+  CopyRowsParams copy = copy_of(repacked.tensor);
+  copy.source = workspace + repacked.offset;
+  copy.source_stride = repacked.stride;
+  copy.target = repacked.tensor.data;
+  copy.target_stride = strides_of(repacked.tensor);
+  copy_rows(copy, stream);
+}
+
+}  // namespace anyflash

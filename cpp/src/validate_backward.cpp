@@ -1,0 +1,108 @@
+// The tensors that backward() has beside those of forward().
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "arguments.h"
+#include "describe.h"
+#include "validate.h"
+
+namespace anyflash {
+
+namespace {
+
+void check_gradient(const TensorView& t, const char* argument, const TensorView& input,
+                    const char* input_argument) {
+  check_like(t, argument, input, input_argument);
+  check_writable(t, argument);
+}
+
+// `axes` as of broadcast_strides_of().
+GradientOutput gradient_of(const TensorView& t, const char* argument, const TensorView* input,
+                           const char* input_argument,
+                           std::initializer_list<int64_t Strides::*> axes) {
+  if (input == nullptr) {
+    invalid_value(std::string(argument) + " is given without " + input_argument);
+  }
+  check_gradient(t, argument, *input, input_argument);
+  check_dtype_or_float32(t, argument, *input, input_argument);
+  check_aligned(t, argument);
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == 0) return {};  // nothing to write, whatever the strides
+  }
+  return {t.data, t.dtype, broadcast_strides_of(t, axes)};
+}
+
+void small_gradients(const ForwardOptions& options, const BackwardOptions& wanted,
+                     BackwardParams& params) {
+  if (wanted.dbias != nullptr) {
+    const TensorView& t = *wanted.dbias;
+    if (options.bias != nullptr && options.bias->dtype == DType::kBool) {
+      invalid_type("dbias is given, but bias is bool; only a bias of numbers has a gradient");
+    }
+    params.dbias = gradient_of(t, "dbias", options.bias, "bias",
+                               {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+    params.dbias_batch = t.shape[0];
+    params.dbias_heads = static_cast<int>(t.shape[1]);
+    params.dbias_rows = t.shape[2];
+    params.dbias_columns = t.shape[3];
+  }
+  if (wanted.dsinks != nullptr) {
+    params.dsinks = gradient_of(*wanted.dsinks, "dsinks", options.sinks, "sinks", {&Strides::head});
+  }
+  if (wanted.dalibi_slopes != nullptr) {
+    const TensorView& t = *wanted.dalibi_slopes;
+    const char* const argument = "dalibi_slopes";
+    const TensorView* const input = options.alibi_slopes;
+    params.dalibi_slopes =
+        t.rank == 1
+            ? gradient_of(t, argument, input, "alibi_slopes", {&Strides::head})
+            : gradient_of(t, argument, input, "alibi_slopes", {&Strides::batch, &Strides::head});
+  }
+}
+
+}  // namespace
+
+BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions& options,
+                                 const BackwardOptions& backward_options) {
+  ForwardOptions inputs = options;
+  inputs.dropout_mask = inputs.max_logits = nullptr;
+  BackwardParams params;
+  static_cast<ForwardParams&>(params) = validate_inputs(t.q, t.k, t.v, t.out, &t.lse, inputs);
+  const bool packed = params.cu_seqlens_q != nullptr;
+  check_dtype_or_float32(t.dout, "dout", t.q, "q");
+  check_like(t.dout, "dout", t.out, "out");
+  params.dout = t.dout.data;
+  params.dout_dtype = t.dout.dtype;
+  params.dout_stride = strides_of(with_batch(t.dout, packed));
+  if (backward_options.dlse != nullptr) {
+    const TensorView& dlse = *backward_options.dlse;
+    check_dtype(dlse, "dlse", DType::kFloat32);
+    check_like(dlse, "dlse", t.lse, "lse");
+    check_aligned(dlse, "dlse");
+    params.dlse = static_cast<const float*>(dlse.data);
+    params.dlse_stride = lse_strides_of(dlse, packed);
+  }
+
+  check_dtype_or_float32(t.dq, "dq", t.q, "q");
+  check_gradient(t.dq, "dq", t.q, "q");
+  check_gradient(t.dk, "dk", t.k, "k");
+  check_gradient(t.dv, "dv", t.v, "v");
+  for (const auto& [tensor, argument] : {std::pair(&t.dk, "dk"), std::pair(&t.dv, "dv")}) {
+    if (tensor->dtype == t.dq.dtype) continue;
+    invalid_type(std::string(argument) + " is " + name(tensor->dtype) + ", but dq is " +
+                 name(t.dq.dtype) + "; dq, dk and dv must have one dtype");
+  }
+  params.dq = t.dq.data;
+  params.dk = t.dk.data;
+  params.dv = t.dv.data;
+  params.grad_dtype = t.dq.dtype;
+  params.dq_stride = strides_of(with_batch(t.dq, packed));
+  params.dk_stride = strides_of(with_batch(t.dk, packed));
+  params.dv_stride = strides_of(with_batch(t.dv, packed));
+  small_gradients(options, backward_options, params);
+  params.deterministic = backward_options.deterministic;
+  return params;
+}
+
+}  // namespace anyflash

@@ -1,0 +1,156 @@
+"""One call of the backward operation: the gradients are allocated, then it runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from anyflash import _core, _options
+from anyflash._call import Call
+
+_FLOAT32 = ("float32",)
+
+
+class AttentionGrads(NamedTuple):
+    """What :func:`attention_backward` gives; None where it was not asked for.
+
+    Attributes
+    ----------
+    dq, dk, dv : as q, k, v
+    dbias : as bias
+        Summed over the axes that bias is broadcast along.
+    dsinks : as sinks
+    dalibi_slopes : as alibi_slopes
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+    dalibi_slopes: Any
+
+
+class Backward(Call):
+    __slots__ = ()
+
+    def _draw_seed(self) -> int:
+        raise ValueError(
+            "needs the random state of the forward: pass the rng_state of its AttentionResult, or "
+            "the seed that it was given"
+        )
+
+    def run(
+        self,
+        *,
+        dout: Any,
+        out: Any,
+        lse: Any,
+        softmax_scale: Any,
+        causal: Any,
+        dlse: Any,
+        deterministic: Any,
+        return_dbias: Any,
+        return_dsinks: Any,
+        return_dalibi_slopes: Any,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        grad_dtype: Any,
+        stream: Any,
+    ) -> AttentionGrads:
+        operands = self._operands
+        framework, device = operands.framework, operands.device
+        allowed = tuple(dict.fromkeys((self._dtype, "float32")))
+        operands.read("dout", dout, allowed)
+        operands.read("out", out, allowed)
+        operands.read("lse", lse, _FLOAT32)
+        if dlse is not None:
+            operands.read("dlse", dlse, _FLOAT32)
+        if grad_dtype is not None:
+            grad_dtype = operands.parse("grad_dtype", _options.dtype, grad_dtype, allowed)
+            allowed = (grad_dtype,)
+        given = {"dq": dq, "dk": dk, "dv": dv}
+        dtype = self._common_dtype(given, allowed)
+        asked = {
+            name: self._shape_and_dtype(name, grad_dtype)
+            for name, wanted in (
+                ("bias", return_dbias),
+                ("sinks", return_dsinks),
+                ("alibi_slopes", return_dalibi_slopes),
+            )
+            if wanted
+        }
+        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        self._export_options(stream)
+
+        gradients = [
+            operands.empty(shape, dtype) if x is None else x
+            for x, shape in zip(given.values(), self._shapes, strict=True)
+        ]
+        options: dict[str, Any] = {"deterministic": bool(deterministic)}
+        if dlse is not None:
+            options["dlse"] = (framework.export(dlse, device, stream), False)
+        others = {}
+        for name, (shape, kind) in asked.items():
+            others[name] = operands.empty(shape, kind)
+            exported = framework.export_out(others[name], device)
+            options[f"d{name}"] = (exported, operands.bf16_bits(kind))
+        read = (dout, *self._tensors, out, lse)
+        _core.backward(
+            operands.operation,
+            (
+                *[framework.export(x, device, stream) for x in read],
+                *[framework.export_out(x, device) for x in gradients],
+            ),
+            softmax_scale,
+            bool(causal),
+            self._stream(stream),
+            operands.bf16_bits(self._dtype),
+            self._options or None,
+            options,
+            self._workspace(stream),
+        )
+        return AttentionGrads(
+            *[
+                framework.finish(new) if old is None else old
+                for new, old in zip(gradients, given.values(), strict=True)
+            ],
+            *[
+                framework.finish(others[name]) if name in others else None
+                for name in ("bias", "sinks", "alibi_slopes")
+            ],
+        )
+
+    def _common_dtype(self, given: dict[str, Any], allowed: tuple[str, ...]) -> str:
+        """Of dq, dk and dv: that of those which are given, or else the first one allowed."""
+        operands = self._operands
+        first = None
+        for name, x in given.items():
+            if x is None:
+                continue
+            dtype = operands.output(name, x, allowed)
+            if first is None:
+                first = name, dtype
+            elif dtype != first[1]:
+                raise TypeError(
+                    f"{operands.operation}: {name} is {dtype}, but {first[0]} is {first[1]}; dq, "
+                    "dk and dv must have one dtype"
+                )
+        return allowed[0] if first is None else first[1]
+
+    def _shape_and_dtype(self, name: str, grad_dtype: str | None) -> tuple[tuple[int, ...], str]:
+        """Of the gradient of an option."""
+        operands = self._operands
+        if name not in self._arrays:
+            raise ValueError(
+                f"{operands.operation}: return_d{name} is set, but {name} is not given; pass the "
+                f"{name} that the forward was given"
+            )
+        x, dtype = self._arrays[name]
+        if dtype == "bool":
+            raise TypeError(
+                f"{operands.operation}: return_d{name} is set, but {name} is bool, a mask, which "
+                "has no gradient"
+            )
+        shape, _ = operands.framework.describe(x, operands.device)
+        return shape, "float32" if grad_dtype == "float32" else dtype
