@@ -11,7 +11,8 @@
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
 #   ANYFLASH_ARCHS  GPU architectures to build (default 90)
-#   STAGES          some of: build atoms tests memcheck racecheck bench features (default: all)
+#   STAGES          some of: build atoms tests memcheck racecheck bench features backward
+#                   (default: all)
 #
 # Every stage runs, whatever the others do; the exit status is 0 if all passed.
 set -uo pipefail
@@ -26,7 +27,7 @@ mkdir -p "${2:-build/gpu/results}"
 results=$(realpath "${2:-build/gpu/results}")
 venv=$PWD/build/gpu/venv
 python=$venv/bin/python
-stages=" ${STAGES:-build atoms tests memcheck racecheck bench features} "
+stages=" ${STAGES:-build atoms tests memcheck racecheck bench features backward} "
 failed=()
 
 stage() { # NAME COMMAND...
@@ -69,16 +70,22 @@ print(u.find_spec('cutlass_library').submodule_search_locations[0] + '/source/in
 
 tests() {
   local module selection="test"
+  # What needs a module, by name. The tables' cases (test_case) need none, whatever their names.
+  local -A needs=(
+    [jax]="jax or of_other_frameworks or names_the_backward"
+    [cupy]="cupy"
+  )
   for module in jax cupy; do
     if ! "$python" -c "import $module" 2>/dev/null; then
       echo "$module is not installed: its tests are left out"
-      selection+=" and not $module"
+      selection+=" and (test_case or not (${needs[$module]}))"
     fi
   done
   # anyflash takes JAX's arrays on the CPU; they would lie on the GPU.
   ANYFLASH_TEST_BACKENDS=cuda JAX_PLATFORMS=cpu "$python" -m pytest -k "$selection" \
     tests/python/test_{forward,features,varlen,merge}.py \
-    tests/python/test_{errors,arrays,arrays_cuda,features_api,features_errors,features_cuda}.py
+    tests/python/test_{errors,arrays,arrays_cuda,features_api,features_errors,features_cuda}.py \
+    tests/python/test_backward{,_bits,_api,_varlen_api,_api_errors,_autograd,_api_cuda}.py
 }
 
 # Guard 0: every tensor is a device block of its exact size, so that an access past its end is seen.
@@ -86,7 +93,7 @@ sanitize() { # TOOL
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   ANYFLASH_TEST_BACKENDS=cuda ANYFLASH_TEST_GUARD=0 "$sanitizer" --tool "$1" --error-exitcode 1 \
-    --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_forward.py
+    --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_{forward,backward}.py
 }
 
 stage build build
@@ -98,6 +105,8 @@ stage bench "$python" tests/gpu/bench_forward.py --json "$results/forward.json" 
   --markdown "$results/forward.md"
 stage features "$python" tests/gpu/bench_features.py --json "$results/features.json" \
   --markdown "$results/features.md"
+stage backward "$python" tests/gpu/bench_backward.py --modes anyflash deterministic \
+  --json "$results/backward.json" --markdown "$results/backward.md"
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   echo "failed: ${failed[*]}"

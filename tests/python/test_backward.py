@@ -86,32 +86,23 @@ def test_group_is_summed_before_rounding(
 ) -> None:
     """flash-attn sums dk and dv of a group's heads after rounding each to 16 bits.
 
-    All probabilities are 1 / 64 and all products exact, so that any rounding of a head's own part
-    shows: the last head takes away nearly all of what the others have added.
+    All probabilities are 1 / 64 and all sums are exact in float32, but a head's own has more bits
+    than 11; the last head takes away nearly all of what the others have added.
     """
     if not any(row.dtype == dtype for row in backend.rows("backward")):
         return
     random = np.random.default_rng(0)
-    heads, length, d = 8, 64, 64
-
-    def small(*shape: int) -> Array:
-        return random.integers(-3, 4, shape).astype(np.float32)
-
-    parts = small(1, length, heads, d)
-    parts[:, :, -1] = random.integers(0, 2, (1, length, d)) - parts[:, :, :-1].sum(2)
-    same = np.repeat(np.sign(small(1, length, 1, d)), heads, 2)
-    zeros = np.zeros((1, length, 1, d), np.float32)
-    v = np.sign(small(1, length, 1, d))
-    v[:, ::2] = -v[:, 1::2]  # out is 0
-    # dv is a sum of dout; dk is one of q, for k = 0 and equal dout of all heads.
-    given = {"q": parts, "dout": same} if which == "dk" else {"q": 0 * parts, "dout": parts}
+    heads, rows, keys, d = 8, 128, 64, 64
+    parts = random.integers(1, 31, (1, rows, heads, d)).astype(np.float32)
+    parts[:, :, -1] = random.integers(0, 2, (1, rows, d)) - parts[:, :, :-1].sum(2)
+    ones, zeros = np.ones_like(parts), np.zeros((1, keys, 1, d), np.float32)
+    v = zeros + (-1) ** np.arange(keys)[:, None, None]  # out is 0
+    # dv is a sum of dout; dk is one of q, as all heads have the same dout and k is 0.
+    given = {"q": parts, "dout": ones} if which == "dk" else {"q": 0 * parts, "dout": parts}
     inputs = {name: x.astype(DTYPES[dtype]) for name, x in (given | {"k": zeros, "v": v}).items()}
     call, bounds = call_of(inputs, DTYPES[grad_dtype or dtype])
     run_call(backend, call)
     check_gradients({name: tensor.view for name, tensor in call.outputs().items()}, bounds)
-    by_head = bounds[which].truth
-    error = np.abs(call.tensors[which].view.astype(float) - by_head.astype(float))
-    assert error.max() <= 2.0**-10 * np.abs(by_head).max()
 
 
 def test_default_options_and_compact_strides(backend: Backend) -> None:

@@ -13,18 +13,8 @@ import capi
 import ml_dtypes
 import numpy as np
 import pytest
-from capi import (
-    INVALID_TYPE,
-    INVALID_VALUE,
-    UNSUPPORTED,
-    Backend,
-    CallError,
-    DLDataType,
-    DLDevice,
-    DLTensor,
-    Options,
-    int64_array,
-)
+from abi import DLDataType, DLDevice, DLTensor, Options, int64_array
+from capi import INVALID_TYPE, INVALID_VALUE, UNSUPPORTED, Backend, CallError
 from cases import Case
 from oracle import Array
 from tensors import ALIGNMENT, CANARY, aligned_bytes

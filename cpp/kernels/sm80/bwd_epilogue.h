@@ -121,7 +121,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
 template <class Traits, class Scores, class Out, class AccK, class AccV>
 ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
                                          typename Traits::SharedStorage& smem, const AccK& acc_dk,
-                                         const AccV& acc_dv, bool found_nonfinite) {
+                                         const AccV& acc_dv) {
   const Sequence& sequence = block.sequence;
   const int64_t row = sequence.first_k + block.first_key;
   const int rows = sequence.all_keys - block.first_key;
@@ -132,7 +132,8 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const Ba
   const typename Traits::KeyMma mma;
   store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk, mma, acc_dk, smem.k);
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);
-  if (__syncthreads_or(found_nonfinite)) {
+  if (smem.nonfinite_dout != 0) {
+    __syncthreads();  // dV is there
     restore_nonfinite<Traits, Scores>(params, block, dv);
   }
 }

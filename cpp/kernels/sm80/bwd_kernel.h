@@ -36,7 +36,10 @@ __global__ void __launch_bounds__(Traits::kThreads)
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const BackwardBlock here = backward_block<Traits::kBlockN>(params, blockIdx.x);
   if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
-  if (threadIdx.x == 0) smem.block = here;
+  if (threadIdx.x == 0) {
+    smem.block = here;
+    smem.nonfinite_keys = smem.nonfinite_dout = 0;
+  }
   __syncthreads();  // read from there, because the loop needs the registers
   const BackwardBlock& block = smem.block;
 
@@ -45,8 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   auto acc_dv = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDimV>>{});
   clear(acc_dk);  // (MMA, MMA_N, MMA_D)
   clear(acc_dv);  // (MMA, MMA_N, MMA_D)
-  const bool found_nonfinite =
-      backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+  backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
 
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with K and V, and nothing is on its way there
@@ -59,11 +61,10 @@ __global__ void __launch_bounds__(Traits::kThreads)
   CUTE_UNROLL
   for (int i = 0; i < size(acc_dv); ++i) acc_dv(i) *= scale_v;
   if (params.grad_dtype == DType::kFloat32) {
-    store_key_gradients<Traits, Scores, float>(params, block, smem, acc_dk, acc_dv,
-                                               found_nonfinite);
+    store_key_gradients<Traits, Scores, float>(params, block, smem, acc_dk, acc_dv);
   } else {
     store_key_gradients<Traits, Scores, typename Traits::Element>(params, block, smem, acc_dk,
-                                                                  acc_dv, found_nonfinite);
+                                                                  acc_dv);
   }
 }
 

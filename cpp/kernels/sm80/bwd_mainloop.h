@@ -90,10 +90,10 @@ ANYFLASH_DEVICE int dq_sum_place(int i, int threads) {
 // dropout; and dS K to dq_sum, where there is one.
 //
 // A step takes one tile. With two buffers the next tile arrives during all of it, else during the
-// last product. Returns whether NaN or infinity was taken out of a partly hidden tile of dO:
-// restore_nonfinite() then has to follow.
+// last product. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a
+// partly hidden tile of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
-ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
+ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
                                        AccV& acc_dv) {
   using namespace cute;
@@ -105,7 +105,7 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
   const Sequence& sequence = block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
   RowTiles<Scores, kBlockM> tiles(params, block, mask.m_range(block.first_key, kBlockN, kBlockM));
-  if (!tiles.valid()) return false;
+  if (!tiles.valid()) return;
 
   using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
   using ShapeDO = Shape<Int<kBlockM>, Int<Traits::kHeadDimV>>;
@@ -145,9 +145,6 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
   auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PAGES)
   auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PAGES)
   auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PAGES)
-  const ColumnGuard<decltype(size<2>(tQsQ))::value> columns(tQcQ, params.head_dim);
-  const ColumnGuard<decltype(size<2>(tOsDO))::value> columns_v(tOcDO, params.head_dim_v);
-
   const auto load_rows = [&](const RowTiles<Scores, kBlockM>& at) {
     const int64_t first = sequence.first_q + at.row();
     auto gQ =
@@ -155,10 +152,13 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
     auto gDO = gmem_tile<Element>(ShapeDO{}, params.dout, params.dout_stride, sequence.batch,
                                   at.head(), first);
     const int rows = sequence.seqlen_q - at.row();
+    const ColumnGuard<decltype(size<2>(tQsQ))::value> columns(tQcQ, params.head_dim);
+    const ColumnGuard<decltype(size<2>(tOsDO))::value> columns_v(tOcDO, params.head_dim_v);
     load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);
     load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, columns_v, rows);
   };
   const auto load_keys = [&] {
+    const ColumnGuard<decltype(size<2>(tKsK))::value> columns(tKcK, params.head_dim);
     auto gK = gmem_tile<Element>(ShapeK{}, params.k, params.k_stride, sequence.batch, block.head_k,
                                  sequence.first_k + block.first_key);
     load_tile<true>(load_k, thread_k.partition_S(gK), tKsK, tKcK, columns,
@@ -221,15 +221,15 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
   {
     auto gV = gmem_tile<Element>(ShapeV{}, params.v, params.v_stride, sequence.batch, block.head_k,
                                  sequence.first_k + block.first_key);
-    load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns_v,
+    const ColumnGuard<decltype(size<2>(tVsV))::value> columns(tVcV, params.head_dim_v);
+    load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns,
                     sequence.seqlen_k - block.first_key);
   }
   load_rows(tiles);
   cp_async_fence();
   cp_async_wait<0>();
-  const bool nonfinite_keys = __syncthreads_or(!all_finite(tKsK)) != 0;
+  if (!all_finite(tKsK)) atomicMax(&smem.nonfinite_keys, 1);
 
-  bool found_nonfinite = false;
   int buffer = 0;
   const auto step = [&](auto masked) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
@@ -241,7 +241,7 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
     if (hides) {
       // This thread's own pieces. Rows that see a key have told so by their LSE and delta.
       clear_nonfinite(tQsQ);
-      found_nonfinite |= clear_nonfinite(tOsDO);
+      if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);
     }
     __syncthreads();  // the tile is there; every warp has done with the one before, P and dS
     tiles.advance();
@@ -310,7 +310,7 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
     }
 
     if (params.dq_sum == nullptr) return;
-    const bool clear_keys = hides && nonfinite_keys;
+    const bool clear_keys = hides && smem.nonfinite_keys != 0;
     if (clear_keys) {
       clear_nonfinite(tKsK);
       __syncthreads();  // K without NaN and infinity
@@ -327,10 +327,11 @@ ANYFLASH_DEVICE bool backward_mainloop(const BackwardScratch& params, const Back
     }
   };
   while (tiles.valid()) {
-    while (tiles.valid() && tiles.needs_mask()) step(std::true_type{});
-    while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{});
+    while (tiles.valid() && (Scores::kGeneric || tiles.needs_mask())) step(std::true_type{});
+    if constexpr (!Scores::kGeneric) {
+      while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{});
+    }
   }
-  return found_nonfinite;
 }
 
 }  // namespace anyflash::sm80

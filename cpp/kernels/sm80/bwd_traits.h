@@ -50,6 +50,8 @@ struct BackwardTraits {
     alignas(128) Buffer<TileP> p;
     alignas(128) Buffer<TileP> ds;
     BackwardBlock block;
+    int nonfinite_keys;  // NaN or infinity is in K
+    int nonfinite_dout;  // or was in a tile of dO
   };
 
   // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.
