@@ -95,7 +95,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
     for (int m = range.begin; m < range.end; ++m) {
-      const bool cleared = range.needs_mask(m) || variant.hides();
+      const bool cleared = Scores::kGeneric || range.needs_mask(m);
       if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
       for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {

@@ -236,9 +236,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     const int head = tiles.head();
     const int row0 = tiles.row();
     const Scores variant(params, sequence, block.batch, head);
-    const bool hides = kMasked || variant.hides();
     cp_async_wait<0>();
-    if (hides) {
+    if (kMasked) {
       // This thread's own pieces. Rows that see a key have told so by their LSE and delta.
       clear_nonfinite(tQsQ);
       if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);
@@ -310,7 +309,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     }
 
     if (params.dq_sum == nullptr) return;
-    const bool clear_keys = hides && smem.nonfinite_keys != 0;
+    const bool clear_keys = kMasked && smem.nonfinite_keys != 0;
     if (clear_keys) {
       clear_nonfinite(tKsK);
       __syncthreads();  // K without NaN and infinity
@@ -326,6 +325,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       cp_async_fence();
     }
   };
+  // Generic scores may be hidden anywhere.
   while (tiles.valid()) {
     while (tiles.valid() && (Scores::kGeneric || tiles.needs_mask())) step(std::true_type{});
     if constexpr (!Scores::kGeneric) {
