@@ -63,7 +63,8 @@ function(anyflash_sm80_units output kernel_set)
 endfunction()
 
 # Writes one unit per requested row below `folder`, and the table that lists them.
-#   CPU_ISAS    instruction sets             SM80_UNITS  dtype-head_dim pairs
+#   CPU_ISAS    instruction sets
+#   SM80_UNITS  dtype-head_dim pairs; of one operation alone: f16-128:backward
 #   ARCHS       names of the GPU code: sm_80, compute_80, ...
 #   EXTENSION   of the GPU units: cu, or cpp for the emulator
 # Sets ${output} to the source files.
@@ -89,6 +90,11 @@ function(anyflash_generate_kernels output folder)
     endforeach()
   endforeach()
   foreach(pair IN LISTS ARG_SM80_UNITS)
+    set(ops forward backward)
+    if(pair MATCHES "^(.+):(.+)$")
+      set(pair ${CMAKE_MATCH_1})
+      set(ops ${CMAKE_MATCH_2})
+    endif()
     string(REPLACE "-" ";" pair "${pair}")
     list(GET pair 0 dtype)
     list(GET pair 1 head_dims)
@@ -96,7 +102,7 @@ function(anyflash_generate_kernels output folder)
     list(GET dims 0 head_dim)
     list(GET dims -1 head_dim_v)
     set(element ${ANYFLASH_ELEMENT_${dtype}})
-    foreach(op forward backward)
+    foreach(op IN LISTS ops)
       set(unit sm80_${op}_${dtype}_d${head_dims})
       set(file "${folder}/${unit}.${ARG_EXTENSION}")
       configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)

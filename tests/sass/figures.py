@@ -21,16 +21,18 @@ MIN_WARPS_PER_SM = 8  # two a scheduler: one computes while the other waits
 
 # Local loads and stores allowed in the hot loop, by head dim: what flash-attn 2 has, where there is
 # an anchor; elsewhere what it has at the next larger anchor. recorded.json holds what we have.
+ANCHOR_DIMS = {32: 64, 64: 64, 96: 128, 128: 128, 192: 256, 256: 256}
 SPILL_LIMITS = {
-    32: ANCHORS["d64 full"]["spills_loop"],
-    64: ANCHORS["d64 full"]["spills_loop"],
-    96: ANCHORS["d128 full"]["spills_loop"],
-    128: ANCHORS["d128 full"]["spills_loop"],
-    192: ANCHORS["d256 full"]["spills_loop"],
-    256: ANCHORS["d256 full"]["spills_loop"],
+    (op, dim): ANCHORS[op][f"d{anchor} full"]["spills_loop"]
+    for op in ANCHORS
+    for dim, anchor in ANCHOR_DIMS.items()
 }
 
-# Of the plain kernel's sim that the generic one must reach.
+# Of flash-attn 2's stall cycles, and of its ratio of shared memory to tensor cores, that the plain
+# backward may reach, where there is an anchor.
+BACKWARD_SHARE = 1.15
+
+# Of the plain forward kernel's sim that the generic one must reach.
 GENERIC_SHARE = 0.5
 
 # (figure, +1 where more is better or -1, relative tolerance)
@@ -49,13 +51,14 @@ Row = dict[str, Any]  # one of anyflash.build_info()["kernels"]
 
 
 class KernelKey(NamedTuple):
+    op: str
     dtype: str
     head_dim: int
     head_dim_v: int
     features: tuple[str, ...]
 
 
-# By the C++ names of the variants (sm80/variants.h).
+# By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h).
 FEATURES = {
     "Plain": (),
     "Scored": ("softcap", "alibi"),
@@ -64,20 +67,22 @@ FEATURES = {
 
 
 def kernel_key(mangled: str) -> KernelKey | None:
-    """Of a forward kernel, by its template arguments; None for other kernels."""
+    """Of an operation's main kernel, by its template arguments; None for other kernels."""
     found = re.search(
-        r"sm80\d+forward_kernelI.*?ForwardTraitsIN7cutlass\d+(half_t|bfloat16_t)E"
-        r"Li(\d+)ELi(\d+)E.*?\d+(Plain|Scored|Generic)Variant",
+        r"sm80\d+(forward|backward)_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
+        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E.*?\d+(Plain|Scored|Generic)(?:Variant|Scores)",
         mangled,
     )
     if not found:
         return None
-    dtype = {"half_t": "float16", "bfloat16_t": "bfloat16"}[found[1]]
-    return KernelKey(dtype, int(found[2]), int(found[3]), FEATURES[found[4]])
+    op, element, head_dim, head_dim_v, variant = found.groups()
+    dtype = {"half_t": "float16", "bfloat16_t": "bfloat16"}[element]
+    return KernelKey(op, dtype, int(head_dim), int(head_dim_v), FEATURES[variant])
 
 
 def row_key(row: Row) -> KernelKey:
-    return KernelKey(row["dtype"], row["head_dim"], row["head_dim_v"], tuple(row["features"]))
+    dims = row["head_dim"], row["head_dim_v"]
+    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]))
 
 
 def plain_name(name: str) -> str:
@@ -102,8 +107,7 @@ class Library:
             self.absent = "CPU-only build"
         elif ARCH not in archs:
             self.absent = f"a build without {ARCH} machine code, only for {', '.join(archs)}"
-        forward = [row for row in kernels if row["op"] == "forward"]
-        self.rows: dict[str, Row] = {} if self.absent else {row["name"]: row for row in forward}
+        self.rows: dict[str, Row] = {} if self.absent else {row["name"]: row for row in kernels}
 
     @functools.cached_property
     def _disassembler(self) -> Disassembler:
@@ -165,8 +169,11 @@ def figures(analysis: dict[str, Any]) -> Figures:
 
 
 def expected_hmma(row: Row) -> int:
-    """Of one warp and iteration: Q K^T and P V are block_m * block_n * head_dim MACs each."""
-    macs: int = row["block_m"] * row["block_n"] * (row["head_dim"] + row["head_dim_v"])
+    """Of one warp and iteration. A product takes block_m * block_n * head_dim MACs: Q K^T and P V;
+    the backward's Q K^T, dS K and dS^T Q, and dO V^T and P^T dO."""
+    d, dv = row["head_dim"], row["head_dim_v"]
+    columns = d + dv if row["op"] == "forward" else 3 * d + 2 * dv
+    macs: int = row["block_m"] * row["block_n"] * columns
     warps: int = row["warps"]
     return macs // (MACS_PER_HMMA * warps)
 

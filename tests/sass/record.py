@@ -34,16 +34,16 @@ def table(library: Library) -> str:
         f"Steady-state unmasked loop, nvcc {library.compiler}; FA2 is {SOURCE}.\n",
         HEADER,
     ]
-    names = sorted(library.rows, key=lambda name: (library.rows[name]["head_dim"], name))
-    for i, name in enumerate(names):
-        lines.append(table_row(name, library.figures(name)))
-        dim = library.rows[name]["head_dim"]
-        if i + 1 == len(names) or library.rows[names[i + 1]]["head_dim"] != dim:
-            lines += [
-                table_row(f"*FA2 {anchor}*", ANCHORS[anchor])
-                for anchor in (f"d{dim} full", f"d{dim} causal")
-                if anchor in ANCHORS
-            ]
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, row in library.rows.items():
+        groups.setdefault((row["op"], row["head_dim"]), []).append(name)
+    for (op, dim), names in sorted(groups.items()):
+        lines += [table_row(name, library.figures(name)) for name in sorted(names)]
+        lines += [
+            table_row(f"*FA2 {op} {anchor}*", ANCHORS[op][anchor])
+            for anchor in (f"d{dim} full", f"d{dim} causal")
+            if anchor in ANCHORS[op]
+        ]
     return "\n".join(lines)
 
 

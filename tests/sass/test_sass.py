@@ -1,4 +1,4 @@
-"""The machine code of the sm_80 forward kernels: no GPU needed.
+"""The machine code of the sm_80 kernels: no GPU needed.
 
 The exact rules hold for every compiler. The rest compares with recorded.json, so that a change that
 makes the code worse is seen; it applies to the compiler that the figures were recorded with.
@@ -11,7 +11,9 @@ import warnings
 from typing import NoReturn
 
 import pytest
+from anchors import ANCHORS
 from figures import (
+    BACKWARD_SHARE,
     COMPARED,
     GENERIC_SHARE,
     MIN_WARPS_PER_SM,
@@ -53,7 +55,8 @@ def test_spills(library: Library, kernel: str) -> None:
     if library.rows[kernel]["features"]:
         return
     spills = library.figures(kernel)["spills_loop"]
-    limit = SPILL_LIMITS[library.rows[kernel]["head_dim"]]
+    row = library.rows[kernel]
+    limit = SPILL_LIMITS[row["op"], row["head_dim"]]
     if spills > limit:
         message = f"{spills} local loads and stores in the hot loop, at most {limit} are allowed"
         fail(message, library, kernel)
@@ -61,13 +64,25 @@ def test_spills(library: Library, kernel: str) -> None:
 
 def test_generic_keeps_half_of_the_tensor_cores(library: Library, kernel: str) -> None:
     """Along the heaviest path of the loop for block maps and ALiBi."""
-    if not kernel.endswith("_generic"):
+    if not kernel.endswith("_generic") or library.rows[kernel]["op"] != "forward":
         return
     plain = plain_name(kernel)
     generic_sim, plain_sim = library.figures(kernel)["sim"], library.figures(plain)["sim"]
     if generic_sim < GENERIC_SHARE * plain_sim:
         message = f"sim is {generic_sim}; at least half of {plain}'s {plain_sim} is required"
         fail(message, library, kernel)
+
+
+def test_backward_is_as_lean_as_flash_attn_2(library: Library, kernel: str) -> None:
+    row = library.rows[kernel]
+    anchor = ANCHORS["backward"].get(f"d{row['head_dim']} full")
+    same_dims = row["head_dim"] == row["head_dim_v"]
+    if row["op"] != "backward" or row["features"] or anchor is None or not same_dims:
+        return
+    for figure in ("stall_per_hmma", "smem_over_tensor"):
+        value, limit = library.figures(kernel)[figure], BACKWARD_SHARE * anchor[figure]
+        if value > limit:
+            fail(f"{figure} is {value}; at most {limit:.2f} is allowed", library, kernel)
 
 
 def test_occupancy(library: Library, kernel: str) -> None:
@@ -112,7 +127,14 @@ def test_kernels_are_found_by_their_template_arguments() -> None:
         "_ZN8anyflash4sm8014forward_kernelINS0_13ForwardTraitsIN7cutlass{}ELi{}ELi{}ELb0EEENS0_{}"
         "VariantEEEvNS_13ForwardParamsE"
     )
-    assert kernel_key(name.format("6half_t", 64, 64, "12Plain")) == ("float16", 64, 64, ())
+    key = kernel_key(name.format("6half_t", 64, 64, "12Plain"))
+    assert key == ("forward", "float16", 64, 64, ())
     key = kernel_key(name.format("10bfloat16_t", 192, 128, "13Scored"))
-    assert key == ("bfloat16", 192, 128, ("softcap", "alibi"))
+    assert key == ("forward", "bfloat16", 192, 128, ("softcap", "alibi"))
+    name = (
+        "_ZN8anyflash4sm8015backward_kernelINS0_14BackwardTraitsIN7cutlass6half_tELi64ELi32ELb0EEE"
+        "NS0_11PlainScoresEEEvNS0_15BackwardScratchE"
+    )
+    assert kernel_key(name) == ("backward", "float16", 64, 32, ())
+    assert kernel_key(name.replace("15backward_kernel", "16finish_dq_kernel")) is None
     assert kernel_key("_ZN8anyflash9copy_rowsEv") is None
