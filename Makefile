@@ -40,7 +40,8 @@ test-full: test
 
 # -- build (pip before 23.1, as Debian 12 has it, does not know the short form -C)
 install: .venv/build
-	$(PIP) install --no-build-isolation --config-settings=build-dir=build/wheel .
+	$(PIP) install --no-build-isolation --config-settings=build-dir=build/wheel \
+	  --config-settings=cmake.define.ANYFLASH_KERNEL_SET=$(KERNELS) .
 
 build-test: .venv/test
 	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON \

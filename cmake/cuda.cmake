@@ -7,8 +7,8 @@
 set(ANYFLASH_CUDA AUTO CACHE STRING "Build CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE ANYFLASH_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ANYFLASH_ARCHS "" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
-set(ANYFLASH_KERNEL_SET full CACHE STRING "Kernels to build: full, or minimal for development")
-set_property(CACHE ANYFLASH_KERNEL_SET PROPERTY STRINGS full minimal)
+set(ANYFLASH_KERNEL_SET full CACHE STRING "Kernels to build: full, ci, or minimal for development")
+set_property(CACHE ANYFLASH_KERNEL_SET PROPERTY STRINGS full ci minimal)
 
 # nvcc from the PyPI packages nvidia-cuda-nvcc etc. (13.x) of the build environment.
 function(anyflash_find_pypi_nvcc output)

@@ -31,10 +31,17 @@ def fail(message: str, library: Library, kernel: str) -> NoReturn:
     pytest.fail(f"{kernel}: {message}\n{library.how_to_inspect(kernel)}", pytrace=False)
 
 
+def twin(name: str) -> str:
+    """The kernel of the other dtype."""
+    return name.replace("_bf16_", "_f16_") if "_bf16_" in name else name.replace("_f16_", "_bf16_")
+
+
 def test_library_has_kernels(library: Library) -> None:
     assert library.rows
     if os.environ.get("ANYFLASH_EXPECT_CUDA") == "1":
-        missing = set(load_recorded()["kernels"]) - set(library.rows)
+        # CI builds most of the backward for one dtype.
+        here = set(library.rows) | {twin(name) for name in library.rows if "backward" in name}
+        missing = set(load_recorded()["kernels"]) - here
         assert not missing, f"recorded, but not in this build: {sorted(missing)}"
 
 
