@@ -97,6 +97,7 @@ void Block::run() {
     if (thread->state != Thread::State::kExited) fail_deadlock();
   }
   check_barriers_are_idle();
+  check_copies_in_flight();
 }
 
 void Block::thread_main(void* self) {
@@ -289,6 +290,22 @@ void Block::check_barriers_are_idle() const {
     throw Failure("emulated kernel, " + name_of_block() + " ended while " + kBarrierNames[id] +
                   " had seen " + std::to_string(barriers_[id].arrived) + " of " +
                   std::to_string(barriers_[id].expected) + " threads" + seed_text());
+  }
+}
+
+// A copy that nobody waited for may land at any time: its destination must be left alone.
+void Block::check_copies_in_flight() const {
+  for (const Thread* thread : threads_) {
+    const CpAsyncQueue& queue = thread->cp_async;
+    for (uint32_t i = queue.first; i != queue.last; ++i) {
+      const CpAsyncQueue::Entry& entry = queue.entries[i % CpAsyncQueue::kCapacity];
+      for (int byte = 0; byte < entry.bytes; ++byte) {
+        if (entry.destination[byte] == kPoison) continue;
+        throw Failure(
+            "emulated kernel, " + name_of_block() + ", thread " + std::to_string(thread->index) +
+            ": a cp.async that was not waited for lands on what was written later" + seed_text());
+      }
+    }
   }
 }
 

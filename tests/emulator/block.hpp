@@ -146,6 +146,7 @@ class Block {
   bool complete(Barrier& barrier);
   void check_convergence(const Barrier& barrier, Site site) const;
   void check_barriers_are_idle() const;
+  void check_copies_in_flight() const;
   std::string describe_threads() const;
   [[noreturn]] void fail_deadlock() const;
 

@@ -81,6 +81,91 @@ FEATURE_CASES = (
 CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
 
 
+def backward(*cases: Case) -> tuple[Case, ...]:
+    return tuple(case._replace(more=f"op=backward {case.more}") for case in cases)
+
+
+# Tiles of the plain kernel are 128 rows and 128 keys, of the generic one 64. The first have several
+# tiles a CTA, of several heads, with and without masks.
+BACKWARD_PLAIN_CASES = backward(
+    Case(seqlen_q=300, seqlen_k=290, causal=1, more="dlse=1"),
+    Case(seqlen_q=300, seqlen_k=290, causal=1, seed=1, more="dlse=1 det=1"),
+    # All zones of MRange, and of KRange. (Below, left=29 leaves one row in a tile.)
+    Case(seqlen_q=700, seqlen_k=260, heads=1, more="left=300 right=100 nan=hidden grad=fp32"),
+    Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden det=1"),
+    Case(batch=2, seqlen_q=130, seqlen_k=70, heads=4, heads_k=2, more="dout=fp32 out=fp32"),
+    Case(seqlen_q=203, seqlen_k=131, causal=1, more="nan=hidden sink=1 grad=fp32"),
+    Case(seqlen_q=203, seqlen_k=131, more="keyless=1 sink=1 dlse=1 det=1 grad=fp32"),
+    Case(seqlen_q=1, seqlen_k=65),
+    Case(seqlen_q=200, seqlen_k=3, causal=1, more="dlse=1 dout=fp32"),
+    Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, causal=1),
+    Case(seqlen_q=40, seqlen_k=70, head_dim=37, head_dim_v=51, scale=-0.2, more="det=1"),
+    Case(seqlen_q=40, seqlen_k=70, head_dim=37, head_dim_v=51, more="dout=fp32 grad=fp32"),
+    Case(
+        seqlen_q=266,
+        seqlen_k=410,
+        causal=1,
+        more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 sink=1 dlse=1 nan=hidden",
+    ),
+    Case(
+        seqlen_q=266,
+        seqlen_k=410,
+        more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 used=60,3,0,80,130 det=1"
+        " nan=hidden left=40 dout=fp32",
+    ),
+    Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
+    Case(seqlen_q=300, seqlen_k=200, more="left=29 right=10 nan=q"),
+    Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=k"),
+    Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=k det=1"),
+    Case(seqlen_q=300, seqlen_k=200, causal=1, more="nan=dout"),
+    Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=dout grad=fp32"),
+    Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=v det=1"),
+)
+
+BACKWARD_FEATURE_CASES = backward(
+    Case(seqlen_q=200, seqlen_k=190, scale=1.0, causal=1, more="softcap=5 alibi=0.05 dlse=1"),
+    Case(seqlen_q=70, seqlen_k=330, more="softcap=300 alibi=-0.05 left=200 right=50 det=1"),
+    Case(seqlen_q=430, seqlen_k=150, heads=1, more="alibi=0.1 left=150 right=50 nan=hidden"),
+    Case(batch=2, seqlen_q=70, seqlen_k=150, more="bias=fp32 nan=hidden dlse=1 grad=fp32"),
+    Case(batch=2, seqlen_q=70, seqlen_k=150, more="bias=fp16 bias_axes=1hq1 sink=1 det=1"),
+    Case(
+        batch=2,
+        seqlen_q=70,
+        seqlen_k=140,
+        more="bias=bf16 bias_axes=b11k small=fp32 alibi=0.1 shared_slopes=1",
+    ),
+    Case(batch=2, seqlen_q=70, seqlen_k=90, more="bias=fp32 bias_axes=1111 small=none"),
+    Case(batch=2, seqlen_q=70, seqlen_k=90, causal=1, more="bias=fp32 bias_axes=1111"),
+    Case(batch=2, seqlen_q=130, seqlen_k=150, more="bias=bool nan=hidden dropout=0.4 left=100"),
+    Case(seqlen_q=200, seqlen_k=430, more="block=64,128 nan=hidden left=230 right=50"),
+    Case(
+        seqlen_q=200,
+        seqlen_k=300,
+        scale=-0.2,
+        more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1 det=1 dout=fp32",
+    ),
+    Case(seqlen_q=140, seqlen_k=140, causal=1, more="dropout=0.25 dlse=1 keyless=1"),
+    Case(seqlen_q=140, seqlen_k=140, more="dropout=0.25 left=20 right=10 nan=dout"),
+    Case(seqlen_q=140, seqlen_k=140, more="bias=fp32 left=20 right=10 nan=k"),
+    Case(seqlen_q=140, seqlen_k=140, more="bias=fp32 left=20 right=10 nan=k det=1"),
+    Case(
+        seqlen_q=206,
+        seqlen_k=350,
+        causal=1,
+        more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 used=60,3,0,200 softcap=20 alibi=0.02"
+        " bias=fp16 block=64,64 sink=1 dropout=0.2 nan=hidden out=fp32 dlse=1",
+    ),
+    Case(
+        seqlen_q=206,
+        seqlen_k=350,
+        more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 bias=fp32 bias_axes=11qk alibi=0.02"
+        " det=1 grad=fp32",
+    ),
+)
+
+BACKWARD_CASES = BACKWARD_PLAIN_CASES + BACKWARD_FEATURE_CASES
+
+
 def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tuple[int, str]:
     """The driver's exit status and everything it printed."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)

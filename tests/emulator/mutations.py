@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
+# dim 128 has one buffer; the others have two.
+FORWARD = "sm80_forward_f16_d64"
+BACKWARD = "sm80_backward_f16_d64"
+ONE_BUFFER = "sm80_backward_f16_d128"
+ROWS = "bwd_rows"
+
 
 class Mutation(NamedTuple):
     """`old` occurs once in `header` (below cpp/kernels), whatever the white space: an expression,
@@ -12,9 +19,11 @@ class Mutation(NamedTuple):
     name: str
     header: str
     old: str
-    new: str
+    new: str = ""
     sanitizer: str = ""  # asan, tsan: which must report it
     alone: bool = False  # the types change: a kernel of its own is compiled
+    unit: str = FORWARD
+    after: str = ""  # `old` is looked for after this, which occurs once
 
 
 MAINLOOP = "sm80/fwd_mainloop.h"
@@ -206,4 +215,4 @@ ARITHMETIC = (
     Mutation("dropout-not-scaled", EPILOGUE, "variant.dropout_scale()", "1.0f"),
 )
 
-MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC
+FORWARD_MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC

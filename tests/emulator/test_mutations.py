@@ -1,10 +1,10 @@
 """Do the tests bite? Each mutation breaks a kernel's source in one place; each must be caught.
 
-A mutant is the kernel unit of a driver that passes unchanged, with copies of its headers in which
-every mutated place chooses between the old and the new code at run time. So all mutations need one
-compilation for each sanitizer, but those whose types differ, which are compiled alone. Most give
-wrong results in plain runs; out-of-bounds accesses that change nothing and some missing barriers
-need a sanitizer.
+A mutant is a kernel unit of a driver that passes unchanged, with copies of its headers in which
+every mutated place chooses between the old and the new code at run time. So all mutations of a
+unit need one compilation for each sanitizer, but those whose types differ, which are compiled
+alone. Most give wrong results in plain runs; out-of-bounds accesses that change nothing and some
+missing barriers need a sanitizer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from emulated_driver import BASIC_CASES, CASES, PLAIN_CASES, ROOT, run
-from mutations import MUTATIONS, Mutation
+from backward_mutations import BACKWARD_MUTATIONS
+from emulated_driver import BACKWARD_CASES, BASIC_CASES, CASES, PLAIN_CASES, ROOT, run
+from mutations import FORWARD, FORWARD_MUTATIONS, ONE_BUFFER, ROWS, Mutation
 
+MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS
 KERNELS = ROOT / "cpp" / "kernels"
-UNIT = "sm80_forward_f16_d64.cpp"
 REPORTS = {"": "WRONG", "asan": "heap-buffer-overflow", "tsan": "data race"}
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
 SWITCH = """
@@ -56,21 +57,27 @@ def _choice(old: str, mutations: list[Mutation]) -> str:
 
 def _write_headers(folder: Path, mutations: list[Mutation]) -> None:
     """The headers with all mutations in place."""
-    places: dict[tuple[str, str], list[Mutation]] = {}
+    places: dict[tuple[str, str, str], list[Mutation]] = {}
     for mutation in mutations:
-        places.setdefault((mutation.header, mutation.old), []).append(mutation)
-    for (header, old), here in places.items():
+        places.setdefault((mutation.header, mutation.after, mutation.old), []).append(mutation)
+    for (header, after, old), here in places.items():
         changed = folder / header
         changed.parent.mkdir(parents=True, exist_ok=True)
         source = (changed if changed.exists() else KERNELS / header).read_text()
-        found = re.findall(_pattern(old), source)
-        assert len(found) == 1, f"{header} has {len(found)} times: {old!r}"
-        code = here[0].new if here[0].alone else _choice(found[0], here)
-        changed.write_text(source.replace(found[0], code))
+        begin = 0
+        if after:
+            anchors = list(re.finditer(_pattern(after), source))
+            assert len(anchors) == 1, f"{header} has {len(anchors)} times: {after!r}"
+            begin = anchors[0].end()
+        found = list(re.compile(_pattern(old)).finditer(source, begin))
+        enough = bool(found) if after else len(found) == 1
+        assert enough, f"{header} has {len(found)} times: {old!r}"
+        code = here[0].new if here[0].alone else _choice(found[0].group(), here)
+        changed.write_text(source[: found[0].start()] + code + source[found[0].end() :])
 
 
-def _compile_command(build: Path, driver: str) -> list[str]:
-    wanted = f"{driver}_library_generated/{UNIT}"
+def _compile_command(build: Path, driver: str, unit: str) -> list[str]:
+    wanted = f"{driver}_library_generated/{unit}.cpp"
     for entry in json.loads((build / "compile_commands.json").read_text()):
         if entry["file"].endswith(wanted):
             command = shlex.split(entry["command"])
@@ -85,13 +92,19 @@ def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:
     _write_headers(folder, mutations)
     (folder / "switch.h").write_text(SWITCH)
     driver = "_".join(filter(None, ["emulated_driver", mutations[0].sanitizer]))
-    command = _compile_command(build, driver)
+    mutation = mutations[0]
+    command = _compile_command(build, driver, mutation.unit)
     command[command.index("-o") + 1] = str(folder / "unit.o")
-    if mutations[0].alone:  # of the variants, the generic one
-        unit = Path(command[-1]).read_text()
-        command[-1] = str(folder / UNIT)
-        (folder / UNIT).write_text(re.sub(r".*forward_row<(?!.*GenericVariant).*\n", "", unit))
-    # What is looked for lies in heap blocks; the rest takes most of the time.
+    unit = folder / f"{mutation.unit}.cpp"
+    changed = folder / "sm80" / f"{mutation.unit}.cu"
+    source = (changed if changed.exists() else Path(command[-1])).read_text()
+    # Of the variants, the generic one knows all that the others do.
+    backward = mutation.unit not in (FORWARD, ROWS)
+    if mutation.alone or mutation.unit == ONE_BUFFER or (backward and mutation.sanitizer):
+        source = re.sub(r".*ward_row<(?!.*Generic).*\n", "", source)
+    unit.write_text(source)
+    command[-1] = str(unit)
+    # What is looked for are accesses of heap blocks; the rest takes most of the time.
     flags = ["-fno-sanitize=undefined", "--param=asan-stack=0"]
     command[1:1] = [f"-I{folder}", "-include", str(folder / "switch.h")]
     command += ["-g0", *(flags if mutations[0].sanitizer == "asan" else [])]
@@ -113,42 +126,58 @@ def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:
     return folder / "driver"
 
 
-def _key(mutation: Mutation) -> str:
-    return mutation.name if mutation.alone else mutation.sanitizer
+def _key(mutation: Mutation) -> tuple[str, ...]:
+    alone = (mutation.name,) if mutation.alone else ()
+    return (mutation.unit, mutation.sanitizer, *alone)
+
+
+KEYS = sorted({_key(mutation) for mutation in MUTATIONS})
 
 
 @pytest.fixture(scope="session")
-def mutants(build: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Path]]:
+def mutants(
+    build: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, ...], Future[Path]]:
     """The drivers by _key(), compiled side by side while the first ones are tested."""
-    groups: dict[str, list[Mutation]] = {}
-    for mutation in MUTATIONS:
-        groups.setdefault(_key(mutation), []).append(mutation)
     pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
     return {
-        key: pool.submit(_mutant, build, tmp_path_factory.mktemp("mutant"), mutations)
-        for key, mutations in sorted(groups.items())
+        key: pool.submit(
+            _mutant,
+            build,
+            tmp_path_factory.mktemp("mutant"),
+            [m for m in MUTATIONS if _key(m) == key],
+        )
+        for key in KEYS
     }
 
 
-def _run(driver: Path, sanitizer: str, number: int) -> tuple[int, str]:
-    cases = list(CASES)
+def _run(driver: Path, unit: str, sanitizer: str, number: int) -> tuple[int, str]:
+    cases = list(CASES if unit == FORWARD else BACKWARD_CASES)
+    if unit == ONE_BUFFER:
+        cases = [case._replace(head_dim=case.head_dim + 64) for case in cases]
     if sanitizer == "":  # only here the schedule decides
-        cases += [case._replace(seed=seed) for seed in (1, 2, 3) for case in CASES]
+        cases += [case._replace(seed=seed) for seed in (1, 2, 3) for case in cases]
     elif sanitizer == "tsan":  # slow
-        cases = list(BASIC_CASES + PLAIN_CASES)
+        nan_in_k = [case for case in BACKWARD_CASES if "nan=k" in case.more]
+        cases = list(BASIC_CASES + PLAIN_CASES) if unit == FORWARD else nan_in_k
     return run(driver, cases, "--stop", MUTATION=str(number), **ENVIRONMENT)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mutation_is_caught(mutation: Mutation, mutants: dict[str, Future[Path]]) -> None:
+def test_mutation_is_caught(
+    mutation: Mutation, mutants: dict[tuple[str, ...], Future[Path]]
+) -> None:
     driver = mutants[_key(mutation)].result()
-    status, output = _run(driver, mutation.sanitizer, 1 + MUTATIONS.index(mutation))
+    number = 1 + MUTATIONS.index(mutation)
+    status, output = _run(driver, mutation.unit, mutation.sanitizer, number)
     assert status != 0, f"nothing noticed {mutation.name}"
     assert REPORTS[mutation.sanitizer] in output, output
 
 
-@pytest.mark.parametrize("sanitizer", REPORTS)
-def test_unchanged_kernel_passes(sanitizer: str, mutants: dict[str, Future[Path]]) -> None:
+@pytest.mark.parametrize("key", [key for key in KEYS if len(key) == 2], ids="-".join)
+def test_unchanged_kernel_passes(
+    key: tuple[str, str], mutants: dict[tuple[str, ...], Future[Path]]
+) -> None:
     """The mutants' cases are right without a mutation: it is the mutation that is caught."""
-    status, output = _run(mutants[sanitizer].result(), sanitizer, 0)
+    status, output = _run(mutants[key].result(), *key, 0)
     assert status == 0, output

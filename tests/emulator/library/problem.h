@@ -1,9 +1,5 @@
-// A case of the emulated driver and its tensors. Every tensor is a heap block of its exact size, so
-// that Address Sanitizer sees each access beyond it.
+// The tensors that a case gives to forward(), and the call.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <array>
@@ -11,184 +7,17 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <optional>
 #include <random>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "anyflash/attention.h"
+#include "case.h"
+#include "tensor.h"
 
 namespace driver {
-
-using anyflash::DType;
-using anyflash::TensorView;
-
-inline DType dtype_of(const std::string& name) {
-  if (name == "fp16") return DType::kFloat16;
-  if (name == "bf16") return DType::kBFloat16;
-  if (name == "fp32") return DType::kFloat32;
-  if (name == "bool") return DType::kBool;
-  throw std::invalid_argument("no data type: " + name);
-}
-
-inline int64_t bytes_of(DType dtype) {
-  if (dtype == DType::kBool) return 1;
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 4;
-}
-
-// A tensor of up to four axes; it is always addressed by four indices, of which the first axes are
-// 0 where it has fewer. Axes of extent 1 take any index.
-class Tensor {
- public:
-  Tensor(DType dtype, const std::array<int64_t, 4>& extent)
-      : dtype_(dtype), extent_(extent), bytes_(static_cast<std::size_t>(size() * bytes_of(dtype))) {
-    data_.reset(new unsigned char[bytes_]);
-    std::memset(data_.get(), 0xff, bytes_);  // NaN
-  }
-
-  int64_t size() const { return extent_[0] * extent_[1] * extent_[2] * extent_[3]; }
-
-  // The last `rank` axes.
-  TensorView view(int rank) const {
-    TensorView view;
-    view.data = data_.get();
-    view.dtype = dtype_;
-    view.device = {anyflash::DeviceType::kCuda, 0};
-    view.rank = rank;
-    int64_t stride = 1;
-    for (int axis = 3; axis >= 4 - rank; --axis) {
-      const auto from = static_cast<std::size_t>(axis);
-      const auto to = static_cast<std::size_t>(axis - (4 - rank));
-      view.shape[to] = extent_[from];
-      view.stride[to] = stride;
-      stride *= extent_[from];
-    }
-    return view;
-  }
-
-  double at(int64_t a, int64_t b, int64_t c, int64_t d) const { return get(index(a, b, c, d)); }
-
-  double get(int64_t i) const {
-    switch (dtype_) {
-      case DType::kFloat16:
-        return __half2float(__ushort_as_half(element<uint16_t>(i)));
-      case DType::kBFloat16:
-        return __bfloat162float(__ushort_as_bfloat16(element<uint16_t>(i)));
-      case DType::kFloat32:
-        return element<float>(i);
-      case DType::kInt32:
-        return element<int32_t>(i);
-      default:
-        return data_[static_cast<std::size_t>(i)];
-    }
-  }
-
-  void set(int64_t i, double x) {
-    const auto value = static_cast<float>(x);
-    switch (dtype_) {
-      case DType::kFloat16:
-        return put(i, __half_as_ushort(__float2half_rn(value)));
-      case DType::kBFloat16:
-        return put(i, __bfloat16_as_ushort(__float2bfloat16_rn(value)));
-      case DType::kFloat32:
-        return put(i, value);
-      case DType::kInt32:
-        return put(i, static_cast<int32_t>(x));
-      default:
-        data_[static_cast<std::size_t>(i)] = x != 0;
-    }
-  }
-
-  int64_t index(int64_t a, int64_t b, int64_t c, int64_t d) const {
-    const std::array<int64_t, 4> at{a, b, c, d};
-    int64_t result = 0;
-    for (std::size_t axis = 0; axis < 4; ++axis) {
-      result = result * extent_[axis] + (extent_[axis] == 1 ? 0 : at[axis]);
-    }
-    return result;
-  }
-
- private:
-  template <class T>
-  T element(int64_t i) const {
-    T value;
-    std::memcpy(&value, data_.get() + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-    return value;
-  }
-  template <class T>
-  void put(int64_t i, T value) {
-    std::memcpy(data_.get() + i * static_cast<int64_t>(sizeof(T)), &value, sizeof(T));
-  }
-
-  DType dtype_;
-  std::array<int64_t, 4> extent_;
-  std::size_t bytes_;
-  std::unique_ptr<unsigned char[]> data_;
-};
-
-// One line; driver.cpp says what its words mean.
-struct Case {
-  std::string dtype;
-  int64_t batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v;
-  int causal;
-  double scale;
-  unsigned seed;
-
-  int64_t left = -1, right = -1;
-  double softcap = 0, alibi = 0, dropout = 0;
-  std::string bias, bias_axes = "bhqk";
-  std::vector<int64_t> block;
-  bool sink = false;
-  std::string out;
-  std::vector<int64_t> cu_q, cu_k, used;
-  std::string nan;
-
-  explicit Case(const std::string& line) {
-    std::istringstream words(line);
-    words >> dtype >> batch >> seqlen_q >> seqlen_k >> heads >> heads_k >> head_dim >> head_dim_v >>
-        causal >> scale >> seed;
-    if (!words || (dtype != "fp16" && dtype != "bf16")) throw std::invalid_argument("no case");
-    out = dtype;
-    std::string word;
-    while (words >> word) read(word);
-    if (!cu_q.empty()) batch = static_cast<int64_t>(cu_q.size()) - 1;
-  }
-
-  bool packed() const { return !cu_q.empty(); }
-
- private:
-  static std::vector<int64_t> list(const std::string& text) {
-    std::vector<int64_t> numbers;
-    std::istringstream stream(text);
-    for (std::string number; std::getline(stream, number, ',');) {
-      numbers.push_back(std::stoll(number));
-    }
-    return numbers;
-  }
-
-  void read(const std::string& word) {
-    const std::size_t equals = word.find('=');
-    const std::string key = word.substr(0, equals);
-    const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
-    if (key == "left") left = std::stoll(value);
-    else if (key == "right") right = std::stoll(value);
-    else if (key == "softcap") softcap = std::stod(value);
-    else if (key == "alibi") alibi = std::stod(value);
-    else if (key == "dropout") dropout = std::stod(value);
-    else if (key == "bias") bias = value;
-    else if (key == "bias_axes") bias_axes = value;
-    else if (key == "block") block = list(value);
-    else if (key == "sink") sink = value == "1";
-    else if (key == "out") out = value;
-    else if (key == "cu_q") cu_q = list(value);
-    else if (key == "cu_k") cu_k = list(value);
-    else if (key == "used") used = list(value);
-    else if (key == "nan") nan = value;
-    else throw std::invalid_argument("no option: " + word);
-  }
-};
 
 // Where a sequence's rows lie, and how many there are; of `all_keys` so many `keys` are in use.
 struct Sequence {
@@ -218,6 +47,10 @@ class Problem {
     if (c.dropout > 0) dropout_mask.emplace(DType::kBool, extent(c.batch, c.heads, max_q, max_k));
   }
 
+  // Extent of the batch axis, which packed tensors do not have.
+  int64_t tensors() const { return c.packed() ? 1 : c.batch; }
+  int rank() const { return c.packed() ? 3 : 4; }
+
   Sequence sequence(int64_t b) const {
     const auto at = static_cast<std::size_t>(b);
     Sequence s{b, 0, 0, c.seqlen_q, c.seqlen_k, c.seqlen_k};
@@ -226,41 +59,6 @@ class Problem {
     }
     s.keys = c.used.empty() ? s.all_keys : c.used[at];
     return s;
-  }
-
-  // Runs forward().
-  void forward(const std::array<uint64_t, 2>& rng) {
-    const int rank = c.packed() ? 3 : 4;
-    anyflash::ForwardOptions options;
-    options.softmax_scale = c.scale;
-    options.causal = c.causal != 0;
-    options.window_left = c.left;
-    options.window_right = c.right;
-    options.softcap = c.softcap;
-    options.dropout_p = c.dropout;
-    options.seed = rng[0];
-    options.offset = rng[1];
-    if (!c.block.empty()) options.block_size = {c.block[0], c.block[1]};
-    options.max_seqlen_q = c.packed() ? max_q : 0;
-    options.max_seqlen_k = c.packed() ? max_k : 0;
-    std::array<TensorView, 9> views;
-    std::size_t used = 0;
-    const auto give = [&](const TensorView*& option, const std::optional<Tensor>& tensor, int r) {
-      if (!tensor) return;
-      views[used] = tensor->view(r);
-      option = &views[used++];
-    };
-    give(options.alibi_slopes, slopes, 2);
-    give(options.bias, bias, 4);
-    give(options.block_mask, block_mask, 4);
-    give(options.sinks, sinks, 1);
-    give(options.cu_seqlens_q, cu_q, 1);
-    give(options.cu_seqlens_k, cu_k, 1);
-    give(options.seqused_k, seqused_k, 1);
-    give(options.dropout_mask, dropout_mask, 4);
-    const TensorView logits = max_logits.view(2);
-    options.max_logits = &logits;
-    launch(rank, options);
   }
 
   Case c;
@@ -272,9 +70,6 @@ class Problem {
   static std::array<int64_t, 4> extent(int64_t a, int64_t b, int64_t x, int64_t y) {
     return {a, b, x, y};
   }
-
-  // Packed tensors have no batch axis.
-  int64_t tensors() const { return c.packed() ? 1 : c.batch; }
 
   static int64_t longest(const std::vector<int64_t>& cu, int64_t otherwise) {
     int64_t length = cu.empty() ? otherwise : 0;
@@ -295,7 +90,7 @@ class Problem {
     make_vector(cu_k, c.cu_k);
     make_vector(seqused_k, c.used);
     if (c.alibi != 0) {
-      slopes.emplace(DType::kFloat32, extent(1, 1, c.batch, c.heads));
+      slopes.emplace(DType::kFloat32, extent(1, 1, c.shared_slopes ? 1 : c.batch, c.heads));
       for (int64_t i = 0; i < slopes->size(); ++i) slopes->set(i, c.alibi / (1.0 + double(i)));
     }
     if (c.sink) {
@@ -327,20 +122,78 @@ class Problem {
     std::bernoulli_distribution kept(0.6);
     for (int64_t i = 0; i < block_mask->size(); ++i) block_mask->set(i, kept(random) ? 1 : 0);
   }
-
-  void launch(int rank, const anyflash::ForwardOptions& options) {
-    const TensorView lse_view = lse.view(rank - 1);
-    const auto views = {q.view(rank), k.view(rank), v.view(rank), out.view(rank)};
-    const TensorView* const t = views.begin();
-    const std::size_t bytes =
-        anyflash::forward_workspace_size(t[0], t[1], t[2], t[3], &lse_view, options);
-    struct Free {
-      void operator()(char* p) const { ::operator delete(p, std::align_val_t{256}); }
-    };
-    const std::unique_ptr<char, Free> workspace(
-        static_cast<char*>(::operator new(bytes, std::align_val_t{256})));
-    anyflash::forward(t[0], t[1], t[2], t[3], &lse_view, options, {workspace.get(), bytes});
-  }
 };
+
+// What a problem's calls are given beside q, k, v, out and lse.
+class Options {
+ public:
+  Options(const Problem& p, const std::array<uint64_t, 2>& rng) {
+    const Case& c = p.c;
+    options_.softmax_scale = c.scale;
+    options_.causal = c.causal != 0;
+    options_.window_left = c.left;
+    options_.window_right = c.right;
+    options_.softcap = c.softcap;
+    options_.dropout_p = c.dropout;
+    options_.seed = rng[0];
+    options_.offset = rng[1];
+    if (!c.block.empty()) options_.block_size = {c.block[0], c.block[1]};
+    options_.max_seqlen_q = c.packed() ? p.max_q : 0;
+    options_.max_seqlen_k = c.packed() ? p.max_k : 0;
+    give(options_.alibi_slopes, p.slopes, 2);
+    give(options_.bias, p.bias, 4);
+    give(options_.block_mask, p.block_mask, 4);
+    give(options_.sinks, p.sinks, 1);
+    give(options_.cu_seqlens_q, p.cu_q, 1);
+    give(options_.cu_seqlens_k, p.cu_k, 1);
+    give(options_.seqused_k, p.seqused_k, 1);
+    give(options_.dropout_mask, p.dropout_mask, 4);
+    views_[used_] = p.max_logits.view(2);
+    options_.max_logits = &views_[used_++];
+  }
+  Options(const Options&) = delete;
+  Options& operator=(const Options&) = delete;
+
+  const anyflash::ForwardOptions& get() const { return options_; }
+
+ private:
+  void give(const TensorView*& option, const std::optional<Tensor>& tensor, int rank) {
+    if (!tensor) return;
+    views_[used_] = tensor->view(rank);
+    option = &views_[used_++];
+  }
+
+  anyflash::ForwardOptions options_;
+  std::array<TensorView, 9> views_;
+  std::size_t used_ = 0;
+};
+
+// Memory of exactly this size, of NaN.
+class ExactWorkspace {
+ public:
+  explicit ExactWorkspace(std::size_t bytes)
+      : data_(static_cast<char*>(::operator new(bytes, kAlignment))), bytes_(bytes) {
+    std::memset(data_.get(), 0xff, bytes);
+  }
+  anyflash::Workspace get() const { return {data_.get(), bytes_}; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{256};
+  struct Free {
+    void operator()(char* p) const { ::operator delete(p, kAlignment); }
+  };
+  std::unique_ptr<char, Free> data_;
+  std::size_t bytes_;
+};
+
+inline void run_forward(const Problem& p, const std::array<uint64_t, 2>& rng) {
+  const Options options(p, rng);
+  const int rank = p.rank();
+  const TensorView q = p.q.view(rank), k = p.k.view(rank), v = p.v.view(rank);
+  const TensorView out = p.out.view(rank), lse = p.lse.view(rank - 1);
+  const ExactWorkspace workspace(
+      anyflash::forward_workspace_size(q, k, v, out, &lse, options.get()));
+  anyflash::forward(q, k, v, out, &lse, options.get(), workspace.get());
+}
 
 }  // namespace driver

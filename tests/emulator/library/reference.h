@@ -30,8 +30,8 @@ class Reference {
         c_(problem.c),
         rng_(rng),
         threshold_(std::round(c_.dropout * 65536)),
-        q_(decoded(p_.q)),
-        k_(decoded(p_.k)) {}
+        q_(p_.q.values()),
+        k_(p_.k.values()) {}
 
   struct Row {
     std::vector<double> out, size;  // size: the sum of the terms' absolute values
@@ -48,7 +48,7 @@ class Reference {
     for (int64_t j = 0; j < s.keys; ++j) {
       if (!visible(s, b, h, i, j)) continue;
       double& x = scores[static_cast<std::size_t>(j)];
-      x = score(s, b, h, i, j);
+      x = score(s, b, h, i, j).value;
       maximum = std::max(maximum, x);
     }
     const double larger = std::max(maximum, sink);
@@ -60,7 +60,7 @@ class Reference {
     for (int64_t j = 0; j < s.keys; ++j) {
       const double x = scores[static_cast<std::size_t>(j)];
       if (x == -INFINITY) continue;
-      const double kept = dropped(b, h, i, j) ? 0 : 1 / (1 - threshold_ / 65536);
+      const double kept = dropped(b, h, i, j) ? 0 : dropout_factor();
       const double weight = kept * std::exp(x - larger) / sum;
       for (std::size_t col = 0; col < columns; ++col) {
         const double term =
@@ -93,30 +93,40 @@ class Reference {
     return !p_.block_mask || p_.block_mask->at(b, h, i / c_.block[0], j / c_.block[1]) != 0;
   }
 
+  // slope: that of the softcap; size: the sum of all absolute values.
+  struct Score {
+    double value, slope, size;
+  };
+  Score score(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const double* const q = q_.data() + p_.q.index(s.batch, s.first_q + i, h, 0);
+    const double* const k = k_.data() + p_.k.index(s.batch, s.first_k + j, head_k(h), 0);
+    double score = 0, slope = 1, size = 0;
+    for (int64_t x = 0; x < c_.head_dim; ++x) {
+      score += q[x] * k[x];
+      size += std::abs(q[x] * k[x]);
+    }
+    score *= c_.scale;
+    size *= std::abs(c_.scale);
+    if (c_.softcap > 0) {
+      const double tanh = std::tanh(score / c_.softcap);
+      score = c_.softcap * tanh;
+      slope = 1 - tanh * tanh;
+    }
+    const double bias = p_.bias && c_.bias != "bool" ? p_.bias->at(b, h, i, j) : 0;
+    const double alibi = p_.slopes ? p_.slopes->at(0, 0, b, h) * distance(s, i, j) : 0;
+    return {score + bias - alibi, slope, size + std::abs(bias) + std::abs(alibi)};
+  }
+
+  static double distance(const Sequence& s, int64_t i, int64_t j) {
+    return std::abs(static_cast<double>(i + s.keys - s.queries - j));
+  }
+
+  // Of what is not dropped.
+  double dropout_factor() const { return 1 / (1 - threshold_ / 65536); }
+
   int64_t head_k(int64_t h) const { return h / (c_.heads / c_.heads_k); }
 
  private:
-  static std::vector<double> decoded(const Tensor& tensor) {
-    std::vector<double> values(static_cast<std::size_t>(tensor.size()));
-    for (std::size_t i = 0; i < values.size(); ++i) values[i] = tensor.get(static_cast<int64_t>(i));
-    return values;
-  }
-
-  double score(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const double* const q = q_.data() + p_.q.index(s.batch, s.first_q + i, h, 0);
-    const double* const k = k_.data() + p_.k.index(s.batch, s.first_k + j, head_k(h), 0);
-    double score = 0;
-    for (int64_t x = 0; x < c_.head_dim; ++x) score += q[x] * k[x];
-    score *= c_.scale;
-    if (c_.softcap > 0) score = c_.softcap * std::tanh(score / c_.softcap);
-    if (p_.bias && c_.bias != "bool") score += p_.bias->at(b, h, i, j);
-    if (p_.slopes) {
-      score -=
-          p_.slopes->at(0, 0, b, h) * std::abs(static_cast<double>(i + s.keys - s.queries - j));
-    }
-    return score;
-  }
-
   const Problem& p_;
   const Case& c_;
   std::array<uint64_t, 2> rng_;

@@ -74,6 +74,17 @@ void wait_kernel(bool planted, const float* source, float* result) {
   result[i] = shared_floats()[kThreads + kThreads - 1 - i];
 }
 
+// Without a wait it lands at any time, also on what is written there later.
+void landed_late_kernel(bool planted, const float* source, float* result) {
+  const int i = threadIdx.x;
+  cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(source[i], shared_floats()[i]);
+  if (!planted) cute::cp_async_wait<0>();
+  __syncthreads();
+  shared_floats()[i] = static_cast<float>(i);
+  __syncthreads();
+  result[i] = shared_floats()[kThreads - 1 - i];
+}
+
 // A wait makes a thread's own copies visible to itself; the others need the barrier as well.
 void landed_for_one_kernel(bool planted, const float* source, float* result) {
   const int i = threadIdx.x;
@@ -208,6 +219,7 @@ std::vector<Case> all_cases() {
       {"overwritten_too_early", 1, false, without_source(overwrite_kernel)},
       {"uninitialised_shared", 1, false, without_source(uninitialised_kernel)},
       {"wait_too_short", 1, false, wait_kernel},
+      {"landed_late", 1, false, landed_late_kernel},
       {"landed_for_one", 1, false, landed_for_one_kernel},
       {"divergent_barrier", 1, false, without_source(divergent_barrier_kernel)},
       {"half_barrier", 1, false, without_source(half_barrier_kernel)},

@@ -1,0 +1,298 @@
+"""What test_mutations.py breaks in the backward."""
+
+from __future__ import annotations
+
+from mutations import BACKWARD, MASK, ONE_BUFFER, ROWS, SCORE_MOD, Mutation
+
+MAINLOOP = "sm80/bwd_mainloop.h"
+KERNEL = "sm80/bwd_kernel.h"
+EPILOGUE = "sm80/bwd_epilogue.h"
+SCORES = "sm80/bwd_scores.h"
+ROW_PASS = "sm80/bwd_row_pass.h"
+ROW_TILE = "sm80/bwd_row_tile.h"
+ROWS_SOURCE = "sm80/bwd_rows.cu"
+
+
+CLEAR_DO = "if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);"
+READ_K = "thread_k.partition_D(by_key(sK))"
+LOAD_K = (
+    "load_tile<true>(load_k, thread_k.partition_S(gK), tKsK, tKcK, columns,"
+    " sequence.seqlen_k - block.first_key);"
+)
+LOAD_V = (
+    "load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns,"
+    " sequence.seqlen_k - block.first_key);"
+)
+LOAD_Q = "load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);"
+LOAD_DO = "load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, columns_v, rows);"
+LOAD_X = "load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);"
+END_PASS = "__syncthreads(); // every warp has done with K and V"
+END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
+
+SYNCHRONISATION = (
+    Mutation("no-barrier-for-tile", MAINLOOP, "__syncthreads(); // the tile is there"),
+    Mutation("no-barrier-for-p", MAINLOOP, "__syncthreads(); // P and dS are there"),
+    Mutation("no-barrier-for-cleared-k", MAINLOOP, "__syncthreads(); // K without NaN"),
+    Mutation(
+        "no-barrier-for-restored-k", MAINLOOP, "__syncthreads(); // every warp has done with that K"
+    ),
+    Mutation(
+        "no-wait-for-tile", MAINLOOP, "cp_async_wait<0>();", after="const int row0 = tiles.row();"
+    ),
+    Mutation(
+        "short-wait-for-tile",
+        MAINLOOP,
+        "cp_async_wait<0>();",
+        "cp_async_wait<1>();",
+        after="const int row0 = tiles.row();",
+    ),
+    Mutation("no-flip-of-loads", MAINLOOP, "flip(tQsQ, tOsDO);"),
+    Mutation("no-flip-of-scores", MAINLOOP, "flip(tSsQ, tPsDO);"),
+    Mutation("no-flip-of-products", MAINLOOP, "flip(tKsQt, tVsDOt);"),
+    Mutation("flip-in-one-direction", MAINLOOP, "buffer ^= 1;"),
+    Mutation(
+        "no-barrier-for-block", KERNEL, "__syncthreads(); // read from there", sanitizer="tsan"
+    ),
+    Mutation("no-wait-at-end", KERNEL, "cp_async_wait<0>();", after=END_MAINLOOP),
+    Mutation("no-barrier-at-end", KERNEL, "__syncthreads(); // every warp has done with K and V"),
+    Mutation("no-barrier-in-gradient", EPILOGUE, "__syncthreads(); // the tile is complete"),
+    Mutation("no-barrier-before-restoring", EPILOGUE, "__syncthreads(); // dV is there"),
+    Mutation(
+        "no-wait-for-keys", ROW_PASS, "cp_async_wait<0>();", after="tiles.load_keys(head_k, col0);"
+    ),
+    Mutation("no-barrier-for-keys", ROW_PASS, "__syncthreads(); // the tile is there"),
+    Mutation("no-barrier-after-keys", ROW_PASS, END_PASS),
+    Mutation("no-barrier-before-dq", ROW_PASS, "__syncthreads(); // every warp has done with Q"),
+    Mutation(
+        "no-barrier-before-dbias-tiles",
+        ROW_PASS,
+        "__syncthreads(); // every warp has done with the tiles before",
+    ),
+    Mutation("no-barrier-for-dbias-tiles", ROW_PASS, "__syncthreads(); // the tiles are there"),
+    Mutation(
+        "no-barrier-before-dbias-sums",
+        ROW_PASS,
+        "__syncthreads(); // every warp has done with the tiles",
+        after="// Through shared memory",
+    ),
+    Mutation("no-barrier-for-dbias-sums", ROW_PASS, "__syncthreads(); // all sums are there"),
+    Mutation(
+        "no-barrier-before-clearing-keys",
+        ROW_TILE,
+        "__syncthreads_or(!all_finite(tKsK)) == 0",
+        "false",
+        "tsan",
+    ),
+    Mutation("no-barrier-for-cleared-keys", ROW_TILE, "__syncthreads(); // K without NaN"),
+)
+
+POSITIONS = (
+    Mutation("mask-forgotten", SCORES, "kMasked && (j < first || j >= end) ? 0.0f : p", "p"),
+    Mutation(
+        "generic-mask-forgotten",
+        SCORES,
+        "s == -INFINITY || (kMasked && (j < first || j >= end))",
+        "s == -INFINITY",
+    ),
+    Mutation(
+        "bias-hides-nothing",
+        SCORES,
+        "s == -INFINITY || (kMasked && (j < first || j >= end))",
+        "kMasked && (j < first || j >= end)",
+    ),
+    Mutation(
+        "first-row-too-large",
+        MASK,
+        "row_clamp(first_key - last_)",
+        "row_clamp(first_key - last_ + 1)",
+    ),
+    Mutation("end-row-too-small", MASK, "row_clamp(last - first_)", "row_clamp(last - first_ - 1)"),
+    Mutation(
+        "first-full-row-too-small",
+        MASK,
+        "row_clamp(end_key - 1 - last_)",
+        "row_clamp(first_key - last_)",
+    ),
+    Mutation(
+        "end-full-row-too-large",
+        MASK,
+        "row_clamp(first_key - first_ + 1)",
+        "row_clamp(last - first_)",
+    ),
+    Mutation(
+        "keys-beyond-not-masked", MASK, "end_key > seqlen_k_ || full_end < full", "full_end < full"
+    ),
+    Mutation("left-mask-forgotten", MASK, "tile < full || tile >= masked", "tile >= masked"),
+    Mutation("right-mask-forgotten", MASK, "tile < full || tile >= masked", "tile < full"),
+    Mutation(
+        "one-row-tile-too-few",
+        MASK,
+        "ceil_div(static_cast<int>(end), block_m)",
+        "static_cast<int>(end) / block_m",
+    ),
+    Mutation("group-of-one-head", MAINLOOP, "head_ + group", "head_ + 1"),
+    Mutation(
+        "hidden-block-visited",
+        MAINLOOP,
+        "!BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)",
+        "false",
+    ),
+    Mutation(
+        "keys-not-used-not-written",
+        KERNEL,
+        "here.first_key >= here.sequence.all_keys",
+        "here.first_key >= here.sequence.seqlen_k",
+    ),
+    Mutation(
+        "rows-not-used-not-written",
+        EPILOGUE,
+        "sequence.all_keys - block.first_key",
+        "sequence.seqlen_k - block.first_key",
+    ),
+    Mutation(
+        "gradient-of-another-sequence",
+        EPILOGUE,
+        "sequence.first_k + block.first_key",
+        "block.first_key",
+    ),
+    Mutation("dq-of-another-sequence", ROW_PASS, "sequence.first_q + row0", "row0"),
+    Mutation("order-of-k", MAINLOOP, READ_K, "thread_k.partition_D(sK)", alone=True),
+    Mutation(
+        "order-of-gradient",
+        EPILOGUE,
+        "composition(sX.layout(), make_tile(Order{}, _))",
+        "sX.layout()",
+        alone=True,
+    ),
+)
+
+BOUNDS = (
+    Mutation("q-read-past-end", MAINLOOP, LOAD_Q, LOAD_Q.replace("true", "false"), "asan"),
+    Mutation("dout-read-past-end", MAINLOOP, LOAD_DO, LOAD_DO.replace("true", "false"), "asan"),
+    Mutation("k-read-past-end", MAINLOOP, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
+    Mutation("v-read-past-end", MAINLOOP, LOAD_V, LOAD_V.replace("true", "false"), "asan"),
+    Mutation("tile-read-past-end", ROW_TILE, LOAD_X, LOAD_X.replace("true", "false"), "asan"),
+    Mutation(
+        "float-gradient-past-end",
+        EPILOGUE,
+        "row < target.rows && col < target.columns",
+        "col < target.columns",
+        "asan",
+    ),
+    Mutation(
+        "float-gradient-columns",
+        EPILOGUE,
+        "row < target.rows && col < target.columns",
+        "row < target.rows",
+        "asan",
+    ),
+    Mutation("dbias-past-end", ROW_PASS, "(!one_row && row >= params.dbias_rows)", "false", "asan"),
+)
+
+ARITHMETIC = (
+    Mutation("hidden-q-not-cleared", MAINLOOP, "clear_nonfinite(tQsQ);"),
+    Mutation("hidden-dout-not-cleared", MAINLOOP, CLEAR_DO),
+    Mutation("cleared-dout-forgotten", MAINLOOP, CLEAR_DO, "clear_nonfinite(tOsDO);"),
+    Mutation("nan-in-k-not-seen", MAINLOOP, "!all_finite(tKsK)", "false"),
+    Mutation("hidden-k-not-cleared", MAINLOOP, "kMasked && smem.nonfinite_keys != 0", "false"),
+    Mutation(
+        "hidden-k-not-cleared-in-pass", ROW_PASS, "range.needs_mask(n) || variant.hides()", "false"
+    ),
+    Mutation(
+        "restored-where-mask-hides",
+        EPILOGUE,
+        "!mask.keep(row, key) || !variant.keep(row, key)",
+        "!variant.keep(row, key)",
+    ),
+    Mutation(
+        "restored-where-bias-hides",
+        EPILOGUE,
+        "!mask.keep(row, key) || !variant.keep(row, key)",
+        "!mask.keep(row, key)",
+    ),
+    Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
+    Mutation(
+        "nan-of-hidden-dp", SCORES, "kMasked && p(i) == 0.0f ? 0.0f : p(i) * dp(i)", "p(i) * dp(i)"
+    ),
+    Mutation("nan-of-hidden-generic-dp", SCORES, "p(row, col) == 0.0f ? 0.0f : ds", "ds"),
+    Mutation(
+        "nan-of-hidden-slope",
+        SCORES,
+        "ds(i) == 0.0f ? 0.0f : ds(i) * extra.slopes(i)",
+        "ds(i) * extra.slopes(i)",
+    ),
+    Mutation(
+        "no-slope-of-softcap", SCORES, "ds(i) == 0.0f ? 0.0f : ds(i) * extra.slopes(i)", "ds(i)"
+    ),
+    Mutation("slope-of-softcap", SCORE_MOD, "1.0f - x * x", "1.0f - x"),
+    Mutation(
+        "slope-of-alibi",
+        SCORE_MOD,
+        "-fabsf(static_cast<float>(row - seqlen_q_ + (seqlen_k_ - col)))",
+        "static_cast<float>(row - seqlen_q_ + (seqlen_k_ - col))",
+    ),
+    Mutation("delta-forgotten", SCORES, "dp(row, col) - stats(row).delta", "dp(row, col)"),
+    Mutation("delta-of-another-row", SCORES, "-stats(2 * m + i / 2).delta", "-stats(2 * m).delta"),
+    Mutation("dropped-p-kept", SCORES, "if (!keep) result(row, run + i) = 0.0f;"),
+    Mutation(
+        "dropped-dp-kept", SCORES, "keep ? dp(row, col) * factor : 0.0f", "dp(row, col) * factor"
+    ),
+    Mutation(
+        "dropout-not-scaled-in-dp",
+        SCORES,
+        "keep ? dp(row, col) * factor : 0.0f",
+        "keep ? dp(row, col) : 0.0f",
+    ),
+    Mutation("dropout-not-scaled-in-dv", KERNEL, "params.dropout_threshold != 0", "false"),
+    Mutation("dk-not-scaled", KERNEL, "acc_dk(i) *= scale;"),
+    Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= scale;"),
+    Mutation(
+        "dbias-of-one-head",
+        ROW_PASS,
+        "broadcast ? Span{0, count} : Span{index, index + 1}",
+        "Span{index, index + 1}",
+    ),
+)
+
+OF_ROWS = (
+    Mutation(
+        "rows-beyond-not-prepared",
+        ROWS_SOURCE,
+        "p.stats[padded + r] = stats;",
+        "if (exists) p.stats[padded + r] = stats;",
+    ),
+    Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="RowStats stats{"),
+    Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
+    Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
+    Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
+    Mutation("dq-sum-not-zero", ROWS_SOURCE, "sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};"),
+    Mutation(
+        "slopes-of-one-batch", ROWS_SOURCE, "p.dalibi_slopes.stride.batch == 0 ? p.batch : 1", "1"
+    ),
+)
+
+
+def _of_unit(unit: str, mutations: tuple[Mutation, ...]) -> tuple[Mutation, ...]:
+    return tuple(m._replace(name=f"backward-{m.name}", unit=unit) for m in mutations)
+
+
+ONE_BUFFER_MUTATIONS = (
+    Mutation(
+        "no-barrier-for-next-tile",
+        MAINLOOP,
+        "__syncthreads(); // every warp has done with Q and dO",
+    ),
+    Mutation("no-barrier-for-only-tile", MAINLOOP, "__syncthreads(); // the tile is there"),
+    Mutation(
+        "no-wait-for-only-tile",
+        MAINLOOP,
+        "cp_async_wait<0>();",
+        after="const int row0 = tiles.row();",
+    ),
+)
+
+BACKWARD_MUTATIONS = (
+    *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC),
+    *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
+    *_of_unit(ROWS, OF_ROWS),
+)
