@@ -1,5 +1,5 @@
-// Runs forward() or backward() on the emulated GPU and compares with float64: the program behind the
-// sanitizer and mutation tests, where Python cannot be the host.
+// Runs forward() or backward() on the emulated GPU and compares with float64: the program behind
+// the sanitizer and mutation tests, where Python cannot be the host.
 //
 //   emulated_driver [--stop] < cases        one case a line:
 //   dtype batch seqlen_q seqlen_k heads heads_k head_dim head_dim_v causal scale seed key=value ...
@@ -17,7 +17,8 @@
 //   schedule=N          of the emulator, instead of the seed's
 //
 // op=backward runs backward() instead, on the out and LSE of the reference. nan=hidden is also in q
-// and dout of the queries that see no key, nan=q, k, v or dout and in one place of each of its heads.
+// and dout of the queries that see no key; nan=q, k, v or dout also in one place of each of its
+// heads.
 //   det=1               deterministic           dlse=1       a gradient of the LSE
 //   dout=fp32           type of dout            grad=fp32    type of dq, dk and dv
 //   small=TYPE          of the other gradients, which are made where their tensors are; none: none
