@@ -40,8 +40,8 @@ APPLY_DROPOUT = "variant/apply_dropout.h"
 
 WAIT_K = "cp_async_wait<0>(); __syncthreads(); // K_n is there"
 WAIT_V = (
-    "gemm_smem_smem(acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k, thread_copy_q,"
-    " thread_copy_k); cp_async_wait<0>();"
+    "gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k,"
+    " thread_copy_q, thread_copy_k); cp_async_wait<0>();"
 )
 LOAD_Q = "load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);"
 LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, sequence.seqlen_k - n * kBlockN);"
@@ -121,8 +121,8 @@ POSITIONS = (
     Mutation(
         "v-read-with-another-swizzle",
         TRAITS,
-        "composition( typename TileV::Layout{}",
-        "composition(cute::get_nonswizzle_portion(typename TileV::Layout{})",
+        "composition( typename Tile::Layout{}",
+        "composition(cute::get_nonswizzle_portion(typename Tile::Layout{})",
         alone=True,
     ),
 )

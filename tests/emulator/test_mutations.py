@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,24 +132,22 @@ def _key(mutation: Mutation) -> tuple[str, ...]:
     return (mutation.unit, mutation.sanitizer, *alone)
 
 
-KEYS = sorted({_key(mutation) for mutation in MUTATIONS})
+KEYS = list(dict.fromkeys(map(_key, MUTATIONS)))  # as the tests need them
 
 
 @pytest.fixture(scope="session")
 def mutants(
     build: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, ...], Future[Path]]:
+) -> Iterator[dict[tuple[str, ...], Future[Path]]]:
     """The drivers by _key(), compiled side by side while the first ones are tested."""
     pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
-    return {
-        key: pool.submit(
-            _mutant,
-            build,
-            tmp_path_factory.mktemp("mutant"),
-            [m for m in MUTATIONS if _key(m) == key],
-        )
-        for key in KEYS
-    }
+
+    def submit(key: tuple[str, ...]) -> Future[Path]:
+        mutations = [mutation for mutation in MUTATIONS if _key(mutation) == key]
+        return pool.submit(_mutant, build, tmp_path_factory.mktemp("mutant"), mutations)
+
+    yield {key: submit(key) for key in KEYS}
+    pool.shutdown(cancel_futures=True)
 
 
 def _run(driver: Path, unit: str, sanitizer: str, number: int) -> tuple[int, str]:
