@@ -15,6 +15,7 @@ import anyflash
 README = Path(__file__).parents[2] / "README.md"
 BEGIN = "from the kernel list -->\n"
 END = "<!-- end of support-table -->"
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 HEADER = (
     "| kernels | operation | features | dtypes | head dims (qk/v) | tile (queries x keys) |\n"
     "|---|---|---|---|---|---|"
@@ -36,7 +37,7 @@ def rows(kernels: list[dict[str, Any]]) -> list[str]:
     for group, members in groups.items():
         ordered = sorted(members, key=lambda kernel: (kernel["head_dim"], kernel["head_dim_v"]))
         cells = (
-            dict.fromkeys(kernel["dtype"] for kernel in members),
+            sorted({kernel["dtype"] for kernel in members}, key=DTYPES.index),
             dict.fromkeys(map(head_dims, ordered)),
             dict.fromkeys(f"{kernel['block_m']} x {kernel['block_n']}" for kernel in ordered),
         )
