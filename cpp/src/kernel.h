@@ -13,7 +13,7 @@
 namespace anyflash {
 
 enum class Arch : int { kCpu, kSm80 };
-enum class Op : int { kForward, kBackward };
+enum class Op : int { kForward, kBackward, kDecode };
 
 // What a problem may ask of a kernel: bits. Causal masks, windows, packed sequences, sinks and
 // max_logits are in every kernel.
@@ -23,9 +23,10 @@ enum Feature : unsigned {
   kBias = 4,
   kBlockMask = 8,
   kDropout = 16,
+  kQuantizedCache = 32,  // int8 or float8_e4m3 keys and values
 };
 inline constexpr unsigned kNoFeatures = 0;
-inline constexpr unsigned kAllFeatures = 31;
+inline constexpr unsigned kAllFeatures = 31;  // of attention without a cache
 
 struct Tile {
   int block_m = 0;  // query rows of a CTA (CPU: of a task)
@@ -61,6 +62,7 @@ struct KernelRow {
   std::size_t smem_bytes;          // dynamic shared memory of a CTA
   Entry<ForwardParams> forward{};  // of the row's operation only
   Entry<BackwardParams> backward{};
+  Entry<KvCacheParams> decode{};
 };
 
 struct KernelRows {

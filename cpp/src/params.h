@@ -115,4 +115,44 @@ struct BackwardParams : ForwardParams {
   bool deterministic = false;
 };
 
+// Attention to a cache (attention.h: forward_with_kvcache). k and v are the cache, their strides'
+// `batch` that of a page or of a sequence; seqlen_k is the capacity, a bound of every length.
+// variant/cache.h says where a key lies.
+struct KvCacheParams : ForwardParams {
+  DType cache_dtype = DType::kFloat32;       // q's, kInt8 or kFloat8E4M3
+  int64_t slabs = 0;                         // extent of the cache's first axis
+  const int32_t* cache_seqlens = nullptr;    // null: the capacity
+  const int32_t* cache_batch_idx = nullptr;  // null: the sequence's number
+  const int32_t* cache_leftpad = nullptr;    // null: 0
+  const int32_t* block_table = nullptr;      // null: not paged
+  Strides block_table_stride;                // (batch, col)
+  int page_shift = 0;                        // a page has 2^page_shift rows
+  Auxiliary k_scale;                         // (batch: slab, head), float32; null: 1
+  Auxiliary v_scale;
+  Auxiliary tree_mask;  // (batch, row, col), kBool
+
+  int num_splits = 1;
+  int split_size = 0;  // keys of a split; 0: a sequence's keys are shared out evenly
+
+  // Appended before attention; q has then been rotated.
+  int seqlen_new = 0;
+  const void* k_new = nullptr;
+  const void* v_new = nullptr;
+  Strides k_new_stride;
+  Strides v_new_stride;
+};
+
+// What is done before attention: the new rows are written to the cache, and q is rotated.
+struct AppendParams {
+  KvCacheParams cache;   // q as given
+  Auxiliary rotary_cos;  // (row, col); null: no rotation
+  Auxiliary rotary_sin;
+  int64_t rotary_rows = 0;
+  int rotary_dim = 0;
+  bool rotary_interleaved = true;
+  bool rotary_steps = false;  // query i is rotated by row n + i, not n
+  void* rotated_q = nullptr;  // q's dtype; null: no rotation
+  Strides rotated_q_stride;
+};
+
 }  // namespace anyflash

@@ -117,6 +117,55 @@ ANYFLASH_API anyflash_status anyflash_backward(
     const DLTensor* dv, const anyflash_forward_options* options,
     const anyflash_backward_options* backward_options, void* workspace, size_t workspace_bytes);
 
+/* Meaning, shapes and types: KvCacheOptions in options.h. */
+typedef struct {
+  size_t size; /* sizeof(anyflash_kvcache_options) */
+  const DLTensor* cache_seqlens;
+  const DLTensor* cache_batch_idx;
+  const DLTensor* cache_leftpad;
+  const DLTensor* block_table;
+  const DLTensor* k_new;
+  const DLTensor* v_new;
+  const DLTensor* rotary_cos;
+  const DLTensor* rotary_sin;
+  int32_t rotary_neox; /* pairs are halves apart; 0: neighbours (interleaved) */
+  int32_t reserved;    /* 0 */
+  const DLTensor* tree_mask;
+  const DLTensor* k_scale;
+  const DLTensor* v_scale;
+  int64_t num_splits;
+  int64_t split_size;
+} anyflash_kvcache_options;
+
+#define ANYFLASH_KVCACHE_OPTIONS_INIT \
+  {sizeof(anyflash_kvcache_options),  \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   0,                                 \
+   0,                                 \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   0,                                 \
+   0}
+
+/* The cache is written where new keys are given. `lse` and both options may be NULL. */
+ANYFLASH_API anyflash_status anyflash_forward_with_kvcache_workspace_size(
+    const DLTensor* q, const DLTensor* k_cache, const DLTensor* v_cache, const DLTensor* out,
+    const DLTensor* lse, const anyflash_forward_options* options,
+    const anyflash_kvcache_options* cache_options, size_t* bytes);
+
+ANYFLASH_API anyflash_status anyflash_forward_with_kvcache(
+    const DLTensor* q, const DLTensor* k_cache, const DLTensor* v_cache, const DLTensor* out,
+    const DLTensor* lse, const anyflash_forward_options* options,
+    const anyflash_kvcache_options* cache_options, void* workspace, size_t workspace_bytes);
+
 typedef struct {
   size_t size;         /* sizeof(anyflash_merge_options) */
   int32_t num_threads; /* CPU; 0: OpenMP's default */

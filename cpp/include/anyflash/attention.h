@@ -82,6 +82,36 @@ ANYFLASH_API std::size_t backward_workspace_size(
     const TensorView& out, const TensorView& lse, const TensorView& dq, const TensorView& dk,
     const TensorView& dv, const ForwardOptions& options, const BackwardOptions& backward_options);
 
+// Attention of new queries to a cache of keys and values, which new keys and values are appended to
+// first (options.h: KvCacheOptions): decoding, one token or a few at a time, and prefill in chunks.
+// Flash-decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the query heads of a
+// group and the rows of a sequence share one pass over its keys.
+//
+//   q        (batch, seqlen_q, heads, head_dim)
+//   k_cache  (cache_batch, capacity, heads_k, head_dim), or with block_table
+//            (pages, page_size, heads_k, head_dim), page_size a power of two
+//   v_cache  the same with head_dim_v
+//   out      (batch, seqlen_q, heads, head_dim_v), q's dtype or float32
+//   lse      (batch, heads, seqlen_q) float32 or null
+//
+// Sequence b has n = cache_seqlens[b] + seqlen_new - cache_leftpad[b] keys; query i is aligned with
+// key n - seqlen_q + i (causal, windows, ALiBi). Of ForwardOptions, softmax_scale, causal, windows,
+// softcap, alibi_slopes, sinks and those that say where to run are allowed.
+//
+// The cache has q's dtype, or int8 or float8_e4m3. CPU: q as for forward(). CUDA: float16 and
+// bfloat16, head dims up to 256; any strides (copies of 16 bytes need rows that begin at multiples
+// of that, and a contiguous last axis; others are read element by element).
+ANYFLASH_API void forward_with_kvcache(const TensorView& q, const TensorView& k_cache,
+                                       const TensorView& v_cache, const TensorView& out,
+                                       const TensorView* lse, const ForwardOptions& options,
+                                       const KvCacheOptions& cache_options, Workspace workspace);
+
+// Bytes of workspace that forward_with_kvcache() needs for the same arguments.
+ANYFLASH_API std::size_t forward_with_kvcache_workspace_size(
+    const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
+    const TensorView& out, const TensorView* lse, const ForwardOptions& options,
+    const KvCacheOptions& cache_options);
+
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:
 //   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 // (Milakov and Gimelshein, arXiv 1805.02867). out_a, out_b and out: (batch, seqlen_q, heads,
@@ -98,7 +128,7 @@ ANYFLASH_API void merge_states(const TensorView& out_a, const TensorView& lse_a,
 struct KernelInfo {
   std::string name;
   std::string arch;  // "cpu-avx2", "sm80", ...
-  std::string op;    // "forward", "backward"
+  std::string op;    // "forward", "backward", "decode"
   DType dtype = DType::kFloat32;
   int head_dim = 0;  // of q and k: the largest it takes; 0: any
   int head_dim_v = 0;

@@ -101,6 +101,55 @@ struct BackwardOptions {
   const TensorView* dalibi_slopes = nullptr;
 };
 
+// What forward_with_kvcache() needs beside ForwardOptions. The cache of sequence b is rows
+// [0, capacity) of its own: row r of k_cache[cache_batch_idx[b]], or, with a block_table, row
+// r % page_size of page block_table[b, r / page_size]. Integers are read on the device, when the
+// work runs: a CUDA graph that is replayed sees what they then hold. They are clamped to what the
+// tensors hold; on the CPU (and with ForwardOptions::validate) they are checked.
+struct KvCacheOptions {
+  // (batch,) int32: rows of the cache that are filled, before new keys are appended. Null: all.
+  const TensorView* cache_seqlens = nullptr;
+  // (batch,) int32: the sequence's place in the cache. Null: b. Not with block_table.
+  const TensorView* cache_batch_idx = nullptr;
+  // (batch,) int32: so many first rows are not used: key 0 is the row after them. Null: 0.
+  const TensorView* cache_leftpad = nullptr;
+  // (batch, pages of a sequence) int32, any strides. Entries that belong to no row below the
+  // sequence's length are not read.
+  const TensorView* block_table = nullptr;
+
+  // (batch, seqlen_new, heads_k, head_dim), (batch, seqlen_new, heads_k, head_dim_v), q's dtype:
+  // written to the cache's rows from cache_seqlens[b] on, before attention, which sees them. Both
+  // or none; they need cache_seqlens.
+  const TensorView* k_new = nullptr;
+  const TensorView* v_new = nullptr;
+
+  // (rows, rotary_dim / 2), float32 or q's dtype: rotary embedding (Su et al., arXiv 2104.09864)
+  // of the first rotary_dim columns of k_new, which they need, and of q. New key t is rotated by
+  // row n + t, n = cache_seqlens[b] - cache_leftpad[b]; query i by row n + i where there is a
+  // causal mask or a window, else by row n. Both or none.
+  const TensorView* rotary_cos = nullptr;
+  const TensorView* rotary_sin = nullptr;
+  // Columns 2 c and 2 c + 1 are a pair (GPT-J); else c and c + rotary_dim / 2 (GPT-NeoX, Llama).
+  bool rotary_interleaved = true;
+
+  // (batch or 1, seqlen_q, seqlen_q) bool: of the last seqlen_q keys, query i sees key j where
+  // [b, i, j] holds (tree attention for speculative decoding). Earlier keys are seen as without it.
+  const TensorView* tree_mask = nullptr;
+
+  // Of an int8 or float8_e4m3 cache: (heads_k,) or (k_cache.shape[0], heads_k) float32, that is by
+  // head, or by page (sequence of the cache) and head: key = scale * element. Null: 1. What is
+  // appended is divided by it and rounded.
+  const TensorView* k_scale = nullptr;
+  const TensorView* v_scale = nullptr;
+
+  // Flash-decoding: the keys of a sequence are split over so many CTAs (CPU: tasks), whose partial
+  // results are joined in float32. 0: chosen from the sizes, which include the batch's. 1, or a
+  // split_size, makes a sequence's result independent of the batch.
+  int64_t num_splits = 0;
+  // Keys of a split, a multiple of 64, in place of num_splits; 0: not used.
+  int64_t split_size = 0;
+};
+
 struct MergeOptions {
   int num_threads = 0;     // CPU; 0: OpenMP's default
   void* stream = nullptr;  // CUDA: a cudaStream_t; null is the legacy default stream

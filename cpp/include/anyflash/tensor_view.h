@@ -7,8 +7,19 @@
 namespace anyflash {
 
 // Q, K, V and what comes of them have the first four. kBool is any byte that is 0 or not (bool,
-// uint8), kInt64 stands for uint64 too.
-enum class DType : int { kFloat64, kFloat32, kFloat16, kBFloat16, kBool, kInt32, kInt64 };
+// uint8), kInt64 stands for uint64 too. kFloat8E4M3 (float8_e4m3fn: no infinity, largest number
+// 448) and kInt8 are for caches of keys and values.
+enum class DType : int {
+  kFloat64,
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kBool,
+  kInt32,
+  kInt64,
+  kInt8,
+  kFloat8E4M3
+};
 
 enum class DeviceType : int { kCpu, kCuda };
 

@@ -1,0 +1,74 @@
+// Where the keys of a sequence lie in a cache, and how many there are.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "params.h"
+#include "variant/sequence.h"
+
+namespace ANYFLASH_SHARED_NAMESPACE {
+
+struct CachedSequence {
+  const int32_t* pages;  // its row of the block table; null: not paged
+  int64_t slab;          // not paged: its place along the cache's first axis, -1 if it has none
+  int first_row;         // of key 0
+  int keys_before;       // that were there before the append
+  int seqlen_k;          // with what was appended
+};
+
+// A row of the cache: `slab` is a page or a sequence, -1 if the table points nowhere.
+struct CachePlace {
+  int64_t slab;
+  int row;
+};
+
+// Lengths that do not fit the tensors are clamped to what does.
+ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int64_t index) {
+  CachedSequence s;
+  s.pages = nullptr;
+  s.slab = p.cache_batch_idx == nullptr ? index : int64_t{p.cache_batch_idx[index]};
+  if (p.block_table != nullptr) s.pages = p.block_table + index * p.block_table_stride.batch;
+  else if (s.slab < 0 || s.slab >= p.slabs) s.slab = -1;
+  const int capacity = p.seqlen_k - p.seqlen_new;
+  const int filled =
+      p.cache_seqlens == nullptr ? capacity : clamp_length(p.cache_seqlens[index], capacity);
+  s.first_row = p.cache_leftpad == nullptr ? 0 : clamp_length(p.cache_leftpad[index], filled);
+  s.keys_before = filled - s.first_row;
+  s.seqlen_k = s.keys_before + p.seqlen_new;
+  return s;
+}
+
+// Of key j, 0 <= j < seqlen_k.
+ANYFLASH_HOST_DEVICE CachePlace place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
+  const int row = s.first_row + key;
+  if (p.block_table == nullptr) return {s.slab, row};
+  const int64_t page = s.pages[(row >> p.page_shift) * p.block_table_stride.col];
+  return {page < 0 || page >= p.slabs ? -1 : page, row & ((1 << p.page_shift) - 1)};
+}
+
+// The keys [begin, end) of split `split` of a sequence that has seqlen_k, where those that count lie
+// in [first, last): in whole blocks of block_n keys.
+struct SplitKeys {
+  int begin;
+  int end;
+};
+
+ANYFLASH_HOST_DEVICE SplitKeys split_keys(const KvCacheParams& p, int split, int first, int last,
+                                          int block_n) {
+  if (last <= first) return {0, 0};
+  const int64_t first_block = first / block_n;
+  int64_t begin = int64_t{split} * p.split_size;
+  int64_t end = begin + p.split_size;
+  if (p.split_size == 0) {
+    const int64_t blocks = (last + block_n - 1) / block_n - first_block;
+    const int64_t each = (blocks + p.num_splits - 1) / p.num_splits;
+    begin = (first_block + split * each) * block_n;
+    end = begin + each * block_n;
+  }
+  if (begin < first_block * block_n) begin = first_block * block_n;
+  if (end > last) end = last;
+  return begin < end ? SplitKeys{static_cast<int>(begin), static_cast<int>(end)} : SplitKeys{0, 0};
+}
+
+}  // namespace ANYFLASH_SHARED_NAMESPACE
