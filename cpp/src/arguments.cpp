@@ -106,6 +106,18 @@ void check_aligned(const TensorView& t, const char* argument) {
                 "multiple of " + std::to_string(bytes) + " bytes");
 }
 
+void check_integers(const TensorView& t, const char* argument, DType dtype, const TensorView& q,
+                    int64_t count, const char* layout, const char* why) {
+  check_dtype(t, argument, dtype);
+  check_device(t, argument, q, "q");
+  check_shape(t, argument, {{count}}, layout, why);
+  if (count > 1 && t.stride[0] != 1) {
+    invalid_value(std::string(argument) + " has stride " + std::to_string(t.stride[0]) +
+                  "; it must be contiguous");
+  }
+  check_aligned(t, argument);
+}
+
 void check_threads(int num_threads) {
   if (num_threads >= 0) return;
   invalid_value("num_threads is " + std::to_string(num_threads) +

@@ -51,6 +51,10 @@ void check_writable(const TensorView& t, const char* argument);
 // The address is a multiple of the element's size.
 void check_aligned(const TensorView& t, const char* argument);
 
+// `count` contiguous integers on q's device.
+void check_integers(const TensorView& t, const char* argument, DType dtype, const TensorView& q,
+                    int64_t count, const char* layout, const char* why);
+
 void check_threads(int num_threads);
 
 // Kernels count rows in 32 bits and round up to whole tiles, which must not overflow.
@@ -68,6 +72,9 @@ inline Strides strides_of(const TensorView& t) {
 }
 // Of a small tensor, whose axes are members of Strides: 0 where it is broadcast.
 Strides broadcast_strides_of(const TensorView& t, std::initializer_list<int64_t Strides::*> axes);
+inline Auxiliary auxiliary_of(const TensorView& t, std::initializer_list<int64_t Strides::*> axes) {
+  return {t.data, t.dtype, broadcast_strides_of(t, axes)};
+}
 
 // Of an LSE: (batch, heads, rows), packed (heads, rows).
 inline Strides lse_strides_of(const TensorView& t, bool packed) {

@@ -18,6 +18,10 @@ const char* name(DType dtype) {
       return "int32";
     case DType::kInt64:
       return "int64";
+    case DType::kInt8:
+      return "int8";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3";
   }
   return "unknown";
 }
@@ -44,6 +48,8 @@ int bytes_of(DType dtype) {
     case DType::kBFloat16:
       return 2;
     case DType::kBool:
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
       return 1;
   }
   return 0;

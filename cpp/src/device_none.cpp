@@ -1,5 +1,6 @@
 // A build without CUDA.
 #include "anyflash/error.h"
+#include "append.h"
 #include "copy_rows.h"
 #include "device.h"
 #include "merge_states.h"
@@ -35,6 +36,7 @@ void copy_rows(const CopyRowsParams&, void*) { throw Error(ErrorCode::kUnsupport
 void fill_side_outputs(const SideOutputs&, void*) {
   throw Error(ErrorCode::kUnsupported, kMessage);
 }
+void append_to_cache(const AppendParams&, void*) { throw Error(ErrorCode::kUnsupported, kMessage); }
 void merge_states_on_cuda(const MergeParams&, void*) {
   throw Error(ErrorCode::kUnsupported, kMessage);
 }

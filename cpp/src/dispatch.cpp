@@ -7,6 +7,7 @@
 #include "cpu_features.h"
 #include "describe.h"
 #include "device.h"
+#include "heuristics.h"
 #include "kernel_table.h"
 
 namespace anyflash {
@@ -44,8 +45,19 @@ Registry& registry() {
   return instance;
 }
 
+// Decoding: a tile that holds all rows reads the keys once, and a smaller one wastes less.
+bool has_better_tile(int64_t rows, const KernelRow& a, const KernelRow& b) {
+  const bool fits_a = a.tile.block_m >= rows;
+  const bool fits_b = b.tile.block_m >= rows;
+  if (fits_a != fits_b) return fits_a;
+  return fits_a ? a.tile.block_m < b.tile.block_m : a.tile.block_m > b.tile.block_m;
+}
+
 // Of two rows that can run a problem, the one that does less besides.
-bool is_closer(const KernelRow& a, const KernelRow& b) {
+bool is_closer(const Problem& problem, const KernelRow& a, const KernelRow& b) {
+  if (problem.op == Op::kDecode && a.tile.block_m != b.tile.block_m) {
+    return has_better_tile(problem.rows, a, b);
+  }
   const int columns_a = a.head_dim + a.head_dim_v;
   const int columns_b = b.head_dim + b.head_dim_v;
   if (columns_a != columns_b) return columns_a < columns_b;
@@ -98,7 +110,7 @@ const KernelRow& select_cuda(const Problem& problem) {
     if (row->smem_bytes > device.smem_per_block) continue;
     largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
     if (row->head_dim < problem.head_dim || row->head_dim_v < problem.head_dim_v) continue;
-    if (best == nullptr || is_closer(*row, *best)) best = row;
+    if (best == nullptr || is_closer(problem, *row, *best)) best = row;
   }
   if (best != nullptr) return *best;
   if (!built) {
@@ -147,6 +159,13 @@ Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuI
   return {op, q.device, q.dtype, params.head_dim, params.head_dim_v, features_of(params), cpu_isa};
 }
 
+Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa) {
+  Problem problem = problem_of(Op::kDecode, q, params, cpu_isa);
+  if (params.cache_dtype != q.dtype) problem.features |= kQuantizedCache;
+  problem.rows = query_rows(params);
+  return problem;
+}
+
 const KernelRow& select_kernel(const Problem& problem) {
   return problem.device.type == DeviceType::kCpu ? select_cpu(problem) : select_cuda(problem);
 }
@@ -179,6 +198,8 @@ const char* name(Op op) {
       return "forward";
     case Op::kBackward:
       return "backward";
+    case Op::kDecode:
+      return "decode";
   }
   return "unknown";
 }
@@ -187,11 +208,9 @@ std::vector<std::string> feature_names(unsigned features) {
   static constexpr struct {
     Feature feature;
     const char* name;
-  } kNames[] = {{kSoftcap, "softcap"},
-                {kAlibi, "alibi"},
-                {kBias, "bias"},
-                {kBlockMask, "block_mask"},
-                {kDropout, "dropout"}};
+  } kNames[] = {{kSoftcap, "softcap"}, {kAlibi, "alibi"},
+                {kBias, "bias"},       {kBlockMask, "block_mask"},
+                {kDropout, "dropout"}, {kQuantizedCache, "quantized_cache"}};
   std::vector<std::string> names;
   for (const auto& known : kNames) {
     if ((features & known.feature) != 0) names.push_back(known.name);

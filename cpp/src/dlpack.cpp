@@ -19,11 +19,17 @@ bool dtype_of(const DLDataType& type, DType& result) {
     DType dtype;
   };
   static constexpr Known kKnown[] = {
-      {kDLFloat, 64, DType::kFloat64}, {kDLFloat, 32, DType::kFloat32},
-      {kDLFloat, 16, DType::kFloat16}, {kDLBfloat, 16, DType::kBFloat16},
-      {kDLBool, 8, DType::kBool},      {kDLUInt, 8, DType::kBool},
-      {kDLInt, 32, DType::kInt32},     {kDLInt, 64, DType::kInt64},
+      {kDLFloat, 64, DType::kFloat64},
+      {kDLFloat, 32, DType::kFloat32},
+      {kDLFloat, 16, DType::kFloat16},
+      {kDLBfloat, 16, DType::kBFloat16},
+      {kDLBool, 8, DType::kBool},
+      {kDLUInt, 8, DType::kBool},
+      {kDLInt, 32, DType::kInt32},
+      {kDLInt, 64, DType::kInt64},
       {kDLUInt, 64, DType::kInt64},
+      {kDLInt, 8, DType::kInt8},
+      {kDLFloat8_e4m3fn, 8, DType::kFloat8E4M3},
   };
   for (const Known& known : kKnown) {
     if (type.code == known.code && type.bits == known.bits && type.lanes == 1) {
@@ -52,6 +58,9 @@ bool device_of(const DLDevice& device, Device& result) {
 std::string text_of(const DLDataType& type) {
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
+  // Types of one size, which their names hold.
+  if (type.code == kDLFloat8_e4m3fn && type.lanes == 1) return "float8_e4m3";
+  if (type.code == kDLFloat8_e5m2 && type.lanes == 1) return "float8_e5m2";
   const std::string code = type.code < std::size(kCodes)
                                ? kCodes[type.code]
                                : "type code " + std::to_string(type.code) + ", bits ";

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device.h"
+#include "kernel.h"
 #include "params.h"
 
 namespace anyflash {
@@ -45,6 +47,65 @@ inline int heads_per_section_backward(const BackwardParams& params, int bytes_pe
       static_cast<int64_t>(l2_bytes / 2) / std::max<int64_t>(rows * row_bytes, 1);
   const int64_t pairs = params.batch * params.heads_k;
   return static_cast<int>(std::clamp<int64_t>(fitting, 1, pairs));
+}
+
+// Decoding: the rows of q that share the keys of one head.
+inline int64_t query_rows(const ForwardParams& params) {
+  return int64_t{params.seqlen_q} * (params.heads / params.heads_k);
+}
+
+// A bound of the keys that a sequence's queries see.
+inline int64_t visible_keys(const KvCacheParams& params) {
+  const int64_t left = params.window.left;
+  if (left < 0 || left >= params.seqlen_k) return params.seqlen_k;
+  return std::min<int64_t>(params.seqlen_k, left + params.seqlen_q);
+}
+
+// How many CTAs of a kernel the GPU holds at once. Registers are guessed: 128 a thread. A guess
+// that is too high by a whole factor only makes more waves of the same efficiency.
+inline int64_t resident_ctas(const KernelRow& row, const DeviceProperties& device) {
+  constexpr std::size_t kReservedSmem = 1024;  // of each CTA
+  constexpr int kThreads = 512;                // of a multiprocessor, 128 registers each
+  const auto by_smem =
+      static_cast<int64_t>(device.smem_per_multiprocessor / (row.smem_bytes + kReservedSmem));
+  const int64_t by_threads = kThreads / std::max(32 * row.tile.warps, 1);
+  const int64_t each = std::max<int64_t>(std::min(by_smem, by_threads), 1);
+  return each * std::max(device.multiprocessors, 1);
+}
+
+inline constexpr int kMaxSplits = 128;
+
+// Into how many splits the keys of a sequence are divided, where `resident` CTAs run at once; a CTA
+// takes the rows of one tile and the keys of one split.
+//
+// Where the tiles alone come to 80 % of those CTAs: 1. Else time is counted in blocks of keys:
+// waves of CTAs, each as long as a split's blocks and one more, for what a CTA costs before its
+// first and for the partial result that is written and joined. Of the numbers of splits whose time
+// is within 1 / 0.85 of the least, the smallest. A split has at least two blocks.
+inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t resident) {
+  const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t ctas = params.batch * params.heads_k * divide(query_rows(params), tile.block_m);
+  const int64_t blocks = divide(visible_keys(params), tile.block_n);
+  const int most = static_cast<int>(std::min<int64_t>(blocks / 2, kMaxSplits));
+  if (ctas == 0 || most <= 1 || ctas >= resident - resident / 5) return 1;
+  const auto time = [&](int64_t splits) {
+    return divide(ctas * splits, resident) * (divide(blocks, splits) + (splits > 1 ? 1 : 0));
+  };
+  int64_t least = time(1);
+  for (int splits = 2; splits <= most; ++splits) least = std::min(least, time(splits));
+  int splits = 1;
+  while (time(splits) * 85 > least * 100) ++splits;
+  return splits;
+}
+
+// The same on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not
+// depend on the number of threads that there are: neither do the results.
+inline int decode_num_splits_on_cpu(const KvCacheParams& params) {
+  constexpr int64_t kTasks = 256;
+  constexpr int64_t kLeastKeys = 1024;
+  const int64_t pairs = std::max<int64_t>(params.batch * params.heads_k, 1);
+  const int64_t wanted = std::min<int64_t>((kTasks + pairs - 1) / pairs, 64);
+  return static_cast<int>(std::clamp<int64_t>(visible_keys(params) / kLeastKeys, 1, wanted));
 }
 
 }  // namespace anyflash

@@ -34,10 +34,12 @@ struct Problem {
   int head_dim_v;
   unsigned features;  // bits of Feature
   CpuIsa cpu_isa;
+  int64_t rows = 0;  // decode: query rows that share the keys of a head
 };
 
 // The problem of a call whose parameters are valid.
 Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa);
+Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa);
 
 // The row that runs the problem; throws Error(kUnsupported) that lists what was built.
 const KernelRow& select_kernel(const Problem& problem);

@@ -1,6 +1,9 @@
-// The elements of cu_seqlens_q, cu_seqlens_k and seqused_k. A GPU's kernels clamp them to what the
-// tensors hold (variant/sequence.h); here they are refused.
+// The elements of cu_seqlens_q, cu_seqlens_k and seqused_k, and those of a cache's integers. A
+// GPU's kernels clamp them to what the tensors hold (variant/sequence.h, variant/cache.h); here
+// they are refused.
+#include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -64,6 +67,99 @@ class HostCopy {
   std::vector<int32_t> copy_;
 };
 
+// `most` and what it is: "the number of rows".
+void check_element(const char* argument, int64_t index, int64_t value, int64_t most,
+                   const std::string& what) {
+  if (value >= 0 && value <= most) return;
+  const std::string allowed = most < 0 ? "none" : "0 to " + std::to_string(most);
+  invalid_value(at(argument, index) + " is " + std::to_string(value) + "; " + allowed + what);
+}
+
+// The rows [first, last) of the cache that a sequence uses.
+struct UsedRows {
+  int64_t first;
+  int64_t last;
+};
+
+class CacheLengths {
+ public:
+  CacheLengths(const AppendParams& params, const Device& device, void* stream)
+      : a_(params),
+        p_(params.cache),
+        device_(device),
+        stream_(stream),
+        seqlens_(p_.cache_seqlens, p_.batch, device, stream),
+        leftpad_(p_.cache_leftpad, p_.batch, device, stream),
+        places_(p_.cache_batch_idx, p_.batch, device, stream) {}
+
+  void check(int64_t index) const {
+    const UsedRows rows = used_rows(index);
+    if (places_.data() != nullptr) {
+      check_element("cache_batch_idx", index, places_.data()[index], p_.slabs - 1,
+                    " is allowed: the sequences of the cache");
+    }
+    if (p_.block_table != nullptr) check_pages(index, rows);
+    if (a_.rotary_cos.data != nullptr) check_rotary(index, rows);
+  }
+
+ private:
+  UsedRows used_rows(int64_t index) const {
+    const int64_t room = int64_t{p_.seqlen_k} - p_.seqlen_new;
+    int64_t filled = room;
+    int64_t first = 0;
+    if (seqlens_.data() != nullptr) {
+      filled = seqlens_.data()[index];
+      check_element("cache_seqlens", index, filled, room,
+                    " is allowed: the cache has " + std::to_string(p_.seqlen_k) +
+                        " rows for a sequence, and " + std::to_string(p_.seqlen_new) +
+                        " are appended");
+    }
+    if (leftpad_.data() != nullptr) {
+      first = leftpad_.data()[index];
+      check_element("cache_leftpad", index, first, filled, " is allowed: the rows that are filled");
+    }
+    return {first, filled + p_.seqlen_new};
+  }
+
+  void check_pages(int64_t index, const UsedRows& rows) const {
+    if (rows.last <= rows.first) return;
+    const int64_t first = rows.first >> p_.page_shift;
+    const int64_t last = (rows.last - 1) >> p_.page_shift;
+    const int64_t step = p_.block_table_stride.col;
+    // Of the entries in use, which may run backwards, the one of the lowest address.
+    const int64_t lowest = std::min(first * step, last * step);
+    const int32_t* const entries = p_.block_table + index * p_.block_table_stride.batch + lowest;
+    const HostCopy copy(entries, (last - first) * std::abs(step) + 1, device_, stream_);
+    for (int64_t page = first; page <= last; ++page) {
+      const int32_t entry = copy.data()[page * step - lowest];
+      if (entry >= 0 && entry < p_.slabs) continue;
+      invalid_value("block_table[" + std::to_string(index) + ", " + std::to_string(page) + "] is " +
+                    std::to_string(entry) + "; the cache has " + std::to_string(p_.slabs) +
+                    " pages");
+    }
+  }
+
+  void check_rotary(int64_t index, const UsedRows& rows) const {
+    const int64_t before = rows.last - p_.seqlen_new - rows.first;
+    const int64_t of_q = a_.rotary_steps ? p_.seqlen_q : std::min(p_.seqlen_q, 1);
+    const int64_t needed = before + std::max<int64_t>(p_.seqlen_new, of_q);
+    if (needed <= a_.rotary_rows) return;
+    invalid_value("rotary_cos has " + std::to_string(a_.rotary_rows) + " rows; sequence " +
+                  std::to_string(index) + " needs " + std::to_string(needed) + ": " +
+                  std::to_string(before) + " keys are in the cache, " +
+                  std::to_string(p_.seqlen_new) + " are appended, and q has seqlen_q " +
+                  std::to_string(p_.seqlen_q));
+  }
+
+  const AppendParams& a_;
+  const KvCacheParams& p_;
+  const Device& device_;
+  void* stream_;
+  HostCopy seqlens_;
+  HostCopy leftpad_;
+  HostCopy places_;
+};
+
 }  // namespace
 
 void check_lengths(const ForwardParams& params, const ForwardOptions& options,
@@ -79,6 +175,12 @@ void check_lengths(const ForwardParams& params, const ForwardOptions& options,
                      "max_seqlen_k");
   }
   if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, params.seqlen_k);
+}
+
+void check_kvcache_lengths(const AppendParams& params, const ForwardOptions& options,
+                           const Device& device) {
+  const CacheLengths lengths(params, device, options.stream);
+  for (int64_t i = 0; i < params.cache.batch; ++i) lengths.check(i);
 }
 
 }  // namespace anyflash

@@ -144,8 +144,9 @@ struct KvCacheParams : ForwardParams {
 
 // What is done before attention: the new rows are written to the cache, and q is rotated.
 struct AppendParams {
-  KvCacheParams cache;   // q as given
-  Auxiliary rotary_cos;  // (row, col); null: no rotation
+  KvCacheParams cache;            // q as given
+  DType dtype = DType::kFloat32;  // of q, k_new and v_new
+  Auxiliary rotary_cos;           // (row, col); null: no rotation
   Auxiliary rotary_sin;
   int64_t rotary_rows = 0;
   int rotary_dim = 0;

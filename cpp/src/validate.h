@@ -34,6 +34,19 @@ struct BackwardTensors {
 BackwardParams validate_backward(const BackwardTensors& tensors, const ForwardOptions& options,
                                  const BackwardOptions& backward_options);
 
+struct KvCacheTensors {
+  const TensorView& q;
+  const TensorView& k_cache;
+  const TensorView& v_cache;
+  const TensorView& out;
+  const TensorView* lse;
+};
+
+// Checks every argument of forward_with_kvcache(), as validate_forward(). What remains open:
+// num_splits is 0 where it is to be chosen, and rotated_q with its strides.
+AppendParams validate_kvcache(const KvCacheTensors& tensors, const ForwardOptions& options,
+                              const KvCacheOptions& cache_options);
+
 // The part of them that concerns numbers and optional tensors, for parameters that have shapes.
 // `seqlen_q` and `seqlen_k` are the extents of axes that count rows and keys.
 void validate_features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q,
@@ -46,5 +59,10 @@ void validate_packed(const TensorView& q, const ForwardOptions& options, Forward
 // waits for the stream.
 void check_lengths(const ForwardParams& params, const ForwardOptions& options,
                    const Device& device);
+
+// The elements of the cache's integers: lengths, places, the entries of the block table that are
+// used; and that the rotary tables have the rows that these ask for. Waits for a GPU's stream.
+void check_kvcache_lengths(const AppendParams& params, const ForwardOptions& options,
+                           const Device& device);
 
 }  // namespace anyflash

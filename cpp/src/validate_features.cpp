@@ -3,7 +3,6 @@
 #include <cfloat>
 #include <climits>
 #include <cmath>
-#include <initializer_list>
 #include <sstream>
 #include <string>
 
@@ -60,10 +59,6 @@ int checked_block(int64_t size, int index) {
                 "; a positive multiple of 64 below 2^31 is allowed");
 }
 
-Auxiliary auxiliary(const TensorView& t, std::initializer_list<int64_t Strides::*> axes) {
-  return {t.data, t.dtype, broadcast_strides_of(t, axes)};
-}
-
 class Features {
  public:
   Features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q, int64_t seqlen_k,
@@ -87,11 +82,11 @@ class Features {
     check_input(t, "alibi_slopes");
     if (t.rank == 1) {
       check_shape(t, "alibi_slopes", {{params_.heads}}, layout, ", one for each head of q");
-      params_.alibi_slopes = auxiliary(t, {&Strides::head});
+      params_.alibi_slopes = auxiliary_of(t, {&Strides::head});
     } else {
       check_shape(t, "alibi_slopes", {{params_.batch, true}, {params_.heads}}, layout,
                   std::string(": ") + layout);
-      params_.alibi_slopes = auxiliary(t, {&Strides::batch, &Strides::head});
+      params_.alibi_slopes = auxiliary_of(t, {&Strides::batch, &Strides::head});
     }
   }
 
@@ -106,7 +101,7 @@ class Features {
         t, "bias",
         {{params_.batch, true}, {params_.heads, true}, {seqlen_q_, true}, {seqlen_k_, true}},
         layout, std::string(": ") + layout);
-    params_.bias = auxiliary(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+    params_.bias = auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
 
   void block_mask(const TensorView& t) {
@@ -123,18 +118,17 @@ class Features {
                     std::to_string(params_.block_size_k) + " of " + std::to_string(seqlen_q_) +
                     " queries and " + std::to_string(seqlen_k_) + " keys");
     params_.block_mask =
-        auxiliary(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+        auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
 
   void sinks(const TensorView& t) {
     check_input(t, "sinks");
     check_shape(t, "sinks", {{params_.heads}}, "(heads,)", ", one for each head of q");
-    params_.sinks = auxiliary(t, {&Strides::head});
+    params_.sinks = auxiliary_of(t, {&Strides::head});
   }
 
   void rng_state(const TensorView& t) {
-    check_dtype(t, "rng_state", DType::kInt64);
-    check_integers(t, "rng_state", 2, "(2,)", ": seed and offset");
+    check_integers(t, "rng_state", DType::kInt64, q_, 2, "(2,)", ": seed and offset");
     params_.rng_state = static_cast<const uint64_t*>(t.data);
   }
 
@@ -168,25 +162,13 @@ class Features {
 
   void lengths(const TensorView& t, const char* argument, int64_t count, const char* layout,
                const char* why) {
-    check_dtype(t, argument, DType::kInt32);
-    check_integers(t, argument, count, layout, why);
+    check_integers(t, argument, DType::kInt32, q_, count, layout, why);
   }
 
  private:
   void check_input(const TensorView& t, const char* argument, const char* also = "") {
     check_float(t, argument, q_.device.type == DeviceType::kCpu, also);
     check_device(t, argument, q_, "q");
-    check_aligned(t, argument);
-  }
-
-  void check_integers(const TensorView& t, const char* argument, int64_t count, const char* layout,
-                      const char* why) {
-    check_device(t, argument, q_, "q");
-    check_shape(t, argument, {{count}}, layout, why);
-    if (count > 1 && t.stride[0] != 1) {
-      invalid_value(std::string(argument) + " has stride " + std::to_string(t.stride[0]) +
-                    "; it must be contiguous");
-    }
     check_aligned(t, argument);
   }
 

@@ -6,6 +6,7 @@ from anyflash import _core
 from anyflash._arrays import Array
 from anyflash._attention import attention
 from anyflash._attention_backward import attention_backward, attention_varlen_backward
+from anyflash._attention_with_kvcache import attention_with_kvcache, kvcache_workspace_size
 from anyflash._backward import AttentionGrads
 from anyflash._block_mask import create_block_mask, expand_block_mask
 from anyflash._forward import AttentionResult
@@ -21,9 +22,11 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_with_kvcache",
     "build_info",
     "create_block_mask",
     "expand_block_mask",
+    "kvcache_workspace_size",
     "merge_states",
 ]
 

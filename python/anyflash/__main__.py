@@ -28,11 +28,17 @@ def _head_dim(kernel: dict[str, Any]) -> str:
 
 def _kernel_rows(kernels: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """One row (op, arch, dtypes, head dims, features) for all dtypes that agree in the rest."""
-    known = {feature for kernel in kernels for feature in kernel["features"]}
+    known: defaultdict[str, set[str]] = defaultdict(set)  # of an operation
+    for kernel in kernels:
+        known[kernel["op"]].update(kernel["features"])
     dims: defaultdict[tuple[str, str, str, str], dict[tuple[int, int], str]] = defaultdict(dict)
     for kernel in kernels:
         features = kernel["features"]
-        word = "all" if features and set(features) == known else " ".join(features) or "none"
+        word = (
+            "all"
+            if features and set(features) == known[kernel["op"]]
+            else " ".join(features) or "none"
+        )
         group = dims[kernel["op"], kernel["arch"], word, kernel["dtype"]]
         group[kernel["head_dim"], kernel["head_dim_v"]] = _head_dim(kernel)
     dtypes: defaultdict[tuple[str, str, str, str], list[str]] = defaultdict(list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anyflash import _core
@@ -14,9 +15,12 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 BOOL = ("bool",)
 INT32 = ("int32",)
 INT64 = ("int64", "uint64")
+FLOAT8 = "float8_e4m3fn"
+CACHES = (*FLOATS, "int8", FLOAT8)
+BYTES = ("uint8", "bool")  # DLPack producers that tell no dtype: bool stands for both
 
 # Order of the DType enumeration of tensor_view.h.
-_DTYPES = (*FLOATS, "bool", "int32", "int64")
+_DTYPES = (*FLOATS, "bool", "int32", "int64", "int8", FLOAT8)
 
 # DLPack device types.
 _CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
@@ -81,7 +85,7 @@ class Framework:
     """Any object with ``__dlpack__`` and ``__dlpack_device__``."""
 
     name = "DLPack"
-    bf16_as_bits = False  # whether ``export`` shows bfloat16 elements as uint16
+    as_bits: tuple[str, ...] = ()  # dtypes that ``export`` shows as unsigned integers
     to_int32 = ""  # the method call that converts an array
 
     def device(self, x: Any) -> Device:
@@ -92,8 +96,11 @@ class Framework:
             return Device("cuda", index)
         raise TypeError(f"is on a device of DLPack type {int(kind)}; CPU and CUDA are allowed")
 
-    def check(self, x: Any) -> None:
-        """Raises TypeError or NotImplementedError for arrays that may not be read."""
+    def check(self, x: Any, gradients: str) -> None:
+        """Raises TypeError or NotImplementedError for arrays that may not be read.
+
+        ``gradients`` says how one comes by gradients, if at all.
+        """
 
     def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
         """Shape and the dtype's name."""
@@ -116,6 +123,10 @@ class Framework:
     def check_out(self, x: Any) -> None:
         """Raises TypeError or ValueError for a user's array that may not be written."""
 
+    def check_cache(self, x: Any) -> None:
+        """Likewise for a cache that new keys or values are appended to."""
+        self.check_out(x)
+
     def export_out(self, x: Any, device: Device) -> Any:
         """``export`` for an array that is written. Work is ordered by the stream alone."""
         return x if device.kind == "cpu" else x.__dlpack__(stream=-1)
@@ -137,8 +148,21 @@ class Framework:
             f"{type(like).__name__} cannot allocate GPU memory for anyflash, and this call needs "
             f"{size} bytes of workspace: the backward always does, the forward where an array's "
             "rows do not begin at multiples of 16 bytes; pass arrays of PyTorch or CuPy, or, for "
-            "the forward, contiguous arrays with a head dim that is a multiple of 8"
+            "the forward, contiguous arrays with a head dim that is a multiple of 8, or, for "
+            "attention with a KV cache, a workspace"
         )
+
+    def lengths(
+        self, count: int, value: int, like: Any, device: Device, stream: int | None
+    ) -> tuple[Any, Any]:
+        """(owner, exported) of an array of int32 that holds ``value`` ``count`` times."""
+        if device.kind != "cpu":
+            raise NotImplementedError(
+                f"is an int, which {type(like).__name__} cannot bring to a GPU; an array of int32 "
+                "is allowed"
+            )
+        numbers = array("i", [value]) * max(count, 1)  # an empty array lies at an odd address
+        return numbers, memoryview(numbers)[:count]
 
     def draw_seed(self) -> int:
         """A seed for dropout; repeatable where the framework has a generator that can be seeded

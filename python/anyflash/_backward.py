@@ -94,7 +94,7 @@ class Backward(Call):
         for name, (shape, kind) in asked.items():
             others[name] = operands.empty(shape, kind)
             exported = framework.export_out(others[name], device)
-            options[f"d{name}"] = (exported, operands.bf16_bits(kind))
+            options[f"d{name}"] = (exported, operands.as_bits(kind))
         read = (dout, *self._tensors, out, lse)
         _core.backward(
             operands.operation,
@@ -105,7 +105,7 @@ class Backward(Call):
             softmax_scale,
             bool(causal),
             self._stream(stream),
-            operands.bf16_bits(self._dtype),
+            operands.as_bits(self._dtype),
             self._options or None,
             options,
             self._workspace(stream),

@@ -9,6 +9,7 @@ from anyflash._arrays import BOOL, FLOATS, INT32, INT64
 from anyflash._operands import Operands
 
 _LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+Given = dict[str, tuple[Any, str]]  # name: (array, dtype)
 
 
 class Call:
@@ -34,26 +35,32 @@ class Call:
         k_shape, k_dtype = operands.read("k", k)
         v_shape, v_dtype = operands.read("v", v)
         if not len(shape) == len(k_shape) == len(v_shape) == rank:
-            self._refuse_rank(rank, q=shape, k=k_shape, v=v_shape)
+            self._refuse_rank(_LAYOUTS[rank], rank, q=shape, k=k_shape, v=v_shape)
         if not dtype == k_dtype == v_dtype:
             name, other = ("v", v_dtype) if dtype == k_dtype else ("k", k_dtype)
             raise TypeError(
                 f"{operation}: {name} is {other}, but q is {dtype}; q, k and v must have one dtype"
             )
-        self._q, self._tensors, self._dtype = q, (q, k, v), dtype
-        self._shapes = (shape, k_shape, v_shape)
+        self._tensors = (q, k, v)
+        self._begin(q, dtype, (shape, k_shape, v_shape))
+
+    def _begin(self, q: Any, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """``shapes`` are those of q, k and v."""
+        shape, k_shape, v_shape = shapes
+        self._q, self._dtype = q, dtype
+        self._shapes = shapes
         self._out_shape = (*shape[:-1], v_shape[-1])
         self._batch = shape[0]
         self._lengths = (shape[1], k_shape[1])
-        self._arrays: dict[str, tuple[Any, str]] = {}  # name: (array, dtype)
+        self._arrays: Given = {}
         self._options: dict[str, Any] = {}
         self._rng_state: Any = None
 
-    def _refuse_rank(self, rank: int, **shapes: tuple[int, ...]) -> None:
+    def _refuse_rank(self, layout: str, rank: int, **shapes: tuple[int, ...]) -> None:
         name, shape = next(item for item in shapes.items() if len(item[1]) != rank)
         raise ValueError(
             f"{self._operands.operation}: {name} has {len(shape)} dimensions, shape {shape}; "
-            f"expected {rank}: {_LAYOUTS[rank]}"
+            f"expected {rank}: {layout}"
         )
 
     def _array(self, name: str, x: Any, allowed: tuple[str, ...]) -> tuple[int, ...]:
@@ -91,11 +98,11 @@ class Call:
         window_size: Any,
         softcap: Any,
         alibi_slopes: Any,
-        bias: Any,
-        block_mask: Any,
-        block_size: Any,
         sinks: Any,
-        seqused_k: Any,
+        bias: Any = None,
+        block_mask: Any = None,
+        block_size: Any = _options.BLOCK_SIZE,
+        seqused_k: Any = None,
     ) -> None:
         """What changes or hides scores."""
         parse = self._operands.parse
@@ -154,10 +161,14 @@ class Call:
 
     def _export_options(self, stream: int | None) -> None:
         """Shows the options' arrays to the binding."""
+        self._options.update(self._exported(self._arrays, stream))
+
+    def _exported(self, arrays: Given, stream: int | None) -> dict[str, tuple[Any, bool]]:
         operands = self._operands
-        for name, (x, dtype) in self._arrays.items():
-            exported = operands.framework.export(x, operands.device, stream)
-            self._options[name] = (exported, operands.bf16_bits(dtype))
+        return {
+            name: (operands.framework.export(x, operands.device, stream), operands.as_bits(dtype))
+            for name, (x, dtype) in arrays.items()
+        }
 
     def _stream(self, stream: int | None) -> int:
         """Where the work goes."""

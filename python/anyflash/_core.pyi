@@ -13,7 +13,7 @@ def forward(
     softmax_scale: float | None,
     causal: bool,
     stream: int,
-    bf16_bits: bool,
+    as_bits: bool,
     options: dict[str, Any] | None,
     allocate: Callable[[int], tuple[Any, int]],
 ) -> None: ...
@@ -23,11 +23,33 @@ def backward(
     softmax_scale: float | None,
     causal: bool,
     stream: int,
-    bf16_bits: bool,
+    as_bits: bool,
     options: dict[str, Any] | None,
     backward_options: dict[str, Any],
     allocate: Callable[[int], tuple[Any, int]],
 ) -> None: ...
+def forward_with_kvcache(
+    operation: str,
+    tensors: tuple[Any, ...],
+    softmax_scale: float | None,
+    causal: bool,
+    stream: int,
+    options: dict[str, Any] | None,
+    cache_options: dict[str, Any],
+    writes: bool,
+    workspace: Any | None,
+    allocate: Callable[[int], tuple[Any, int]],
+) -> None: ...
+def kvcache_workspace_size(
+    operation: str,
+    tensors: tuple[Any, ...],
+    softmax_scale: float | None,
+    causal: bool,
+    stream: int,
+    options: dict[str, Any] | None,
+    cache_options: dict[str, Any],
+    writes: bool,
+) -> int: ...
 def merge_states(
     operation: str,
     out_a: Any,
@@ -36,8 +58,8 @@ def merge_states(
     lse_b: Any,
     out: Any,
     lse: Any,
-    bf16_bits_in: bool,
-    bf16_bits_out: bool,
+    as_bits_in: bool,
+    as_bits_out: bool,
     stream: int,
 ) -> None: ...
 def describe(array: Any) -> tuple[tuple[int, ...], str]: ...

@@ -53,7 +53,7 @@ class Forward(Call):
         self._export_options(stream)
 
         result = self._out(out, out_dtype)
-        batch, heads, length = self._batch, self._out_shape[-2], self._out_shape[-3]
+        batch, heads = self._batch, self._out_shape[-2]
         max_logits = dropout_mask = lse = lse_target = None
         if return_max_logits:
             max_logits = self._output("max_logits", (batch, heads), "float32")
@@ -61,8 +61,7 @@ class Forward(Call):
             dropout_mask = self._output("dropout_mask", (batch, heads, *self._lengths), "bool")
         whole = return_result or return_max_logits or return_dropout_mask
         if return_lse or whole:
-            shape = (*self._out_shape[:-3], heads, length)
-            lse = operands.empty(shape, "float32")
+            lse = self._new_lse()
             lse_target = framework.export_out(lse, device)
 
         q_in, k_in, v_in = [framework.export(x, device, stream) for x in self._tensors]
@@ -76,7 +75,7 @@ class Forward(Call):
             softmax_scale,
             bool(causal),
             self._stream(stream),
-            operands.bf16_bits(self._dtype),
+            operands.as_bits(self._dtype),
             self._options or None,
             self._workspace(stream),
         )
@@ -106,6 +105,10 @@ class Forward(Call):
             return operands.empty(self._out_shape, allowed[0])
         operands.output("out", out, allowed)
         return out
+
+    def _new_lse(self) -> Any:
+        length, heads = self._out_shape[-3:-1]
+        return self._operands.empty((*self._out_shape[:-3], heads, length), "float32")
 
     def _output(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array that is written besides the result."""

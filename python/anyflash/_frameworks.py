@@ -3,11 +3,13 @@ unless one of its arrays was passed."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays import CPU, Array, Device, Framework
+from anyflash._arrays import CPU, FLOAT8, Array, Device, Framework
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,11 +33,11 @@ def _named(dtype: str) -> str:
 
 class NumPy(_WithAttributes):
     name = "NumPy"
-    bf16_as_bits = True
+    as_bits = ("bfloat16", FLOAT8)
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}  # of the dtypes that were checked
-        # DLPack export knows no bfloat16, and bool only from NumPy 1.25 on.
+        # DLPack export knows neither of ml_dtypes', and bool only from NumPy 1.25 on.
         self._views: dict[Any, str] = {}
 
     def device(self, x: Any) -> Device:
@@ -50,7 +52,7 @@ class NumPy(_WithAttributes):
             raise TypeError(f"is {dtype} with foreign byte order; the native order is allowed")
         name: str = dtype.name
         self._names[dtype] = name
-        if name in ("bfloat16", "bool"):
+        if name in ("bfloat16", FLOAT8, "bool"):
             self._views[dtype] = "uint16" if name == "bfloat16" else "uint8"
         return name
 
@@ -82,6 +84,7 @@ class NumPy(_WithAttributes):
 
 class Torch(_WithAttributes):
     name = "PyTorch"
+    as_bits = (FLOAT8,)  # which DLPack export knows only in some of the versions that have it
     to_int32 = ".to(torch.int32)"
 
     def __init__(self) -> None:
@@ -95,13 +98,12 @@ class Torch(_WithAttributes):
             raise TypeError(f"is on {device}; CPU and CUDA tensors are allowed")
         return Device("cuda", device.index or 0)
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any, gradients: str) -> None:
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 "requires grad, and anyflash records nothing for autograd yet; use "
-                "torch.no_grad(), or detach() the tensor; anyflash.attention_backward computes the "
-                "gradients of attention"
+                f"torch.no_grad(), or detach() the tensor; {gradients}"
             )
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
@@ -123,7 +125,8 @@ class Torch(_WithAttributes):
         torch = sys.modules["torch"]
         if x.requires_grad:  # within torch.no_grad()
             x = x.detach()
-        if x.dtype is torch.bool:  # which DLPack export knows only from torch 2.2 on
+        dtype = x.dtype  # DLPack export knows bool only from torch 2.2 on
+        if dtype is torch.bool or dtype is getattr(torch, FLOAT8, None):
             x = x.view(torch.uint8)
         if stream is not None and device.kind == "cuda":
             return x.__dlpack__(stream=stream or 1)
@@ -148,6 +151,17 @@ class Torch(_WithAttributes):
             memory.record_stream(torch.cuda.ExternalStream(stream, device=like.device))
         return memory, memory.data_ptr()
 
+    def lengths(
+        self, count: int, value: int, like: Any, device: Device, stream: int | None
+    ) -> tuple[Any, Any]:
+        if device.kind == "cpu":
+            return super().lengths(count, value, like, device, stream)
+        torch = sys.modules["torch"]
+        numbers = torch.full((count,), value, dtype=torch.int32, device=like.device)
+        if stream is not None:
+            numbers.record_stream(torch.cuda.ExternalStream(stream, device=like.device))
+        return numbers, self.export(numbers, device, stream)
+
     def draw_seed(self) -> int:
         torch = sys.modules["torch"]  # its default generator is the CPU's
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
@@ -158,6 +172,7 @@ class Torch(_WithAttributes):
 
 class CuPy(_WithAttributes):
     name = "CuPy"
+    as_bits = (FLOAT8,)
 
     def device(self, x: Any) -> Device:
         return Device("cuda", x.device.id)
@@ -167,7 +182,9 @@ class CuPy(_WithAttributes):
         return stream
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
-        if x.dtype.kind == "b":  # which older DLPack exports do not know
+        dtype = x.dtype
+        # Neither is known to older DLPack exports.
+        if dtype.kind == "b" or (dtype.itemsize == 1 and dtype.name == FLOAT8):
             x = x.view("uint8")
         return x.__dlpack__(stream=-1 if stream is None else stream or 1)
 
@@ -182,13 +199,26 @@ class CuPy(_WithAttributes):
     def workspace(
         self, size: int, like: Any, device: Device, stream: int | None
     ) -> tuple[Any, int]:
+        with self._on(device, stream):
+            memory = sys.modules["cupy"].empty(size, "uint8")
+        return memory, memory.data.ptr
+
+    def lengths(
+        self, count: int, value: int, like: Any, device: Device, stream: int | None
+    ) -> tuple[Any, Any]:
+        with self._on(device, stream):
+            numbers = sys.modules["cupy"].full(count, value, "int32")
+        return numbers, self.export(numbers, device, None)
+
+    @contextlib.contextmanager
+    def _on(self, device: Device, stream: int | None) -> Iterator[None]:
+        """What is allocated within belongs to the stream: the pool keeps memory apart by the one
+        that is current at the allocation."""
         cuda = sys.modules["cupy"].cuda
         with cuda.Device(device.number):
-            # Its pool keeps memory apart by the stream that is current at the allocation.
             current = cuda.get_current_stream() if stream is None else cuda.ExternalStream(stream)
             with current:
-                memory = sys.modules["cupy"].empty(size, "uint8")
-        return memory, memory.data.ptr
+                yield
 
     def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
         cupy = sys.modules["cupy"]
@@ -204,13 +234,12 @@ class Jax(_WithAttributes):
     def device(self, x: Any) -> Device:
         return CPU
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any, gradients: str) -> None:
         jax = sys.modules["jax"]
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
-                "is a JAX tracer; anyflash does not run inside jax.jit, grad or vmap yet; "
-                "anyflash.attention_backward computes the gradients of attention, of concrete "
-                "arrays"
+                "is a JAX tracer; anyflash does not run inside jax.jit, grad or vmap yet, on "
+                f"concrete arrays only; {gradients}"
             )
         devices = x.devices()
         if len(devices) != 1 or next(iter(devices)).platform != "cpu":
@@ -222,6 +251,12 @@ class Jax(_WithAttributes):
 
     def check_out(self, x: Any) -> None:
         raise TypeError("is a JAX array, which is immutable; leave it away and use the result")
+
+    def check_cache(self, x: Any) -> None:
+        raise TypeError(
+            "is a JAX array, which is immutable, and k is written to it; append to the cache "
+            "before the call, and leave k and v away"
+        )
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
         return Array(shape, dtype or like.dtype.name, device)

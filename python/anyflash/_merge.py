@@ -101,8 +101,8 @@ def merge_states(
         framework.export(lse_b, device, stream),
         framework.export_out(result, device),
         framework.export_out(result_lse, device),
-        operands.bf16_bits(dtype),
-        operands.bf16_bits(kind),
+        operands.as_bits(dtype),
+        operands.as_bits(kind),
         framework.stream(out_a, device) if stream is None else stream,
     )
     return (

@@ -10,20 +10,22 @@ from anyflash._frameworks import framework_of
 
 _T = TypeVar("_T")
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
+_GRADIENTS = "anyflash.attention_backward computes the gradients of attention"
 
 
 class Operands:
     """The first array says to which framework and device all of a call's arrays must belong."""
 
-    __slots__ = ("device", "first", "framework", "operation", "sample")
+    __slots__ = ("device", "first", "framework", "gradients", "operation", "sample")
 
-    def __init__(self, operation: str, argument: str, x: Any) -> None:
+    def __init__(self, operation: str, argument: str, x: Any, gradients: str = _GRADIENTS) -> None:
         self.operation = operation
+        self.gradients = gradients  # where to get them, for errors
         self.first = argument
         self.sample = x
         try:
             self.framework = framework_of(x)
-            self.framework.check(x)  # a tracer, say, is on no device
+            self.framework.check(x, gradients)  # a tracer, say, is on no device
             self.device = self.framework.device(x)
         except _REFUSALS as error:
             raise self.about(argument, error) from None
@@ -52,7 +54,7 @@ class Operands:
                     f"is an array of {other.name} ({type(x).__name__}), but {self.first} is one of "
                     f"{framework.name} ({type(self.sample).__name__}); pass arrays of one framework"
                 )
-            framework.check(x)
+            framework.check(x, self.gradients)
             device = framework.device(x)
             if device != self.device:
                 raise ValueError(
@@ -71,15 +73,19 @@ class Operands:
             return f"int32 is allowed: pass {argument}{self.framework.to_int32}"
         return listed(allowed)
 
+    def cache(self, argument: str, x: Any) -> None:
+        """Refuses a cache that cannot be appended to."""
+        self.parse(argument, self.framework.check_cache, x)
+
     def output(self, argument: str, x: Any, allowed: tuple[str, ...]) -> str:
         """Dtype of a user's array that will be written."""
         _, dtype = self.read(argument, x, allowed)
         self.parse(argument, self.framework.check_out, x)
         return dtype
 
-    def bf16_bits(self, dtype: str) -> bool:
-        """Whether an exported array of this dtype shows its elements as uint16."""
-        return dtype == "bfloat16" and self.framework.bf16_as_bits
+    def as_bits(self, dtype: str) -> bool:
+        """Whether an exported array of this dtype shows its elements as unsigned integers."""
+        return dtype in self.framework.as_bits
 
     def empty(self, shape: tuple[int, ...], dtype: str | None) -> Any:
         """A new array of the framework, on the device; dtype None: that of the first array."""

@@ -91,6 +91,14 @@ def length(value: Any) -> int:
     return result
 
 
+def integer(value: Any) -> int:
+    """What the core checks the range of."""
+    result = _integer(value, "an int")
+    if not -_FAR <= result <= _FAR:
+        raise ValueError(f"is {result}; at most 2**62 is allowed")
+    return result
+
+
 def _word(value: Any, what: str) -> int:
     result = _integer(value, what)
     if not 0 <= result < _WORDS:

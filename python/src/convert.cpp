@@ -16,23 +16,29 @@ namespace {
 
 using Code = nb::dlpack::dtype_code;
 
-bool convert_dtype(nb::dlpack::dtype type, bool bf16_bits, DType& result) {
+bool convert_dtype(nb::dlpack::dtype type, bool as_bits, DType& result) {
   struct Known {
     Code code;
     int bits;
     DType dtype;
   };
   static constexpr Known kKnown[] = {
-      {Code::Float, 32, DType::kFloat32},   {Code::Float, 16, DType::kFloat16},
-      {Code::Bfloat, 16, DType::kBFloat16}, {Code::Float, 64, DType::kFloat64},
-      {Code::Bool, 8, DType::kBool},        {Code::UInt, 8, DType::kBool},
-      {Code::Int, 32, DType::kInt32},       {Code::Int, 64, DType::kInt64},
+      {Code::Float, 32, DType::kFloat32},
+      {Code::Float, 16, DType::kFloat16},
+      {Code::Bfloat, 16, DType::kBFloat16},
+      {Code::Float, 64, DType::kFloat64},
+      {Code::Bool, 8, DType::kBool},
+      {Code::UInt, 8, DType::kBool},
+      {Code::Int, 32, DType::kInt32},
+      {Code::Int, 64, DType::kInt64},
       {Code::UInt, 64, DType::kInt64},
+      {Code::Int, 8, DType::kInt8},
+      {Code::Float8_E4M3FN, 8, DType::kFloat8E4M3},
   };
   if (type.lanes != 1) return false;
   const auto code = static_cast<Code>(type.code);
-  if (bf16_bits && code == Code::UInt && type.bits == 16) {
-    result = DType::kBFloat16;
+  if (as_bits && code == Code::UInt && (type.bits == 16 || type.bits == 8)) {
+    result = type.bits == 16 ? DType::kBFloat16 : DType::kFloat8E4M3;
     return true;
   }
   for (const Known& known : kKnown) {
@@ -50,15 +56,23 @@ std::string dtype_text(nb::dlpack::dtype type) {
   return (type.code < std::size(kNames) ? kNames[type.code] : "type") + std::to_string(type.bits);
 }
 
+// As frameworks call it.
+std::string python_name(DType dtype) {
+  return dtype == DType::kFloat8E4M3 ? "float8_e4m3fn" : name(dtype);
+}
+
 Code dlpack_code(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
       return Code::Bfloat;
     case DType::kBool:
       return Code::Bool;
+    case DType::kInt8:
     case DType::kInt32:
     case DType::kInt64:
       return Code::Int;
+    case DType::kFloat8E4M3:
+      return Code::Float8_E4M3FN;
     default:
       return Code::Float;
   }
@@ -93,7 +107,7 @@ bool convert_device(const nb::ndarray<nb::ro>& array, Device& result) {
 
 }  // namespace
 
-Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool writable) {
+Array import_array(nb::handle object, const char* argument, bool as_bits, bool writable) {
   Array array;
   bool imported = false;
   if (writable) {
@@ -109,7 +123,7 @@ Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool
                                (writable ? ", or is read-only" : ""));
   }
   TensorView& view = array.view;
-  if (!convert_dtype(array.owner.dtype(), bf16_bits, view.dtype)) {
+  if (!convert_dtype(array.owner.dtype(), as_bits, view.dtype)) {
     invalid_type(argument,
                  "is " + dtype_text(array.owner.dtype()) + ", which anyflash does not know");
   }
@@ -141,9 +155,8 @@ nb::tuple describe(nb::handle object) {
   nb::list shape;
   for (std::size_t i = 0; i < array.ndim(); ++i) shape.append(array.shape(i));
   DType dtype;
-  return nb::make_tuple(nb::tuple(shape), convert_dtype(array.dtype(), false, dtype)
-                                              ? std::string(name(dtype))
-                                              : dtype_text(array.dtype()));
+  const bool known = convert_dtype(array.dtype(), false, dtype);
+  return nb::make_tuple(nb::tuple(shape), known ? python_name(dtype) : dtype_text(array.dtype()));
 }
 
 nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {

@@ -17,9 +17,10 @@ struct Array {
 };
 
 // `object` is a DLPack capsule, or an object with __dlpack__ or the buffer protocol; nothing is
-// copied. bf16_bits: the elements are bfloat16 shown as uint16 (NumPy cannot export bfloat16).
-// writable: read-only arrays are refused. Throws anyflash::Error.
-Array import_array(nb::handle object, const char* argument, bool bf16_bits, bool writable);
+// copied. as_bits: floats that are shown as unsigned integers of their size, bfloat16 and
+// float8_e4m3fn (NumPy can export neither). writable: read-only arrays are refused. Throws
+// anyflash::Error.
+Array import_array(nb::handle object, const char* argument, bool as_bits, bool writable);
 
 // (shape, dtype) of anything that speaks DLPack, whether anyflash could use it or not.
 nb::tuple describe(nb::handle object);

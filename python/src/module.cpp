@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <optional>
 #include <string>
@@ -102,12 +103,12 @@ struct Options {
 
 void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                  nb::handle lse, std::optional<double> softmax_scale, bool causal,
-                 std::uintptr_t stream, bool bf16_bits, nb::handle given, nb::handle allocate_gpu) {
+                 std::uintptr_t stream, bool as_bits, nb::handle given, nb::handle allocate_gpu) {
   named(operation, [&] {
-    const Array q_array = import_array(q, "q", bf16_bits, false);
-    const Array k_array = import_array(k, "k", bf16_bits, false);
-    const Array v_array = import_array(v, "v", bf16_bits, false);
-    const Array out_array = import_array(out, "out", bf16_bits, true);
+    const Array q_array = import_array(q, "q", as_bits, false);
+    const Array k_array = import_array(k, "k", as_bits, false);
+    const Array v_array = import_array(v, "v", as_bits, false);
+    const Array out_array = import_array(out, "out", as_bits, true);
     Array lse_array;
     if (!lse.is_none()) lse_array = import_array(lse, "lse", false, true);
     const TensorView* const lse_view = lse.is_none() ? nullptr : &lse_array.view;
@@ -124,14 +125,14 @@ void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v
 // tensors: dout, q, k, v, out, lse, dq, dk, dv.
 void run_backward(const char* operation, const nb::tuple& tensors,
                   std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
-                  bool bf16_bits, nb::handle given, const nb::dict& given_backward,
+                  bool as_bits, nb::handle given, const nb::dict& given_backward,
                   nb::handle allocate_gpu) {
   named(operation, [&] {
     static constexpr const char* kNames[] = {"dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"};
     static constexpr std::size_t kFirstOutput = 6;
     std::array<Array, std::size(kNames)> arrays;
     for (std::size_t i = 0; i < arrays.size(); ++i) {
-      arrays[i] = import_array(tensors[i], kNames[i], bf16_bits, i >= kFirstOutput);
+      arrays[i] = import_array(tensors[i], kNames[i], as_bits, i >= kFirstOutput);
     }
     const Options options(softmax_scale, causal, stream, given);
     BackwardOptions backward_options;
@@ -152,15 +153,112 @@ void run_backward(const char* operation, const nb::tuple& tensors,
   });
 }
 
-void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a, nb::handle out_b,
-                      nb::handle lse_b, nb::handle out, nb::handle lse, bool bf16_bits_in,
-                      bool bf16_bits_out, std::uintptr_t stream) {
+// Arguments have flash-attn's names in Python.
+std::string with_python_names(std::string message) {
+  for (const char* const name : {"k_new", "v_new"}) {
+    for (std::size_t at = 0; (at = message.find(name, at)) != std::string::npos; ++at) {
+      message.erase(at + 1, std::strlen("_new"));
+    }
+  }
+  return message;
+}
+
+// A call of attention with a KV cache. tensors: q, k_cache, v_cache, out, lse, each a pair (array,
+// it shows floats as unsigned integers), lse also None. writes: the caches are written to.
+class KvCacheCall {
+ public:
+  KvCacheCall(const nb::tuple& tensors, std::optional<double> softmax_scale, bool causal,
+              std::uintptr_t stream, nb::handle given, const nb::dict& given_cache, bool writes)
+      : has_lse_(!tensors[4].is_none()), options_(softmax_scale, causal, stream, given) {
+    static constexpr const char* kNames[] = {"q", "k_cache", "v_cache", "out", "lse"};
+    const bool writable[] = {false, writes, writes, true, true};
+    for (std::size_t i = 0; i < (has_lse_ ? arrays_.size() : arrays_.size() - 1); ++i) {
+      const auto pair = nb::cast<nb::tuple>(tensors[i]);
+      arrays_[i] = import_array(pair[0], kNames[i], nb::cast<bool>(pair[1]), writable[i]);
+    }
+    read_options(given_cache, cache_options_, cache_arrays_);
+  }
+
+  // function(the views, both options, more...)
+  template <class Function, class... More>
+  auto call(const Function& function, const More&... more) const {
+    try {
+      const auto& [q, k_cache, v_cache, out, lse] = arrays_;
+      return function(q.view, k_cache.view, v_cache.view, out.view, has_lse_ ? &lse.view : nullptr,
+                      options_.forward, cache_options_, more...);
+    } catch (const Error& error) {
+      throw Error(error.code(), with_python_names(error.what()));
+    }
+  }
+
+  std::size_t workspace_size() const { return call(forward_with_kvcache_workspace_size); }
+  void run(Workspace workspace) const { call(forward_with_kvcache, workspace); }
+  const Device& device() const { return arrays_[0].view.device; }
+
+ private:
+  bool has_lse_;
+  std::array<Array, 5> arrays_;
+  Options options_;
+  KvCacheOptions cache_options_;
+  std::vector<Array> cache_arrays_;
+};
+
+// What an array must hold beyond what is needed, so that it may begin anywhere.
+constexpr std::size_t kWorkspaceSlack = 255;
+
+// Of an array of bytes, from its first multiple of 256 on.
+Workspace aligned_workspace(const Array& memory) {
+  const TensorView& view = memory.view;
+  std::size_t bytes = 1;
+  bool contiguous = true;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    contiguous &= view.shape[i] <= 1 || view.stride[i] == static_cast<int64_t>(bytes);
+    bytes *= static_cast<std::size_t>(view.shape[i]);
+  }
+  if (!contiguous) throw Error(ErrorCode::kInvalidValue, "workspace is not contiguous");
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
+  const std::size_t skipped = static_cast<std::size_t>(-address) & kWorkspaceSlack;
+  if (bytes < skipped) return {};
+  return {reinterpret_cast<void*>(address + skipped), bytes - skipped};
+}
+
+void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
+                              std::optional<double> softmax_scale, bool causal,
+                              std::uintptr_t stream, nb::handle given, const nb::dict& given_cache,
+                              bool writes, nb::handle workspace, nb::handle allocate_gpu) {
   named(operation, [&] {
-    const Array out_a_array = import_array(out_a, "out_a", bf16_bits_in, false);
+    const KvCacheCall call(tensors, softmax_scale, causal, stream, given, given_cache, writes);
+    const auto run = [&](Workspace memory) { call.run(memory); };
+    if (workspace.is_none()) {
+      with_workspace(call.device(), call.workspace_size(), allocate_gpu, run);
+      return;
+    }
+    const Array memory = import_array(workspace, "workspace", false, true);
+    const nb::gil_scoped_release release;
+    run(aligned_workspace(memory));
+  });
+}
+
+std::size_t kvcache_workspace_size(const char* operation, const nb::tuple& tensors,
+                                   std::optional<double> softmax_scale, bool causal,
+                                   std::uintptr_t stream, nb::handle given,
+                                   const nb::dict& given_cache, bool writes) {
+  return named(operation, [&] {
+    const KvCacheCall call(tensors, softmax_scale, causal, stream, given, given_cache, writes);
+    const std::size_t bytes = call.workspace_size();
+    return bytes == 0 ? bytes : bytes + kWorkspaceSlack;
+  });
+}
+
+void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a, nb::handle out_b,
+                      nb::handle lse_b, nb::handle out, nb::handle lse, bool as_bits_in,
+                      bool as_bits_out, std::uintptr_t stream) {
+  named(operation, [&] {
+    const Array out_a_array = import_array(out_a, "out_a", as_bits_in, false);
     const Array lse_a_array = import_array(lse_a, "lse_a", false, false);
-    const Array out_b_array = import_array(out_b, "out_b", bf16_bits_in, false);
+    const Array out_b_array = import_array(out_b, "out_b", as_bits_in, false);
     const Array lse_b_array = import_array(lse_b, "lse_b", false, false);
-    const Array out_array = import_array(out, "out", bf16_bits_out, true);
+    const Array out_array = import_array(out, "out", as_bits_out, true);
     const Array lse_array = import_array(lse, "lse", false, true);
     MergeOptions options;
     options.stream = reinterpret_cast<void*>(stream);
@@ -185,12 +283,18 @@ nb::object named_new_array(const nb::tuple& shape, int dtype, int device_type, i
 NB_MODULE(_core, m) {
   using namespace anyflash::python;
   m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
-        "softmax_scale"_a.none(), "causal"_a, "stream"_a, "bf16_bits"_a, "options"_a.none(),
+        "softmax_scale"_a.none(), "causal"_a, "stream"_a, "as_bits"_a, "options"_a.none(),
         "allocate"_a.none());
   m.def("backward", &run_backward, "operation"_a, "tensors"_a, "softmax_scale"_a.none(), "causal"_a,
-        "stream"_a, "bf16_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
+        "stream"_a, "as_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
+  m.def("forward_with_kvcache", &run_forward_with_kvcache, "operation"_a, "tensors"_a,
+        "softmax_scale"_a.none(), "causal"_a, "stream"_a, "options"_a.none(), "cache_options"_a,
+        "writes"_a, "workspace"_a.none(), "allocate"_a);
+  m.def("kvcache_workspace_size", &kvcache_workspace_size, "operation"_a, "tensors"_a,
+        "softmax_scale"_a.none(), "causal"_a, "stream"_a, "options"_a.none(), "cache_options"_a,
+        "writes"_a);
   m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
-        "lse_b"_a, "out"_a, "lse"_a, "bf16_bits_in"_a, "bf16_bits_out"_a, "stream"_a);
+        "lse_b"_a, "out"_a, "lse"_a, "as_bits_in"_a, "as_bits_out"_a, "stream"_a);
   m.def("describe", &named_describe, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
   m.def("build_info", &build_info_dict);

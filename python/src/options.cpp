@@ -40,6 +40,20 @@ constexpr TensorOption<BackwardOptions> kBackwardTensors[] = {
     {"dalibi_slopes", &BackwardOptions::dalibi_slopes, true, 0},
 };
 
+constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {
+    {"cache_seqlens", &KvCacheOptions::cache_seqlens, false, 0},
+    {"cache_batch_idx", &KvCacheOptions::cache_batch_idx, false, 0},
+    {"cache_leftpad", &KvCacheOptions::cache_leftpad, false, 0},
+    {"block_table", &KvCacheOptions::block_table, false, 0},
+    {"k_new", &KvCacheOptions::k_new, false, 0},
+    {"v_new", &KvCacheOptions::v_new, false, 0},
+    {"rotary_cos", &KvCacheOptions::rotary_cos, false, 0},
+    {"rotary_sin", &KvCacheOptions::rotary_sin, false, 0},
+    {"tree_mask", &KvCacheOptions::tree_mask, false, 3},
+    {"k_scale", &KvCacheOptions::k_scale, false, 0},
+    {"v_scale", &KvCacheOptions::v_scale, false, 0},
+};
+
 void pad_rank(TensorView& view, int rank) {
   const int missing = rank - view.rank;
   if (missing <= 0) return;
@@ -90,6 +104,19 @@ void read_number(const char* name, nb::handle value, BackwardOptions& options) {
   options.deterministic = nb::cast<bool>(value);
 }
 
+void read_number(const char* name, nb::handle value, KvCacheOptions& options) {
+  const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
+  if (is("rotary_interleaved")) {
+    options.rotary_interleaved = nb::cast<bool>(value);
+  } else if (is("num_splits")) {
+    options.num_splits = nb::cast<std::int64_t>(value);
+  } else if (is("split_size")) {
+    options.split_size = nb::cast<std::int64_t>(value);
+  } else {
+    throw std::logic_error(std::string("unknown option ") + name);
+  }
+}
+
 template <class Options, std::size_t n>
 void read_all(const nb::dict& given, const TensorOption<Options> (&tensors)[n], Options& options,
               std::vector<Array>& arrays) {
@@ -118,6 +145,10 @@ void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Ar
 
 void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays) {
   read_all(given, kBackwardTensors, options, arrays);
+}
+
+void read_options(const nb::dict& given, KvCacheOptions& options, std::vector<Array>& arrays) {
+  read_all(given, kKvCacheTensors, options, arrays);
 }
 
 }  // namespace anyflash::python

@@ -11,12 +11,16 @@
 namespace anyflash::python {
 
 // Writes what `given` holds into `options`, which then points into `arrays`. Keys: the names of
-// ForwardOptions' tensors, each a pair (array, its bfloat16 is shown as uint16), and
+// ForwardOptions' tensors, each a pair (array, it shows floats as unsigned integers), and
 //   window, block_size, max_seqlen: pairs of int;  dropout: (p, seed, offset);
 //   softcap: float;  validate: bool.
 void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays);
 
 // Likewise, the names of BackwardOptions' tensors and deterministic: bool.
 void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays);
+
+// Likewise, the names of KvCacheOptions' tensors, rotary_interleaved: bool, num_splits and
+// split_size: int.
+void read_options(const nb::dict& given, KvCacheOptions& options, std::vector<Array>& arrays);
 
 }  // namespace anyflash::python

@@ -20,6 +20,15 @@ constexpr KernelRow sm80_row(const char* name, int head_dim, int head_dim_v, uns
           {},       {}};
 }
 
+constexpr KernelRow decode_row(const char* name, int head_dim, int block_m, unsigned features,
+                               std::size_t smem_bytes) {
+  KernelRow row = sm80_row(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
+  row.tile.block_m = block_m;
+  return row;
+}
+
+constexpr unsigned kScores = kSoftcap | kAlibi;
+
 constexpr KernelRow cpu_row(const char* name, Op op) {
   return {name, Arch::kCpu, CpuIsa::kBaseline, op, DType::kFloat32, 0, 0, kAllFeatures, Tile{}, 0,
           {},   {}};
@@ -38,6 +47,15 @@ constexpr KernelRow kRows[] = {
     sm80_row("d192_v128", 192, 128, kNoFeatures, 95000),
     sm80_row("d64", 64, 64, kNoFeatures, 40000),
     cpu_row("cpu", Op::kForward),
+    cpu_row("cpu_decode", Op::kDecode),
+    decode_row("decode_d128_m64_8bit", 128, 64, kScores | kQuantizedCache, 90000),
+    decode_row("decode_d128_m64", 128, 64, kScores, 90000),
+    decode_row("decode_d64_m64", 64, 64, kScores, 50000),
+    decode_row("decode_d128_m16_8bit", 128, 16, kScores | kQuantizedCache, 60000),
+    decode_row("decode_d128_m16", 128, 16, kScores, 60000),
+    decode_row("decode_d128_m32", 128, 32, kScores, 70000),
+    decode_row("decode_d64_m16", 64, 16, kScores, 30000),
+    decode_row("decode_d256_m16", 256, 16, kScores, 90000),
 };
 constexpr KernelRows kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
@@ -61,6 +79,13 @@ std::string selected(int head_dim, int head_dim_v, unsigned features, DType dtyp
                      Op op = Op::kForward) {
   const Device device{DeviceType::kCuda, 0};
   return select_kernel({op, device, dtype, head_dim, head_dim_v, features, CpuIsa::kAuto}).name;
+}
+
+std::string selected_decode(int head_dim, int64_t rows, unsigned features) {
+  const Device device{DeviceType::kCuda, 0};
+  return select_kernel({Op::kDecode, device, DType::kFloat16, head_dim, head_dim, features,
+                        CpuIsa::kAuto, rows})
+      .name;
 }
 
 std::string selected_on_cpu(Op op) {
@@ -96,7 +121,36 @@ void check_choice() {
   CHECK_EQ(selected(64, 64, kAlibi, DType::kFloat16, Op::kBackward), "backward_d128_generic");
 }
 
+// The smallest tile that holds all rows, else the largest; then the head dims; then the features.
+void check_decode_choice() {
+  gpu = {"test GPU", 80, 108, 163840, std::size_t{40} << 20};
+  CHECK_EQ(selected_decode(128, 0, 0), "decode_d128_m16");
+  CHECK_EQ(selected_decode(128, 1, 0), "decode_d128_m16");
+  CHECK_EQ(selected_decode(128, 16, kSoftcap), "decode_d128_m16");
+  CHECK_EQ(selected_decode(128, 17, 0), "decode_d128_m32");
+  CHECK_EQ(selected_decode(128, 33, 0), "decode_d128_m64");
+  CHECK_EQ(selected_decode(128, 65, 0), "decode_d128_m64");
+  CHECK_EQ(selected_decode(128, int64_t{1} << 40, 0), "decode_d128_m64");
+  CHECK_EQ(selected_decode(64, 8, kAlibi), "decode_d64_m16");
+  CHECK_EQ(selected_decode(64, 20, 0), "decode_d128_m32");
+  CHECK_EQ(selected_decode(33, 64, 0), "decode_d64_m64");
+  CHECK_EQ(selected_decode(129, 64, 0), "decode_d256_m16");
+  CHECK_EQ(selected_decode(64, 3, kQuantizedCache), "decode_d128_m16_8bit");
+  CHECK_EQ(selected_decode(64, 17, kQuantizedCache | kAlibi), "decode_d128_m64_8bit");
+  CHECK_EQ(selected_on_cpu(Op::kDecode), "cpu_decode");
+  gpu.smem_per_block = 65536;
+  CHECK_EQ(selected_decode(128, 64, 0), "decode_d128_m16");
+  check_error(200, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
+              "head dim is 200; the decode kernels of this build for float16 that fit test GPU's "
+              "65536 bytes of shared memory take head dims up to 128",
+              Op::kDecode);
+  check_error(256, kQuantizedCache, DType::kFloat16, ErrorCode::kUnsupported,
+              "the decode kernels of this build for float16 with quantized_cache that fit",
+              Op::kDecode);
+}
+
 void check_errors() {
+  gpu.smem_per_block = 163840;
   check_error(300, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "head dim is 300; the forward kernels of this build for float16 that fit test GPU's "
               "163840 bytes of shared memory take head dims up to 256");
@@ -151,9 +205,36 @@ void check_problem() {
   CHECK_EQ(features(), kAllFeatures);
 }
 
+void check_decode_problem() {
+  TensorView q;
+  q.dtype = DType::kBFloat16;
+  q.device = {DeviceType::kCuda, 1};
+  KvCacheParams params;
+  params.head_dim = 24;
+  params.head_dim_v = 40;
+  params.heads = 32;
+  params.heads_k = 8;
+  params.seqlen_q = 5;
+  params.cache_dtype = q.dtype;
+  const Problem plain = problem_of(q, params, CpuIsa::kAuto);
+  CHECK(plain.op == Op::kDecode && plain.device == q.device && plain.dtype == q.dtype);
+  CHECK(plain.head_dim == 24 && plain.head_dim_v == 40 && plain.features == kNoFeatures);
+  CHECK_EQ(plain.rows, 20);
+  params.softcap = 1.0;
+  params.tree_mask.data = &params;  // in every kernel
+  for (const DType dtype : {DType::kInt8, DType::kFloat8E4M3}) {
+    params.cache_dtype = dtype;
+    CHECK_EQ(problem_of(q, params, CpuIsa::kAuto).features, unsigned{kSoftcap | kQuantizedCache});
+  }
+  params.seqlen_q = 1 << 30;
+  CHECK_EQ(problem_of(q, params, CpuIsa::kAuto).rows, int64_t{1} << 32);
+}
+
 void check_names() {
   CHECK_EQ(name(Op::kForward), std::string("forward"));
   CHECK_EQ(name(Op::kBackward), std::string("backward"));
+  CHECK_EQ(name(Op::kDecode), std::string("decode"));
+  CHECK(feature_names(kQuantizedCache) == (std::vector<std::string>{"quantized_cache"}));
   const std::vector<std::string> all = {"softcap", "alibi", "bias", "block_mask", "dropout"};
   CHECK(feature_names(kAllFeatures) == all);
   CHECK(feature_names(kNoFeatures).empty());
@@ -164,8 +245,10 @@ void check_names() {
 
 int main() {
   check_choice();
+  check_decode_choice();
   check_errors();
   check_problem();
+  check_decode_problem();
   check_names();
   return check::report();
 }

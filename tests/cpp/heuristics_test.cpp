@@ -1,14 +1,25 @@
 // heuristics.h: what its comments promise, over a table of sizes.
 #include "heuristics.h"
 
+#include <algorithm>
 #include <climits>
+#include <cstdint>
 
 #include "check.h"
 
 using anyflash::BackwardParams;
+using anyflash::decode_num_splits;
+using anyflash::decode_num_splits_on_cpu;
+using anyflash::DeviceProperties;
 using anyflash::ForwardParams;
 using anyflash::heads_per_section;
 using anyflash::heads_per_section_backward;
+using anyflash::KernelRow;
+using anyflash::KvCacheParams;
+using anyflash::query_rows;
+using anyflash::resident_ctas;
+using anyflash::Tile;
+using anyflash::visible_keys;
 
 namespace {
 
@@ -79,9 +90,125 @@ void check_backward_bounds(const BackwardParams& p, std::size_t l2_bytes) {
   CHECK_EQ(heads_per_section_backward(window, kBytes, l2_bytes), 1);
 }
 
+KvCacheParams decode_params(int64_t batch, int heads_k, int group, int seqlen_q, int capacity) {
+  KvCacheParams p;
+  p.batch = batch;
+  p.heads = heads_k * group;
+  p.heads_k = heads_k;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = capacity;
+  return p;
+}
+
+int64_t divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Waves of CTAs times the blocks of each, and one for the partial result.
+int64_t decode_time(int64_t ctas, int64_t blocks, int64_t splits, int64_t resident) {
+  return divide(ctas * splits, resident) * (divide(blocks, splits) + (splits > 1 ? 1 : 0));
+}
+
+void check_splits(const KvCacheParams& p, const Tile& tile, int64_t resident) {
+  const int splits = decode_num_splits(p, tile, resident);
+  const int64_t ctas = p.batch * p.heads_k * divide(query_rows(p), tile.block_m);
+  const int64_t blocks = divide(visible_keys(p), tile.block_n);
+  CHECK(splits >= 1 && splits <= 128);
+  if (splits > 1) CHECK(splits * 2 <= blocks);
+  if (ctas * 5 >= resident * 4) {
+    CHECK_EQ(splits, 1);
+    return;
+  }
+  // Not much slower than any other number of splits, and than all smaller ones.
+  const int64_t time = decode_time(ctas, blocks, splits, resident);
+  for (int64_t other = 1; other <= std::min<int64_t>(blocks / 2, 128) && ctas > 0; ++other) {
+    const int64_t other_time = decode_time(ctas, blocks, other, resident);
+    CHECK(time * 85 <= other_time * 100);
+    if (other < splits) CHECK(other_time > time);
+  }
+  CHECK_EQ(decode_num_splits(p, tile, resident), splits);
+}
+
+void check_cpu_splits(const KvCacheParams& p) {
+  const int splits = decode_num_splits_on_cpu(p);
+  CHECK(splits >= 1 && splits <= 64);
+  if (splits == 1) return;
+  CHECK(int64_t{splits} * 1024 <= visible_keys(p));
+  CHECK((splits - 1) * p.batch * p.heads_k < 256);
+}
+
+void check_windows() {
+  KvCacheParams p = decode_params(1, 1, 1, 3, 10000);
+  p.window = {-1, 0};
+  CHECK_EQ(visible_keys(p), 10000);
+  p.window = {500, 0};
+  CHECK_EQ(visible_keys(p), 503);
+  p.window = {9999, -1};
+  CHECK_EQ(visible_keys(p), 10000);
+  p.window = {INT64_MAX, -1};
+  CHECK_EQ(visible_keys(p), 10000);
+}
+
+void check_decode_examples() {
+  // A100 and H200: what shared memory or threads allow, on every multiprocessor.
+  KernelRow row{};
+  row.tile = {16, 64, 4};
+  row.smem_bytes = 80000;
+  DeviceProperties device;
+  device.multiprocessors = 108;
+  device.smem_per_multiprocessor = 167936;
+  CHECK_EQ(resident_ctas(row, device), 216);
+  row.smem_bytes = 82945;  // with what the driver takes, just too much for two
+  CHECK_EQ(resident_ctas(row, device), 108);
+  row.smem_bytes = 20000;
+  CHECK_EQ(resident_ctas(row, device), 432);
+  row.smem_bytes = 200000;  // at least one, whatever the numbers say
+  CHECK_EQ(resident_ctas(row, device), 108);
+
+  const Tile tile{16, 64, 4};
+  // A full GPU: 32 sequences of 8 heads on 264 CTAs.
+  CHECK_EQ(decode_num_splits(decode_params(32, 8, 4, 1, 32768), tile, 264), 1);
+  // One sequence of 512 blocks: 32 splits of 16 are one wave, as are 27 of 19 (17 / 20 = 85 %).
+  CHECK_EQ(decode_num_splits(decode_params(1, 8, 4, 1, 32768), tile, 264), 27);
+  // Short ones are not split.
+  CHECK_EQ(decode_num_splits(decode_params(1, 8, 4, 1, 128), tile, 264), 1);
+  CHECK_EQ(decode_num_splits(decode_params(1, 1, 1, 1, 0), tile, 264), 1);
+  // The window counts, not the capacity.
+  KvCacheParams window = decode_params(1, 8, 4, 1, 1 << 20);
+  window.window = {100, 0};
+  CHECK_EQ(decode_num_splits(window, tile, 264), 1);
+
+  CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 8, 4, 1, 131072)), 32);
+  CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 1, 4, 1, 131072)), 64);
+  CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 8, 4, 1, 2047)), 1);
+  CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 8, 4, 1, 2048)), 2);
+  CHECK_EQ(decode_num_splits_on_cpu(decode_params(256, 1, 4, 1, 1 << 20)), 1);
+  CHECK_EQ(decode_num_splits_on_cpu(decode_params(0, 1, 4, 1, 0)), 1);
+}
+
+void check_decode() {
+  for (const int64_t batch : {0, 1, 3, 32, 1000}) {
+    for (const int heads_k : {1, 8}) {
+      for (const int seqlen_q : {0, 1, 9, 100}) {
+        for (const int capacity : {0, 1, 64, 257, 1000, 8192, 131072, INT_MAX - 4095}) {
+          KvCacheParams p = decode_params(batch, heads_k, 4, seqlen_q, capacity);
+          for (const int64_t left : {-1, 300}) {
+            p.window = {left, 0};
+            for (const Tile& tile : {Tile{16, 64, 4}, Tile{64, 128, 4}}) {
+              for (const int64_t resident : {1, 108, 264, 528}) check_splits(p, tile, resident);
+            }
+            check_cpu_splits(p);
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  check_decode();
+  check_decode_examples();
+  check_windows();
   constexpr int kMax = INT_MAX - 4095;
   for (const std::size_t l2_bytes : {std::size_t{0}, std::size_t{40} << 20, std::size_t{1} << 31}) {
     for (const int64_t batch : {0, 1, 3, 512}) {

@@ -1,6 +1,7 @@
 // The table of kernels, the counters of launches, and the thread-local error message.
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -19,6 +20,14 @@ using anyflash::KernelInfo;
 using test::DType;
 using test::Tensor;
 
+constexpr const char* kOps[] = {"forward", "backward", "decode"};
+
+// What the CPU's kernels of an operation can do.
+std::vector<std::string> all_features(const std::string& op) {
+  if (op == "decode") return {"softcap", "alibi", "quantized_cache"};
+  return {"softcap", "alibi", "bias", "block_mask", "dropout"};
+}
+
 void check_table() {
   const std::vector<KernelInfo> kernels = anyflash::kernels();
   CHECK_EQ(kernels.size(), anyflash_kernel_count());
@@ -27,22 +36,20 @@ void check_table() {
     const KernelInfo& kernel = kernels[i];
     CHECK_MSG(names.insert(kernel.name).second, kernel.name + " is listed twice");
     CHECK_EQ(kernel.name, std::string(anyflash_kernel_name(i)));
-    CHECK_MSG(kernel.op == "forward" || kernel.op == "backward", kernel.op);
+    CHECK_MSG(std::find(std::begin(kOps), std::end(kOps), kernel.op) != std::end(kOps), kernel.op);
     CHECK_MSG(check::contains(kernel.name, "_" + kernel.op + "_"), kernel.name);
     CHECK_MSG(kernel.block_m > 0 && kernel.block_n > 0, kernel.name);
     const bool cpu = kernel.arch.rfind("cpu-", 0) == 0;
     CHECK_MSG(cpu == (kernel.head_dim == 0 && kernel.head_dim_v == 0 && kernel.warps == 0 &&
                       kernel.smem_bytes == 0),
               kernel.name);
-    const std::vector<std::string> all = {"softcap", "alibi", "bias", "block_mask", "dropout"};
+    const std::vector<std::string> all = all_features(kernel.op);
     if (cpu) CHECK_MSG(kernel.features == all, kernel.name);
     for (const std::string& feature : kernel.features) {
       CHECK_MSG(std::find(all.begin(), all.end(), feature) != all.end(), feature);
     }
   }
 }
-
-constexpr const char* kOps[] = {"forward", "backward"};
 
 // Every instruction set of the build has every operation and dtype, once.
 void check_cpu_rows() {
@@ -99,6 +106,14 @@ void call_backward(const Tensor& t, int64_t batch, const anyflash::ForwardOption
                      memory.workspace());
 }
 
+void call_decode(const Tensor& q, const Tensor& cache, const Tensor& out,
+                 const anyflash::ForwardOptions& options) {
+  const auto& x = cache.view;
+  const test::AlignedBytes memory(
+      anyflash::forward_with_kvcache_workspace_size(q.view, x, x, out.view, nullptr, options, {}));
+  anyflash::forward_with_kvcache(q.view, x, x, out.view, nullptr, options, {}, memory.workspace());
+}
+
 void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
   Tensor q(dtype, {batch, 4, 2, 8});
   Tensor k(dtype, {batch, 4, 2, 8});
@@ -109,6 +124,7 @@ void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
   anyflash::ForwardOptions options;
   options.num_threads = num_threads;
   if (op == "backward") return call_backward(q, batch, options);
+  if (op == "decode") return call_decode(q, k, out, options);
   const test::AlignedBytes memory(
       anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
   anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());

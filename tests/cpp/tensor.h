@@ -33,6 +33,8 @@ inline int bytes_of(DType dtype) {
     case DType::kInt32:
       return 4;
     case DType::kBool:
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
       return 1;
     default:
       return 2;
@@ -119,6 +121,7 @@ class Tensor {
     if (view.dtype == DType::kFloat32) return read<float>(p);
     if (view.dtype == DType::kBool) return read<unsigned char>(p);
     if (view.dtype == DType::kInt32) return read<int32_t>(p);
+    if (view.dtype == DType::kInt8) return read<int8_t>(p);
     return decode16(read<uint16_t>(p), view.dtype);
   }
 
@@ -129,6 +132,7 @@ class Tensor {
     if (view.dtype == DType::kBool) return write(p, static_cast<unsigned char>(x));
     if (view.dtype == DType::kInt32) return write(p, static_cast<int32_t>(x));
     if (view.dtype == DType::kInt64) return write(p, static_cast<int64_t>(x));
+    if (view.dtype == DType::kInt8) return write(p, static_cast<int8_t>(x));
     write(p, encode16(x, view.dtype));
   }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # pytest's importlib mode does not put this folder on the path.
@@ -19,3 +21,11 @@ def build() -> Path:
     if not (folder / "compile_commands.json").exists():
         pytest.fail(f"no test build in {folder}; run `make build-test`", pytrace=False)
     return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Tests ask for all that they wait for at once: for their compilers and drivers."""
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)

@@ -165,6 +165,61 @@ BACKWARD_FEATURE_CASES = backward(
 
 BACKWARD_CASES = BACKWARD_PLAIN_CASES + BACKWARD_FEATURE_CASES
 
+# For Thread Sanitizer, to which creating threads is what costs: few blocks, but several tiles a
+# CTA, every barrier several times, all kernels beside the main ones, and rows that are copied.
+FORWARD_RACES = (
+    Case(seqlen_q=203, seqlen_k=131, causal=1, scale=-0.2, more="nan=seen sink=1"),
+    Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden"),
+    Case(causal=1),
+    Case(seqlen_q=106, seqlen_k=205, more="cu_q=0,70,70,71,106 cu_k=0,65,125,125,205 nan=seen"),
+    Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, causal=1, more="out=fp32"),
+    Case(seqlen_q=5, seqlen_k=9, heads=1, head_dim=37, head_dim_v=51),
+    Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
+    Case(seqlen_q=70, seqlen_k=330, heads=1, more="softcap=300 alibi=-0.05 left=200 right=50"),
+    Case(seqlen_q=67, seqlen_k=136, causal=1, more="bias=fp32 sink=1 nan=seen dropout=0.25"),
+    Case(seqlen_q=66, seqlen_k=17, heads=1, more="bias=bool nan=hidden dropout=0.25"),
+    Case(seqlen_q=7, seqlen_k=130, heads=1, more="bias=fp16 dropout=0.25"),
+    Case(seqlen_q=130, seqlen_k=300, more="block=64,128 nan=hidden left=230 right=50"),
+    Case(
+        seqlen_q=106,
+        seqlen_k=205,
+        heads=1,
+        causal=1,
+        more="cu_q=0,70,70,71,106 cu_k=0,65,125,125,205 used=60,3,0,80 softcap=20 alibi=0.02"
+        " bias=fp16 bias_axes=1hq1 block=64,64 sink=1 dropout=0.2 nan=hidden out=fp32",
+    ),
+)
+
+BACKWARD_RACES = backward(
+    Case(seqlen_q=200, seqlen_k=140, causal=1, more="dlse=1"),
+    Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="nan=hidden det=1"),
+    Case(seqlen_q=140, seqlen_k=70, more="left=30 right=10 nan=k grad=fp32"),
+    Case(seqlen_q=70, seqlen_k=140, heads=1, more="left=30 right=10 nan=k det=1"),
+    Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="nan=dout"),
+    Case(seqlen_q=140, seqlen_k=136, heads=1, more="bias=fp32 left=20 right=10 nan=k"),
+    Case(
+        seqlen_q=70,
+        seqlen_k=136,
+        more="bias=fp32 bias_axes=11qk left=20 right=10 nan=k det=1 alibi=0.1",
+    ),
+    Case(
+        batch=2, seqlen_q=70, seqlen_k=72, heads=1, more="bias=fp16 bias_axes=1hq1 sink=1 nan=dout"
+    ),
+    Case(seqlen_q=70, seqlen_k=139, heads=1, more="bias=fp16 dropout=0.2"),
+    Case(
+        seqlen_q=136,
+        seqlen_k=205,
+        heads=1,
+        more="cu_q=0,70,70,136 cu_k=0,65,125,205 used=60,3,70 softcap=20 alibi=0.02"
+        " bias=fp32 bias_axes=11qk block=64,64 sink=1 dropout=0.2 nan=hidden dout=fp32",
+    ),
+)
+
+
+def wide(cases: tuple[Case, ...]) -> list[Case]:
+    """For kernels of head dim 128 instead of 64."""
+    return [case._replace(head_dim=case.head_dim + 64) for case in cases]
+
 
 def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tuple[int, str]:
     """The driver's exit status and everything it printed."""
@@ -175,7 +230,7 @@ def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tup
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     return result.returncode, result.stdout + result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,23 +24,33 @@ CASES = backward(
 SCHEDULES = (0, 1, 2, 3, 7, 11)  # blocks in order, backwards, and shuffled; every order of lanes
 
 
-def digests(build: Path, case: Case) -> list[dict[str, str]]:
+ORDERS = ("det=1", "det=1 grad=fp32", "grad=fp32")
+
+
+@pytest.fixture(scope="session")
+def runs(build: Path, pool: ThreadPoolExecutor) -> dict[tuple[int, str], Future[tuple[int, str]]]:
+    def submit(case: Case, more: str) -> Future[tuple[int, str]]:
+        scheduled = [
+            case._replace(more=f"{case.more} {more} schedule={schedule}") for schedule in SCHEDULES
+        ]
+        return pool.submit(run, build / "emulated_driver", scheduled)
+
+    return {(i, more): submit(case, more) for i, case in enumerate(CASES) for more in ORDERS}
+
+
+def digests(output: str) -> list[dict[str, str]]:
     """Of each gradient, by schedule."""
-    status, output = run(
-        build / "emulated_driver",
-        [case._replace(more=f"{case.more} schedule={schedule}") for schedule in SCHEDULES],
-    )
-    assert status == 0, output
     lines = [line.split() for line in output.splitlines() if line.startswith("  ")]
     assert len(lines) == len(SCHEDULES)
     return [dict(zip(words[::3], words[2::3], strict=True)) for words in lines]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-@pytest.mark.parametrize("more", ["det=1", "det=1 grad=fp32", "grad=fp32"])
-def test_bits(build: Path, number: int, more: str) -> None:
-    case = CASES[number]
-    first, *others = digests(build, case._replace(more=f"{case.more} {more}"))
+@pytest.mark.parametrize("more", ORDERS)
+def test_bits(number: int, more: str, runs: dict[tuple[int, str], Future[tuple[int, str]]]) -> None:
+    status, output = runs[number, more].result()
+    assert status == 0, output
+    first, *others = digests(output)
     same = {name for name in first if all(other[name] == first[name] for other in others)}
     if "det=1" in more:
         assert same == set(first)

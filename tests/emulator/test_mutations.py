@@ -10,17 +10,24 @@ missing barriers need a sanitizer.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from backward_mutations import BACKWARD_MUTATIONS
-from emulated_driver import BACKWARD_CASES, BASIC_CASES, CASES, PLAIN_CASES, ROOT, run
+from emulated_driver import (
+    BACKWARD_CASES,
+    BACKWARD_RACES,
+    CASES,
+    FORWARD_RACES,
+    ROOT,
+    Case,
+    run,
+    wide,
+)
 from mutations import FORWARD, FORWARD_MUTATIONS, ONE_BUFFER, ROWS, Mutation
 
 MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS
@@ -116,7 +123,8 @@ def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:
     sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
     subprocess.run(
         [
-            *(command[0], *sanitizers, "-fopenmp", "-o", folder / "driver"),
+            # To read the debug information of all other units would take most of the time.
+            *(command[0], *sanitizers, "-fopenmp", "-Wl,--strip-debug", "-o", folder / "driver"),
             folder / "unit.o",
             library / "CMakeFiles" / f"{driver}.dir" / "driver.cpp.o",
             library / f"lib{driver}_library.a",
@@ -132,51 +140,69 @@ def _key(mutation: Mutation) -> tuple[str, ...]:
     return (mutation.unit, mutation.sanitizer, *alone)
 
 
-KEYS = list(dict.fromkeys(map(_key, MUTATIONS)))  # as the tests need them
+# By _key() and the number of the mutation, 0 for none: status and output.
+Results = dict[tuple[tuple[str, ...], int], Future[tuple[int, str]]]
+
+UNCHANGED = sorted({_key(mutation)[:2] for mutation in MUTATIONS})
+
+
+def _cases(unit: str, sanitizer: str) -> list[Case]:
+    """With what most mutations change first: a run ends with the first case that is wrong."""
+    if sanitizer == "tsan":  # slow; its mutations are of what the plain kernels do, too
+        return list(FORWARD_RACES[:4] if unit == FORWARD else BACKWARD_RACES[:4])
+    if unit == FORWARD:
+        # Only in plain runs the schedule decides.
+        seeds = (0,) if sanitizer else (0, 1, 2, 3)
+        return [case._replace(seed=seed) for seed in seeds for case in CASES]
+    if unit == ONE_BUFFER:
+        return wide(BACKWARD_RACES)
+    return [*BACKWARD_RACES, *BACKWARD_CASES]
+
+
+def _run(mutant: Future[Path], key: tuple[str, ...], number: int) -> tuple[int, str]:
+    cases = _cases(key[0], key[1])
+    return run(mutant.result(), cases, "--stop", MUTATION=str(number), **ENVIRONMENT)
+
+
+def _chosen(session: pytest.Session) -> list[tuple[tuple[str, ...], int]]:
+    """What the tests that will run want to have run: keys, and numbers of mutations or 0."""
+    chosen = []
+    for item in session.items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "mutation" in params:
+            mutation = params["mutation"]
+            chosen.append((_key(mutation), 1 + MUTATIONS.index(mutation)))
+        elif "unchanged" in params:
+            chosen.append((params["unchanged"], 0))
+    return chosen
 
 
 @pytest.fixture(scope="session")
-def mutants(
-    build: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[tuple[str, ...], Future[Path]]]:
-    """The drivers by _key(), compiled side by side while the first ones are tested."""
-    pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
-
-    def submit(key: tuple[str, ...]) -> Future[Path]:
+def results(
+    request: pytest.FixtureRequest,
+    build: Path,
+    pool: ThreadPoolExecutor,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Results:
+    """Status and output by _key() and number; all are made side by side."""
+    chosen = _chosen(request.session)
+    mutants = {}
+    for key in dict.fromkeys(key for key, _ in chosen):
         mutations = [mutation for mutation in MUTATIONS if _key(mutation) == key]
-        return pool.submit(_mutant, build, tmp_path_factory.mktemp("mutant"), mutations)
-
-    yield {key: submit(key) for key in KEYS}
-    pool.shutdown(cancel_futures=True)
-
-
-def _run(driver: Path, unit: str, sanitizer: str, number: int) -> tuple[int, str]:
-    cases = list(CASES if unit == FORWARD else BACKWARD_CASES)
-    if unit == ONE_BUFFER:
-        cases = [case._replace(head_dim=case.head_dim + 64) for case in cases]
-    if sanitizer == "":  # only here the schedule decides
-        cases += [case._replace(seed=seed) for seed in (1, 2, 3) for case in cases]
-    elif sanitizer == "tsan":  # slow
-        nan_in_k = [case for case in BACKWARD_CASES if "nan=k" in case.more]
-        cases = list(BASIC_CASES + PLAIN_CASES) if unit == FORWARD else nan_in_k
-    return run(driver, cases, "--stop", MUTATION=str(number), **ENVIRONMENT)
+        folder = tmp_path_factory.mktemp("mutant")
+        mutants[key] = pool.submit(_mutant, build, folder, mutations)
+    return {(key, number): pool.submit(_run, mutants[key], key, number) for key, number in chosen}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mutation_is_caught(
-    mutation: Mutation, mutants: dict[tuple[str, ...], Future[Path]]
-) -> None:
-    driver = mutants[_key(mutation)].result()
-    number = 1 + MUTATIONS.index(mutation)
-    status, output = _run(driver, mutation.unit, mutation.sanitizer, number)
+def test_mutation_is_caught(mutation: Mutation, results: Results) -> None:
+    status, output = results[_key(mutation), 1 + MUTATIONS.index(mutation)].result()
     assert status != 0, f"nothing noticed {mutation.name}"
     assert REPORTS[mutation.sanitizer] in output, output
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if len(key) == 2], ids="-".join)
-def test_unchanged_kernel_passes(
-    key: tuple[str, str], mutants: dict[tuple[str, ...], Future[Path]]
-) -> None:
+@pytest.mark.parametrize("unchanged", UNCHANGED, ids="-".join)
+def test_unchanged_kernel_passes(unchanged: tuple[str, ...], results: Results) -> None:
     """The mutants' cases are right without a mutation: it is the mutation that is caught."""
-    status, output = _run(mutants[key].result(), *key, 0)
+    status, output = results[unchanged, 0].result()
     assert status == 0, output

@@ -6,36 +6,59 @@ between them: a race detector that needs no luck with the schedule.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from emulated_driver import BACKWARD_CASES, BACKWARD_FEATURE_CASES, CASES, Case, run
+from emulated_driver import (
+    BACKWARD_CASES,
+    BACKWARD_FEATURE_CASES,
+    BACKWARD_PLAIN_CASES,
+    BACKWARD_RACES,
+    CASES,
+    FORWARD_RACES,
+    Case,
+    run,
+    wide,
+)
 
+# Thread Sanitizer takes minutes for the lists of the others.
+FULL = os.environ.get("ANYFLASH_TEST_FULL") == "1"
+FORWARD = CASES if FULL else FORWARD_RACES
+PLAIN = BACKWARD_PLAIN_CASES if FULL else BACKWARD_RACES[:5]
+FEATURES = BACKWARD_FEATURE_CASES if FULL else BACKWARD_RACES[5:]
 
-def wide(cases: tuple[Case, ...]) -> list[Case]:
-    """With kernels of head dim 128 instead of 64."""
-    return [case._replace(head_dim=case.head_dim + 64) for case in cases]
-
-
-@pytest.mark.parametrize("cases", [CASES, BACKWARD_CASES], ids=["forward", "backward"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_asan(build: Path, cases: tuple[Case, ...], head_dim: int) -> None:
-    chosen = list(cases) if head_dim == 64 else wide(cases)
-    status, output = run(build / "emulated_driver_asan", chosen, ASAN_OPTIONS="detect_leaks=0")
-    assert status == 0, output
-
-
-# The backward's generic kernel of head dim 128 has one buffer.
-TSAN = {
-    "forward": list(CASES),
-    "backward": list(BACKWARD_CASES),
-    "one-buffer": wide(BACKWARD_FEATURE_CASES),
+# Longest first. The backward's generic kernel of head dim 128 has one buffer.
+RUNS = {
+    "tsan-backward-features": ("tsan", list(FEATURES)),
+    "tsan-backward-wide": ("tsan", wide(FEATURES)),
+    "tsan-forward": ("tsan", list(FORWARD)),
+    "asan-backward": ("asan", list(BACKWARD_CASES)),
+    "tsan-backward": ("tsan", list(PLAIN)),
+    "asan-backward-wide": ("asan", wide(BACKWARD_CASES if FULL else BACKWARD_RACES)),
+    "asan-forward": ("asan", list(CASES)),
+    "asan-forward-wide": ("asan", wide(CASES)),
 }
 
 
-@pytest.mark.parametrize("name", TSAN)
-def test_tsan(build: Path, name: str) -> None:
-    status, output = run(build / "emulated_driver_tsan", TSAN[name], TSAN_OPTIONS="halt_on_error=1")
+@pytest.fixture(scope="session")
+def runs(build: Path, pool: ThreadPoolExecutor) -> dict[str, Future[tuple[int, str]]]:
+    return {
+        name: pool.submit(
+            run,
+            build / f"emulated_driver_{sanitizer}",
+            cases,
+            ASAN_OPTIONS="detect_leaks=0",
+            TSAN_OPTIONS="halt_on_error=1",
+        )
+        for name, (sanitizer, cases) in RUNS.items()
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_reported(name: str, runs: dict[str, Future[tuple[int, str]]]) -> None:
+    status, output = runs[name].result()
     assert status == 0, output
 
 

@@ -11,7 +11,7 @@
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
 #   ANYFLASH_ARCHS  GPU architectures to build (default 90)
-#   STAGES          some of: build atoms tests memcheck racecheck bench features backward
+#   STAGES          some of: build atoms tests memcheck racecheck bench features backward decode
 #                   (default: all)
 #
 # Every stage runs, whatever the others do; the exit status is 0 if all passed.
@@ -27,7 +27,7 @@ mkdir -p "${2:-build/gpu/results}"
 results=$(realpath "${2:-build/gpu/results}")
 venv=$PWD/build/gpu/venv
 python=$venv/bin/python
-stages=" ${STAGES:-build atoms tests memcheck racecheck bench features backward} "
+stages=" ${STAGES:-build atoms tests memcheck racecheck bench features backward decode} "
 failed=()
 
 stage() { # NAME COMMAND...
@@ -85,7 +85,8 @@ tests() {
   ANYFLASH_TEST_BACKENDS=cuda JAX_PLATFORMS=cpu "$python" -m pytest -k "$selection" \
     tests/python/test_{forward,features,varlen,merge}.py \
     tests/python/test_{errors,arrays,arrays_cuda,features_api,features_errors,features_cuda}.py \
-    tests/python/test_backward{,_bits,_api,_varlen_api,_api_errors,_autograd,_api_cuda}.py
+    tests/python/test_backward{,_bits,_api,_varlen_api,_api_errors,_autograd,_api_cuda}.py \
+    tests/python/test_kvcache{,_append,_quantized,_splits,_api,_api_results,_api_errors,_api_cuda}.py
 }
 
 # Guard 0: every tensor is a device block of its exact size, so that an access past its end is seen.
@@ -93,7 +94,7 @@ sanitize() { # TOOL
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   ANYFLASH_TEST_BACKENDS=cuda ANYFLASH_TEST_GUARD=0 "$sanitizer" --tool "$1" --error-exitcode 1 \
-    --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_{forward,backward}.py
+    --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_{forward,backward,kvcache}.py
 }
 
 stage build build
@@ -107,6 +108,8 @@ stage features "$python" tests/gpu/bench_features.py --json "$results/features.j
   --markdown "$results/features.md"
 stage backward "$python" tests/gpu/bench_backward.py --modes anyflash deterministic \
   --json "$results/backward.json" --markdown "$results/backward.md"
+stage decode "$python" tests/gpu/bench_decode.py --json "$results/decode.json" \
+  --markdown "$results/decode.md"
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   echo "failed: ${failed[*]}"

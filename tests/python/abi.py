@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 from oracle import DTYPES
 from tensors import Tensor
@@ -80,6 +81,27 @@ class BackwardOptions(ctypes.Structure):
     )
 
 
+class KvCacheOptions(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("cache_seqlens", ctypes.POINTER(DLTensor)),
+        ("cache_batch_idx", ctypes.POINTER(DLTensor)),
+        ("cache_leftpad", ctypes.POINTER(DLTensor)),
+        ("block_table", ctypes.POINTER(DLTensor)),
+        ("k_new", ctypes.POINTER(DLTensor)),
+        ("v_new", ctypes.POINTER(DLTensor)),
+        ("rotary_cos", ctypes.POINTER(DLTensor)),
+        ("rotary_sin", ctypes.POINTER(DLTensor)),
+        ("rotary_neox", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("tree_mask", ctypes.POINTER(DLTensor)),
+        ("k_scale", ctypes.POINTER(DLTensor)),
+        ("v_scale", ctypes.POINTER(DLTensor)),
+        ("num_splits", ctypes.c_int64),
+        ("split_size", ctypes.c_int64),
+    )
+
+
 class MergeOptions(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -96,6 +118,8 @@ DL_DTYPES = {
     DTYPES["bf16"]: (4, 16),
     np.dtype(np.int32): (0, 32),
     np.dtype(np.int64): (0, 64),
+    np.dtype(np.int8): (0, 8),
+    np.dtype(ml_dtypes.float8_e4m3fn): (10, 8),
     np.dtype(np.uint8): (1, 8),
     np.dtype(np.uint64): (1, 64),
     np.dtype(np.bool_): (6, 8),

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from abi import BackwardOptions, DLTensor, MergeOptions, Options, dl_tensor, structure
+from abi import (
+    BackwardOptions,
+    DLTensor,
+    KvCacheOptions,
+    MergeOptions,
+    Options,
+    dl_tensor,
+    structure,
+)
 from cuda_driver import CudaDriver, DriverError
 from memory import CudaMemory, HostMemory
 from tensors import ALIGNMENT, CANARY, GUARD, Tensor, aligned_bytes
@@ -45,16 +53,17 @@ class Row(NamedTuple):
 
     name: str
     arch: str  # "sm80", "avx2", ...
-    op: str  # "forward" or "backward"
+    op: str  # "forward", "backward" or "decode"
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
-    variant: str = "plain"  # or "scored", "generic"
+    variant: str = "plain"  # or "scored", "generic"; of decoding on a GPU "m16", "m32_8bit", ...
 
     @classmethod
     def parse(cls, name: str) -> Row:
         found = re.fullmatch(
-            r"(?:cpu_)?(\w+?)_(forward|backward)_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?(?:_([a-z]+))?",
+            r"(?:cpu_)?(\w+?)_(forward|backward|decode)_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?"
+            r"(?:_([a-z]\w*))?",
             name,
         )
         assert found, f"unexpected kernel name {name!r}"
@@ -81,6 +90,9 @@ class Library:
         common = [tensor] * 5 + [ctypes.POINTER(Options)]
         lib.anyflash_forward_workspace_size.argtypes = [*common, ctypes.POINTER(size)]
         lib.anyflash_forward.argtypes = [*common, ctypes.c_void_p, size]
+        common.append(ctypes.POINTER(KvCacheOptions))
+        lib.anyflash_forward_with_kvcache_workspace_size.argtypes = [*common, ctypes.POINTER(size)]
+        lib.anyflash_forward_with_kvcache.argtypes = [*common, ctypes.c_void_p, size]
         common = [tensor] * len(BACKWARD_TENSORS) + [
             ctypes.POINTER(Options),
             ctypes.POINTER(BackwardOptions),
@@ -118,8 +130,10 @@ class Library:
             raise CallError(status, self.last_error)
 
     def workspace_size(self, tensors: Tensors, *options: ctypes.Structure | None) -> int:
-        """`tensors` are q, k, v, out, lse; or what backward() takes, with both options."""
-        op = "backward" if len(tensors) == len(BACKWARD_TENSORS) else "forward"
+        """`tensors` are q, k, v, out, lse, with one or both of the options that a cache takes; or
+        what backward() takes, with both options."""
+        op = "forward" if len(options) < 2 else "forward_with_kvcache"
+        op = "backward" if len(tensors) == len(BACKWARD_TENSORS) else op
         size = ctypes.c_size_t()
         arguments = [*_references(tensors), *_references(options or (None,))]
         self._check(self.entry(f"anyflash_{op}_workspace_size")(*arguments, ctypes.byref(size)))
@@ -141,6 +155,16 @@ class Library:
         """`tensors` are those of BACKWARD_TENSORS."""
         arguments = _references([*tensors, *options])
         self._check(self._lib.anyflash_backward(*arguments, workspace, bytes_))
+
+    def forward_with_kvcache(
+        self,
+        tensors: Tensors,
+        options: tuple[Options | None, KvCacheOptions | None],
+        workspace: int | None,
+        bytes_: int,
+    ) -> None:
+        arguments = _references([*tensors, *options])
+        self._check(self._lib.anyflash_forward_with_kvcache(*arguments, workspace, bytes_))
 
     def merge_states(self, tensors: Tensors, options: MergeOptions | None) -> None:
         """`tensors` are out_a, lse_a, out_b, lse_b, out, lse."""
@@ -210,6 +234,13 @@ class Backend:
         the forward's; like forward()."""
         self._call(tensors, {Options: fields, BackwardOptions: gradient or {}})
 
+    def forward_with_kvcache(
+        self, *tensors: Tensor | None, cache: dict[str, Any] | None = None, **fields: Any
+    ) -> None:
+        """`tensors` are q, k_cache, v_cache, out, lse, `cache` fields of KvCacheOptions, `fields`
+        the others; like forward()."""
+        self._call(tensors, {Options: fields, KvCacheOptions: cache or {}})
+
     def _call(self, tensors: Sequence[Tensor | None], fields: dict[Any, dict[str, Any]]) -> None:
         """`fields` by the kind of options they belong to."""
         auxiliary = [
@@ -228,8 +259,10 @@ class Backend:
             workspace = aligned_bytes(size + GUARD)
             with self.memory.resident([workspace]) as (address,):
                 assert address % ALIGNMENT == 0
-                if len(options) == 2:
+                if BackwardOptions in fields:
                     self.library.backward(dl[:count], options, address, size)
+                elif KvCacheOptions in fields:
+                    self.library.forward_with_kvcache(dl[:count], options, address, size)
                 else:
                     self.library.forward(dl[:count], *options, address, size)
             behind = workspace[size:] != CANARY

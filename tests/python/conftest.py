@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 # The oracle's many small products take ten times as long with two threads on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -22,8 +23,11 @@ from cases import Case
 from feature_cases import FEATURE_CASES
 from forward_cases import FORWARD_CASES
 from gradient_case import GradientCase
+from kvcache_cases import CacheCase
+from kvcache_tables import CACHE_CASES
 from running import supports
 from running_backward import supports_backward
+from running_kvcache import supports_cache
 from varlen_cases import VARLEN_CASES
 
 # The same random cases in every run; `--hypothesis-profile=random` draws new ones.
@@ -32,7 +36,8 @@ hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
 CASES = (*FORWARD_CASES, *FEATURE_CASES, *VARLEN_CASES)
-for table in (CASES, BACKWARD_CASES):
+SUPPORTS = {Case: supports, GradientCase: supports_backward, CacheCase: supports_cache}
+for table in (CASES, BACKWARD_CASES, CACHE_CASES):
     assert len({case.id for case in table}) == len(table), "two cases have one id"
 
 
@@ -46,7 +51,7 @@ def _present(names: list[str]) -> list[str]:
     return [name for name in names if not (absent and name == "cuda")]
 
 
-def _with_cases(names: list[str], cases: Sequence[Case | GradientCase]) -> Iterator[object]:
+def _with_cases(names: list[str], cases: Sequence[Any]) -> Iterator[object]:
     """Case by case, so that its backends share the reference."""
     present = _present(names)
     if len(present) < len(names):
@@ -55,18 +60,18 @@ def _with_cases(names: list[str], cases: Sequence[Case | GradientCase]) -> Itera
     for case in cases:
         marks = [pytest.mark.smoke] if case.smoke else []
         for name in present:
-            able = supports if isinstance(case, Case) else supports_backward
-            if able(name, case):
+            if SUPPORTS[type(case)](name, case):
                 yield pytest.param(name, case, id=f"{name}-{case.id}", marks=marks)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` is every backend, with `case` each of its cases, with `gradient_case` each of the
-    backward's; `cpu` and `gpu` are some backends."""
+    backward's, with `cache_case` each with a cache; `cpu` and `gpu` are some backends."""
     names = capi.backend_names()
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]
-    for fixture, cases in (("case", CASES), ("gradient_case", BACKWARD_CASES)):
+    tables = (("case", CASES), ("gradient_case", BACKWARD_CASES), ("cache_case", CACHE_CASES))
+    for fixture, cases in tables:
         if fixture in metafunc.fixturenames:
             parameters = list(_with_cases(names, cases))
             metafunc.parametrize(("backend", fixture), parameters, indirect=["backend"])

@@ -209,23 +209,25 @@ def _finite_error(actual: Array, truth: Array) -> Array:
     return error
 
 
-def _score_rounding(lse: Array, v: Array) -> float:
+def _score_rounding(problem: Problem, lse: Array) -> float:
     """What one rounding of the largest score does to out: a small result may be exact by chance."""
-    epsilon = np.finfo(np.float64 if v.dtype == np.float64 else np.float32).eps / 2
+    epsilon = np.finfo(np.float64 if problem.q.dtype == np.float64 else np.float32).eps / 2
     score = np.abs(lse[np.isfinite(lse)]).max(initial=0)
-    v = np.abs(v.astype(np.float64))
+    v = np.abs(problem.v.astype(np.float64))
     return float(epsilon * (1 + min(score, 20000)) * v[np.isfinite(v)].max(initial=0))
 
 
-def reference_of(problem: Problem) -> Reference:
-    true, plain = truth(problem), naive(problem)
+def reference_of(problem: Problem, rounded_problem: Problem | None = None) -> Reference:
+    """`rounded_problem`, if given, is what the naive program sees: inputs that it has made itself,
+    in its own precision."""
+    true, plain = truth(problem), naive(rounded_problem or problem)
     out = true.out
     out_dtype = problem.out_dtype or problem.q.dtype
     error = _finite_error(plain.out.astype(out.dtype), out)
     rounded = out[np.isfinite(out)].astype(out_dtype)
     third = out_dtype.type(0.3)
     rounding = np.abs(((rounded + third) - third).astype(out.dtype) - rounded.astype(out.dtype))
-    unit = _score_rounding(true.lse, problem.v)
+    unit = _score_rounding(problem, true.lse)
     return Reference(
         *true[:3],
         keyless=true.keyless,

@@ -26,7 +26,7 @@ def _lengths(most: int) -> st.SearchStrategy[int]:
     return st.integers(0, most) | st.sampled_from((0, 1, 63, 64, 65, 128))
 
 
-def _width() -> st.SearchStrategy[int | None]:
+def width() -> st.SearchStrategy[int | None]:
     return st.none() | st.sampled_from((-1, 0, 1, 63, 64, 1 << 62)) | st.integers(0, 300)
 
 
@@ -63,7 +63,7 @@ def _features(draw: st.DrawFn, lengths_k: list[int], packed: Packed | None) -> F
     word = st.integers(0, (1 << 64) - 1)
     used = tuple(draw(st.integers(0, n)) for n in lengths_k) if draw(st.booleans()) else ()
     return Features(
-        window=(draw(_width()), draw(_width())),
+        window=(draw(width()), draw(width())),
         softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
         alibi=draw(st.sampled_from(("", "", "h", "1h", "bh"))),
         bias=draw(st.none() | _bias()),

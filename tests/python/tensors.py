@@ -76,18 +76,18 @@ class Tensor:
     offset: int
     byte_offset: bool = False
 
-    def _strided(self, storage: Array) -> Array:
+    def strided(self, storage: Array) -> Array:
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.lib.stride_tricks.as_strided(storage[self.offset :], self.shape, steps)
 
     @property
     def view(self) -> Array:
-        return self._strided(self.storage)
+        return self.strided(self.storage)
 
     def check_canaries(self, name: str) -> None:
         """Raise AssertionError if anything but the tensor's elements has changed."""
         rest = np.ones(len(self.storage), bool)
-        self._strided(rest)[...] = False
+        self.strided(rest)[...] = False
         per_element = self.storage.view(np.uint8).reshape(-1, self.storage.itemsize)
         changed = np.nonzero(rest & (per_element != CANARY).any(-1))[0]
         assert not changed.size, (

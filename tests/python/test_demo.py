@@ -274,17 +274,20 @@ def test_overview_without_cuda():
 def test_overview_groups_kernels_and_lists_devices():
     kernels = [
         {
-            **{"op": "fwd", "arch": arch, "dtype": dtype, "features": features},
+            **{"op": op, "arch": arch, "dtype": dtype, "features": features},
             **{"head_dim": head_dim, "head_dim_v": head_dim_v},
         }
-        for arch, dtype, head_dim, head_dim_v, features in [
-            ("sm80", "fp16", 128, 128, []),
-            ("sm80", "fp16", 64, 64, []),
-            ("sm80", "bf16", 64, 64, []),
-            ("sm80", "bf16", 64, 64, ["bias", "dropout"]),
-            ("sm80", "bf16", 128, 128, []),
-            ("sm90", "bf16", 192, 128, ["bias"]),
-            ("cpu", "bf16", 0, 0, ["bias", "dropout"]),
+        for op, arch, dtype, head_dim, head_dim_v, features in [
+            ("fwd", "sm80", "fp16", 128, 128, []),
+            ("fwd", "sm80", "fp16", 64, 64, []),
+            ("fwd", "sm80", "bf16", 64, 64, []),
+            ("fwd", "sm80", "bf16", 64, 64, ["bias", "dropout"]),
+            ("fwd", "sm80", "bf16", 128, 128, []),
+            ("fwd", "sm90", "bf16", 192, 128, ["bias"]),
+            ("fwd", "cpu", "bf16", 0, 0, ["bias", "dropout"]),
+            # What another operation has does not count.
+            ("dec", "sm80", "bf16", 64, 64, ["softcap"]),
+            ("dec", "cpu", "bf16", 0, 0, ["softcap", "quantized_cache"]),
         ]
     ]
     device = {"index": 0, "name": "Old GPU", "compute_capability": "6.1", "supported": False}
@@ -303,6 +306,8 @@ def test_overview_groups_kernels_and_lists_devices():
     assert re.search(r"^ +fwd  sm80  bf16       64 +all$", text, re.MULTILINE)
     assert re.search(r"^ +fwd  sm90  bf16       192/128 +bias$", text, re.MULTILINE)
     assert re.search(r"fwd  cpu   bf16       any +all$", text, re.MULTILINE)
+    assert re.search(r"^ +dec  sm80  bf16       64 +softcap$", text, re.MULTILINE)
+    assert re.search(r"dec  cpu   bf16       any +all$", text, re.MULTILINE)
     assert "  CPU      avx2, 1 thread\n" in text
     assert "  GPU 0    Old GPU, compute capability 6.1: no kernels for it in this build\n" in text
 

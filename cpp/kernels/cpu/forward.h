@@ -52,9 +52,9 @@ class TaskRunner {
       const std::int64_t rest = task.end_row - row;
       rows_.begin(task, row, rest < most ? static_cast<int>(rest) : most);
       if (task.thin) {
-        ThinTask<E>(rows_).run();
+        ThinTask<TaskRows<E>>(rows_).run();
       } else {
-        PanelTask<E>(rows_).run();
+        PanelTask<TaskRows<E>>(rows_).run();
       }
     }
   }

@@ -17,15 +17,15 @@
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
-template <typename E>
+template <typename Rows>
 class PanelTask {
  public:
-  using T = typename Compute<E>::Type;
+  using T = typename Rows::T;
   using S = Simd<T>;
   using Vec = typename S::Vec;
   using Int = typename S::Int;
 
-  explicit PanelTask(TaskRows<E>& rows) : rows_(rows), p_(rows.params), scratch_(rows.scratch) {
+  explicit PanelTask(Rows& rows) : rows_(rows), p_(rows.params), scratch_(rows.scratch) {
     natural_ = rows.modifier.active();
     scale_ = static_cast<T>(natural_ ? rows.modifier.scale() : p_.softmax_scale * kLog2E);
   }
@@ -104,10 +104,7 @@ class PanelTask {
   // Keys block + [first, keys) in the compute type; zeros up to a whole group.
   void pack_keys(int block, int first, int keys) {
     const std::int64_t d = p_.head_dim;
-    for (int j = first; j < keys; ++j) {
-      load_row(rows_.key_row(p_.k, p_.k_stride, block + j), p_.k_stride.col, p_.head_dim,
-               scratch_.k + j * d);
-    }
+    for (int j = first; j < keys; ++j) rows_.load_key(rows_.k, block + j, scratch_.k + j * d);
     rows_.fill_zero(scratch_.k + keys * d, (round_up(keys, kGroupPad) - keys) * d);
   }
 
@@ -116,8 +113,7 @@ class PanelTask {
     const int padded = padded_dim_v();
     rows_.fill_zero(scratch_.row + p_.head_dim_v, padded - p_.head_dim_v);
     for (int j = first; j < keys; ++j) {
-      load_row(rows_.key_row(p_.v, p_.v_stride, block + j), p_.v_stride.col, p_.head_dim_v,
-               scratch_.row);
+      rows_.load_key(rows_.v, block + j, scratch_.row);
       for (int c = 0; c < padded; c += kGroupPad) {
         std::memcpy(scratch_.v + (std::int64_t{c} * kBlockN + j * kGroupPad), scratch_.row + c,
                     kGroupPad * sizeof(T));
@@ -240,7 +236,7 @@ class PanelTask {
     for (int n = 0; n < NV; ++n) sum_out[n] = sum[n];
   }
 
-  TaskRows<E>& rows_;
+  Rows& rows_;
   const ForwardParams& p_;
   const Scratch<T>& scratch_;
   bool natural_;  // scores in natural units, else in units of log2 e

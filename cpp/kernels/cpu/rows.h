@@ -13,6 +13,7 @@
 #include "cpu/scratch.h"
 #include "cpu/simd.h"
 #include "cpu/tasks.h"
+#include "cpu/thin.h"
 #include "params.h"
 #include "variant/block_mask.h"
 #include "variant/mask.h"
@@ -103,10 +104,50 @@ inline RowEnd end_row(double m, double l, double sink) {
   return {divisor == 0 ? 1.0 : divisor, top + ::log(keys + sinks)};
 }
 
-template <typename E>
+// k or v.
+struct KeyTensor {
+  const void* data;
+  const Strides& stride;
+  int columns;
+  const Auxiliary* scale;  // of an 8-bit cache (decode_keys.h)
+};
+
+// Row `query` of head `head` of the results.
+struct ResultRow {
+  std::int64_t batch;  // these two as in Sequence
+  std::int64_t first_q;
+  int head;
+  int query;
+
+  std::int64_t offset(const Strides& st) const {
+    return batch * st.batch + (first_q + query) * st.row + head * st.head;
+  }
+};
+
+template <typename E, typename T>
+inline void store_result(const ForwardParams& p, const ResultRow& row, const T* o, double lse) {
+  const std::int64_t at = row.offset(p.out_stride);
+  if (p.out_dtype == DType::kFloat32) {
+    store_row(o, p.head_dim_v, static_cast<float*>(p.out) + at, p.out_stride.col);
+  } else {
+    store_row(o, p.head_dim_v, static_cast<E*>(p.out) + at, p.out_stride.col);
+  }
+  if (p.lse != nullptr) p.lse[row.offset(p.lse_stride)] = static_cast<float>(lse);
+}
+
+inline double read_sink(const ForwardParams& p, int head) {
+  if (p.sinks.data == nullptr) return -static_cast<double>(kInfinity);
+  return read_number(p.sinks, head * p.sinks.stride.head);
+}
+
+// What ThinTask and PanelTask know of a task's rows and keys. Attention to a cache has another
+// source of keys and another end (decode_keys.h).
+template <typename Element>
 class TaskRows {
  public:
+  using E = Element;
   using T = typename Compute<E>::Type;
+  using Keys = KeyRows<T>;
   using S = Simd<T>;
   using Vec = typename S::Vec;
   using Int = typename S::Int;
@@ -114,7 +155,7 @@ class TaskRows {
   static constexpr int kPanel = kPanelRows<T>;
 
   TaskRows(const ForwardParams& p, const Scratch<T>& scratch_memory)
-      : params(p), scratch(scratch_memory), modifier(p) {}
+      : TaskRows(p, scratch_memory, ScoreModifier<T>(p), nullptr, nullptr) {}
 
   // m = -inf, l = 0 and the keys of each row; in panels lanes behind the last row repeat it, so
   // that they never ask for a mask.
@@ -132,8 +173,10 @@ class TaskRows {
       row.query = query;
       row.diagonal = std::int64_t{query} + seq.seqlen_k - seq.seqlen_q;
       if (modifier.active()) modifier.begin_row(task.index, &row);
-      scratch.first[r] = mask.first_key(query);
-      scratch.end[r] = mask.end_key(query);
+      const int first_key = mask.first_key(query);
+      const int end_key = mask.end_key(query);
+      scratch.first[r] = first_key > task.first_key ? first_key : task.first_key;
+      scratch.end[r] = end_key < task.end_key ? end_key : task.end_key;
       scratch.m[r] = T(-kInfinity);
       scratch.l[r] = T(0);
       if (r + 1 < rows && ++query == seq.seqlen_q) {
@@ -178,9 +221,24 @@ class TaskRows {
     return static_cast<const E*>(params.q) + task.sequence.batch * st.batch +
            (task.sequence.first_q + row.query) * st.row + row.head * st.head;
   }
-  const E* key_row(const void* base, const Strides& st, int key) const {
-    return static_cast<const E*>(base) + task.sequence.batch * st.batch +
-           (task.sequence.first_k + key) * st.row + task.head_k * st.head;
+
+  // Row `key` of k or v.
+  void load_key(const KeyTensor& x, int key, T* to) const {
+    load_row(key_row(x, key), x.stride.col, x.columns, to);
+  }
+
+  // Rows [first, keys) of a block of k or v, of `padded` columns: as they lie in memory where that
+  // will do, else a copy in `packed`.
+  Keys key_rows(const KeyTensor& x, int block, int first, int keys, int padded, T* packed) const {
+    if constexpr (sizeof(E) == sizeof(T)) {
+      if (x.stride.col == 1 && x.columns == padded) return {key_row(x, block), x.stride.row};
+    }
+    for (int j = first; j < keys; ++j) {
+      T* const row = packed + std::int64_t{j} * padded;
+      load_key(x, block + j, row);
+      fill_zero(row + x.columns, padded - x.columns);
+    }
+    return {packed, padded};
   }
 
   // `o` is overwritten. m counts in units of `unit`.
@@ -192,25 +250,15 @@ class TaskRows {
       atomic_max(params.max_logits + task.index * st.batch + row.head * st.head,
                  static_cast<float>(m));
     }
-    double sink = -static_cast<double>(kInfinity);
-    if (params.sinks.data != nullptr) {
-      sink = read_number(params.sinks, row.head * params.sinks.stride.head);
-    }
+    const double sink = read_sink(params, row.head);
     const RowEnd end = end_row(m, static_cast<double>(scratch.l[r]), sink);
     const double kept = (65536.0 - params.dropout_threshold) / 65536.0;
     const T divisor = static_cast<T>(end.divisor * kept);
     // + 0: a block without a visible key turns -0 into 0, and whether a row meets one depends on
     // its neighbours.
     for (int c = 0; c < params.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
-    if (params.out_dtype == DType::kFloat32) {
-      store<float>(row, o);
-    } else {
-      store<E>(row, o);
-    }
-    if (params.lse == nullptr) return;
-    const Strides& st = params.lse_stride;
-    params.lse[task.sequence.batch * st.batch + row.head * st.head +
-               (task.sequence.first_q + row.query) * st.row] = static_cast<float>(end.lse);
+    store_result<E>(params, {task.sequence.batch, task.sequence.first_q, row.head, row.query}, o,
+                    end.lse);
   }
 
   // What to subtract from the scores: their maximum, or 0 while all of them are -inf, since
@@ -224,12 +272,24 @@ class TaskRows {
   }
 
   const ForwardParams& params;
+  const KeyTensor k;
+  const KeyTensor v;
   const Scratch<T> scratch;
   const ScoreModifier<T> modifier;
   Task task{};
   int rows = 0;
   SeenKeys seen;                        // by the task's rows; its full range is not used
   SeenKeys panel_seen[kTaskPanels<T>];  // by those of each panel, in this block
+
+ protected:
+  TaskRows(const ForwardParams& p, const Scratch<T>& scratch_memory,
+           const ScoreModifier<T>& score_modifier, const Auxiliary* k_scale,
+           const Auxiliary* v_scale)
+      : params(p),
+        k{p.k, p.k_stride, p.head_dim, k_scale},
+        v{p.v, p.v_stride, p.head_dim_v, v_scale},
+        scratch(scratch_memory),
+        modifier(score_modifier) {}
 
  private:
   void show(int r, bool keep) {
@@ -244,12 +304,9 @@ class TaskRows {
     }
   }
 
-  template <typename Out>
-  void store(const QueryRow<T>& row, const T* o) const {
-    const Strides& st = params.out_stride;
-    Out* const at = static_cast<Out*>(params.out) + task.sequence.batch * st.batch +
-                    (task.sequence.first_q + row.query) * st.row + row.head * st.head;
-    store_row(o, params.head_dim_v, at, st.col);
+  const E* key_row(const KeyTensor& x, int key) const {
+    return static_cast<const E*>(x.data) + task.sequence.batch * x.stride.batch +
+           (task.sequence.first_k + key) * x.stride.row + task.head_k * x.stride.head;
   }
 };
 

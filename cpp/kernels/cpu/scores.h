@@ -22,7 +22,9 @@ class ScoreModifier {
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  explicit ScoreModifier(const ForwardParams& p) : p_(p), cap_(static_cast<T>(p.softcap)) {}
+  // `tail`: the bias is that of the last seqlen_q keys, and the others have none.
+  explicit ScoreModifier(const ForwardParams& p, bool tail = false)
+      : p_(p), cap_(static_cast<T>(p.softcap)), tail_(tail) {}
 
   bool has_softcap() const { return p_.softcap > 0; }
   T softcap() const { return cap_; }
@@ -45,7 +47,12 @@ class ScoreModifier {
 
   void row_bias(const QueryRow<T>& row, int first_key, int n, T* bias) const {
     const std::int64_t stride = p_.bias.stride.col;
-    read_bias(p_.bias, row.bias + first_key * stride, stride, n, bias);
+    std::int64_t column = first_key;
+    if (tail_) {
+      column -= row.diagonal - row.query;
+      for (; n > 0 && column < 0; --n, ++column) *bias++ = T(0);
+    }
+    read_bias(p_.bias, row.bias + column * stride, stride, n, bias);
   }
 
   ANYFLASH_CPU_INLINE Vec operator()(Vec s, Vec distance, Vec slope, Vec bias) const {
@@ -66,6 +73,7 @@ class ScoreModifier {
  private:
   const ForwardParams& p_;
   T cap_;
+  bool tail_;
 };
 
 // The bias of rows [0, width) and keys first_key + [begin, end), rows in lanes; a key's rows begin

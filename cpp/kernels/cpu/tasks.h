@@ -33,7 +33,9 @@ struct Task {
   int head_k;
   std::int64_t first_row;
   std::int64_t end_row;
-  bool thin;  // so few rows that they go one by one
+  bool thin;      // so few rows that they go one by one
+  int first_key;  // no other keys than [first_key, end_key) of the sequence
+  int end_key;
 };
 
 // Tasks are tiles of query rows of a `unit` of a sequence: one head, or, where a head has too few
@@ -41,8 +43,9 @@ struct Task {
 // packed keys.
 class Split {
  public:
+  // Every task is to be done `times` times (for one part of the keys after the other).
   template <typename T>
-  static Split make(const ForwardParams& p, int threads) {
+  static Split make(const ForwardParams& p, int threads, int times = 1) {
     Split s(p);
     if (p.batch <= 0 || p.heads <= 0 || p.seqlen_q <= 0) return s;
     s.heads_per_k_ = p.heads / p.heads_k;
@@ -61,7 +64,7 @@ class Split {
         s.tiles_ = s.first_tile(p.batch);
         s.tasks_ = s.tiles_ * s.units_;
       }
-      if (threads == 1 || s.tasks_ >= std::int64_t{4} * threads) break;
+      if (threads == 1 || s.tasks_ * times >= std::int64_t{4} * threads) break;
     }
     return s;
   }
@@ -84,6 +87,8 @@ class Split {
     t.head_k = t.first_head / heads_per_k_;
     const std::int64_t group_rows = std::int64_t{heads_per_k_} * t.sequence.seqlen_q;
     t.thin = group_rows <= thin_rows_;
+    t.first_key = 0;
+    t.end_key = t.sequence.seqlen_k;
     t.first_row = tile * rows_per_task_;
     if (heads_per_unit_ != heads_per_k_ && t.sequence.seqlen_q < few_rows_) {
       // A short sequence beside longer ones: the first task of its first head does the whole group.

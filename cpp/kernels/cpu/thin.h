@@ -16,17 +16,26 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 template <typename T>
 inline constexpr int kThinRows = Simd<T>::kLanes >= 4 ? Simd<T>::kLanes / 4 : 1;
 
+// Keys of a block, row by row: those that lie at one distance (another kind: decode_keys.h).
+template <typename T>
+struct KeyRows {
+  const T* data;
+  std::int64_t ld;
+
+  ANYFLASH_CPU_INLINE const T* row(int j) const { return data + j * ld; }
+};
+
 // s[j] = scale * sum_c q[c] k[j][c] for `begin` <= j < `end`, rounded outwards to whole vectors:
 // below `begin` there are such keys, behind the last one it is repeated.
-template <typename T>
-ANYFLASH_CPU_INLINE void thin_scores(const T* q, const T* k, std::int64_t ld, int head_dim, T scale,
-                                     int begin, int end, T* s) {
+template <typename T, typename Keys>
+ANYFLASH_CPU_INLINE void thin_scores(const T* q, const Keys& k, int head_dim, T scale, int begin,
+                                     int end, T* s) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   constexpr int kGroup = S::kLanes;
   for (int j = begin / kGroup * kGroup; j < end; j += kGroup) {
     const T* row[kGroup];
-    for (int i = 0; i < kGroup; ++i) row[i] = k + (j + i < end ? j + i : end - 1) * ld;
+    for (int i = 0; i < kGroup; ++i) row[i] = k.row(j + i < end ? j + i : end - 1);
     Vec acc[kGroup] = {};
     for (int c = 0; c < head_dim; c += S::kLanes) {
       const Vec a = S::load(q + c);
@@ -37,9 +46,10 @@ ANYFLASH_CPU_INLINE void thin_scores(const T* q, const T* k, std::int64_t ld, in
   }
 }
 
-// o[c] = alpha o[c] + sum_j p[j] v[j][c] over keys [begin, end) for NV vectors of columns
-template <typename T, int NV, bool kMayHide>
-ANYFLASH_CPU_INLINE void thin_columns(const T* v, std::int64_t ld, const T* p, int begin, int end,
+// o[c] = alpha o[c] + sum_j p[j] v[j][c] over keys [begin, end) for NV vectors of columns from
+// `first` on
+template <typename T, int NV, bool kMayHide, typename Keys>
+ANYFLASH_CPU_INLINE void thin_columns(const Keys& v, int first, const T* p, int begin, int end,
                                       T alpha, T* o) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
@@ -50,29 +60,29 @@ ANYFLASH_CPU_INLINE void thin_columns(const T* v, std::int64_t ld, const T* p, i
     }
     const Vec a = S::broadcast(p[j]);
     ANYFLASH_CPU_UNROLL
-    for (int n = 0; n < NV; ++n) acc[n] += a * S::load(v + j * ld + n * S::kLanes);
+    for (int n = 0; n < NV; ++n) acc[n] += a * S::load(v.row(j) + first + n * S::kLanes);
   }
   ANYFLASH_CPU_UNROLL
   for (int n = 0; n < NV; ++n) {
-    T* const at = o + n * S::kLanes;
+    T* const at = o + first + n * S::kLanes;
     S::store(at, S::load(at) * alpha + acc[n]);
   }
 }
 
-template <bool kMayHide, typename T>
-ANYFLASH_CPU_INLINE void thin_output(const T* v, std::int64_t ld, const T* p, int begin, int end,
-                                     T alpha, T* o, int head_dim_v) {
+template <bool kMayHide, typename T, typename Keys>
+ANYFLASH_CPU_INLINE void thin_output(const Keys& v, const T* p, int begin, int end, T alpha, T* o,
+                                     int head_dim_v) {
   constexpr int kLanes = Simd<T>::kLanes;
   constexpr int kWide = 8;  // sums in registers, also with 16 of them
   int c = 0;
   for (; c + kWide * kLanes <= head_dim_v; c += kWide * kLanes) {
-    thin_columns<T, kWide, kMayHide>(v + c, ld, p, begin, end, alpha, o + c);
+    thin_columns<T, kWide, kMayHide>(v, c, p, begin, end, alpha, o);
   }
   for (; c + 4 * kLanes <= head_dim_v; c += 4 * kLanes) {
-    thin_columns<T, 4, kMayHide>(v + c, ld, p, begin, end, alpha, o + c);
+    thin_columns<T, 4, kMayHide>(v, c, p, begin, end, alpha, o);
   }
   for (; c < head_dim_v; c += kLanes) {
-    thin_columns<T, 1, kMayHide>(v + c, ld, p, begin, end, alpha, o + c);
+    thin_columns<T, 1, kMayHide>(v, c, p, begin, end, alpha, o);
   }
 }
 

@@ -15,26 +15,27 @@
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
-template <typename E>
+template <typename Rows>
 class ThinTask {
  public:
-  using T = typename Compute<E>::Type;
+  using T = typename Rows::T;
+  using Keys = typename Rows::Keys;
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  explicit ThinTask(TaskRows<E>& rows) : rows_(rows), p_(rows.params), scratch_(rows.scratch) {
+  explicit ThinTask(Rows& rows) : rows_(rows), p_(rows.params), scratch_(rows.scratch) {
     natural_ = rows.modifier.active();
     scale_ = static_cast<T>(natural_ ? rows.modifier.scale() : p_.softmax_scale * kLog2E);
   }
 
   void run() {
-    const std::int64_t d = padded_dim();
-    const std::int64_t dv = padded_dim_v();
+    const int d = padded_dim();
+    const int dv = padded_dim_v();
     for (int r = 0; r < rows_.rows; ++r) {
-      T* const q = scratch_.q + r * d;
+      T* const q = scratch_.q + std::int64_t{r} * d;
       load_row(rows_.query_row(r), p_.q_stride.col, p_.head_dim, q);
       rows_.fill_zero(q + p_.head_dim, d - p_.head_dim);
-      rows_.fill_zero(scratch_.o + r * dv, dv);
+      rows_.fill_zero(scratch_.o + std::int64_t{r} * dv, dv);
     }
     const int end = rows_.seen.end;
     for (int block = rows_.seen.first / kBlockN * kBlockN; block < end; block += kBlockN) {
@@ -42,8 +43,8 @@ class ThinTask {
       const int keys = end - block < kBlockN ? end - block : kBlockN;
       const int skipped = rows_.seen.first - block;
       const int first = skipped > 0 ? skipped / S::kLanes * S::kLanes : 0;
-      const Rows k = key_rows(p_.k, p_.k_stride, block, first, keys, p_.head_dim, d, scratch_.k);
-      const Rows v = key_rows(p_.v, p_.v_stride, block, first, keys, p_.head_dim_v, dv, scratch_.v);
+      const Keys k = rows_.key_rows(rows_.k, block, first, keys, d, scratch_.k);
+      const Keys v = rows_.key_rows(rows_.v, block, first, keys, dv, scratch_.v);
       for (int r = 0; r < rows_.rows; ++r) {
         const int sees = static_cast<int>(scratch_.seen_first[r]) - block;
         const int limit = static_cast<int>(scratch_.seen_end[r]) - block;
@@ -51,7 +52,7 @@ class ThinTask {
       }
     }
     for (int r = 0; r < rows_.rows; ++r) {
-      rows_.finish(r, scratch_.o + r * dv, natural_ ? 1.0 : kLn2);
+      rows_.finish(r, scratch_.o + std::int64_t{r} * dv, natural_ ? 1.0 : kLn2);
     }
   }
 
@@ -59,37 +60,15 @@ class ThinTask {
   static constexpr double kLog2E = 1.4426950408889634074;
   static constexpr double kLn2 = 0.69314718055994530942;
 
-  // A block of rows of k or v: row j begins at data + j * ld.
-  struct Rows {
-    const T* data;
-    std::int64_t ld;
-  };
-
   int padded_dim() const { return round_up(p_.head_dim, S::kLanes); }
   int padded_dim_v() const { return round_up(p_.head_dim_v, kColumnPad<T>); }
 
-  // Rows [first, keys) of a block of k or v as they lie in memory where that will do, else a copy
-  // in `packed`.
-  Rows key_rows(const void* base, const Strides& stride, int block, int first, int keys,
-                int columns, std::int64_t padded, T* packed) const {
-    if constexpr (sizeof(E) == sizeof(T)) {
-      if (stride.col == 1 && columns == padded) {
-        return {rows_.key_row(base, stride, block), stride.row};
-      }
-    }
-    for (int j = first; j < keys; ++j) {
-      load_row(rows_.key_row(base, stride, block + j), stride.col, columns, packed + j * padded);
-      rows_.fill_zero(packed + j * padded + columns, padded - columns);
-    }
-    return {packed, padded};
-  }
-
   // Keys [begin, end) of a block for one row: the equations of forward.h.
-  void visit(int r, int block, const Rows& k, const Rows& v, int begin, int end) {
+  void visit(int r, int block, const Keys& k, const Keys& v, int begin, int end) {
     if (begin >= end) return;
     T* const s = scratch_.s;
-    thin_scores(scratch_.q + r * std::int64_t{padded_dim()}, k.data, k.ld, padded_dim(), scale_,
-                begin, end, s);
+    thin_scores(scratch_.q + r * std::int64_t{padded_dim()}, k, padded_dim(), scale_, begin, end,
+                s);
     if (natural_) modify_row(rows_.modifier, scratch_.rows[r], block, begin, end, s);
     const int first = begin / S::kLanes * S::kLanes;
     const int last = round_up(end, S::kLanes);
@@ -128,13 +107,13 @@ class ThinTask {
     }
     T* const o = scratch_.o + r * std::int64_t{padded_dim_v()};
     if (S::any_equal(least, kHiddenKey<T>)) {
-      thin_output<true>(v.data, v.ld, s, begin, end, alpha, o, padded_dim_v());
+      thin_output<true>(v, s, begin, end, alpha, o, padded_dim_v());
     } else {
-      thin_output<false>(v.data, v.ld, s, begin, end, alpha, o, padded_dim_v());
+      thin_output<false>(v, s, begin, end, alpha, o, padded_dim_v());
     }
   }
 
-  TaskRows<E>& rows_;
+  Rows& rows_;
   const ForwardParams& p_;
   const Scratch<T>& scratch_;
   bool natural_;  // scores in natural units, else in units of log2 e

@@ -46,4 +46,24 @@ constexpr BackwardTile generic_backward_tile(int head_dim) {
   return {{64, 64, 8}, 4, key_warps, key_warps, head_dim <= 96 ? 2 : 1};
 }
 
+// Decoding: tiles of 16, 32 or 64 rows, which are queries and heads of one group. Warps that share
+// their rows (key_warps) each take some keys of a tile.
+struct DecodeTile {
+  Tile tile;
+  int row_warps;
+  int key_warps;
+  int stages;  // buffers of K and V
+};
+
+// 64 KB of K and V: two CTAs fit an A100's SM, and one the 99 KB of consumer GPUs, and with a tile
+// on its way in each, memory is kept busy.
+constexpr DecodeTile decode_tile(int head_dim, int block_m, bool is_8bit) {
+  const int block_n = head_dim <= 128 ? 64 : 32;
+  const int row_warps = block_m / 16;
+  const int key_warps = block_m == 16 ? block_n / 16 : block_m == 32 ? 2 : 1;
+  const int stage_bytes = 2 * block_n * head_dim * (is_8bit ? 1 : 2);
+  const int stages = 64 * 1024 / stage_bytes < 4 ? 64 * 1024 / stage_bytes : 4;
+  return {{block_m, block_n, row_warps * key_warps}, row_warps, key_warps, stages};
+}
+
 }  // namespace anyflash::sm80

@@ -58,10 +58,29 @@ class ScoreMod {
     }
   }
 
+  // Without bias and ALiBi.
+  ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, float scale)
+      : scale_(scale),
+        softcap_(static_cast<float>(p.softcap)),
+        accurate_(p.softcap > kAccurateSoftcap),
+        bias_dtype_(DType::kFloat32),
+        bias_row_bytes_(0),
+        bias_col_stride_(0),
+        seqlen_q_(0),
+        seqlen_k_(0) {}
+
   // Whether this part of the code, kSlope or kCap, is enough.
   ANYFLASH_DEVICE bool within(ScorePart part) const {
     if (accurate_ || slope_ < 0.0f || bias_ != nullptr) return false;
     return part == ScorePart::kSlope ? softcap_ == 0.0f : slope_ == 0.0f && softcap_ > 0.0f;
+  }
+
+  // The scale and the softcap alone.
+  template <class Scores>
+  ANYFLASH_DEVICE void scale_and_cap(Scores& scores) const {
+    if (accurate_) cap_accurately(scores);
+    else if (softcap_ > 0.0f) cap(scores);
+    else multiply(scores);
   }
 
   // Whether a bias may hide keys, in any tile.

@@ -1,0 +1,184 @@
+// See append.h: rows of all sequences and kv heads, divided among threads.
+#define ANYFLASH_CPU_ISA portable
+#define ANYFLASH_SHARED_NAMESPACE anyflash::cpu::portable
+#include "append.h"
+
+#include <cstdint>
+
+#include "cpu/convert.h"
+#include "cpu/quantized.h"
+#include "variant/cache.h"
+
+namespace anyflash {
+
+namespace cpu::portable {
+
+namespace {
+
+// Where a row of k, v or q is copied to. A cache of q's dtype takes the elements as they are.
+template <class E, class C>
+struct Target {
+  using T = typename Compute<E>::Type;
+
+  C* row;
+  int64_t stride;
+  T scale;
+
+  void put(int64_t column, E x) const {
+    if constexpr (sizeof(C) == 1) {
+      quantize(static_cast<T>(to_compute(x)) / scale, row + column * stride);
+    } else {
+      row[column * stride] = x;
+    }
+  }
+};
+
+// What is done to a row on its way: the pairs of its first columns are rotated, pair c by the angle
+// whose cosine and sine are in column c of the tables.
+template <class E>
+class Rotation {
+ public:
+  using T = typename Compute<E>::Type;
+
+  // Steps beyond the tables' last row are clamped to it, so that wrong ones read nothing outside.
+  Rotation(const AppendParams& p, int64_t step) : p_(p), columns_(p.rotary_dim) {
+    const int64_t last = p.rotary_rows - 1;
+    const int64_t row = step < last ? step : last;
+    cos_ = row * p.rotary_cos.stride.row;
+    sin_ = row * p.rotary_sin.stride.row;
+  }
+
+  // None.
+  explicit Rotation(const AppendParams& p) : p_(p) {}
+
+  template <class C>
+  void copy_row(const E* from, int64_t stride, int columns, const Target<E, C>& to) const {
+    const int pairs = columns_ / 2;
+    for (int c = 0; c < pairs; ++c) {
+      const int first = p_.rotary_interleaved ? 2 * c : c;
+      const int second = p_.rotary_interleaved ? 2 * c + 1 : c + pairs;
+      const T cos = static_cast<T>(read_number(p_.rotary_cos, cos_ + c * p_.rotary_cos.stride.col));
+      const T sin = static_cast<T>(read_number(p_.rotary_sin, sin_ + c * p_.rotary_sin.stride.col));
+      const T x = to_compute(from[first * stride]);
+      const T y = to_compute(from[second * stride]);
+      E rotated;
+      from_compute(x * cos - y * sin, &rotated);
+      to.put(first, rotated);
+      from_compute(x * sin + y * cos, &rotated);
+      to.put(second, rotated);
+    }
+    for (int c = columns_; c < columns; ++c) to.put(c, from[c * stride]);
+  }
+
+ private:
+  const AppendParams& p_;
+  int columns_ = 0;
+  int64_t cos_ = 0;
+  int64_t sin_ = 0;
+};
+
+template <class E>
+struct Source {
+  const void* data;
+  const Strides& stride;
+  int columns;
+
+  const E* row(int64_t batch, int64_t row, int64_t head) const {
+    return static_cast<const E*>(data) + batch * stride.batch + row * stride.row +
+           head * stride.head;
+  }
+};
+
+// A row of k or v of the cache.
+template <class E, class C>
+Target<E, C> cache_row(const void* cache, const Strides& st, const Auxiliary& scale,
+                       const CachePlace& place, int64_t head) {
+  // The cache is an output here, and an input of attention.
+  C* const base = static_cast<C*>(const_cast<void*>(cache));
+  Target<E, C> to{base + place.slab * st.batch + place.row * st.row + head * st.head, st.col, 1};
+  if (scale.data != nullptr) {
+    to.scale = static_cast<typename Target<E, C>::T>(
+        read_number(scale, place.slab * scale.stride.batch + head * scale.stride.head));
+  }
+  return to;
+}
+
+constexpr int64_t kWorthThreads = 16384;  // elements
+
+template <class E, class C>
+void append_keys(const AppendParams& p, int num_threads) {
+  const KvCacheParams& cache = p.cache;
+  const Source<E> k{cache.k_new, cache.k_new_stride, cache.head_dim};
+  const Source<E> v{cache.v_new, cache.v_new_stride, cache.head_dim_v};
+  const int64_t count = cache.batch * cache.seqlen_new * cache.heads_k;
+  const bool rotate = p.rotary_cos.data != nullptr;
+#pragma omp parallel for num_threads(num_threads) \
+    schedule(static) if (count * k.columns > kWorthThreads)
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t head = i % cache.heads_k;
+    const int t = static_cast<int>(i / cache.heads_k % cache.seqlen_new);
+    const int64_t batch = i / cache.heads_k / cache.seqlen_new;
+    const CachedSequence sequence = cached_sequence(cache, batch);
+    const int key = sequence.keys_before + t;
+    const CachePlace place = place_of(cache, sequence, key);
+    if (place.slab < 0) continue;
+    const Rotation<E> rotation = rotate ? Rotation<E>(p, key) : Rotation<E>(p);
+    rotation.copy_row(k.row(batch, t, head), k.stride.col, k.columns,
+                      cache_row<E, C>(cache.k, cache.k_stride, cache.k_scale, place, head));
+    Rotation<E>(p).copy_row(v.row(batch, t, head), v.stride.col, v.columns,
+                            cache_row<E, C>(cache.v, cache.v_stride, cache.v_scale, place, head));
+  }
+}
+
+template <class E>
+void rotate_queries(const AppendParams& p, int num_threads) {
+  const KvCacheParams& cache = p.cache;
+  const Source<E> q{cache.q, cache.q_stride, cache.head_dim};
+  const Strides& st = p.rotated_q_stride;
+  const int64_t count = cache.batch * cache.seqlen_q * cache.heads;
+#pragma omp parallel for num_threads(num_threads) \
+    schedule(static) if (count * q.columns > kWorthThreads)
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t head = i % cache.heads;
+    const int64_t query = i / cache.heads % cache.seqlen_q;
+    const int64_t batch = i / cache.heads / cache.seqlen_q;
+    const int64_t before = cached_sequence(cache, batch).keys_before;
+    E* const to = static_cast<E*>(p.rotated_q) + batch * st.batch + query * st.row + head * st.head;
+    Rotation<E>(p, p.rotary_steps ? before + query : before)
+        .copy_row(q.row(batch, query, head), q.stride.col, q.columns, Target<E, E>{to, st.col, 1});
+  }
+}
+
+template <class E>
+void append_all(const AppendParams& p, int num_threads) {
+  if (p.rotated_q != nullptr) rotate_queries<E>(p, num_threads);
+  if (p.cache.k_new == nullptr) return;
+  switch (p.cache.cache_dtype) {
+    case DType::kInt8:
+      return append_keys<E, Int8>(p, num_threads);
+    case DType::kFloat8E4M3:
+      return append_keys<E, Float8E4M3>(p, num_threads);
+    default:
+      return append_keys<E, E>(p, num_threads);
+  }
+}
+
+}  // namespace
+
+}  // namespace cpu::portable
+
+void append_to_cache_on_cpu(const AppendParams& params, int num_threads) {
+  using namespace cpu::portable;
+  switch (params.dtype) {
+    case DType::kFloat64:
+      return append_all<double>(params, num_threads);
+    case DType::kFloat16:
+      return append_all<Half>(params, num_threads);
+    case DType::kBFloat16:
+      return append_all<BFloat16>(params, num_threads);
+    default:
+      return append_all<float>(params, num_threads);
+  }
+}
+
+}  // namespace anyflash

@@ -1,0 +1,171 @@
+// See append.h. One thread an element: of q, then of the new keys, then of the new values.
+#include "append.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "variant/auxiliary.h"
+#include "variant/cache.h"
+
+namespace anyflash {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Place {
+  int64_t batch;
+  int row;  // query, or number of the new key
+  int head;
+  int col;
+};
+
+// Element `index` of a contiguous (batch, rows, heads, columns).
+__device__ __forceinline__ Place place_in(int64_t index, int rows, int heads, int columns) {
+  Place place;
+  place.col = static_cast<int>(index % columns);
+  index /= columns;
+  place.head = static_cast<int>(index % heads);
+  index /= heads;
+  place.row = static_cast<int>(index % rows);
+  place.batch = index / rows;
+  return place;
+}
+
+template <class Element>
+class Appender {
+ public:
+  __device__ explicit Appender(const AppendParams& params) : p_(params), c_(params.cache) {}
+
+  __device__ int64_t queries() const {
+    if (p_.rotated_q == nullptr) return 0;
+    return c_.batch * c_.seqlen_q * c_.heads * c_.head_dim;
+  }
+  __device__ int64_t keys() const {
+    return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim;
+  }
+  __device__ int64_t values() const {
+    return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim_v;
+  }
+
+  __device__ void query(int64_t index) const {
+    const Place at = place_in(index, c_.seqlen_q, c_.heads, c_.head_dim);
+    const CachedSequence sequence = cached_sequence(c_, at.batch);
+    const int position = sequence.keys_before + (p_.rotary_steps ? at.row : 0);
+    const Strides& stride = p_.rotated_q_stride;
+    auto* const target = static_cast<Element*>(p_.rotated_q);
+    target[offset(stride, at)] = rotated(c_.q, c_.q_stride, at, position);
+  }
+
+  __device__ void key(int64_t index) const {
+    const Place at = place_in(index, c_.seqlen_new, c_.heads_k, c_.head_dim);
+    const CachedSequence sequence = cached_sequence(c_, at.batch);
+    const int position = sequence.keys_before + at.row;
+    const Element x = p_.rotary_cos.data == nullptr
+                          ? static_cast<const Element*>(c_.k_new)[offset(c_.k_new_stride, at)]
+                          : rotated(c_.k_new, c_.k_new_stride, at, position);
+    write(c_.k, c_.k_stride, c_.k_scale, sequence, at, x);
+  }
+
+  __device__ void value(int64_t index) const {
+    const Place at = place_in(index, c_.seqlen_new, c_.heads_k, c_.head_dim_v);
+    const Element x = static_cast<const Element*>(c_.v_new)[offset(c_.v_new_stride, at)];
+    write(c_.v, c_.v_stride, c_.v_scale, cached_sequence(c_, at.batch), at, x);
+  }
+
+ private:
+  static __device__ int64_t offset(const Strides& stride, const Place& at) {
+    return at.batch * stride.batch + at.row * stride.row + at.head * stride.head +
+           at.col * stride.col;
+  }
+
+  // (x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos), this thread's element of the pair.
+  __device__ Element rotated(const void* data, const Strides& stride, const Place& at,
+                             int position) const {
+    const auto* const row =
+        static_cast<const Element*>(data) + offset(stride, at) - at.col * stride.col;
+    if (at.col >= p_.rotary_dim) return row[at.col * stride.col];
+    const int half = p_.rotary_dim / 2;
+    const bool second = p_.rotary_interleaved ? at.col % 2 != 0 : at.col >= half;
+    const int pair = p_.rotary_interleaved ? at.col / 2 : at.col % half;
+    const int step = p_.rotary_interleaved ? 1 : half;
+    const int other = second ? at.col - step : at.col + step;
+    const int64_t angle = position < p_.rotary_rows ? position : p_.rotary_rows - 1;
+    const auto load = [&](const Auxiliary& table) {
+      return load_float(table, angle * table.stride.row + pair * table.stride.col);
+    };
+    const float cos = load(p_.rotary_cos);
+    const float sin = load(p_.rotary_sin);
+    const auto x = static_cast<float>(row[at.col * stride.col]);
+    const auto y = static_cast<float>(row[other * stride.col]);
+    return Element(second ? y * sin + x * cos : x * cos - y * sin);
+  }
+
+  // Writes one element of new row `at.row` to the cache, unless its place does not exist.
+  __device__ void write(const void* cache, const Strides& stride, const Auxiliary& scale,
+                        const CachedSequence& sequence, const Place& at, Element x) const {
+    const CachePlace place = place_of(c_, sequence, sequence.keys_before + at.row);
+    if (place.slab < 0) return;
+    // The cache is the caller's to write where there is something to append.
+    void* const target = const_cast<void*>(cache);
+    const int64_t index = place.slab * stride.batch + int64_t{place.row} * stride.row +
+                          at.head * stride.head + at.col * stride.col;
+    if (c_.cache_dtype != DType::kInt8 && c_.cache_dtype != DType::kFloat8E4M3) {
+      static_cast<Element*>(target)[index] = x;
+      return;
+    }
+    float quantised = static_cast<float>(x);
+    if (scale.data != nullptr) {
+      quantised /= load_float(scale, place.slab * scale.stride.batch + at.head * scale.stride.head);
+    }
+    if (c_.cache_dtype == DType::kInt8) {
+      static_cast<signed char*>(target)[index] =
+          static_cast<signed char>(rintf(fminf(fmaxf(quantised, -128.0f), 127.0f)));
+    } else {
+      static_cast<unsigned char*>(target)[index] =
+          __nv_cvt_float_to_fp8(quantised, __NV_SATFINITE, __NV_E4M3);
+    }
+  }
+
+  const AppendParams& p_;
+  const KvCacheParams& c_;
+};
+
+template <class Element>
+__global__ void append_kernel(const __grid_constant__ AppendParams params) {
+  const Appender<Element> appender(params);
+  const int64_t queries = appender.queries();
+  const int64_t keys = queries + appender.keys();
+  const int64_t values = keys + appender.values();
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < values; i += step) {
+    if (i < queries) appender.query(i);
+    else if (i < keys) appender.key(i - queries);
+    else appender.value(i - keys);
+  }
+}
+
+}  // namespace
+
+void append_to_cache(const AppendParams& params, void* stream) {
+  const KvCacheParams& c = params.cache;
+  const int64_t per_row = int64_t{c.heads_k} * (c.head_dim + c.head_dim_v);
+  int64_t count = c.batch * c.seqlen_new * per_row;
+  if (params.rotated_q != nullptr) count += c.batch * c.seqlen_q * c.heads * c.head_dim;
+  if (count == 0) return;
+  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
+  const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMaxBlocks);
+  const dim3 grid(static_cast<unsigned>(blocks));
+  if (params.dtype == DType::kFloat16) {
+    launch<append_kernel<__half>>(grid, dim3(kThreads), 0, stream, params);
+  } else {
+    launch<append_kernel<__nv_bfloat16>>(grid, dim3(kThreads), 0, stream, params);
+  }
+}
+
+}  // namespace anyflash

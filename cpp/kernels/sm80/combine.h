@@ -1,0 +1,32 @@
+// Splits of the keys: where their partial results lie, and the kernel that joins them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/macros.h"
+#include "params.h"
+
+namespace anyflash {
+
+// Partial results are float32 tensors (split, batch, head, query, column) and (split, batch, head,
+// query), contiguous. A kernel that writes them has them as its `out` and `lse`.
+ANYFLASH_HOST_DEVICE int64_t lse_stride_of_split(const KvCacheParams& p) {
+  return p.batch * p.heads * p.seqlen_q;
+}
+ANYFLASH_HOST_DEVICE int64_t stride_of_split(const KvCacheParams& p) {
+  return lse_stride_of_split(p) * p.head_dim_v;
+}
+
+struct CombineParams {
+  KvCacheParams result;  // out and lse are the call's
+  DType q_dtype = DType::kFloat16;
+  const float* out = nullptr;
+  const float* lse = nullptr;
+};
+
+namespace sm80 {
+void combine_splits(const CombineParams& params, void* stream);  // asynchronous
+}  // namespace sm80
+
+}  // namespace anyflash

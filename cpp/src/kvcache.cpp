@@ -1,0 +1,102 @@
+// forward_with_kvcache(): validate, plan, append and launch, as forward.cpp. Nothing is repacked:
+// the kernels take any strides.
+#include "anyflash/attention.h"
+#include "append.h"
+#include "arguments.h"
+#include "describe.h"
+#include "device.h"
+#include "heuristics.h"
+#include "plan.h"
+#include "validate.h"
+
+namespace anyflash {
+
+namespace {
+
+struct KvCachePlan : KernelPlan {
+  KvCachePlan(const KvCacheTensors& t, const ForwardOptions& options,
+              const KvCacheOptions& cache_options)
+      : append(validate_kvcache(t, options, cache_options)) {
+    KvCacheParams& params = append.cache;
+    row = &select_kernel(problem_of(t.q, params, options.cpu_isa));
+    empty = params.batch == 0 || params.seqlen_q == 0;
+    rotates_q = append.rotary_cos.data != nullptr && !empty;
+    appends = params.batch > 0 && params.seqlen_new > 0;
+    const bool cuda = t.q.device.type == DeviceType::kCuda;
+    if (!cuda) set_threads(options);
+    if (params.num_splits == 0) {
+      params.num_splits =
+          cuda ? decode_num_splits(params, row->tile,
+                                   resident_ctas(*row, device_properties(t.q.device.index)))
+               : decode_num_splits_on_cpu(params);
+    }
+    attention = params;
+    if (rotates_q) reserve_rotated_q(bytes_of(t.q.dtype));
+    reserve_scratch(row->decode, attention);
+  }
+
+  // Rows that begin at multiples of 32 bytes, for the kernels that read them.
+  void reserve_rotated_q(int bytes_per_element) {
+    const KvCacheParams& params = append.cache;
+    const int64_t columns = (int64_t{params.head_dim} + 15) / 16 * 16;
+    const int64_t row_elements = columns * params.heads;
+    const int64_t elements = params.batch * params.seqlen_q * row_elements;
+    append.rotated_q_stride = {params.seqlen_q * row_elements, row_elements, columns, 1};
+    attention.q_stride = append.rotated_q_stride;
+    rotated_q_offset = reserve(
+        bytes, static_cast<std::size_t>(elements) * static_cast<unsigned>(bytes_per_element));
+  }
+
+  AppendParams append;
+  KvCacheParams attention;  // with q's strides after the rotation
+  bool rotates_q = false;
+  bool appends = false;
+  std::size_t rotated_q_offset = 0;
+};
+
+void launch(const KvCachePlan& plan, const LaunchContext& context, char* workspace, bool cuda) {
+  AppendParams append = plan.append;
+  KvCacheParams attention = plan.attention;
+  if (plan.rotates_q) attention.q = append.rotated_q = workspace + plan.rotated_q_offset;
+  if (plan.appends || plan.rotates_q) {
+    if (cuda) {
+      append_to_cache(append, context.stream);
+    } else {
+      append_to_cache_on_cpu(append, context.num_threads);
+    }
+  }
+  if (plan.empty) return;
+  plan.row->decode.launch(attention, context);
+  count_launch(*plan.row);
+}
+
+}  // namespace
+
+std::size_t forward_with_kvcache_workspace_size(const TensorView& q, const TensorView& k_cache,
+                                                const TensorView& v_cache, const TensorView& out,
+                                                const TensorView* lse,
+                                                const ForwardOptions& options,
+                                                const KvCacheOptions& cache_options) {
+  return KvCachePlan({q, k_cache, v_cache, out, lse}, options, cache_options).bytes;
+}
+
+void forward_with_kvcache(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
+                          const TensorView& out, const TensorView* lse,
+                          const ForwardOptions& options, const KvCacheOptions& cache_options,
+                          Workspace workspace) {
+  const KvCachePlan plan({q, k_cache, v_cache, out, lse}, options, cache_options);
+  check_workspace(workspace, plan.bytes, "forward_with_kvcache_workspace_size");
+  const bool cuda = q.device.type == DeviceType::kCuda;
+  if (!cuda || options.validate) check_kvcache_lengths(plan.append, options, q.device);
+
+  auto* const base = static_cast<char*>(workspace.data);
+  const LaunchContext context = plan.context(options, base);
+  if (cuda) {
+    const DeviceGuard guard(q.device.index);
+    launch(plan, context, base, cuda);
+  } else {
+    launch(plan, context, base, cuda);
+  }
+}
+
+}  // namespace anyflash

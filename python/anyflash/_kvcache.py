@@ -1,0 +1,177 @@
+"""One call of attention with a KV cache: its arguments are read, then it runs or is measured."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from anyflash import _core, _options
+from anyflash._arrays import BOOL, BYTES, CACHES, FLOATS, INT32
+from anyflash._call import Given
+from anyflash._forward import Forward
+from anyflash._operands import Operands
+
+_LAYOUTS = {
+    "q": "(batch, seqlen_q, heads, head_dim)",
+    "k_cache": "(batch, capacity, heads_k, head_dim), or with a block_table (pages, page_size, "
+    "heads_k, head_dim)",
+    "v_cache": "(batch, capacity, heads_k, head_dim_v), or with a block_table (pages, page_size, "
+    "heads_k, head_dim_v)",
+}
+_NO_GRADIENTS = "attention with a KV cache has no backward"
+
+
+class KvCacheCall(Forward):
+    """`score`, `cache` and `append`, then `attend` or `workspace_size`."""
+
+    __slots__ = ("_cache_arrays", "_cache_options", "_caches", "_owner", "_seqlens", "_writes")
+
+    def __init__(self, operation: str, q: Any, k_cache: Any, v_cache: Any) -> None:
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        self._operands = operands = Operands(operation, "q", q, _NO_GRADIENTS)
+        read = {
+            name: operands.read(name, x, FLOATS if name == "q" else CACHES)
+            for name, x in given.items()
+        }
+        for name, (shape, _) in read.items():
+            if len(shape) != 4:
+                self._refuse_rank(_LAYOUTS[name], 4, **{name: shape})
+        shape, k_shape, v_shape = (shape for shape, _ in read.values())
+        self._begin(q, read["q"][1], (shape, k_shape, v_shape))
+        self._caches: Given = {name: (given[name], dtype) for name, (_, dtype) in read.items()}
+        self._cache_arrays: Given = {}
+        self._cache_options: dict[str, Any] = {}
+        self._seqlens: int | None = None  # the same for all sequences
+        self._owner: Any = None  # of the memory that they are written to
+        self._writes = False
+
+    def cache(
+        self,
+        *,
+        cache_seqlens: Any,
+        cache_batch_idx: Any,
+        cache_leftpad: Any,
+        block_table: Any,
+        tree_mask: Any,
+        k_scale: Any,
+        v_scale: Any,
+        num_splits: Any,
+        split_size: Any,
+    ) -> None:
+        """Where the keys lie, what they are, and how they are divided."""
+        parse = self._operands.parse
+        if isinstance(cache_seqlens, numbers.Integral):
+            self._seqlens = parse("cache_seqlens", _options.length, cache_seqlens)
+            cache_seqlens = None
+        for name, x, allowed in (
+            ("cache_seqlens", cache_seqlens, INT32),
+            ("cache_batch_idx", cache_batch_idx, INT32),
+            ("cache_leftpad", cache_leftpad, INT32),
+            ("block_table", block_table, INT32),
+            ("tree_mask", tree_mask, BOOL),
+            ("k_scale", k_scale, ("float32",)),
+            ("v_scale", v_scale, ("float32",)),
+        ):
+            if x is not None:
+                self._cache_array(name, name, x, allowed)
+        self._cache_options["num_splits"] = parse("num_splits", _options.integer, num_splits)
+        if split_size is not None:
+            self._cache_options["split_size"] = parse("split_size", _options.integer, split_size)
+
+    def append(
+        self, *, k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, rotary_interleaved: Any
+    ) -> None:
+        """New keys and values are written to the caches."""
+        for name, argument, x in (
+            ("k_new", "k", k),
+            ("v_new", "v", v),
+            ("rotary_cos", "rotary_cos", rotary_cos),
+            ("rotary_sin", "rotary_sin", rotary_sin),
+        ):
+            if x is not None:
+                self._cache_array(name, argument, x, FLOATS)
+        self._cache_options["rotary_interleaved"] = bool(rotary_interleaved)
+        self._writes = k is not None or v is not None
+        if self._writes:
+            for name in ("k_cache", "v_cache"):
+                self._operands.cache(name, self._caches[name][0])
+
+    def _cache_array(self, name: str, argument: str, x: Any, allowed: tuple[str, ...]) -> None:
+        self._cache_arrays[name] = (x, self._operands.read(argument, x, allowed)[1])
+
+    def attend(
+        self,
+        *,
+        softmax_scale: Any,
+        causal: Any,
+        return_lse: Any,
+        out: Any,
+        out_dtype: Any,
+        workspace: Any,
+        stream: Any,
+    ) -> Any:
+        framework = self._operands.framework
+        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        workspace = self._given_workspace(workspace)
+        result = self._out(out, out_dtype)
+        lse = self._new_lse() if return_lse else None
+        arguments = self._arguments(softmax_scale, causal, result, lse, stream)
+        _core.forward_with_kvcache(*(*arguments, workspace, self._workspace(stream)))
+        if out is None:
+            result = framework.finish(result)
+        return (result, framework.finish(lse)) if return_lse else result
+
+    def workspace_size(
+        self,
+        *,
+        softmax_scale: Any,
+        causal: Any,
+        return_lse: Any,
+        out: Any,
+        out_dtype: Any,
+        workspace: Any,
+        stream: Any,
+    ) -> int:
+        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        self._given_workspace(workspace)
+        result = self._out(out, out_dtype)
+        lse = self._new_lse() if return_lse else None
+        return _core.kvcache_workspace_size(
+            *self._arguments(softmax_scale, causal, result, lse, stream)
+        )
+
+    def _given_workspace(self, workspace: Any) -> Any:
+        if workspace is None:
+            return None
+        self._operands.output("workspace", workspace, BYTES)
+        return self._operands.framework.export_out(workspace, self._operands.device)
+
+    def _arguments(
+        self, softmax_scale: float | None, causal: Any, result: Any, lse: Any, stream: int | None
+    ) -> tuple[Any, ...]:
+        """What both functions of the binding take."""
+        operands = self._operands
+        framework, device = operands.framework, operands.device
+        self._export_options(stream)
+        cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
+        if self._seqlens is not None:
+            self._owner, lengths = operands.parse(
+                "cache_seqlens",
+                framework.lengths,
+                *(self._batch, self._seqlens, self._q, device, stream),
+            )
+            cache_options["cache_seqlens"] = (lengths, False)
+        outputs = (
+            (framework.export_out(result, device), operands.as_bits(self._dtype)),
+            None if lse is None else (framework.export_out(lse, device), False),
+        )
+        return (
+            operands.operation,
+            (*self._exported(self._caches, stream).values(), *outputs),
+            softmax_scale,
+            bool(causal),
+            self._stream(stream),
+            self._options or None,
+            cache_options,
+            self._writes,
+        )

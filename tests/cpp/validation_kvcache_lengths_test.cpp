@@ -1,0 +1,154 @@
+// What forward_with_kvcache() alone can say is wrong, as it alone reads lengths, places and tables:
+// before anything is written.
+#include <climits>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "kvcache_problem.h"
+#include "tensor.h"
+#include "validation.h"
+
+namespace {
+
+using test::Appending;
+using test::CaseOf;
+using test::check_throws;
+using test::DType;
+using test::kValue;
+using test::Paged;
+using test::SmallTensor;
+
+const CaseOf<Appending> kLengths[] = {
+    {"negative length",
+     [](Appending& c) { c.seqlens.data<int32_t>()[1] = -1; },
+     kValue,
+     {"cache_seqlens[1] is -1; 0 to 14 is allowed: the cache has 16 rows for a sequence, and 2 "
+      "are"}},
+    {"no room",
+     [](Appending& c) { c.seqlens.data<int32_t>()[0] = 15; },
+     kValue,
+     {"cache_seqlens[0] is 15; 0 to 14"}},
+    {"no room for an int",
+     [](Appending& c) { c.seqlens.data<int32_t>()[0] = INT_MAX; },
+     kValue,
+     {"cache_seqlens[0] is 2147483647; 0 to 14"}},
+    {"nothing appended",
+     [](Appending& c) {
+       c.cache.k_new = c.cache.v_new = c.cache.rotary_cos = c.cache.rotary_sin = nullptr;
+       c.seqlens.data<int32_t>()[0] = 17;
+     },
+     kValue,
+     {"cache_seqlens[0] is 17; 0 to 16 is allowed"}},
+    {"negative pad",
+     [](Appending& c) { c.pads.data<int32_t>()[1] = -1; },
+     kValue,
+     {"cache_leftpad[1] is -1; 0 to 4 is allowed: the rows that are filled"}},
+    {"large pad",
+     [](Appending& c) { c.pads.data<int32_t>()[0] = 10; },
+     kValue,
+     {"cache_leftpad[0] is 10; 0 to 9"}},
+    {"negative place",
+     [](Appending& c) { c.places.data<int32_t>()[0] = -1; },
+     kValue,
+     {"cache_batch_idx[0] is -1; 0 to 2 is allowed: the sequences of the cache"}},
+    {"place behind the cache",
+     [](Appending& c) { c.places.data<int32_t>()[1] = 3; },
+     kValue,
+     {"cache_batch_idx[1] is 3; 0 to 2"}},
+    {"no place",
+     [](Appending& c) { c.k_cache.shape[0] = c.v_cache.shape[0] = 0; },
+     kValue,
+     {"cache_batch_idx[0] is 2; none is allowed"}},
+    // Keys 8 to 9, queries 8 to 10 of sequence 0.
+    {"rotary rows for q",
+     [](Appending& c) { c.cos.view.shape[0] = c.sin.view.shape[0] = 10; },
+     kValue,
+     {"rotary_cos has 10 rows; sequence 0 needs 11: 8 keys are in the cache, 2 are appended, and q "
+      "has seqlen_q 3"}},
+    {"rotary rows for k",
+     [](Appending& c) {
+       c.options.causal = false;
+       c.options.window_left = -1;
+       c.cos.view.shape[0] = c.sin.view.shape[0] = 9;
+     },
+     kValue,
+     {"rotary_cos has 9 rows; sequence 0 needs 10"}},
+};
+
+const CaseOf<Paged> kTables[] = {
+    {"negative page",
+     [](Paged& c) { c.table.data<int32_t>()[5] = -1; },
+     kValue,
+     {"block_table[1, 1] is -1; the cache has 6 pages"}},
+    {"page behind the cache",
+     [](Paged& c) { c.table.data<int32_t>()[2] = 6; },
+     kValue,
+     {"block_table[0, 2] is 6; the cache has 6 pages"}},
+    {"first page",
+     [](Paged& c) { c.table.data<int32_t>()[0] = INT_MIN; },
+     kValue,
+     {"block_table[0, 0] is -2147483648"}},
+    {"no room",
+     [](Paged& c) { c.seqlens.data<int32_t>()[1] = 15; },
+     kValue,
+     {"cache_seqlens[1] is 15; 0 to 14"}},
+    // The table's rows run backwards: row 0 is 99 -1 2 1.
+    {"reversed table",
+     [](Paged& c) {
+       c.table.view.stride = {-4, -1};
+       c.table.view.data = c.table.data<int32_t>() + 7;
+     },
+     kValue,
+     {"block_table[0, 0] is 99; the cache has 6 pages"}},
+};
+
+template <class AnyCall>
+void check_refused(const CaseOf<AnyCall>& test_case) {
+  AnyCall call;
+  test_case.change(call);
+  const test::AlignedBytes memory(call.workspace_size());
+  check_throws([&] { call.run(memory.workspace()); }, test_case.name, test_case.code,
+               test_case.words);
+  CHECK_MSG(call.untouched(), test_case.name);
+}
+
+template <class AnyCall, class Change>
+void check_runs(const Change& change) {
+  AnyCall call;
+  change(call);
+  const test::AlignedBytes memory(call.workspace_size());
+  call.run(memory.workspace());
+  CHECK(!call.untouched());
+  CHECK(memory.guard_untouched());
+}
+
+// The limits themselves, and entries that belong to no row in use.
+void check_allowed_lengths() {
+  check_runs<Appending>([](Appending& c) { c.seqlens.assign<int32_t>({13, 0}); });
+  check_runs<Appending>([](Appending& c) { c.pads.assign<int32_t>({9, 4}); });
+  check_runs<Appending>([](Appending& c) { c.cos.view.shape[0] = c.sin.view.shape[0] = 11; });
+  check_runs<Appending>([](Appending& c) {  // q by row 8
+    c.options.causal = false;
+    c.options.window_left = -1;
+    c.cos.view.shape[0] = c.sin.view.shape[0] = 10;
+  });
+  check_runs<Paged>([](Paged& c) {  // pages 0 hold no key
+    c.pads.assign<int32_t>({4, 4});
+    c.table.assign<int32_t>({-1, 0, 3, -7, 99, 2, -1, 99});
+  });
+  check_runs<Paged>([](Paged& c) {
+    c.table.assign<int32_t>({99, -1, 2, 1, -7, 3, 0, 5});
+    c.table.view.stride = {-4, -1};
+    c.table.view.data = c.table.data<int32_t>() + 7;
+  });
+}
+
+}  // namespace
+
+int main() {
+  for (const auto& test_case : kLengths) check_refused(test_case);
+  for (const auto& test_case : kTables) check_refused(test_case);
+  check_allowed_lengths();
+  return check::report();
+}
