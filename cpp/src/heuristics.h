@@ -61,15 +61,12 @@ inline int64_t visible_keys(const KvCacheParams& params) {
   return std::min<int64_t>(params.seqlen_k, left + params.seqlen_q);
 }
 
-// How many CTAs of a kernel the GPU holds at once. Registers are guessed: 128 a thread. A guess
-// that is too high by a whole factor only makes more waves of the same efficiency.
+// How many CTAs of a kernel the GPU holds at once.
 inline int64_t resident_ctas(const KernelRow& row, const DeviceProperties& device) {
   constexpr std::size_t kReservedSmem = 1024;  // of each CTA
-  constexpr int kThreads = 512;                // of a multiprocessor, 128 registers each
   const auto by_smem =
       static_cast<int64_t>(device.smem_per_multiprocessor / (row.smem_bytes + kReservedSmem));
-  const int64_t by_threads = kThreads / std::max(32 * row.tile.warps, 1);
-  const int64_t each = std::max<int64_t>(std::min(by_smem, by_threads), 1);
+  const int64_t each = std::max<int64_t>(std::min<int64_t>(by_smem, row.tile.ctas), 1);
   return each * std::max(device.multiprocessors, 1);
 }
 

@@ -32,6 +32,7 @@ struct Tile {
   int block_m = 0;  // query rows of a CTA (CPU: of a task)
   int block_n = 0;  // keys of one step
   int warps = 0;    // 0 on the CPU
+  int ctas = 1;     // for which an SM has registers, where that has been fixed
 };
 
 // Where and with what a kernel runs.

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from cases import FULL
 from kvcache_cases import TOGETHER, Append, CacheCase, with_
 from tensors import LAYOUTS, WRITABLE_LAYOUTS
 
@@ -109,7 +110,7 @@ def _pairs() -> Iterator[CacheCase]:
         changes = SINGLE[one] | SINGLE[two] | {"poison": number % 2 == 0}
         dtype = "bf16" if number % 5 == 0 else "fp16"
         yield with_(base, f"pair-{one}-{two}", dtype=dtype, **changes)
-        if "out32" not in (one, two) and number % 2:
+        if "out32" not in (one, two) and number % (2 if FULL else 6) == 1:
             yield with_(base, f"pair-{one}-{two}-fp32", dtype="fp32", **changes)
     for name, changes in SINGLE.items():
         for dtype in ("bf16", "fp64") if name != "out32" else ("bf16",):

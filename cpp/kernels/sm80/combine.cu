@@ -1,7 +1,5 @@
 // See combine.h. One CTA a row of the result: with weights exp(lse_s) / (exp(sink) + sum exp(lse)),
 // out = sum_s weight_s out_s. Splits without keys (lse -inf) have not written theirs.
-#include "sm80/combine.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,6 +7,7 @@
 #include <cmath>
 
 #include "common/launch.h"
+#include "sm80/combine.h"
 #include "variant/auxiliary.h"
 
 namespace anyflash::sm80 {
@@ -75,9 +74,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t query = row % p.seqlen_q;
     const int64_t head = row / p.seqlen_q % p.heads;
     const int64_t batch = row / p.seqlen_q / p.heads;
-    const float sink = p.sinks.data == nullptr
-                           ? -INFINITY
-                           : load_float(p.sinks, head * p.sinks.stride.head);
+    const float sink =
+        p.sinks.data == nullptr ? -INFINITY : load_float(p.sinks, head * p.sinks.stride.head);
     float top = sink;
     for (int s = thread; s < p.num_splits; s += kThreads) {
       top = fmaxf(top, params.lse[s * rows + row]);

@@ -129,8 +129,8 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeBl
   auto tOcO =  // (MMA, MMA_M, MMA_N)
       typename Traits::TiledMma{}
           .get_thread_slice(threadIdx.x % Traits::kGroupThreads)
-          .partition_C(make_tensor(cO.data(), composition(cO.layout(),
-                                                          make_tile(_, typename Traits::OutColumns{}))));
+          .partition_C(make_tensor(
+              cO.data(), composition(cO.layout(), make_tile(_, typename Traits::OutColumns{}))));
   auto coordinates = make_tensor(tOcO.data(), accumulator_as_matrix(tOcO.layout()));
   __syncthreads();  // every warp has done with the buffers
   CUTE_UNROLL

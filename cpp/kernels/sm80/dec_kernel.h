@@ -15,7 +15,7 @@
 namespace anyflash::sm80 {
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
     decode_kernel(const __grid_constant__ KvCacheParams params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
   OnlineSoftmax<2> softmax(kLog2E);
   float unit = Traits::k8Bit ? 0.0f : 1.0f;
-  const bool found_nonfinite =
-      decode_mainloop<Traits>(params, block, smem, acc_o, softmax, unit);
+  const bool found_nonfinite = decode_mainloop<Traits>(params, block, smem, acc_o, softmax, unit);
   decode_epilogue<Traits>(params, block, smem, acc_o, softmax, unit, found_nonfinite);
 }
 

@@ -81,9 +81,9 @@ class CacheLoader {
   // Looks up where this thread's keys of a tile lie. The table's answer takes as long as memory
   // does, so this runs a tile ahead of load().
   ANYFLASH_DEVICE void find(int tile) {
-    if (params_.block_table == nullptr) find_rows(tile, [&](int key) {
-      return CachePlace{sequence_.slab, sequence_.first_row + key};
-    });
+    if (params_.block_table == nullptr)
+      find_rows(tile,
+                [&](int key) { return CachePlace{sequence_.slab, sequence_.first_row + key}; });
     else find_rows(tile, [&](int key) { return place_of(params_, sequence_, key); });
   }
 
@@ -120,8 +120,10 @@ class CacheLoader {
 
  private:
   static ANYFLASH_DEVICE auto pieces(Element* tile) {  // (VECTOR, ROWS, PAGES)
-    return Load{}.get_thread_slice(threadIdx.x).partition_D(cute::make_tensor(
-        cute::make_smem_ptr(tile), typename Traits::TileKv::Layout{}));
+    return Load{}
+        .get_thread_slice(threadIdx.x)
+        .partition_D(
+            cute::make_tensor(cute::make_smem_ptr(tile), typename Traits::TileKv::Layout{}));
   }
 
   // No branches, so that all lookups are on their way at once.

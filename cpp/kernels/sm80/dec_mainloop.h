@@ -39,10 +39,9 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeBlock
     const int row = get<0>(tQcQ(0, i, 0));
     const bool exists = row < block.rows;
     const int existing = exists ? row : 0;
-    const auto* const source = static_cast<const uint16_t*>(params.q) +
-                               block.batch * params.q_stride.batch +
-                               block.query(existing) * params.q_stride.row +
-                               block.head(existing) * params.q_stride.head;
+    const auto* const source =
+        static_cast<const uint16_t*>(params.q) + block.batch * params.q_stride.batch +
+        block.query(existing) * params.q_stride.row + block.head(existing) * params.q_stride.head;
     CUTE_UNROLL
     for (int page = 0; page < size<2>(tQsQ); ++page) {
       const int first = get<1>(tQcQ(0, i, page));
@@ -94,8 +93,7 @@ ANYFLASH_DEVICE void add_slopes(Scores& scores, const Coordinates& coordinates,
     CUTE_UNROLL
     for (int col = 0; col < cute::size<1>(scores); ++col) {
       const int key = col0 + cute::get<1>(coordinates(row, col));
-      scores(row, col) -=
-          rows.slope[row] * static_cast<float>(abs(rows.query[row] + shift - key));
+      scores(row, col) -= rows.slope[row] * static_cast<float>(abs(rows.query[row] + shift - key));
     }
   }
 }
@@ -286,8 +284,8 @@ class DecodeWarp {
   template <class FragQ>
   ANYFLASH_DEVICE void copy_q_block(FragQ& tSrQ, int k) const {
     using namespace cute;
-    using Atom = std::conditional_t<Traits::k8Bit, typename Traits::LoadPair,
-                                    typename Traits::LoadMatrix>;
+    using Atom =
+        std::conditional_t<Traits::k8Bit, typename Traits::LoadPair, typename Traits::LoadMatrix>;
     auto copy_q = make_tiled_copy_A(Atom{}, typename Traits::TiledMma{});
     auto thread_copy = copy_q.get_thread_slice(thread_);
     auto tSsQ = thread_copy.partition_S(queries_in_smem());  // (COPY, MMA_M, MMA_K)
@@ -373,8 +371,8 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeBl
     if (partial) hide_keys(scores, coordinates, rows, tree, col0);
     softmax.template update<true>(scores, out_matrix);
     if constexpr (Traits::k8Bit) {
-      scale_values(scores, coordinates, out_matrix,
-                   smem.buffers.v_scale[stage] + warp.first_key(), unit);
+      scale_values(scores, coordinates, out_matrix, smem.buffers.v_scale[stage] + warp.first_key(),
+                   unit);
     }
     auto probabilities = round_fragment<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));

@@ -67,10 +67,10 @@ struct DecodeTraits {
     DecodeBlock block;
   };
 
-  using TiledMma = cute::TiledMMA<
-      MmaAtom<Element>,
-      cute::Layout<cute::Shape<cute::Int<kBlockM / 16>, cute::_1, cute::_1>>,
-      cute::Tile<cute::Int<kBlockM>, cute::_16, cute::_16>>;
+  using TiledMma =
+      cute::TiledMMA<MmaAtom<Element>,
+                     cute::Layout<cute::Shape<cute::Int<kBlockM / 16>, cute::_1, cute::_1>>,
+                     cute::Tile<cute::Int<kBlockM>, cute::_16, cute::_16>>;
   using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
   using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
   using LoadPair = cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>;

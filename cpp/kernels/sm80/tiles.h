@@ -63,7 +63,10 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool is_8bit) {
   const int key_warps = block_m == 16 ? block_n / 16 : block_m == 32 ? 2 : 1;
   const int stage_bytes = 2 * block_n * head_dim * (is_8bit ? 1 : 2);
   const int stages = 64 * 1024 / stage_bytes < 4 ? 64 * 1024 / stage_bytes : 4;
-  return {{block_m, block_n, row_warps * key_warps}, row_warps, key_warps, stages};
+  const int warps = row_warps * key_warps;
+  // Registers: 168 a thread with 12 warps an SM, 255 with 8.
+  const int sm_warps = block_m == 16 && head_dim <= 128 && !is_8bit ? 12 : 8;
+  return {{block_m, block_n, warps, sm_warps / warps}, row_warps, key_warps, stages};
 }
 
 }  // namespace anyflash::sm80
