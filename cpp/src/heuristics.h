@@ -61,37 +61,43 @@ inline int64_t visible_keys(const KvCacheParams& params) {
   return std::min<int64_t>(params.seqlen_k, left + params.seqlen_q);
 }
 
-// How many CTAs of a kernel the GPU holds at once.
+// How many CTAs of a kernel a multiprocessor holds at once.
 inline int64_t resident_ctas(const KernelRow& row, const DeviceProperties& device) {
   constexpr std::size_t kReservedSmem = 1024;  // of each CTA
   const auto by_smem =
       static_cast<int64_t>(device.smem_per_multiprocessor / (row.smem_bytes + kReservedSmem));
-  const int64_t each = std::max<int64_t>(std::min<int64_t>(by_smem, row.tile.ctas), 1);
-  return each * std::max(device.multiprocessors, 1);
+  return std::max<int64_t>(std::min<int64_t>(by_smem, row.tile.ctas), 1);
 }
 
 inline constexpr int kMaxSplits = 128;
 
-// Into how many splits the keys of a sequence are divided, where `resident` CTAs run at once; a CTA
-// takes the rows of one tile and the keys of one split.
+// Into how many splits the keys of a sequence are divided; a CTA takes the rows of one tile and the
+// keys of one split, at least two blocks of them. An SM has room for `each` CTAs.
 //
-// Where the tiles alone come to 80 % of those CTAs: 1. Else time is counted in blocks of keys:
-// waves of CTAs, each as long as a split's blocks and one more, for what a CTA costs before its
-// first and for the partial result that is written and joined. Of the numbers of splits whose time
-// is within 1 / 0.85 of the least, the smallest. A split has at least two blocks.
-inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t resident) {
+// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters of
+// what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and a
+// CTA alone does not use all of it, but 4/5: H200, head_dim 128, 16 to 16384 keys. There, too, a CTA
+// costs about four blocks beside its own, and joining the splits five, and a twentieth each.
+inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t each,
+                             int64_t multiprocessors) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t ctas = params.batch * params.heads_k * divide(query_rows(params), tile.block_m);
   const int64_t blocks = divide(visible_keys(params), tile.block_n);
   const int most = static_cast<int>(std::min<int64_t>(blocks / 2, kMaxSplits));
-  if (ctas == 0 || most <= 1 || ctas >= resident - resident / 5) return 1;
+  if (ctas == 0 || most <= 1) return 1;
   const auto time = [&](int64_t splits) {
-    return divide(ctas * splits, resident) * (divide(blocks, splits) + (splits > 1 ? 1 : 0));
+    const int64_t resident = each * multiprocessors;
+    const int64_t waves = ctas * splits / resident;
+    const int64_t rest = divide(ctas * splits % resident, multiprocessors);  // on the busiest SM
+    const int64_t shares =
+        waves * std::max<int64_t>(4 * each, 5) + (rest == 0 ? 0 : std::max<int64_t>(4 * rest, 5));
+    const int64_t joining = splits == 1 ? 0 : 20 + splits / 5;
+    return shares * divide(blocks, splits) + 16 * (waves + (rest != 0)) + joining;
   };
   int64_t least = time(1);
   for (int splits = 2; splits <= most; ++splits) least = std::min(least, time(splits));
   int splits = 1;
-  while (time(splits) * 85 > least * 100) ++splits;
+  while (time(splits) * 100 > least * 105) ++splits;
   return splits;
 }
 

@@ -26,13 +26,16 @@ struct KvCachePlan : KernelPlan {
     if (!cuda) set_threads(options);
     if (params.num_splits == 0) {
       params.num_splits =
-          cuda ? decode_num_splits(params, row->tile,
-                                   resident_ctas(*row, device_properties(t.q.device.index)))
-               : decode_num_splits_on_cpu(params);
+          cuda ? splits_for(device_properties(t.q.device.index)) : decode_num_splits_on_cpu(params);
     }
     attention = params;
     if (rotates_q) reserve_rotated_q(bytes_of(t.q.dtype));
     reserve_scratch(row->decode, attention);
+  }
+
+  int splits_for(const DeviceProperties& device) const {
+    return decode_num_splits(append.cache, row->tile, resident_ctas(*row, device),
+                             std::max(device.multiprocessors, 1));
   }
 
   // Rows that begin at multiples of 32 bytes, for the kernels that read them.

@@ -18,14 +18,15 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kWarps = 4;
 constexpr int kLanes = 32;
 constexpr int kThreads = kWarps * kLanes;
-constexpr int kColumns = 256;  // the largest head dim
-constexpr int kPerLane = kColumns / kLanes;
+constexpr int kColumns = 256;                    // the largest head dim
+constexpr int kPerLane = kColumns / kLanes / 4;  // pieces of four columns
+constexpr int kParts = 8;                        // that are loaded at once
 
 struct Smem {
   float warp[kWarps];
   float weight[kThreads];  // of splits
   bool seen[kThreads];
-  float out[kWarps][kColumns];
+  alignas(16) float out[kWarps][kColumns];
 };
 
 // Over the CTA, in the same order whenever it runs.
@@ -50,15 +51,38 @@ __device__ __forceinline__ void store(const KvCacheParams& p, DType q_dtype, int
   store_float(target, index, x);
 }
 
-// acc += weight * part, of this lane's columns.
-__device__ __forceinline__ void add_part(const CombineParams& params, int64_t part, bool seen,
-                                         float weight, int lane, float (&acc)[kPerLane]) {
-  const int columns = seen ? params.result.head_dim_v : 0;
-  const float* const data = params.out + part * params.result.head_dim_v;
+// acc += weight * part, of this lane's columns, for kParts splits at once: their loads overlap.
+// Columns that do not exist are read where the part has padding, but not written.
+template <int kParts>
+__device__ __forceinline__ void add_parts(const CombineParams& params, const Smem& smem,
+                                          int64_t rows, int64_t row, int first, int split, int lane,
+                                          float4 (&acc)[kPerLane]) {
+  const int columns = part_columns(params.result);
+  float4 parts[kParts][kPerLane];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int col = i * kLanes + lane;
-    if (col < columns) acc[i] += weight * data[col];
+  for (int i = 0; i < kParts; ++i) {
+    const int at = split + i * kWarps;
+    const bool seen = at < kThreads && smem.seen[at];
+    const int64_t part = ((first + at) * rows + row) * columns;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const int col = (j * kLanes + lane) * 4;
+      parts[i][j] = seen && col < columns
+                        ? *reinterpret_cast<const float4*>(params.out + part + col)
+                        : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    const int at = split + i * kWarps;
+    const float weight = at < kThreads ? smem.weight[at] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      acc[j].x += weight * parts[i][j].x;
+      acc[j].y += weight * parts[i][j].y;
+      acc[j].z += weight * parts[i][j].z;
+      acc[j].w += weight * parts[i][j].w;
+    }
   }
 }
 
@@ -95,24 +119,23 @@ __global__ void __launch_bounds__(kThreads)
           sum == 0.0f ? -INFINITY : reference + logf(sum);
     }
 
-    float acc[kPerLane] = {};
+    float4 acc[kPerLane] = {};
     for (int first = 0; first < p.num_splits; first += kThreads) {
       // Weights first: then the loads of the parts depend on nothing that has to be waited for.
       const int count = min(kThreads, p.num_splits - first);
       __syncthreads();  // every warp has done with the weights before
-      if (thread < count) {
-        const float lse = params.lse[(first + thread) * rows + row];
-        smem.weight[thread] = exp2f((lse - reference) * kLog2E) * inverse;
-        smem.seen[thread] = lse != -INFINITY;
-      }
+      const float lse = thread < count ? params.lse[(first + thread) * rows + row] : -INFINITY;
+      smem.weight[thread] = exp2f((lse - reference) * kLog2E) * inverse;
+      smem.seen[thread] = lse != -INFINITY;
       __syncthreads();  // the weights are there
-#pragma unroll 4
-      for (int i = warp; i < count; i += kWarps) {
-        add_part(params, (first + i) * rows + row, smem.seen[i], smem.weight[i], lane, acc);
+      for (int split = warp; split < count; split += kParts * kWarps) {
+        add_parts<kParts>(params, smem, rows, row, first, split, lane, acc);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) smem.out[warp][i * kLanes + lane] = acc[i];
+    for (int i = 0; i < kPerLane; ++i) {
+      *reinterpret_cast<float4*>(&smem.out[warp][(i * kLanes + lane) * 4]) = acc[i];
+    }
     __syncthreads();  // every warp's sums are there
     const Strides& stride = p.out_stride;
     const int64_t offset = batch * stride.batch + query * stride.row + head * stride.head;

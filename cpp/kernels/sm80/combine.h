@@ -9,13 +9,15 @@
 
 namespace anyflash {
 
-// Partial results are float32 tensors (split, batch, head, query, column) and (split, batch, head,
-// query), contiguous. A kernel that writes them has them as its `out` and `lse`.
+// Partial results are float32 tensors (split, batch, head, query, column), columns padded to whole
+// pieces of 16 bytes, and (split, batch, head, query). A kernel that writes them has them as its
+// `out` and `lse`.
+ANYFLASH_HOST_DEVICE int part_columns(const KvCacheParams& p) { return (p.head_dim_v + 3) / 4 * 4; }
 ANYFLASH_HOST_DEVICE int64_t lse_stride_of_split(const KvCacheParams& p) {
   return p.batch * p.heads * p.seqlen_q;
 }
 ANYFLASH_HOST_DEVICE int64_t stride_of_split(const KvCacheParams& p) {
-  return lse_stride_of_split(p) * p.head_dim_v;
+  return lse_stride_of_split(p) * part_columns(p);
 }
 
 struct CombineParams {

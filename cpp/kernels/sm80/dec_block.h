@@ -21,13 +21,17 @@ struct DecodeBlock {
   int group;
   int first_row;
   int rows;         // of the tile that exist
-  SplitKeys keys;   // that some row sees
-  SplitKeys shown;  // of these, that all rows see
+  SplitKeys keys;   // of the split that some row sees
+  SplitKeys shown;  // of these, those that all rows see
 
   ANYFLASH_DEVICE int query(int row) const { return (first_row + row) / group; }
   ANYFLASH_DEVICE int head(int row) const { return head_k * group + (first_row + row) % group; }
   ANYFLASH_DEVICE Mask mask(const KvCacheParams& p) const {
     return Mask(p.seqlen_q, sequence.seqlen_k, p.window);
+  }
+  // Whether some row does not see some of the keys [begin, end).
+  ANYFLASH_DEVICE bool hides(int begin, int end) const {
+    return begin < shown.begin || end > shown.end;
   }
   // Keys of this split that a row sees, but for the tree's.
   ANYFLASH_DEVICE SplitKeys seen(const Mask& mask, int row) const {
@@ -57,7 +61,7 @@ ANYFLASH_DEVICE DecodeBlock decode_block(const KvCacheParams& p, unsigned index)
   const int first = block.query(0);
   const int last = block.query(block.rows - 1);
   block.keys = split_keys(p, block.split, mask.first_key(first), mask.end_key(last), kBlockN);
-  block.shown = {mask.first_key(last), mask.end_key(first)};
+  block.shown = {mask.first_key(last), min(mask.end_key(first), block.keys.end)};
   const TreeMask tree(p, block.batch, block.sequence.seqlen_k);
   if (tree.active()) block.shown.end = min(block.shown.end, tree.first_key());
   return block;

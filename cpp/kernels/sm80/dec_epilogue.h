@@ -42,8 +42,8 @@ ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeBlo
   const Strides& stride = params.v_stride;
   for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {
     for (int key = block.keys.begin; key < block.keys.end; ++key) {
-      const int tile = key / Traits::kBlockN * Traits::kBlockN;
-      if (tile >= block.shown.begin && tile + Traits::kBlockN <= block.shown.end) continue;
+      const int tile = key - (key - block.keys.begin) % Traits::kBlockN;
+      if (!block.hides(tile, tile + Traits::kBlockN)) continue;
       const CachePlace place = place_of(params, block.sequence, key);
       if (place.slab < 0) continue;
       const int64_t offset = place.slab * stride.batch + place.row * stride.row +

@@ -35,7 +35,7 @@ inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchCon
   KvCacheParams parts = params;
   char* const scratch = static_cast<char*>(context.scratch);
   const int64_t rows = params.seqlen_q;
-  const int64_t columns = params.head_dim_v;
+  const int64_t columns = part_columns(params);
   parts.out = scratch;
   parts.out_dtype = DType::kFloat32;
   parts.out_stride = {params.heads * rows * columns, columns, rows * columns, 1};

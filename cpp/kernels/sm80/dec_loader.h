@@ -78,7 +78,7 @@ class CacheLoader {
         v_(params.v, params.v_stride, block.head_k, params.head_dim_v),
         coordinates_(coordinates(static_cast<int>(threadIdx.x))) {}
 
-  // Looks up where this thread's keys of a tile lie. The table's answer takes as long as memory
+  // Looks up where this thread's keys of a tile lie; tiles count from the split's first key. The table's answer takes as long as memory
   // does, so this runs a tile ahead of load().
   ANYFLASH_DEVICE void find(int tile) {
     if (params_.block_table == nullptr)
@@ -131,8 +131,8 @@ class CacheLoader {
   ANYFLASH_DEVICE void find_rows(int tile, const PlaceOf& place) {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int key = tile * Traits::kBlockN + cute::get<0>(coordinates_(0, i, 0));
-      const bool counts = key >= keys_.begin && key < keys_.end;
+      const int key = keys_.begin + tile * Traits::kBlockN + cute::get<0>(coordinates_(0, i, 0));
+      const bool counts = key < keys_.end;
       const CachePlace found = place(counts ? key : keys_.begin);
       slab_[i] = counts ? static_cast<int>(found.slab) : -1;
       row_[i] = found.row;

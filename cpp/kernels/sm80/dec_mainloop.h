@@ -309,17 +309,16 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeBl
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr int kStages = Traits::kStages;
-  const int begin = block.keys.begin / kBlockN;
-  const int end = (block.keys.end + kBlockN - 1) / kBlockN;
+  const int tiles = (block.keys.end - block.keys.begin + kBlockN - 1) / kBlockN;
 
   CacheLoader<Traits> loader(params, block);
-  loader.find(begin);
+  loader.find(0);
   load_queries<Traits>(params, block, smem);
   CUTE_UNROLL
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (begin + stage < end) {
+    if (stage < tiles) {
       loader.load(smem.buffers, stage);
-      loader.find(begin + stage + 1);
+      loader.find(stage + 1);
     }
     cp_async_fence();  // one group a tile, empty or not; Q comes with the first
   }
@@ -341,18 +340,19 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeBl
 
   bool found_nonfinite = false;
   int stage = 0;
-  for (int n = begin; n < end; ++n) {
-    const bool partial = n * kBlockN < block.shown.begin || (n + 1) * kBlockN > block.shown.end;
+  for (int n = 0; n < tiles; ++n) {
+    const int first_key = block.keys.begin + n * kBlockN;
+    const bool partial = block.hides(first_key, first_key + kBlockN);
     cp_async_wait<kStages - 2>();
     if (partial) found_nonfinite |= loader.clear_values(smem.buffers, stage);
     __syncthreads();  // tile n is there; every warp has done with the tile before
-    if (n + kStages - 1 < end) {
+    if (n + kStages - 1 < tiles) {
       loader.load(smem.buffers, stage == 0 ? kStages - 1 : stage - 1);
       loader.find(n + kStages);
     }
     cp_async_fence();
 
-    const int col0 = n * kBlockN + warp.first_key();
+    const int col0 = first_key + warp.first_key();
     auto acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kWarpKeys>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
     warp.scores(acc_s, tSrQ, stage);
