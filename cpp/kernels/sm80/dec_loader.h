@@ -73,18 +73,29 @@ class CacheLoader {
       : params_(params),
         sequence_(block.sequence),
         keys_(block.keys),
-        head_(block.head_k),
+        row_mask_(params.block_table == nullptr ? -1 : (1 << params.page_shift) - 1),
         k_(params.k, params.k_stride, block.head_k, params.head_dim),
         v_(params.v, params.v_stride, block.head_k, params.head_dim_v),
-        coordinates_(coordinates(static_cast<int>(threadIdx.x))) {}
+        coordinates_(coordinates(static_cast<int>(threadIdx.x))) {
+    if constexpr (Traits::k8Bit) {
+      k_scale_ = static_cast<const float*>(params.k_scale.data);
+      v_scale_ = static_cast<const float*>(params.v_scale.data);
+      if (k_scale_ != nullptr) k_scale_ += block.head_k * params.k_scale.stride.head;
+      if (v_scale_ != nullptr) v_scale_ += block.head_k * params.v_scale.stride.head;
+    }
+  }
 
-  // Looks up where this thread's keys of a tile lie; tiles count from the split's first key. The table's answer takes as long as memory
-  // does, so this runs a tile ahead of load().
+  // Asks where this thread's keys of a tile lie; tiles count from the split's first key. The table's
+  // answer takes as long as memory does, so this runs a tile ahead of load(), and does not look at
+  // it.
   ANYFLASH_DEVICE void find(int tile) {
-    if (params_.block_table == nullptr)
-      find_rows(tile,
-                [&](int key) { return CachePlace{sequence_.slab, sequence_.first_row + key}; });
-    else find_rows(tile, [&](int key) { return place_of(params_, sequence_, key); });
+    first_key_ = keys_.begin + tile * Traits::kBlockN;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int key = first_key_ + cute::get<0>(coordinates_(0, i, 0));
+      entry_[i] = -1;
+      if (key < keys_.end) entry_[i] = table_entry(params_, sequence_, key);
+    }
   }
 
   // Starts to load the tile that find() was called for.
@@ -92,8 +103,26 @@ class CacheLoader {
     load_tile(k_, buffers.k[stage]);
     load_tile(v_, buffers.v[stage]);
     if constexpr (Traits::k8Bit) {
-      load_scales(params_.k_scale, buffers.k_scale[stage]);
-      load_scales(params_.v_scale, buffers.v_scale[stage]);
+      if (by_slab(params_.k_scale)) {
+        load_scales(k_scale_, params_.k_scale.stride.batch, buffers.k_scale[stage]);
+      }
+      if (by_slab(params_.v_scale)) {
+        load_scales(v_scale_, params_.v_scale.stride.batch, buffers.v_scale[stage]);
+      }
+    }
+  }
+
+  // Scales that are the same for all keys: load() leaves them as they are.
+  ANYFLASH_DEVICE void fill_scales(typename Traits::Buffers& buffers) const {
+    if constexpr (Traits::k8Bit) {
+      const float k_scale = k_scale_ == nullptr ? 1.0f : *k_scale_;
+      const float v_scale = v_scale_ == nullptr ? 1.0f : *v_scale_;
+      for (int stage = 0; stage < Traits::kStages; ++stage) {
+        for (int key = threadIdx.x; key < Traits::kBlockN; key += Traits::kThreads) {
+          if (!by_slab(params_.k_scale)) buffers.k_scale[stage][key] = k_scale;
+          if (!by_slab(params_.v_scale)) buffers.v_scale[stage][key] = v_scale;
+        }
+      }
     }
   }
 
@@ -126,19 +155,6 @@ class CacheLoader {
             cute::make_tensor(cute::make_smem_ptr(tile), typename Traits::TileKv::Layout{}));
   }
 
-  // No branches, so that all lookups are on their way at once.
-  template <class PlaceOf>
-  ANYFLASH_DEVICE void find_rows(int tile, const PlaceOf& place) {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const int key = keys_.begin + tile * Traits::kBlockN + cute::get<0>(coordinates_(0, i, 0));
-      const bool counts = key < keys_.end;
-      const CachePlace found = place(counts ? key : keys_.begin);
-      slab_[i] = counts ? static_cast<int>(found.slab) : -1;
-      row_[i] = found.row;
-    }
-  }
-
   ANYFLASH_DEVICE void load_tile(const CacheHead<Unit>& source, Element* tile) const {
     using namespace cute;
     auto tXsX = pieces(tile);
@@ -162,8 +178,10 @@ class CacheLoader {
                                       const Function& function) const {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const bool exists = slab_[i] >= 0;
-      const Unit* const row = source.row(exists ? slab_[i] : 0, row_[i]);
+      const bool exists = is_slab(params_, entry_[i]);
+      const int key = first_key_ + cute::get<0>(coordinates_(0, i, 0));
+      const Unit* const row =
+          source.row(exists ? entry_[i] : 0, (sequence_.first_row + key) & row_mask_);
       const int columns = exists ? source.columns : 0;
       CUTE_UNROLL
       for (int page = 0; page < kPages; ++page) {
@@ -172,33 +190,42 @@ class CacheLoader {
     }
   }
 
-  // One number a key, by the threads that load the keys' first columns.
-  ANYFLASH_DEVICE void load_scales(const Auxiliary& scale, float* target) const {
-    if (cute::get<1>(coordinates_(0, 0, 0)) != 0) return;
-    const auto* const data = static_cast<const float*>(scale.data);
+  static ANYFLASH_DEVICE bool by_slab(const Auxiliary& scale) {
+    return scale.data != nullptr && scale.stride.batch != 0;
+  }
+
+  // One number a key: of the threads that share a row, each takes one of their rows.
+  ANYFLASH_DEVICE void load_scales(const float* scale, int64_t stride, float* target) const {
+    constexpr int kLanes = Traits::TileKv::kThreadsPerRow;
+    const int lane = cute::get<1>(coordinates_(0, 0, 0)) / Traits::TileKv::kVector;
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      float& at = target[cute::get<0>(coordinates_(0, i, 0))];
-      if (data == nullptr) {
-        at = 1.0f;
-        continue;
+    for (int first = 0; first < kRows; first += kLanes) {
+      int entry = -1;
+      int at = -1;
+      CUTE_UNROLL
+      for (int i = first; i < kRows && i < first + kLanes; ++i) {
+        if (i - first != lane) continue;
+        entry = entry_[i];
+        at = cute::get<0>(coordinates_(0, i, 0));
       }
-      const bool exists = slab_[i] >= 0;
-      const int64_t slab = exists ? slab_[i] : 0;
-      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(
-          data[slab * scale.stride.batch + head_ * scale.stride.head], at, exists);
+      if (at < 0) continue;  // fewer rows than threads
+      const bool exists = is_slab(params_, entry);
+      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(scale[exists ? entry * stride : 0],
+                                                         target[at], exists);
     }
   }
 
   const KvCacheParams& params_;
   const CachedSequence sequence_;
   const SplitKeys keys_;
-  const int head_;
+  const int row_mask_;  // of a row in its page
   CacheHead<Unit> k_;
   CacheHead<Unit> v_;
+  const float* k_scale_ = nullptr;  // of this head
+  const float* v_scale_ = nullptr;
   Coordinates coordinates_;
-  int slab_[kRows];  // -1: not a key, or a place that does not exist
-  int row_[kRows];
+  int first_key_ = 0;  // of the tile that has been asked for
+  int entry_[kRows];   // what the table says of this thread's keys; -1: not a key
 };
 
 }  // namespace anyflash::sm80

@@ -313,6 +313,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeBl
 
   CacheLoader<Traits> loader(params, block);
   loader.find(0);
+  loader.fill_scales(smem.buffers);
   load_queries<Traits>(params, block, smem);
   CUTE_UNROLL
   for (int stage = 0; stage < kStages - 1; ++stage) {

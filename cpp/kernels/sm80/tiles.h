@@ -67,7 +67,7 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool is_8bit) {
   const int key_warps = 4 / row_warps < block_n / 16 ? 4 / row_warps : block_n / 16;
   const int warps = row_warps * key_warps;
   // Registers: 168 a thread with 12 warps an SM, 255 with 8.
-  const int sm_warps = block_m == 16 && head_dim <= 128 && !is_8bit ? 12 : 8;
+  const int sm_warps = block_m <= 32 && head_dim <= 128 && !is_8bit ? 12 : 8;
   return {
       {block_m, block_n, warps, sm_warps / warps}, row_warps, key_warps, buffers < 4 ? buffers : 4};
 }

@@ -39,12 +39,23 @@ ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int6
   return s;
 }
 
+// What the block table says of key j, 0 <= j < seqlen_k: a page, if there is such a one. Without a
+// table, the sequence's place (there are fewer than 2^31: a grid holds no more).
+ANYFLASH_HOST_DEVICE int table_entry(const KvCacheParams& p, const CachedSequence& s, int key) {
+  if (p.block_table == nullptr) return static_cast<int>(s.slab);
+  return s.pages[((s.first_row + key) >> p.page_shift) * p.block_table_stride.col];
+}
+
+ANYFLASH_HOST_DEVICE bool is_slab(const KvCacheParams& p, int64_t entry) {
+  return entry >= 0 && entry < p.slabs;
+}
+
 // Of key j, 0 <= j < seqlen_k.
 ANYFLASH_HOST_DEVICE CachePlace place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
   const int row = s.first_row + key;
-  if (p.block_table == nullptr) return {s.slab, row};
-  const int64_t page = s.pages[(row >> p.page_shift) * p.block_table_stride.col];
-  return {page < 0 || page >= p.slabs ? -1 : page, row & ((1 << p.page_shift) - 1)};
+  const int entry = table_entry(p, s, key);
+  const int slab = is_slab(p, entry) ? entry : -1;
+  return {slab, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
 }
 
 // The keys [begin, end) of split `split` of a sequence that has seqlen_k, where those that count lie
