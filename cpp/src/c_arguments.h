@@ -221,7 +221,7 @@ struct CacheTensors {
 };
 
 inline constexpr char kCacheTypes[] =
-    "float64, float32, float16, bfloat16, int8 and float8_e4m3 are allowed";
+    "float64, float32, float16, bfloat16, int8 and float8_e4m3fn are allowed";
 
 struct KvCacheArguments : CommonArguments {
   KvCacheArguments(const DLTensor* q_, const DLTensor* k_cache_, const DLTensor* v_cache_,

@@ -21,7 +21,7 @@ const char* name(DType dtype) {
     case DType::kInt8:
       return "int8";
     case DType::kFloat8E4M3:
-      return "float8_e4m3";
+      return "float8_e4m3fn";
   }
   return "unknown";
 }

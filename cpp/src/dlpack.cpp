@@ -59,7 +59,7 @@ std::string text_of(const DLDataType& type) {
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
   // Types of one size, which their names hold.
-  if (type.code == kDLFloat8_e4m3fn && type.lanes == 1) return "float8_e4m3";
+  if (type.code == kDLFloat8_e4m3fn && type.lanes == 1) return "float8_e4m3fn";
   if (type.code == kDLFloat8_e5m2 && type.lanes == 1) return "float8_e5m2";
   const std::string code = type.code < std::size(kCodes)
                                ? kCodes[type.code]

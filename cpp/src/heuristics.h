@@ -74,10 +74,10 @@ inline constexpr int kMaxSplits = 128;
 // Into how many splits the keys of a sequence are divided; a CTA takes the rows of one tile and the
 // keys of one split, at least two blocks of them. An SM has room for `each` CTAs.
 //
-// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters of
-// what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and a
-// CTA alone does not use all of it, but 4/5: H200, head_dim 128, 16 to 16384 keys. There, too, a CTA
-// costs about four blocks beside its own, and joining the splits five, and a twentieth each.
+// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters
+// of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and
+// a CTA alone does not use all of it, but 4/5: H200, head_dim 128, 16 to 16384 keys. There, too, a
+// CTA costs about four blocks beside its own, and joining the splits five, and a twentieth each.
 inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t each,
                              int64_t multiprocessors) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };

@@ -23,7 +23,7 @@ enum Feature : unsigned {
   kBias = 4,
   kBlockMask = 8,
   kDropout = 16,
-  kQuantizedCache = 32,  // int8 or float8_e4m3 keys and values
+  kQuantizedCache = 32,  // int8 or float8_e4m3fn keys and values
 };
 inline constexpr unsigned kNoFeatures = 0;
 inline constexpr unsigned kAllFeatures = 31;  // of attention without a cache

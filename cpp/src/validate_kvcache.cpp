@@ -95,7 +95,7 @@ class KvCacheArguments {
     const DType dtype = t_.k_cache.dtype;
     if (dtype != t_.q.dtype && !is_8bit(dtype)) {
       invalid_type(std::string("k_cache is ") + name(dtype) + ", but q is " + name(t_.q.dtype) +
-                   "; a cache must have q's dtype or be int8 or float8_e4m3");
+                   "; a cache must have q's dtype or be int8 or float8_e4m3fn");
     }
     if (t_.v_cache.dtype != dtype) {
       invalid_type(std::string("v_cache is ") + name(t_.v_cache.dtype) + ", but k_cache is " +
@@ -296,7 +296,7 @@ class KvCacheArguments {
     if (t == nullptr) return {};
     if (!is_8bit(p_.cache_dtype)) {
       invalid_value(std::string(argument) + " is given, but the cache is " + name(p_.cache_dtype) +
-                    "; int8 and float8_e4m3 caches have scales");
+                    "; int8 and float8_e4m3fn caches have scales");
     }
     const bool paged = c_.block_table != nullptr;
     const char* const layout =

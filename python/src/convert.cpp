@@ -56,11 +56,6 @@ std::string dtype_text(nb::dlpack::dtype type) {
   return (type.code < std::size(kNames) ? kNames[type.code] : "type") + std::to_string(type.bits);
 }
 
-// As frameworks call it.
-std::string python_name(DType dtype) {
-  return dtype == DType::kFloat8E4M3 ? "float8_e4m3fn" : name(dtype);
-}
-
 Code dlpack_code(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
@@ -156,7 +151,7 @@ nb::tuple describe(nb::handle object) {
   for (std::size_t i = 0; i < array.ndim(); ++i) shape.append(array.shape(i));
   DType dtype;
   const bool known = convert_dtype(array.dtype(), false, dtype);
-  return nb::make_tuple(nb::tuple(shape), known ? python_name(dtype) : dtype_text(array.dtype()));
+  return nb::make_tuple(nb::tuple(shape), known ? name(dtype) : dtype_text(array.dtype()));
 }
 
 nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {

@@ -215,16 +215,16 @@ static void check_errors(void) {
 
   c.tensor_k.dtype.code = kDLComplex;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE,
-               "k_cache is complex32; float64, float32, float16, bfloat16, int8 and float8_e4m3");
+               "k_cache is complex32; float64, float32, float16, bfloat16, int8 and float8_e4m3fn");
   c.tensor_k.dtype.code = kDLFloat8_e5m2;
   c.tensor_k.dtype.bits = 8;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, "k_cache is float8_e5m2; float64");
   c.tensor_k.dtype.code = kDLFloat8_e4m3fn;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE,
-               "v_cache is float32, but k_cache is float8_e4m3");
+               "v_cache is float32, but k_cache is float8_e4m3fn");
   /* Without a cache, 8 bits are not allowed. */
   c.p.tensor_k.dtype = c.tensor_k.dtype;
-  expect(&c.p, NULL, ANYFLASH_INVALID_TYPE, "k is float8_e4m3; float64, float32");
+  expect(&c.p, NULL, ANYFLASH_INVALID_TYPE, "k is float8_e4m3fn; float64, float32");
   c.p.tensor_q.dtype.code = kDLInt;
   c.p.tensor_q.dtype.bits = 8;
   expect(&c.p, NULL, ANYFLASH_INVALID_TYPE, "q is int8; float64, float32");

@@ -10,10 +10,12 @@
 using anyflash::cached_sequence;
 using anyflash::CachedSequence;
 using anyflash::CachePlace;
+using anyflash::is_slab;
 using anyflash::KvCacheParams;
 using anyflash::place_of;
 using anyflash::split_keys;
 using anyflash::SplitKeys;
+using anyflash::table_entry;
 
 namespace {
 
@@ -67,11 +69,20 @@ void check_places() {
     const CachePlace place = place_of(p, first, key);
     CHECK_EQ(place.slab, 3);
     CHECK_EQ(place.row, key + 2);
+    CHECK_EQ(table_entry(p, first, key), 3);
   }
   CHECK_EQ(place_of(p, cached_sequence(p, 1), 0).slab, -1);
   CHECK_EQ(place_of(p, cached_sequence(p, 2), 0).slab, -1);
   p.slabs = 0;
   CHECK_EQ(cached_sequence(p, 0).slab, -1);
+}
+
+void check_slabs() {
+  KvCacheParams p = params();
+  for (const int64_t entry : {0, 1, 3}) CHECK(is_slab(p, entry));
+  for (const int64_t entry : {-1, 4, INT_MIN, INT_MAX}) CHECK(!is_slab(p, entry));
+  p.slabs = 0;
+  CHECK(!is_slab(p, 0));
 }
 
 // Pages of every size, in a table with strides, of which one entry is broken.
@@ -104,7 +115,9 @@ void check_pages() {
         const int row = key + pads[static_cast<std::size_t>(b)];
         const CachePlace place = place_of(p, s, key);
         const bool broken = b == 1 && row / size == 0;
-        CHECK_EQ(place.slab, broken ? -1 : (7 * (b * pages + row / size) + 1) % (3 * pages));
+        const int page = (7 * (b * pages + row / size) + 1) % (3 * pages);
+        CHECK_EQ(table_entry(p, s, key), broken ? p.slabs : page);  // as it stands there
+        CHECK_EQ(place.slab, broken ? -1 : page);
         CHECK_EQ(place.row, row % size);
       }
     }
@@ -187,6 +200,7 @@ void check_fixed_splits() {
 int main() {
   check_lengths();
   check_places();
+  check_slabs();
   check_pages();
   check_even_splits();
   check_fixed_splits();

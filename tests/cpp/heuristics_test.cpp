@@ -102,29 +102,40 @@ KvCacheParams decode_params(int64_t batch, int heads_k, int group, int seqlen_q,
 
 int64_t divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Waves of CTAs times the blocks of each, and one for the partial result.
-int64_t decode_time(int64_t ctas, int64_t blocks, int64_t splits, int64_t resident) {
-  return divide(ctas * splits, resident) * (divide(blocks, splits) + (splits > 1 ? 1 : 0));
+// In quarters of a block of keys, wave by wave: CTAs on the busiest SM share memory, and joining
+// the splits costs as well.
+int64_t decode_time(int64_t ctas, int64_t blocks, int64_t splits, int64_t each, int64_t sms) {
+  int64_t time = splits > 1 ? 20 + splits / 5 : 0;
+  for (int64_t left = ctas * splits; left > 0; left -= each * sms) {
+    const int64_t busiest = std::min(each, divide(left, sms));
+    time += std::max<int64_t>(4 * busiest, 5) * divide(blocks, splits) + 16;
+  }
+  return time;
 }
 
-void check_splits(const KvCacheParams& p, const Tile& tile, int64_t resident) {
-  const int splits = decode_num_splits(p, tile, resident);
+void check_splits(const KvCacheParams& p, const Tile& tile, int64_t each, int64_t sms) {
+  const int splits = decode_num_splits(p, tile, each, sms);
   const int64_t ctas = p.batch * p.heads_k * divide(query_rows(p), tile.block_m);
   const int64_t blocks = divide(visible_keys(p), tile.block_n);
-  CHECK(splits >= 1 && splits <= 128);
-  if (splits > 1) CHECK(splits * 2 <= blocks);
-  if (ctas * 5 >= resident * 4) {
+  const int64_t most = std::min<int64_t>(blocks / 2, 128);
+  CHECK(splits >= 1 && splits <= std::max<int64_t>(most, 1));
+  // A window counts as if its keys were all there are.
+  KvCacheParams seen = p;
+  seen.seqlen_k = static_cast<int>(visible_keys(p));
+  seen.window = {-1, -1};
+  CHECK_EQ(decode_num_splits(seen, tile, each, sms), splits);
+  // Nothing to gain: no rows, or every SM is full, in all waves or in most of them.
+  if (ctas % (each * sms) == 0 || ctas > 16 * each * sms) {
     CHECK_EQ(splits, 1);
     return;
   }
-  // Not much slower than any other number of splits, and than all smaller ones.
-  const int64_t time = decode_time(ctas, blocks, splits, resident);
-  for (int64_t other = 1; other <= std::min<int64_t>(blocks / 2, 128) && ctas > 0; ++other) {
-    const int64_t other_time = decode_time(ctas, blocks, other, resident);
-    CHECK(time * 85 <= other_time * 100);
+  // The first that is hardly slower than any other.
+  const int64_t time = decode_time(ctas, blocks, splits, each, sms);
+  for (int64_t other = 1; other <= most; ++other) {
+    const int64_t other_time = decode_time(ctas, blocks, other, each, sms);
+    CHECK(time * 100 <= other_time * 105);
     if (other < splits) CHECK(other_time > time);
   }
-  CHECK_EQ(decode_num_splits(p, tile, resident), splits);
 }
 
 void check_cpu_splits(const KvCacheParams& p) {
@@ -147,34 +158,45 @@ void check_windows() {
   CHECK_EQ(visible_keys(p), 10000);
 }
 
-void check_decode_examples() {
-  // A100 and H200: what shared memory or threads allow, on every multiprocessor.
+void check_resident_ctas() {
   KernelRow row{};
-  row.tile = {16, 64, 4};
-  row.smem_bytes = 80000;
+  row.tile = {16, 64, 4, 3};
   DeviceProperties device;
-  device.multiprocessors = 108;
-  device.smem_per_multiprocessor = 167936;
-  CHECK_EQ(resident_ctas(row, device), 216);
-  row.smem_bytes = 82945;  // with what the driver takes, just too much for two
-  CHECK_EQ(resident_ctas(row, device), 108);
-  row.smem_bytes = 20000;
-  CHECK_EQ(resident_ctas(row, device), 432);
+  device.smem_per_multiprocessor = 167936;  // A100
+  row.smem_bytes = 20000;                   // room for seven, registers for three
+  CHECK_EQ(resident_ctas(row, device), 3);
+  row.smem_bytes = 82944;  // with what the driver takes, just two
+  CHECK_EQ(resident_ctas(row, device), 2);
+  row.smem_bytes = 82945;
+  CHECK_EQ(resident_ctas(row, device), 1);
   row.smem_bytes = 200000;  // at least one, whatever the numbers say
-  CHECK_EQ(resident_ctas(row, device), 108);
+  CHECK_EQ(resident_ctas(row, device), 1);
+}
 
+// An H200 (132 SMs), head_dim 128: sequences of `blocks` blocks for `ctas` CTAs, three an SM.
+int measured_splits(int64_t ctas, int blocks) {
+  return decode_num_splits(decode_params(ctas, 1, 4, 1, 64 * blocks), {16, 64, 4, 3}, 3, 132);
+}
+
+// What was, or was close to, the fastest there.
+void check_measured() {
+  CHECK_EQ(measured_splits(8, 16), 8);     // one sequence of 1024 keys and 8 heads
+  CHECK_EQ(measured_splits(512, 256), 2);  // 64 of 16384: the second wave is not full
+  CHECK_EQ(measured_splits(1024, 16), 1);  // 128 of 1024
+  CHECK_EQ(measured_splits(1, 256), 52);   // one of 16384 and a single head
+  CHECK_EQ(measured_splits(256, 512), 1);  // 32 of 32768: two on nearly every SM
+}
+
+void check_decode_examples() {
   const Tile tile{16, 64, 4};
-  // A full GPU: 32 sequences of 8 heads on 264 CTAs.
-  CHECK_EQ(decode_num_splits(decode_params(32, 8, 4, 1, 32768), tile, 264), 1);
-  // One sequence of 512 blocks: 32 splits of 16 are one wave, as are 27 of 19 (17 / 20 = 85 %).
-  CHECK_EQ(decode_num_splits(decode_params(1, 8, 4, 1, 32768), tile, 264), 27);
-  // Short ones are not split.
-  CHECK_EQ(decode_num_splits(decode_params(1, 8, 4, 1, 128), tile, 264), 1);
-  CHECK_EQ(decode_num_splits(decode_params(1, 1, 1, 1, 0), tile, 264), 1);
-  // The window counts, not the capacity.
-  KvCacheParams window = decode_params(1, 8, 4, 1, 1 << 20);
-  window.window = {100, 0};
-  CHECK_EQ(decode_num_splits(window, tile, 264), 1);
+  // CTAs count, not where they come from: sequences, heads, or rows of a group.
+  const int splits = decode_num_splits(decode_params(24, 1, 1, 1, 8192), tile, 2, 132);
+  CHECK(splits > 1);
+  CHECK_EQ(decode_num_splits(decode_params(3, 8, 16, 1, 8192), tile, 2, 132), splits);
+  CHECK_EQ(decode_num_splits(decode_params(1, 8, 3, 16, 8192), tile, 2, 132), splits);
+  // Fewer than four blocks are never split.
+  CHECK_EQ(decode_num_splits(decode_params(1, 8, 4, 1, 192), tile, 2, 132), 1);
+  CHECK_EQ(decode_num_splits(decode_params(1, 1, 1, 1, 0), tile, 2, 132), 1);
 
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 8, 4, 1, 131072)), 32);
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 1, 4, 1, 131072)), 64);
@@ -193,7 +215,9 @@ void check_decode() {
           for (const int64_t left : {-1, 300}) {
             p.window = {left, 0};
             for (const Tile& tile : {Tile{16, 64, 4}, Tile{64, 128, 4}}) {
-              for (const int64_t resident : {1, 108, 264, 528}) check_splits(p, tile, resident);
+              for (const int64_t each : {1, 2, 3, 4}) {
+                for (const int64_t sms : {1, 46, 108, 132}) check_splits(p, tile, each, sms);
+              }
             }
             check_cpu_splits(p);
           }
@@ -208,6 +232,8 @@ void check_decode() {
 int main() {
   check_decode();
   check_decode_examples();
+  check_measured();
+  check_resident_ctas();
   check_windows();
   constexpr int kMax = INT_MAX - 4095;
   for (const std::size_t l2_bytes : {std::size_t{0}, std::size_t{40} << 20, std::size_t{1} << 31}) {

@@ -185,7 +185,7 @@ const Case kCombinations[] = {
     {"scales of floats",
      [](Appending& c) { c.cache.k_scale = &kAny.view; },
      kValue,
-     {"k_scale is given, but the cache is float32; int8 and float8_e4m3 caches have scales"}},
+     {"k_scale is given, but the cache is float32; int8 and float8_e4m3fn caches have scales"}},
     {"negative splits",
      [](Appending& c) { c.cache.num_splits = -1; },
      kValue,

@@ -1,4 +1,4 @@
-"""One set of tests per sm_80 forward kernel of the installed library."""
+"""One set of tests per sm_80 kernel of the installed library."""
 
 from __future__ import annotations
 

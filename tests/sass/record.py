@@ -15,6 +15,9 @@ from anchors import ANCHORS, SOURCE
 from figures import RECORDED, Figures, Library, compare, load_recorded
 from machine_code.disassembly import DisassemblyError
 
+DECODE_HEADER = (
+    "| kernel | regs | CTAs an SM has registers for | spills loop/all |\n|---|---|---|---|"
+)
 HEADER = (
     "| kernel | regs | spills loop/all | slots/HMMA | stall/HMMA | smem/tensor | sim |\n"
     "|---|---|---|---|---|---|---|"
@@ -29,6 +32,16 @@ def table_row(name: str, of: Figures) -> str:
     )
 
 
+def decode_table(library: Library) -> str:
+    lines = [DECODE_HEADER]
+    for name, row in library.rows.items():
+        if row["op"] == "decode":
+            of = library.figures(name)
+            spills = f"{of['spills_loop']:g}/{of['spills_total']:g}"
+            lines.append(f"| {name} | {of['registers']:g} | {of['ctas']:g} | {spills} |")
+    return "\n".join(lines)
+
+
 def table(library: Library) -> str:
     lines = [
         f"Steady-state unmasked loop, nvcc {library.compiler}; FA2 is {SOURCE}.\n",
@@ -36,6 +49,8 @@ def table(library: Library) -> str:
     ]
     groups: dict[tuple[str, int], list[str]] = {}
     for name, row in library.rows.items():
+        if row["op"] == "decode":
+            continue
         groups.setdefault((row["op"], row["head_dim"]), []).append(name)
     for (op, dim), names in sorted(groups.items()):
         lines += [table_row(name, library.figures(name)) for name in sorted(names)]
@@ -73,7 +88,7 @@ def main() -> None:
     if library.absent:
         sys.exit(f"nothing to read: {library.absent}")
     if args.table:
-        print(table(library))
+        print(table(library), decode_table(library), sep="\n\n")
     else:
         record(library)
 

@@ -98,7 +98,7 @@ ANYFLASH_API std::size_t backward_workspace_size(
 // key n - seqlen_q + i (causal, windows, ALiBi). Of ForwardOptions, softmax_scale, causal, windows,
 // softcap, alibi_slopes, sinks and those that say where to run are allowed.
 //
-// The cache has q's dtype, or int8 or float8_e4m3. CPU: q as for forward(). CUDA: float16 and
+// The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for forward(). CUDA: float16 and
 // bfloat16, head dims up to 256; any strides (copies of 16 bytes need rows that begin at multiples
 // of that, and a contiguous last axis; others are read element by element).
 ANYFLASH_API void forward_with_kvcache(const TensorView& q, const TensorView& k_cache,

@@ -136,8 +136,8 @@ struct KvCacheOptions {
   // [b, i, j] holds (tree attention for speculative decoding). Earlier keys are seen as without it.
   const TensorView* tree_mask = nullptr;
 
-  // Of an int8 or float8_e4m3 cache: (heads_k,) or (k_cache.shape[0], heads_k) float32, that is by
-  // head, or by page (sequence of the cache) and head: key = scale * element. Null: 1. What is
+  // Of an int8 or float8_e4m3fn cache: (heads_k,) or (k_cache.shape[0], heads_k) float32, that is
+  // by head, or by page (sequence of the cache) and head: key = scale * element. Null: 1. What is
   // appended is divided by it and rounded.
   const TensorView* k_scale = nullptr;
   const TensorView* v_scale = nullptr;

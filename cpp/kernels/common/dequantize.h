@@ -1,4 +1,4 @@
-// int8 and float8_e4m3 numbers as 16-bit ones, two at a time; exact.
+// int8 and float8_e4m3fn numbers as 16-bit ones, two at a time; exact.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,12 +61,12 @@ ANYFLASH_DEVICE uint32_t e4m3_pair(uint32_t x, cutlass::bfloat16_t) {
   return bits_of(__hmul2(pair_of<__nv_bfloat162>(moved), pair_of<__nv_bfloat162>(0x7b807b80u)));
 }
 
-// The bytes of x that are NaN as float8_e4m3 (all bits but the sign), by their highest bits.
+// The bytes of x that are NaN as float8_e4m3fn (all bits but the sign), by their highest bits.
 ANYFLASH_DEVICE uint32_t e4m3_nans(uint32_t x) {
   return ((x & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
 }
 
-// Elements kA and kB of the four in x; float8_e4m3's NaN becomes 480 or -480 (see restore_nans).
+// Elements kA and kB of the four in x; float8_e4m3fn's NaN becomes 480 or -480 (see restore_nans).
 template <class Element, bool kInt8, int kA, int kB>
 ANYFLASH_DEVICE uint32_t dequantize_pair(uint32_t x) {
   if constexpr (kInt8) return int8_pair<kA, kB>(x, Element{});

@@ -1,4 +1,4 @@
-// Elements of 8-bit caches: int8 and float8_e4m3 (a sign, 4 bits of exponent with bias 7, 3 of
+// Elements of 8-bit caches: int8 and float8_e4m3fn (a sign, 4 bits of exponent with bias 7, 3 of
 // mantissa; S.1111.111 is NaN, there is no infinity).
 #pragma once
 

@@ -1,6 +1,4 @@
 // See append.h. One thread an element: of q, then of the new keys, then of the new values.
-#include "append.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -8,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "append.h"
 #include "common/launch.h"
 #include "variant/auxiliary.h"
 #include "variant/cache.h"
@@ -46,9 +45,7 @@ class Appender {
     if (p_.rotated_q == nullptr) return 0;
     return c_.batch * c_.seqlen_q * c_.heads * c_.head_dim;
   }
-  __device__ int64_t keys() const {
-    return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim;
-  }
+  __device__ int64_t keys() const { return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim; }
   __device__ int64_t values() const {
     return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim_v;
   }

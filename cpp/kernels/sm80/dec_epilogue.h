@@ -97,21 +97,44 @@ ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeBlock&
   }
 }
 
+// Four neighbouring numbers, rounded, to global memory: at once where they may be.
+template <class Out>
+ANYFLASH_DEVICE void store_four(const float (&x)[4], Out* target, int64_t stride, int columns) {
+  struct alignas(4 * sizeof(Out)) Four {
+    Out values[4];
+  };
+  if (stride == 1 && columns >= 4 && reinterpret_cast<int64_t>(target) % alignof(Four) == 0) {
+    *reinterpret_cast<Four*>(target) = {Out(x[0]), Out(x[1]), Out(x[2]), Out(x[3])};
+    return;
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if (i < columns) target[i * stride] = Out(x[i]);
+  }
+}
+
+// The weighted sums of the parts. A part without keys has 0 and weighs nothing.
 template <class Traits, class Out>
 ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeBlock& block,
                                 const typename Traits::Result& result) {
-  for (int i = threadIdx.x; i < block.rows * Traits::kHeadDim; i += Traits::kThreads) {
-    const int row = i / Traits::kHeadDim;
-    const int x = i % Traits::kHeadDim;
-    if (x >= params.head_dim_v) continue;
-    float sum = 0.0f;
-    CUTE_UNROLL
-    for (int part = 0; part < Traits::kKeyWarps; ++part) {
-      const float weight = result.lse[part][row];
-      // A part without keys has 0 and weighs nothing.
-      sum += weight * result.out[part][row][x];
+  constexpr int kLanes = Traits::kHeadDim < 128 ? Traits::kHeadDim / 4 : 32;  // of a row
+  const int thread = threadIdx.x;
+  for (int row = thread / kLanes; row < block.rows; row += Traits::kThreads / kLanes) {
+    Out* const target = result_row<Out>(params, block, row);
+    for (int x = thread % kLanes * 4; x < params.head_dim_v; x += kLanes * 4) {
+      float sums[4] = {};
+      CUTE_UNROLL
+      for (int part = 0; part < Traits::kKeyWarps; ++part) {
+        const float weight = result.lse[part][row];
+        const auto values = *reinterpret_cast<const float4*>(&result.out[part][row][x]);
+        sums[0] += weight * values.x;
+        sums[1] += weight * values.y;
+        sums[2] += weight * values.z;
+        sums[3] += weight * values.w;
+      }
+      store_four(sums, target + x * params.out_stride.col, params.out_stride.col,
+                 params.head_dim_v - x);
     }
-    result_row<Out>(params, block, row)[x * params.out_stride.col] = Out(sum);
   }
 }
 

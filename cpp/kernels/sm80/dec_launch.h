@@ -1,4 +1,5 @@
-// Host side of the sm_80 decoding kernels: one KernelRow per (dtype, head dim, rows, kind of cache).
+// Host side of the sm_80 decoding kernels: one KernelRow per dtype, head dim, row tile and kind of
+// cache.
 #pragma once
 
 #include <cutlass/numeric_types.h>

@@ -85,9 +85,9 @@ class CacheLoader {
     }
   }
 
-  // Asks where this thread's keys of a tile lie; tiles count from the split's first key. The table's
-  // answer takes as long as memory does, so this runs a tile ahead of load(), and does not look at
-  // it.
+  // Asks where this thread's keys of a tile lie; tiles count from the split's first key. The
+  // table's answer takes as long as memory does, so this runs a tile ahead of load(), and does not
+  // look at it.
   ANYFLASH_DEVICE void find(int tile) {
     first_key_ = keys_.begin + tile * Traits::kBlockN;
     CUTE_UNROLL

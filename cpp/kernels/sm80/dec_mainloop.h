@@ -1,7 +1,8 @@
 // The main loop of a decoding CTA: the tiles of keys of one split.
 //
-// K and V arrive through a ring of buffers by cp.async, kStages - 1 tiles ahead. Each group of warps
-// that shares rows takes its own keys of a tile and has its own softmax; the epilogue joins them.
+// K and V arrive through a ring of buffers by cp.async, kStages - 1 tiles ahead. Each group of
+// warps that shares rows takes its own keys of a tile and has its own softmax; the epilogue joins
+// them.
 #pragma once
 
 #include <cute/tensor.hpp>

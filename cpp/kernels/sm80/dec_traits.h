@@ -13,7 +13,7 @@
 
 namespace anyflash::sm80 {
 
-// k8Bit: the cache holds int8 or float8_e4m3. Two such elements are moved as if they were one
+// k8Bit: the cache holds int8 or float8_e4m3fn. Two such elements are moved as if they were one
 // Element, up to the registers.
 template <class Element_, int kHeadDim_, int kBlockM_, bool k8Bit_>
 struct DecodeTraits {
@@ -55,7 +55,7 @@ struct DecodeTraits {
     float v_scale[kStages][kBlockN];
   };
   struct Result {  // after the loop, in the place of the buffers
-    float out[kKeyWarps][kBlockM][kOutStride];
+    alignas(16) float out[kKeyWarps][kBlockM][kOutStride];
     float lse[kKeyWarps][kBlockM];
   };
   struct SharedStorage {

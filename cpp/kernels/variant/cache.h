@@ -58,8 +58,8 @@ ANYFLASH_HOST_DEVICE CachePlace place_of(const KvCacheParams& p, const CachedSeq
   return {slab, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
 }
 
-// The keys [begin, end) of split `split` of a sequence that has seqlen_k, where those that count lie
-// in [first, last): in whole blocks of block_n keys.
+// The keys [begin, end) of split `split` of a sequence that has seqlen_k, where those that count
+// lie in [first, last): in whole blocks of block_n keys.
 struct SplitKeys {
   int begin;
   int end;

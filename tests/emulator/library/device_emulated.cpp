@@ -29,8 +29,9 @@ const DeviceProperties& device_properties(int index) {
   }
   // The A100's. Tests may lower the shared memory between calls.
   thread_local DeviceProperties properties;
-  properties = {"emulated GPU", compute_capability, 108, emu::options().shared_memory_limit,
-                40u << 20, 167936};
+  properties = {
+      "emulated GPU", compute_capability, 108, emu::options().shared_memory_limit, 40u << 20,
+      167936};
   return properties;
 }
 

@@ -88,11 +88,16 @@ def cost(instruction: Instruction, machine: Machine) -> tuple[str, float]:
     return "alu", machine.alu
 
 
+def ctas_by_registers(machine: Machine, registers: int, threads: int) -> int:
+    """For how many CTAs one SM has registers."""
+    registers_per_warp = math.ceil(registers * 32 / 256) * 256
+    return machine.registers // (registers_per_warp * (threads // 32))
+
+
 def occupancy(machine: Machine, registers: int, threads: int, smem: int) -> dict[str, Any]:
     """CTAs and warps that one SM holds, and what limits them."""
     warps = threads // 32
-    registers_per_warp = math.ceil(registers * 32 / 256) * 256
-    by_registers = machine.registers // (registers_per_warp * warps)
+    by_registers = ctas_by_registers(machine, registers, threads)
     by_smem = machine.smem // (smem + SYSTEM_SMEM) if smem <= machine.smem_cta else 0
     ctas = min(by_registers, by_smem, machine.warps // warps, machine.ctas)
     limit = "regs" if by_registers <= by_smem else "smem"
