@@ -53,8 +53,8 @@ set(ANYFLASH_CPU_ENUM_neon kNeon)
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
 # The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128". In
-# the set for CI, most of the backward is there for bfloat16 alone: it takes two minutes a unit, and
-# float16 differs in the name of an instruction.
+# the set for CI, most of the backward and of decoding is there for bfloat16 alone: a unit takes up
+# to two minutes, and float16 differs in the name of an instruction.
 function(anyflash_sm80_units output kernel_set)
   if(NOT DEFINED ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
     message(

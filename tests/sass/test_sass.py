@@ -95,7 +95,7 @@ def test_backward_is_as_lean_as_flash_attn_2(library: Library, kernel: str) -> N
 
 def test_occupancy(library: Library, kernel: str) -> None:
     row = library.rows[kernel]
-    if row["op"] == "decode":  # which trades warps for tiles on their way, but has registers for both
+    if row["op"] == "decode":  # an A100's shared memory goes to tiles on their way instead
         warps = library.figures(kernel)["ctas"] * row["warps"]
         if warps < MIN_WARPS_PER_SM:
             message = f"registers for {warps} warps an SM; at least {MIN_WARPS_PER_SM} are required"
