@@ -74,10 +74,11 @@ inline constexpr int kMaxSplits = 128;
 // Into how many splits the keys of a sequence are divided; a CTA takes the rows of one tile and the
 // keys of one split, at least two blocks of them. An SM has room for `each` CTAs.
 //
-// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters
-// of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and
-// a CTA alone does not use all of it, but 4/5: H200, head_dim 128, 16 to 16384 keys. There, too, a
-// CTA costs about four blocks beside its own, and joining the splits five, and a twentieth each.
+// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters of
+// what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and a
+// CTA alone does not use all of it, but 2/3; what a CTA does before and after its blocks, others
+// fill. Joining the splits costs five blocks, and a twentieth each. Measured on an H200, head_dim
+// 128 and 256, 16 to 2048 blocks.
 inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t each,
                              int64_t multiprocessors) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -90,9 +91,9 @@ inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int6
     const int64_t waves = ctas * splits / resident;
     const int64_t rest = divide(ctas * splits % resident, multiprocessors);  // on the busiest SM
     const int64_t shares =
-        waves * std::max<int64_t>(4 * each, 5) + (rest == 0 ? 0 : std::max<int64_t>(4 * rest, 5));
+        waves * std::max<int64_t>(4 * each, 6) + (rest == 0 ? 0 : std::max<int64_t>(4 * rest, 6));
     const int64_t joining = splits == 1 ? 0 : 20 + splits / 5;
-    return shares * divide(blocks, splits) + 16 * (waves + (rest != 0)) + joining;
+    return shares * divide(blocks, splits) + joining;
   };
   int64_t least = time(1);
   for (int splits = 2; splits <= most; ++splits) least = std::min(least, time(splits));

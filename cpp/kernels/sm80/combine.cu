@@ -1,5 +1,5 @@
-// See combine.h. One CTA a row of the result: with weights exp(lse_s) / (exp(sink) + sum exp(lse)),
-// out = sum_s weight_s out_s. Splits without keys (lse -inf) have not written theirs.
+// See combine.h. With weights exp(lse_s) / (exp(sink) + sum exp(lse)),  out = sum_s weight_s out_s.
+// Splits without keys (lse -inf) have not written theirs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "common/launch.h"
+#include "common/store.h"
 #include "sm80/combine.h"
 #include "variant/auxiliary.h"
 
@@ -22,140 +23,207 @@ constexpr int kColumns = 256;                    // the largest head dim
 constexpr int kPerLane = kColumns / kLanes / 4;  // pieces of four columns
 constexpr int kParts = 8;                        // that are loaded at once
 
+// Of the warps that share a row.
+template <int kRowWarps>
 struct Smem {
-  float warp[kWarps];
-  float weight[kThreads];  // of splits
-  bool seen[kThreads];
-  alignas(16) float out[kWarps][kColumns];
+  alignas(16) float out[kRowWarps][kColumns];
+  float warp[kRowWarps];
+  float weight[kRowWarps * kLanes];  // of splits
+  bool seen[kRowWarps * kLanes];
 };
 
-// Over the CTA, in the same order whenever it runs.
-template <class Op>
-__device__ __forceinline__ float reduce(float x, Smem& smem, const Op& op) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    x = op(x, __shfl_xor_sync(0xffffffffu, x, distance));
-  }
-  __syncthreads();  // every warp has done with what lay there
-  if (threadIdx.x % kLanes == 0) smem.warp[threadIdx.x / kLanes] = x;
-  __syncthreads();  // all warps' numbers are there
-  x = smem.warp[0];
-#pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) x = op(x, smem.warp[warp]);
-  return x;
-}
+// One row of the result by kRowWarps warps, which are a whole CTA if they are more than one.
+template <int kRowWarps>
+class RowCombiner {
+  static constexpr int kRowThreads = kRowWarps * kLanes;
 
-__device__ __forceinline__ void store(const KvCacheParams& p, DType q_dtype, int64_t index,
-                                      float x) {
-  const GradientOutput target{p.out, p.out_dtype == DType::kFloat32 ? p.out_dtype : q_dtype, {}};
-  store_float(target, index, x);
-}
+ public:
+  __device__ RowCombiner(const CombineParams& params, Smem<kRowWarps>& smem)
+      : params_(params),
+        p_(params.result),
+        smem_(smem),
+        rows_(lse_stride_of_split(params.result)),
+        columns_(part_columns(params.result)),
+        thread_(static_cast<int>(threadIdx.x) % kRowThreads) {}
 
-// acc += weight * part, of this lane's columns, for kParts splits at once: their loads overlap.
-// Columns that do not exist are read where the part has padding, but not written.
-template <int kParts>
-__device__ __forceinline__ void add_parts(const CombineParams& params, const Smem& smem,
-                                          int64_t rows, int64_t row, int first, int split, int lane,
-                                          float4 (&acc)[kPerLane]) {
-  const int columns = part_columns(params.result);
-  float4 parts[kParts][kPerLane];
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const int at = split + i * kWarps;
-    const bool seen = at < kThreads && smem.seen[at];
-    const int64_t part = ((first + at) * rows + row) * columns;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const int col = (j * kLanes + lane) * 4;
-      parts[i][j] = seen && col < columns
-                        ? *reinterpret_cast<const float4*>(params.out + part + col)
-                        : float4{0.0f, 0.0f, 0.0f, 0.0f};
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const int at = split + i * kWarps;
-    const float weight = at < kThreads ? smem.weight[at] : 0.0f;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      acc[j].x += weight * parts[i][j].x;
-      acc[j].y += weight * parts[i][j].y;
-      acc[j].z += weight * parts[i][j].z;
-      acc[j].w += weight * parts[i][j].w;
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    combine_kernel(const __grid_constant__ CombineParams params) {
-  auto& smem = *reinterpret_cast<Smem*>(anyflash_smem);
-  const KvCacheParams& p = params.result;
-  const int thread = threadIdx.x;
-  const int warp = thread / kLanes;
-  const int lane = thread % kLanes;
-  const int64_t rows = lse_stride_of_split(p);
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t query = row % p.seqlen_q;
-    const int64_t head = row / p.seqlen_q % p.heads;
-    const int64_t batch = row / p.seqlen_q / p.heads;
+  __device__ void combine(int64_t row) {
+    const int64_t query = row % p_.seqlen_q;
+    const int64_t head = row / p_.seqlen_q % p_.heads;
+    const int64_t batch = row / p_.seqlen_q / p_.heads;
     const float sink =
-        p.sinks.data == nullptr ? -INFINITY : load_float(p.sinks, head * p.sinks.stride.head);
+        p_.sinks.data == nullptr ? -INFINITY : load_float(p_.sinks, head * p_.sinks.stride.head);
     float top = sink;
-    for (int s = thread; s < p.num_splits; s += kThreads) {
-      top = fmaxf(top, params.lse[s * rows + row]);
-    }
-    top = reduce(top, smem, [](float a, float b) { return fmaxf(a, b); });
+    for (int s = thread_; s < p_.num_splits; s += kRowThreads) top = fmaxf(top, lse(s, row));
+    top = reduce(top, [](float a, float b) { return fmaxf(a, b); });
     const float reference = top == -INFINITY ? 0.0f : top;
     float sum = 0.0f;
-    for (int s = thread; s < p.num_splits; s += kThreads) {
-      sum += exp2f((params.lse[s * rows + row] - reference) * kLog2E);
+    for (int s = thread_; s < p_.num_splits; s += kRowThreads) {
+      sum += exp2f((lse(s, row) - reference) * kLog2E);
     }
-    sum = reduce(sum, smem, [](float a, float b) { return a + b; });
+    sum = reduce(sum, [](float a, float b) { return a + b; });
     if (sink != -INFINITY) sum += exp2f((sink - reference) * kLog2E);
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    if (thread == 0 && p.lse != nullptr) {
-      const Strides& stride = p.lse_stride;
-      p.lse[batch * stride.batch + head * stride.head + query * stride.row] =
+    if (thread_ == 0 && p_.lse != nullptr) {
+      const Strides& stride = p_.lse_stride;
+      p_.lse[batch * stride.batch + head * stride.head + query * stride.row] =
           sum == 0.0f ? -INFINITY : reference + logf(sum);
     }
 
-    float4 acc[kPerLane] = {};
-    for (int first = 0; first < p.num_splits; first += kThreads) {
+    float acc[kPerLane][4] = {};
+    add_splits(row, reference, sum == 0.0f ? 0.0f : 1.0f / sum, acc);
+    if (!add_warps(acc)) return;
+    const Strides& stride = p_.out_stride;
+    const int64_t offset = batch * stride.batch + query * stride.row + head * stride.head;
+    if (p_.out_dtype == DType::kFloat32) store(static_cast<float*>(p_.out) + offset, acc);
+    else if (params_.q_dtype == DType::kFloat16) store(static_cast<__half*>(p_.out) + offset, acc);
+    else store(static_cast<__nv_bfloat16*>(p_.out) + offset, acc);
+  }
+
+ private:
+  static __device__ void sync() {
+    if constexpr (kRowWarps == 1) __syncwarp();
+    else __syncthreads();
+  }
+
+  __device__ float lse(int64_t split, int64_t row) const {
+    return params_.lse[split * rows_ + row];
+  }
+
+  // Over the row's threads, in the same order whenever it runs.
+  template <class Op>
+  __device__ float reduce(float x, const Op& op) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      x = op(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    }
+    if constexpr (kRowWarps == 1) return x;
+    sync();  // every warp has done with what lay there
+    if (thread_ % kLanes == 0) smem_.warp[thread_ / kLanes] = x;
+    sync();  // all warps' numbers are there
+    x = smem_.warp[0];
+#pragma unroll
+    for (int warp = 1; warp < kRowWarps; ++warp) x = op(x, smem_.warp[warp]);
+    return x;
+  }
+
+  // acc += weight * part over this warp's splits, of this lane's columns.
+  __device__ void add_splits(int64_t row, float reference, float inverse,
+                             float (&acc)[kPerLane][4]) {
+    for (int first = 0; first < p_.num_splits; first += kRowThreads) {
       // Weights first: then the loads of the parts depend on nothing that has to be waited for.
-      const int count = min(kThreads, p.num_splits - first);
-      __syncthreads();  // every warp has done with the weights before
-      const float lse = thread < count ? params.lse[(first + thread) * rows + row] : -INFINITY;
-      smem.weight[thread] = exp2f((lse - reference) * kLog2E) * inverse;
-      smem.seen[thread] = lse != -INFINITY;
-      __syncthreads();  // the weights are there
-      for (int split = warp; split < count; split += kParts * kWarps) {
-        add_parts<kParts>(params, smem, rows, row, first, split, lane, acc);
+      sync();  // every warp has done with the weights before
+      const int split = first + thread_;
+      const float part = split < p_.num_splits ? lse(split, row) : -INFINITY;
+      smem_.weight[thread_] = exp2f((part - reference) * kLog2E) * inverse;
+      smem_.seen[thread_] = part != -INFINITY;
+      sync();  // the weights are there
+      const int count = min(kRowThreads, p_.num_splits - first);
+      for (int i = thread_ / kLanes; i < count; i += kParts * kRowWarps) {
+        add_parts(first, i, row, acc);
+      }
+    }
+  }
+
+  // kParts of them: their loads overlap. What a part has between its columns and its end is read,
+  // but not written to the result.
+  __device__ void add_parts(int first, int split, int64_t row, float (&acc)[kPerLane][4]) const {
+    const int lane = thread_ % kLanes;
+    float4 parts[kParts][kPerLane];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const int at = split + i * kRowWarps;
+      const bool seen = at < kRowThreads && smem_.seen[at];
+      const int64_t part = ((first + at) * rows_ + row) * columns_;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        const int col = (j * kLanes + lane) * 4;
+        parts[i][j] = seen && col < columns_
+                          ? *reinterpret_cast<const float4*>(params_.out + part + col)
+                          : float4{0.0f, 0.0f, 0.0f, 0.0f};
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      *reinterpret_cast<float4*>(&smem.out[warp][(i * kLanes + lane) * 4]) = acc[i];
-    }
-    __syncthreads();  // every warp's sums are there
-    const Strides& stride = p.out_stride;
-    const int64_t offset = batch * stride.batch + query * stride.row + head * stride.head;
-    for (int col = thread; col < p.head_dim_v; col += kThreads) {
-      float x = smem.out[0][col];
+    for (int i = 0; i < kParts; ++i) {
+      const int at = split + i * kRowWarps;
+      const float weight = at < kRowThreads ? smem_.weight[at] : 0.0f;
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) x += smem.out[w][col];
-      store(p, params.q_dtype, offset + col * stride.col, x);
+      for (int j = 0; j < kPerLane; ++j) {
+        acc[j][0] += weight * parts[i][j].x;
+        acc[j][1] += weight * parts[i][j].y;
+        acc[j][2] += weight * parts[i][j].z;
+        acc[j][3] += weight * parts[i][j].w;
+      }
     }
   }
+
+  // The sum over the warps, in the first one; false in the others.
+  __device__ bool add_warps(float (&acc)[kPerLane][4]) {
+    if constexpr (kRowWarps == 1) return true;
+    const int warp = thread_ / kLanes;
+    const int first = thread_ % kLanes * 4;
+#pragma unroll
+    for (int i = 0; i < kPerLane * 4; ++i) {
+      smem_.out[warp][i / 4 * kLanes * 4 + first + i % 4] = acc[i / 4][i % 4];
+    }
+    sync();  // every warp's sums are there
+    if (warp != 0) return false;
+#pragma unroll
+    for (int w = 1; w < kRowWarps; ++w) {
+#pragma unroll
+      for (int i = 0; i < kPerLane * 4; ++i) {
+        acc[i / 4][i % 4] += smem_.out[w][i / 4 * kLanes * 4 + first + i % 4];
+      }
+    }
+    return true;
+  }
+
+  template <class Out>
+  __device__ void store(Out* row, const float (&acc)[kPerLane][4]) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int col = (i * kLanes + thread_ % kLanes) * 4;
+      store_four(acc[i], row + col * p_.out_stride.col, p_.out_stride.col, p_.head_dim_v - col);
+    }
+  }
+
+  const CombineParams& params_;
+  const KvCacheParams& p_;
+  Smem<kRowWarps>& smem_;
+  int64_t rows_;
+  int columns_;
+  int thread_;  // of the row
+};
+
+template <int kRowWarps>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineParams params) {
+  constexpr int kRows = kWarps / kRowWarps;
+  const int place = static_cast<int>(threadIdx.x) / (kRowWarps * kLanes);
+  RowCombiner<kRowWarps> combiner(params, reinterpret_cast<Smem<kRowWarps>*>(anyflash_smem)[place]);
+  const int64_t rows = lse_stride_of_split(params.result);
+  for (int64_t row = int64_t{blockIdx.x} * kRows + place; row < rows;
+       row += int64_t{gridDim.x} * kRows) {
+    combiner.combine(row);
+  }
+}
+
+template <int kRowWarps>
+void launch_combine(const CombineParams& params, void* stream) {
+  constexpr int kRows = kWarps / kRowWarps;
+  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
+  const int64_t blocks =
+      std::min((lse_stride_of_split(params.result) + kRows - 1) / kRows, kMaxBlocks);
+  if (blocks == 0) return;
+  launch<combine_kernel<kRowWarps>>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                                    kRows * sizeof(Smem<kRowWarps>), stream, params);
 }
 
 }  // namespace
 
 void combine_splits(const CombineParams& params, void* stream) {
-  const int64_t rows = lse_stride_of_split(params.result);
-  if (rows == 0) return;
-  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
-  launch<combine_kernel>(dim3(static_cast<unsigned>(std::min(rows, kMaxBlocks))), dim3(kThreads),
-                         sizeof(Smem), stream, params);
+  // A warp a row, but where it would have to go through many splits one after the other.
+  constexpr int kFewSplits = 4 * kParts;
+  if (params.result.num_splits <= kFewSplits) launch_combine<1>(params, stream);
+  else launch_combine<kWarps>(params, stream);
 }
 
 }  // namespace anyflash::sm80

@@ -9,6 +9,7 @@
 #include "common/layout.h"
 #include "common/macros.h"
 #include "common/softmax.h"
+#include "common/store.h"
 #include "params.h"
 #include "sm80/combine.h"
 #include "sm80/dec_block.h"
@@ -94,22 +95,6 @@ ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeBlock&
   }
   if (params.lse != nullptr) {
     *result_lse(params, block, row) = sum == 0.0f ? -INFINITY : reference + logf(sum);
-  }
-}
-
-// Four neighbouring numbers, rounded, to global memory: at once where they may be.
-template <class Out>
-ANYFLASH_DEVICE void store_four(const float (&x)[4], Out* target, int64_t stride, int columns) {
-  struct alignas(4 * sizeof(Out)) Four {
-    Out values[4];
-  };
-  if (stride == 1 && columns >= 4 && reinterpret_cast<int64_t>(target) % alignof(Four) == 0) {
-    *reinterpret_cast<Four*>(target) = {Out(x[0]), Out(x[1]), Out(x[2]), Out(x[3])};
-    return;
-  }
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if (i < columns) target[i * stride] = Out(x[i]);
   }
 }
 
