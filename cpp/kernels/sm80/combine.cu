@@ -220,9 +220,8 @@ void launch_combine(const CombineParams& params, void* stream) {
 }  // namespace
 
 void combine_splits(const CombineParams& params, void* stream) {
-  // A warp a row, but where it would have to go through many splits one after the other.
-  constexpr int kFewSplits = 4 * kParts;
-  if (params.result.num_splits <= kFewSplits) launch_combine<1>(params, stream);
+  // A warp a row where it has all of its splits on their way at once.
+  if (params.result.num_splits <= kParts) launch_combine<1>(params, stream);
   else launch_combine<kWarps>(params, stream);
 }
 
