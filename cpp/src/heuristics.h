@@ -74,9 +74,9 @@ inline constexpr int kMaxSplits = 128;
 // Into how many splits the keys of a sequence are divided; a CTA takes the rows of one tile and the
 // keys of one split, at least two blocks of them. An SM has room for `each` CTAs.
 //
-// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters of
-// what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and a
-// CTA alone does not use all of it, but 2/3; what a CTA does before and after its blocks, others
+// Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters
+// of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and
+// a CTA alone does not use all of it, but 2/3; what a CTA does before and after its blocks, others
 // fill. Joining the splits costs five blocks, and a twentieth each. Measured on an H200, head_dim
 // 128 and 256, 16 to 2048 blocks.
 inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t each,

@@ -108,7 +108,7 @@ int64_t decode_time(int64_t ctas, int64_t blocks, int64_t splits, int64_t each, 
   int64_t time = splits > 1 ? 20 + splits / 5 : 0;
   for (int64_t left = ctas * splits; left > 0; left -= each * sms) {
     const int64_t busiest = std::min(each, divide(left, sms));
-    time += std::max<int64_t>(4 * busiest, 5) * divide(blocks, splits) + 16;
+    time += std::max<int64_t>(4 * busiest, 6) * divide(blocks, splits);
   }
   return time;
 }
@@ -183,7 +183,7 @@ void check_measured() {
   CHECK_EQ(measured_splits(8, 16), 8);     // one sequence of 1024 keys and 8 heads
   CHECK_EQ(measured_splits(512, 256), 2);  // 64 of 16384: the second wave is not full
   CHECK_EQ(measured_splits(1024, 16), 1);  // 128 of 1024
-  CHECK_EQ(measured_splits(1, 256), 52);   // one of 16384 and a single head
+  CHECK_EQ(measured_splits(1, 256), 64);   // one of 16384 and a single head
   CHECK_EQ(measured_splits(256, 512), 1);  // 32 of 32768: two on nearly every SM
 }
 
