@@ -10,6 +10,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import decode_cases
 import pytest
 from emulated_driver import (
     BACKWARD_CASES,
@@ -36,9 +37,13 @@ RUNS = {
     "tsan-forward": ("tsan", list(FORWARD)),
     "asan-backward": ("asan", list(BACKWARD_CASES)),
     "tsan-backward": ("tsan", list(PLAIN)),
+    "tsan-decode": ("tsan", list(decode_cases.RACES)),
+    "tsan-decode-wide": ("tsan", decode_cases.wide(decode_cases.RACES)),
     "asan-backward-wide": ("asan", wide(BACKWARD_CASES if FULL else BACKWARD_RACES)),
     "asan-forward": ("asan", list(CASES)),
     "asan-forward-wide": ("asan", wide(CASES)),
+    "asan-decode": ("asan", [*decode_cases.RACES, *decode_cases.CASES]),
+    "asan-decode-wide": ("asan", decode_cases.wide(decode_cases.RACES + decode_cases.CASES)),
 }
 
 
@@ -71,6 +76,10 @@ def test_nothing_is_reported(name: str, runs: dict[str, Future[tuple[int, str]]]
         (Case(more="nan=seen bias=int4"), 1),
         (Case(more="op=sideways"), 2),
         (Case(more="op=backward grad=bf16"), 1),
+        (Case(more="op=decode cache=int4"), 1),
+        (Case(more="op=decode page=64"), 1),  # half a page
+        (Case(more="op=decode bias=fp32"), 1),
+        (Case(more="op=decode pages=64"), 2),
     ],
 )
 def test_driver_fails_on_what_it_cannot_do(build: Path, case: Case, expected: int) -> None:

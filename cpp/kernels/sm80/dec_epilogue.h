@@ -181,7 +181,6 @@ ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeBlo
       smem.result.lse[part][row] = -INFINITY;
     }
   }
-  __syncthreads();  // the parts are there
   weigh_parts<Traits>(params, block, smem.result);
   __syncthreads();  // their weights too
   if (params.out_dtype == DType::kFloat32) store_rows<Traits, float>(params, block, smem.result);

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   if (threadIdx.x == 0) {
-    smem.block = decode_block<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
+    const DecodeBlock here = decode_block<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
+    smem.block = here;
   }
   __syncthreads();  // the block is known to all
   const DecodeBlock& block = smem.block;

@@ -32,12 +32,18 @@ struct Case {
   std::string small = "own";
   int schedule = -1;
 
+  // Of decoding.
+  bool decode = false, batch_idx = false, hole = false, tree = false, halves = false;
+  std::vector<int64_t> filled, leftpad;
+  int64_t page = 0, new_keys = 0, rotary = 0, splits = 0, split_size = 0;
+  std::string cache, scales;
+
   explicit Case(const std::string& line) {
     std::istringstream words(line);
     words >> dtype >> batch >> seqlen_q >> seqlen_k >> heads >> heads_k >> head_dim >> head_dim_v >>
         causal >> scale >> seed;
     if (!words || (dtype != "fp16" && dtype != "bf16")) throw std::invalid_argument("no case");
-    out = dout = grad = dtype;
+    out = dout = grad = cache = dtype;
     std::string word;
     while (words >> word) read(word);
     if (!cu_q.empty()) batch = static_cast<int64_t>(cu_q.size()) - 1;
@@ -82,6 +88,24 @@ struct Case {
     else if (key == "grad") grad = value;
     else if (key == "small") small = value;
     else if (key == "schedule") schedule = std::stoi(value);
+    else read_of_decoding(word, key, value);
+  }
+
+  void read_of_decoding(const std::string& word, const std::string& key, const std::string& value) {
+    if (word == "op=decode") decode = true;
+    else if (key == "filled") filled = list(value);
+    else if (key == "leftpad") leftpad = list(value);
+    else if (key == "batch_idx") batch_idx = value == "1";
+    else if (key == "page") page = std::stoll(value);
+    else if (key == "hole") hole = value == "1";
+    else if (key == "new") new_keys = std::stoll(value);
+    else if (key == "rotary") rotary = std::stoll(value);
+    else if (key == "halves") halves = value == "1";
+    else if (key == "tree") tree = value == "1";
+    else if (key == "cache") cache = value;
+    else if (key == "scales") scales = value;
+    else if (key == "splits") splits = std::stoll(value);
+    else if (key == "split_size") split_size = std::stoll(value);
     else throw std::invalid_argument("no option: " + word);
   }
 };

@@ -1,5 +1,5 @@
-// Runs forward() or backward() on the emulated GPU and compares with float64: the program behind
-// the sanitizer and mutation tests, where Python cannot be the host.
+// Runs forward(), backward() or forward_with_kvcache() on the emulated GPU and compares with
+// float64: the program behind the sanitizer and mutation tests, where Python cannot be the host.
 //
 //   emulated_driver [--stop] < cases        one case a line:
 //   dtype batch seqlen_q seqlen_k heads heads_k head_dim head_dim_v causal scale seed key=value ...
@@ -24,6 +24,18 @@
 //   small=TYPE          of the other gradients, which are made where their tensors are; none: none
 //   keyless=1           LSE of some rows is infinite, as of rows that see no key
 // It prints each gradient's deviation and a digest of its bits.
+//
+// op=decode runs forward_with_kvcache(); seqlen_k is the cache's capacity. Rows of the cache that
+// no query sees are NaN, and those of no sequence must not be touched at all. Of the keys above,
+// windows, softcap, alibi, sink, out and schedule are allowed.
+//   filled=N,N,...      cache_seqlens           leftpad=N,N,...
+//   batch_idx=1         the sequences' order in the cache is not that of the batch
+//   page=N              page size, pages in random order; hole=1: the first one does not exist
+//   new=N               keys to append          rotary=N    columns of them, and of q; halves=1
+//   cache=TYPE          int8 or e4m3            scales=head or slab
+//   splits=N            split_size=N            tree=1      a random tree
+//   nan=seen            NaN and infinity at random places of V
+//
 // Exit status 0: all cases are right. --stop: nothing is run after the first wrong one.
 #include <array>
 #include <cstdint>
@@ -33,6 +45,9 @@
 
 #include "case.h"
 #include "check.h"
+#include "decode_call.h"
+#include "decode_check.h"
+#include "decode_problem.h"
 #include "emu.hpp"
 #include "gradient_reference.h"
 #include "gradients.h"
@@ -77,8 +92,18 @@ double run_backward_case(const Case& c) {
   return worst;
 }
 
+double run_decode_case(const Case& c) {
+  DecodeProblem p(c);
+  const CacheValues expected(p);
+  p.forbid_unused();
+  run_decode(p);
+  p.allow_unused();
+  return check_decode(p, expected);
+}
+
 double run(const Case& c) {
   emu::options().seed = c.schedule >= 0 ? static_cast<unsigned>(c.schedule) : c.seed;
+  if (c.decode) return run_decode_case(c);
   return c.backward ? run_backward_case(c) : run_forward_case(c);
 }
 

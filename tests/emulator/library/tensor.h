@@ -5,7 +5,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -25,12 +27,43 @@ inline DType dtype_of(const std::string& name) {
   if (name == "bf16") return DType::kBFloat16;
   if (name == "fp32") return DType::kFloat32;
   if (name == "bool") return DType::kBool;
+  if (name == "int8") return DType::kInt8;
+  if (name == "e4m3") return DType::kFloat8E4M3;
   throw std::invalid_argument("no data type: " + name);
 }
 
 inline int64_t bytes_of(DType dtype) {
-  if (dtype == DType::kBool) return 1;
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 4;
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
+// Four bits of exponent, three of mantissa; the largest code of each sign is NaN.
+inline double from_e4m3(unsigned code) {
+  const int exponent = static_cast<int>(code >> 3 & 15);
+  const int mantissa = static_cast<int>(code & 7);
+  double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  if ((code & 127) == 127) size = NAN;
+  return (code & 128) != 0 ? -size : size;
+}
+
+// The nearest number, of two such ones that whose code is even.
+inline unsigned char to_e4m3(double x) {
+  if (std::isnan(x)) return 127;
+  const auto error = [&](unsigned code) { return std::abs(from_e4m3(code) - std::abs(x)); };
+  unsigned best = 0;
+  for (unsigned code = 1; code < 127; ++code) {
+    if (error(code) < error(best) || (error(code) == error(best) && code % 2 == 0)) best = code;
+  }
+  return static_cast<unsigned char>(best | (std::signbit(x) ? 128u : 0u));
 }
 
 // A tensor of up to four axes; it is always addressed by four indices, of which the first axes are
@@ -40,12 +73,16 @@ class Tensor {
   Tensor(DType dtype, const std::array<int64_t, 4>& extent)
       : dtype_(dtype), extent_(extent), bytes_(static_cast<std::size_t>(size() * bytes_of(dtype))) {
     data_.reset(new unsigned char[bytes_]);
-    std::memset(data_.get(), 0xff, bytes_);  // NaN
+    // NaN, or the largest number where there is no NaN.
+    std::memset(data_.get(), dtype == DType::kInt8 ? 0x7f : 0xff, bytes_);
   }
 
   DType dtype() const { return dtype_; }
   const std::array<int64_t, 4>& extent() const { return extent_; }
   int64_t size() const { return extent_[0] * extent_[1] * extent_[2] * extent_[3]; }
+
+  int64_t bytes() const { return static_cast<int64_t>(bytes_); }
+  void* bytes_at(int64_t offset) const { return data_.get() + offset; }
 
   // The last `rank` axes.
   TensorView view(int rank) const {
@@ -77,6 +114,10 @@ class Tensor {
         return element<float>(i);
       case DType::kInt32:
         return element<int32_t>(i);
+      case DType::kInt8:
+        return element<signed char>(i);
+      case DType::kFloat8E4M3:
+        return from_e4m3(element<unsigned char>(i));
       default:
         return data_[static_cast<std::size_t>(i)];
     }
@@ -106,6 +147,10 @@ class Tensor {
         return put(i, value);
       case DType::kInt32:
         return put(i, static_cast<int32_t>(x));
+      case DType::kInt8:
+        return put(i, static_cast<signed char>(std::nearbyint(std::min(std::max(x, -128.), 127.))));
+      case DType::kFloat8E4M3:
+        return put(i, to_e4m3(x));
       default:
         data_[static_cast<std::size_t>(i)] = x != 0;
     }

@@ -1,0 +1,145 @@
+"""What test_mutations.py breaks in attention with a KV cache."""
+
+from __future__ import annotations
+
+from mutations import MASK, Mutation
+
+# Units. Of the kernels, those with 16 rows a tile are compiled.
+DECODE = "sm80_decode_f16_d64"
+COMBINE = "combine"
+APPEND = "append"
+
+MAINLOOP = "sm80/dec_mainloop.h"
+EPILOGUE = "sm80/dec_epilogue.h"
+KERNEL = "sm80/dec_kernel.h"
+BLOCK = "sm80/dec_block.h"
+LOADER = "sm80/dec_loader.h"
+COMBINE_SOURCE = "sm80/combine.cu"
+APPEND_SOURCE = "sm80/append.cu"
+CACHE = "variant/cache.h"
+
+WAIT = "cp_async_wait<kStages - 2>();"
+SHORT_WAIT = "cp_async_wait<kStages - 1>();"
+BEFORE_Q = "const int shift = block.sequence.seqlen_k - params.seqlen_q;"
+BEFORE_TILE = "const bool partial = block.hides(first_key, first_key + kBlockN);"
+CLEAR = "if (partial) found_nonfinite |= loader.clear_values(smem.buffers, stage);"
+RESTORE = "__syncthreads_or(found_nonfinite)"
+WEIGHTS = "__syncthreads(); // their weights too"
+SCALE = "scales[cute::get<1>(coordinates(0, col))]"
+STORED_PARTS = "smem.result.lse[group][i] = lse(row);"
+STORED_NOTHING = "smem.result.lse[part][row] = -INFINITY;"
+
+
+def of(unit: str, *mutations: Mutation) -> tuple[Mutation, ...]:
+    return tuple(mutation._replace(unit=unit) for mutation in mutations)
+
+
+IN_KERNEL = of(
+    DECODE,
+    Mutation("no-barrier-for-decode-block", KERNEL, "__syncthreads(); // the block is known"),
+    Mutation("no-barrier-for-queries", MAINLOOP, "__syncthreads(); // Q is there"),
+    Mutation("no-barrier-for-cached-tile", MAINLOOP, "__syncthreads(); // tile n is there"),
+    Mutation("short-wait-for-queries", MAINLOOP, WAIT, SHORT_WAIT, after=BEFORE_Q),
+    Mutation("short-wait-for-cached-tile", MAINLOOP, WAIT, SHORT_WAIT, after=BEFORE_TILE),
+    Mutation("buffer-in-use", MAINLOOP, "stage == 0 ? kStages - 1 : stage - 1", "stage"),
+    Mutation(
+        "places-of-tile-before",
+        MAINLOOP,
+        "loader.find(n + kStages);",
+        "loader.find(n + kStages - 1);",
+    ),
+    Mutation(
+        "no-barrier-before-parts", EPILOGUE, "__syncthreads(); // every warp has done with the buf"
+    ),
+    Mutation("no-barrier-for-parts", EPILOGUE, "__syncthreads(); // all parts are there"),
+    Mutation("no-barrier-for-weights-of-parts", EPILOGUE, WEIGHTS, after=STORED_PARTS),
+    Mutation("no-barrier-for-weight-of-sink", EPILOGUE, WEIGHTS, after=STORED_NOTHING),
+    Mutation("no-barrier-before-restoring-cached", EPILOGUE, RESTORE, "true"),
+    Mutation("restored-by-some-threads", EPILOGUE, RESTORE, "(__syncthreads(), found_nonfinite)"),
+    Mutation("values-not-restored", EPILOGUE, RESTORE, "(__syncthreads_or(found_nonfinite), 0)"),
+    Mutation(
+        "values-restored-to-tree",
+        EPILOGUE,
+        "!tree.keep(block.query(row), key)",
+        "false",
+    ),
+    Mutation("values-not-cleared", MAINLOOP, CLEAR),
+    Mutation("key-before-window", MAINLOOP, "key < rows.seen[row].begin", "false"),
+    Mutation("key-after-window", MAINLOOP, "key >= rows.seen[row].end", "key > rows.seen[row].end"),
+    Mutation("key-not-in-tree", MAINLOOP, "!tree.keep(rows.query[row], key)", "false"),
+    Mutation(
+        "tree-in-whole-tile", BLOCK, "min(block.shown.end, tree.first_key())", "block.shown.end"
+    ),
+    Mutation("window-in-whole-tile", BLOCK, "mask.first_key(last)", "mask.first_key(first)"),
+    Mutation("head-of-tile-row", BLOCK, "(first_row + row) % group", "row % group"),
+    Mutation("row-beyond-last", BLOCK, "if (row >= rows) return {0, 0};", sanitizer="asan"),
+    Mutation("key-beyond-last", LOADER, "key < keys_.end", "key <= keys_.end", "asan"),
+    Mutation("key-of-sequence-beyond-last", MASK, "clamp(row + last_ + 1)", "clamp(row + last_)"),
+    Mutation("unit-not-kept", MAINLOOP, "unit = largest;"),
+    Mutation("unit-not-applied", MAINLOOP, SCALE + " * inverse", SCALE),
+    Mutation(
+        "hidden-scale-counts", MAINLOOP, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
+    ),
+    Mutation("scales-not-filled", MAINLOOP, "loader.fill_scales(smem.buffers);"),
+    Mutation("scale-of-first-slab", LOADER, "exists ? entry * stride : 0", "0"),
+    Mutation(
+        "page-mask-too-wide", LOADER, "(1 << params.page_shift) - 1", "(2 << params.page_shift) - 1"
+    ),
+    Mutation("padding-not-in-page", LOADER, "(sequence_.first_row + key)", "(key)"),
+    Mutation("padding-not-in-table", CACHE, "(s.first_row + key)", "(key)"),
+    Mutation("page-that-does-not-exist", LOADER, "exists ? source.columns : 0", "source.columns"),
+    Mutation(
+        "split-begins-late",
+        CACHE,
+        "(first_block + split * each)",
+        "(first_block + split * each + (split > 0))",
+    ),
+    Mutation("split-size-ignored", CACHE, "int64_t{split} * p.split_size", "int64_t{split} * 64"),
+)
+
+IN_COMBINE = of(
+    COMBINE,
+    Mutation(
+        "no-barrier-before-reduction",
+        COMBINE_SOURCE,
+        "sync(); // every warp has done with what",
+    ),
+    Mutation("no-barrier-in-reduction", COMBINE_SOURCE, "sync(); // all warps' numbers"),
+    Mutation(
+        "no-barrier-before-weights",
+        COMBINE_SOURCE,
+        "sync(); // every warp has done with the w",
+    ),
+    Mutation("no-barrier-for-weights", COMBINE_SOURCE, "sync(); // the weights are there"),
+    Mutation("no-barrier-for-sums", COMBINE_SOURCE, "sync(); // every warp's sums are"),
+    Mutation("empty-splits-count", COMBINE_SOURCE, "part != -INFINITY", "true"),
+    Mutation("sink-not-joined", COMBINE_SOURCE, "exp2f((sink - reference) * kLog2E)", "0.0f"),
+)
+
+IN_APPEND = of(
+    APPEND,
+    Mutation(
+        "appended-a-row-early",
+        APPEND_SOURCE,
+        "place_of(c_, sequence, sequence.keys_before + at.row)",
+        "place_of(c_, sequence, sequence.keys_before + max(at.row - 1, 0))",
+    ),
+    Mutation("queries-at-one-position", APPEND_SOURCE, "p_.rotary_steps ? at.row : 0", "0"),
+    Mutation("queries-step-always", APPEND_SOURCE, "p_.rotary_steps ? at.row : 0", "at.row"),
+    Mutation("pairs-of-halves", APPEND_SOURCE, "at.col % 2 != 0", "at.col >= half"),
+    Mutation(
+        "appended-scale-of-first-slab",
+        APPEND_SOURCE,
+        "place.slab * scale.stride.batch",
+        "0",
+    ),
+    Mutation(
+        "padding-not-in-appended-row",
+        CACHE,
+        "s.first_row + key",
+        "key",
+        after="CachePlace place_of(",
+    ),
+)
+
+DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND

@@ -1,0 +1,56 @@
+// The call of forward_with_kvcache() with a case's tensors.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+
+#include "anyflash/attention.h"
+#include "decode_problem.h"
+#include "problem.h"
+#include "tensor.h"
+
+namespace driver {
+
+inline void run_decode(const DecodeProblem& p) {
+  const Case& c = p.c;
+  std::array<TensorView, 13> views;
+  std::size_t used = 0;
+  const auto give = [&](const TensorView*& option, const std::optional<Tensor>& tensor, int rank) {
+    if (!tensor) return;
+    views.at(used) = tensor->view(rank);
+    option = &views.at(used++);
+  };
+  anyflash::ForwardOptions options;
+  options.softmax_scale = c.scale;
+  options.causal = c.causal != 0;
+  options.window_left = c.left;
+  options.window_right = c.right;
+  options.softcap = c.softcap;
+  give(options.alibi_slopes, p.slopes, 1);
+  give(options.sinks, p.sinks, 1);
+  anyflash::KvCacheOptions cache;
+  give(cache.cache_seqlens, p.seqlens, 1);
+  give(cache.cache_leftpad, p.leftpad, 1);
+  give(cache.cache_batch_idx, p.batch_idx, 1);
+  give(cache.block_table, p.table, 2);
+  if (p.table) views[used - 1].shape[1] = c.seqlen_k / c.page;
+  give(cache.tree_mask, p.tree, 3);
+  give(cache.k_new, p.k_new, 4);
+  give(cache.v_new, p.v_new, 4);
+  give(cache.rotary_cos, p.cos, 2);
+  give(cache.rotary_sin, p.sin, 2);
+  cache.rotary_interleaved = !c.halves;
+  give(cache.k_scale, p.k_scale, c.scales == "slab" ? 2 : 1);
+  give(cache.v_scale, p.v_scale, c.scales == "slab" ? 2 : 1);
+  cache.num_splits = c.splits;
+  cache.split_size = c.split_size;
+
+  const TensorView q = p.q.view(4), k = p.k.view(4), v = p.v.view(4);
+  const TensorView out = p.out.view(4), lse = p.lse.view(3);
+  const ExactWorkspace workspace(
+      anyflash::forward_with_kvcache_workspace_size(q, k, v, out, &lse, options, cache));
+  anyflash::forward_with_kvcache(q, k, v, out, &lse, options, cache, workspace.get());
+}
+
+}  // namespace driver
