@@ -119,6 +119,8 @@ CASES = decode(
         more="filled=450,20 new=40 cache=e4m3 scales=slab page=1 nan=seen softcap=20 out=fp32",
     ),
     Case(seqlen_q=3, seqlen_k=256, more="tree=1"),
+    # More rows than the largest tile has, of a group that does not divide it.
+    Case(seqlen_q=25, seqlen_k=130, heads=3, causal=1),
     # Of the join, too, several warps have splits.
     Case(seqlen_q=1, seqlen_k=2300, heads=1, scale=1.0, more="split_size=64 sink=1 out=fp32"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutations import MASK, Mutation
 
-# Units. Of the kernels, those with 16 rows a tile are compiled.
+# Units.
 DECODE = "sm80_decode_f16_d64"
 COMBINE = "combine"
 APPEND = "append"
