@@ -94,7 +94,7 @@ def attention_with_kvcache(
     k_scale, v_scale : (heads_k,) or (k_cache.shape[0], heads_k) float32, optional
         Of an int8 or float8_e4m3fn cache, by head, or by page (place) and head: a key is k_scale
         times what the cache holds. What is appended is divided by it, rounded to the nearest
-        number, ties to even, and clamped to what the dtype holds. Default: 1.
+        number, ties to even, and clamped to what the dtype holds; int8 gets 0 for NaN. Default: 1.
     num_splits : int
         So many parts; 0: chosen from the sizes.
     split_size : int, optional

@@ -138,7 +138,7 @@ struct KvCacheOptions {
 
   // Of an int8 or float8_e4m3fn cache: (heads_k,) or (k_cache.shape[0], heads_k) float32, that is
   // by head, or by page (sequence of the cache) and head: key = scale * element. Null: 1. What is
-  // appended is divided by it and rounded.
+  // appended is divided by it and rounded; NaN becomes 0 in an int8 cache.
   const TensorView* k_scale = nullptr;
   const TensorView* v_scale = nullptr;
 

@@ -121,8 +121,8 @@ class Appender {
       quantised /= load_float(scale, place.slab * scale.stride.batch + at.head * scale.stride.head);
     }
     if (c_.cache_dtype == DType::kInt8) {
-      static_cast<signed char*>(target)[index] =
-          static_cast<signed char>(rintf(fminf(fmaxf(quantised, -128.0f), 127.0f)));
+      const float number = isnan(quantised) ? 0.0f : fminf(fmaxf(quantised, -128.0f), 127.0f);
+      static_cast<signed char*>(target)[index] = static_cast<signed char>(rintf(number));
     } else {
       static_cast<unsigned char*>(target)[index] =
           __nv_cvt_float_to_fp8(quantised, __NV_SATFINITE, __NV_E4M3);
