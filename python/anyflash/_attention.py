@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyflash._adapters import adapter_of, refuse
 from anyflash._forward import Forward
 from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 
@@ -158,6 +159,31 @@ def attention(
     >>> bool((again == result.out).all())
     True
     """
+    if (adapter := adapter_of(q, k, v, bias, sinks, alibi_slopes)) is not None:
+        refuse("anyflash.attention", out=out, stream=stream)
+        return adapter.attention(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            block_mask=block_mask,
+            block_size=block_size,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            seed=seed,
+            rng_state=rng_state,
+            seqused_k=seqused_k,
+            return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            return_dropout_mask=return_dropout_mask,
+            return_result=return_result,
+            out_dtype=out_dtype,
+        )
     call = Forward("anyflash.attention", q, k, v, 4)
     call.score(
         window_size=window_size,

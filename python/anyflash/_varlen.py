@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyflash._adapters import adapter_of, refuse
 from anyflash._forward import Forward
 from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 
@@ -93,6 +94,36 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     >>> out.shape, lse.shape
     ((5, 2, 8), (2, 5))
     """
+    if (adapter := adapter_of(q, k, v, bias, sinks, alibi_slopes)) is not None:
+        refuse("anyflash.attention_varlen", out=out, stream=stream)
+        return adapter.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_k=seqused_k,
+            validate=validate,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            block_mask=block_mask,
+            block_size=block_size,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            seed=seed,
+            rng_state=rng_state,
+            return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            return_dropout_mask=return_dropout_mask,
+            return_result=return_result,
+            out_dtype=out_dtype,
+        )
     call = Forward("anyflash.attention_varlen", q, k, v, 3)
     call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     call.score(

@@ -1,0 +1,54 @@
+"""Where a framework's own machinery must see what is done, its adapter does it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def adapter_of(*arrays: Any) -> ModuleType | None:
+    """anyflash.torch where gradients are recorded or operations traced, anyflash.jax for tracers
+    and arrays on a GPU; None where the work can simply be done.
+
+    The first array says which framework it is; others may be None.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(arrays[0], torch.Tensor):
+        return _of_torch(torch, arrays)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(arrays[0], jax.Array):
+        return _of_jax(jax, arrays)
+    return None
+
+
+def refuse(operation: str, **targets: Any) -> None:
+    """What says where to write and to run, an adapter's machinery decides."""
+    for name, value in targets.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{operation}: {name} is given, but gradients are recorded, or the arrays are traced "
+                f"or immutable; leave {name} away"
+            )
+
+
+def _of_torch(torch: Any, arrays: tuple[Any, ...]) -> ModuleType | None:
+    if not torch.compiler.is_compiling():
+        recorded = torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in arrays
+        )
+        if not recorded and not torch._C._len_torch_dispatch_stack():
+            return None
+    import anyflash.torch
+
+    return anyflash.torch
+
+
+def _of_jax(jax: Any, arrays: tuple[Any, ...]) -> ModuleType | None:
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays) and all(
+        device.platform == "cpu" for device in arrays[0].devices()
+    ):
+        return None
+    import anyflash.jax
+
+    return anyflash.jax

@@ -1,0 +1,9 @@
+"""anyflash for PyTorch: differentiable, and at home in torch.compile, torch.export and torch.func.
+
+Nothing is compiled against PyTorch: it works with every version from 2.4 on.
+"""
+
+from anyflash.torch._attention import attention, attention_varlen
+from anyflash.torch._kvcache import attention_with_kvcache
+
+__all__ = ["attention", "attention_varlen", "attention_with_kvcache"]

@@ -1,0 +1,206 @@
+"""Gradients, and gradients of gradients: by Functions where work is done at once, which cost less
+than the operators of _ops.py and know torch.func. The operators share these formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflash.torch import _problem, _recompute, _vmap
+from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Asked, Problem, is_traced
+
+Grads = tuple[Tensor | None, ...]
+Context = Any  # torch's, of a Function or an operator
+NO_GRADS: Grads = (None,) * (SIZE + len(Asked._fields))  # of the forward's arguments
+
+
+def keep(ctx: Context, p: Problem, *tensors: Tensor | None) -> None:
+    """Saves a problem, and tensors, for the backward."""
+    ctx.set_materialize_grads(False)
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in p]
+    ctx.is_tensor = [isinstance(x, Tensor) for x in p]
+    ctx.save_for_backward(*[x for x in p if isinstance(x, Tensor)], *tensors)
+
+
+def kept(ctx: Context) -> tuple[Problem, tuple[Any, ...]]:
+    """What `keep` was given."""
+    saved = iter(ctx.saved_tensors)
+    values = [
+        next(saved) if tensor else number
+        for tensor, number in zip(ctx.is_tensor, ctx.numbers, strict=True)
+    ]
+    return Problem(*values), tuple(saved)
+
+
+def forward(p: Problem, asked: Asked) -> tuple[Tensor | None, ...]:
+    if is_traced(p.q):
+        results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *asked)
+        return results
+    return _problem.forward(p, asked)
+
+
+def backward(p: Problem, *arguments: Any) -> Grads:
+    if is_traced(p.q):
+        results: Grads = torch.ops.anyflash.backward(*p, *arguments)
+        return results
+    return _problem.backward(p, *arguments)
+
+
+class Attention(torch.autograd.Function):
+    """(*Problem, *Asked, with the LSE) -> (out, lse, max_logits or None, dropout_mask or None)"""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        return forward(Problem(*arguments[:SIZE]), Asked(*arguments[SIZE:]))
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: Any, output: Any) -> None:
+        keep_forward(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> Grads:
+        # With create_graph=True a Function again, which can be differentiated.
+        return backward_of_forward(
+            ctx, grads, Gradient.apply if torch.is_grad_enabled() else _of(backward)
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        return _vmap.rule(Attention.apply)(info, in_dims, *arguments)
+
+
+class Gradient(torch.autograd.Function):
+    """(*Problem, out, lse, dout, dlse, six of bool) -> six gradients, themselves differentiable in
+    the problem's tensors, dout and dlse.
+
+    out and lse count as functions of the others: nothing flows through them.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Grads:
+        p = Problem(*arguments[:SIZE])
+        _out, _lse, dout, dlse, wanted = arguments[SIZE:]
+        if p.q.dtype != torch.float64:
+            return backward(p, *arguments[SIZE:])
+        # The LSE, which is float32, would limit the digits.
+        found = iter(_gradients(p, dout, dlse, wanted))
+        return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: Any, output: Any) -> None:
+        keep_backward(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> Grads:
+        return backward_of_backward(ctx, grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        return _vmap.rule(Gradient.apply)(info, in_dims, *arguments)
+
+
+def _of(function: Any) -> Any:
+    """A function of a problem as one of its fields."""
+    return lambda *arguments: function(Problem(*arguments[:SIZE]), *arguments[SIZE:])
+
+
+# -- the formulas of both
+
+
+def keep_forward(ctx: Context, inputs: Any, output: Any) -> None:
+    out, lse, *others = output
+    keep(ctx, Problem(*inputs[:SIZE]), out, lse)
+    ctx.mark_non_differentiable(*[x for x in others if x is not None])
+
+
+def backward_of_forward(ctx: Context, grads: Grads, apply: Any) -> Grads:
+    """``apply`` is the backward, as a Function or an operator."""
+    dout, dlse = grads[:2]
+    if dout is None and dlse is None:
+        return NO_GRADS
+    p, (out, lse) = kept(ctx)
+    wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+    found = apply(*p, out, lse, dout, dlse, wanted)
+    return (
+        *[x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)],
+        *NO_GRADS[DIFFERENTIABLE:],
+    )
+
+
+def keep_backward(ctx: Context, inputs: Any) -> None:
+    *_, dout, dlse, ctx.wanted = inputs
+    keep(ctx, Problem(*inputs[:SIZE]), dout, dlse)
+
+
+def backward_of_backward(ctx: Context, grads: Grads) -> Grads:
+    """Recomputes attention in plain PyTorch, with the matrix of scores, and differentiates that
+    twice: memory is quadratic in the sequence lengths."""
+    p, (dout, dlse) = kept(ctx)
+    at = SIZE + 2  # behind out and lse
+    needs = (*ctx.needs_input_grad[:DIFFERENTIABLE], *ctx.needs_input_grad[at : at + 2])
+    given = [
+        x if is_wanted else None
+        for x, is_wanted in zip(grads, (True, True, True, *ctx.wanted[3:]), strict=True)
+    ]
+    results: list[Tensor | None] = [None] * (SIZE + 5)
+    if all(x is None for x in given):
+        return tuple(results)
+    found = iter(_second_gradients(p, dout, dlse, given, needs))
+    for i, need in zip((*range(DIFFERENTIABLE), at, at + 1), needs, strict=True):
+        if need:
+            results[i] = next(found)
+    return tuple(results)
+
+
+def _gradients(p: Problem, dout: Any, dlse: Any, wanted: Any) -> tuple[Tensor, ...]:
+    """The gradients of those of a problem's first six that are wanted, as functions of its tensors,
+    dout and dlse."""
+    dropout_mask = None
+    if p.dropout_p > 0:
+        with torch.no_grad():
+            dropout_mask = Attention.apply(*p, *Asked(True, False, True, None))[3]
+    given = [(0, dout), (1, dlse)]
+    at = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+        results = _recompute.attention(Problem(*_replaced(p, at, tensors)), dropout_mask)
+        return tuple(results[i] for i, g in given if g is not None)
+
+    with torch.autocast(p.q.device.type, enabled=False):
+        values, pullback = torch.func.vjp(outputs, *[p[i] for i in at])
+        grads = [g for _, g in given if g is not None]
+        found: tuple[Tensor, ...] = pullback(
+            tuple(g.to(x.dtype) for x, g in zip(values, grads, strict=True))
+        )
+    return found
+
+
+def _replaced(fields: tuple[Any, ...], at: list[int], tensors: tuple[Any, ...]) -> list[Any]:
+    result = list(fields)
+    for i, x in zip(at, tensors, strict=True):
+        result[i] = x
+    return result
+
+
+def _second_gradients(
+    p: Problem, dout: Any, dlse: Any, grads: Any, needs: tuple[bool, ...]
+) -> tuple[Tensor, ...]:
+    """Gradients of those of a problem's first six, dout and dlse that ``needs`` names, given those
+    of its six gradients."""
+    fields = (*p, dout, dlse)
+    at = [
+        i
+        for i, need in zip((*range(DIFFERENTIABLE), SIZE, SIZE + 1), needs, strict=True)
+        if need
+    ]
+    wanted = [g is not None for g in grads]
+
+    def first(*tensors: Tensor) -> tuple[Tensor, ...]:
+        changed = _replaced(fields, at, tensors)
+        return _gradients(Problem(*changed[:SIZE]), *changed[SIZE:], wanted)
+
+    _, pullback = torch.func.vjp(first, *[fields[i] for i in at])
+    found: tuple[Tensor, ...] = pullback(tuple(g for g in grads if g is not None))
+    return found

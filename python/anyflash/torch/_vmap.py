@@ -1,0 +1,74 @@
+"""torch.vmap: the mapped axis becomes part of the batch where it can, and is looped over where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflash.torch._problem import SIZE, Problem
+
+Rule = Callable[..., tuple[Any, Any]]
+Mapped = Sequence[int | None]
+_MASKS = ("bias", "block_mask")  # (batch or 1, ...), axes may be missing
+
+
+def rule(apply: Callable[..., Any]) -> Rule:
+    """For an operator whose arguments begin with those of a Problem.
+
+    Its outputs, and its tensors that follow the Problem, have a batch axis where it is dense.
+    """
+
+    def batched(info: Any, in_dims: Mapped, *arguments: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        mapped = [isinstance(dim, int) for dim in in_dims]  # a list of numbers has one of None
+        arguments = tuple(
+            x.movedim(dim, 0) if isinstance(dim, int) else x
+            for x, dim in zip(arguments, in_dims, strict=True)
+        )
+        if _folds(Problem(*arguments[:SIZE]), Problem(*mapped[:SIZE]), arguments[SIZE:]):
+            results = apply(*_folded(size, arguments, mapped))
+            results = [
+                x.unflatten(0, (size, x.shape[0] // size)) if isinstance(x, Tensor) else x
+                for x in results
+            ]
+        else:
+            each = [
+                apply(*[x[i] if is_mapped else x for x, is_mapped in zip(arguments, mapped, strict=True)])
+                for i in range(size)
+            ]
+            results = [
+                torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0]
+                for xs in zip(*each, strict=True)
+            ]
+        dims = tuple(0 if isinstance(x, Tensor) else None for x in results)
+        return tuple(results), dims
+
+    return batched
+
+
+def _folds(p: Problem, mapped: Problem, others: tuple[Any, ...]) -> bool:
+    """Whether the mapped axis can be a part of the batch axis."""
+    sums = isinstance(others[-1], list) and any(others[-1][3:])  # gradients that sum over the batch
+    return not (p.cu_seqlens_q is not None or mapped.sinks or mapped.rng_state or sums)
+
+
+def _folded(size: int, arguments: tuple[Any, ...], mapped: list[bool]) -> list[Any]:
+    p = Problem(*arguments[:SIZE])
+    batch = p.q.shape[1] if mapped[0] else p.q.shape[0]
+
+    def fold(name: str, x: Any, is_mapped: bool) -> Any:
+        if not isinstance(x, Tensor) or (name in ("sinks", "rng_state")):
+            return x
+        if not is_mapped:
+            x = x[None]
+        rank = 4 if name in _MASKS else 2 if name == "alibi_slopes" else x.dim() - 1
+        x = x[(slice(None), *(None,) * (rank + 1 - x.dim()))]
+        if x.shape[:2] == (1, 1):
+            return x[0]  # broadcast by the kernels
+        return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+    names = (*Problem._fields, *("",) * (len(arguments) - SIZE))
+    return [fold(*item) for item in zip(names, arguments, mapped, strict=True)]
