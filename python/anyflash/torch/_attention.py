@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from anyflash import _options
 from anyflash._forward import AttentionResult
 from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
-from anyflash.torch import _ops as _ops  # registers them
 from anyflash.torch import _problem
-from anyflash.torch._autograd import Attention
-from anyflash.torch._problem import DIFFERENTIABLE, Asked, Problem, is_in_functorch, is_traced
+from anyflash.torch._autograd import Attention, apply
+from anyflash.torch._problem import Asked, Problem, differentiable, is_in_functorch, is_traced
 
+_DENSE = (None, None, 0, 0, False)
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,7 +98,7 @@ def attention(
     return _attend(
         "anyflash.torch.attention",
         (q, k, v),
-        None,
+        _DENSE,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -213,7 +213,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
 def _attend(
     operation: str,
     tensors: tuple[Tensor, Tensor, Tensor],
-    packing: tuple[Tensor, Tensor, int, int, bool] | None,
+    packing: tuple[Tensor | None, Tensor | None, int, int, bool],
     *,
     softmax_scale: Any,
     causal: Any,
@@ -263,11 +263,10 @@ def _attend(
         elif seed is not None:
             state = words = parse("seed", _options.seed, seed), 0
         elif dropout_p > 0:
-            state = given_state = torch.randint(
-                2**63 - 1, (2,), dtype=torch.int64, device=q.device
-            )
+            state = given_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate = packing
     p = Problem(
         q,
         k,
@@ -276,17 +275,23 @@ def _attend(
         sinks,
         alibi_slopes,
         block_mask,
-        *((None, None) if packing is None else packing[:2]),
+        cu_seqlens_q,
+        cu_seqlens_k,
         seqused_k,
         given_state,
-        *((0, 0, False) if packing is None else packing[2:]),
+        max_seqlen_q,
+        max_seqlen_k,
+        bool(validate),
         softmax_scale,
         bool(causal),
-        *window_size,
+        window_size[0],
+        window_size[1],
         softcap,
-        *block_size,
+        block_size[0],
+        block_size[1],
         dropout_p,
-        *[_problem.to_int64(word) for word in words],
+        _problem.to_int64(words[0]),
+        _problem.to_int64(words[1]),
         bool(deterministic),
     )
     whole = return_result or return_max_logits or return_dropout_mask
@@ -329,17 +334,21 @@ def _autocast(tensors: tuple[Tensor, ...]) -> Any:
     )
 
 
+def _with_lse(asked: Asked) -> Asked:
+    return Asked(True, *asked[1:])  # not _replace, which torch.compile of 2.4 cannot follow
+
+
 def _run(p: Problem, asked: Asked) -> tuple[Any, ...]:
     in_functorch = not torch.compiler.is_compiling() and is_in_functorch()
     if is_traced(p.q) and not in_functorch:
         # With the LSE, which the gradients need.
-        results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *asked._replace(lse=True))
+        results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *_with_lse(asked))
         return results
     recorded = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in p[:DIFFERENTIABLE]
+        x is not None and x.requires_grad for x in differentiable(p)
     )
     # A Function refuses dual tensors of forward mode.
     if recorded or in_functorch or forward_ad._current_level >= 0:
-        applied: tuple[Any, ...] = Attention.apply(*p, *asked._replace(lse=True))
+        applied: tuple[Any, ...] = apply(Attention, *p, *_with_lse(asked))
         return applied
     return _problem.forward(p, asked)

@@ -13,6 +13,7 @@ from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Asked, Problem, is_tra
 
 Grads = tuple[Tensor | None, ...]
 Context = Any  # torch's, of a Function or an operator
+_vjp: Any = torch.func.vjp
 NO_GRADS: Grads = (None,) * (SIZE + len(Asked._fields))  # of the forward's arguments
 
 
@@ -32,6 +33,11 @@ def kept(ctx: Context) -> tuple[Problem, tuple[Any, ...]]:
         for tensor, number in zip(ctx.is_tensor, ctx.numbers, strict=True)
     ]
     return Problem(*values), tuple(saved)
+
+
+def apply(function: Any, *arguments: Any) -> Any:
+    """A Function's apply, which has no type."""
+    return function.apply(*arguments)
 
 
 def forward(p: Problem, asked: Asked) -> tuple[Tensor | None, ...]:
@@ -160,8 +166,8 @@ def _gradients(p: Problem, dout: Any, dlse: Any, wanted: Any) -> tuple[Tensor, .
     dropout_mask = None
     if p.dropout_p > 0:
         with torch.no_grad():
-            dropout_mask = Attention.apply(*p, *Asked(True, False, True, None))[3]
-    given = [(0, dout), (1, dlse)]
+            dropout_mask = apply(Attention, *p, *Asked(True, False, True, None))[3]
+    given: list[tuple[int, Any]] = [(0, dout), (1, dlse)]
     at = [i for i, is_wanted in enumerate(wanted) if is_wanted]
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +175,7 @@ def _gradients(p: Problem, dout: Any, dlse: Any, wanted: Any) -> tuple[Tensor, .
         return tuple(results[i] for i, g in given if g is not None)
 
     with torch.autocast(p.q.device.type, enabled=False):
-        values, pullback = torch.func.vjp(outputs, *[p[i] for i in at])
+        values, pullback = _vjp(outputs, *[p[i] for i in at])
         grads = [g for _, g in given if g is not None]
         found: tuple[Tensor, ...] = pullback(
             tuple(g.to(x.dtype) for x, g in zip(values, grads, strict=True))
@@ -191,16 +197,14 @@ def _second_gradients(
     of its six gradients."""
     fields = (*p, dout, dlse)
     at = [
-        i
-        for i, need in zip((*range(DIFFERENTIABLE), SIZE, SIZE + 1), needs, strict=True)
-        if need
+        i for i, need in zip((*range(DIFFERENTIABLE), SIZE, SIZE + 1), needs, strict=True) if need
     ]
     wanted = [g is not None for g in grads]
 
     def first(*tensors: Tensor) -> tuple[Tensor, ...]:
         changed = _replaced(fields, at, tensors)
-        return _gradients(Problem(*changed[:SIZE]), *changed[SIZE:], wanted)
+        return _gradients(Problem(*changed[:SIZE]), changed[SIZE], changed[SIZE + 1], wanted)
 
-    _, pullback = torch.func.vjp(first, *[fields[i] for i in at])
+    _, pullback = _vjp(first, *[fields[i] for i in at])
     found: tuple[Tensor, ...] = pullback(tuple(g for g in grads if g is not None))
     return found

@@ -56,7 +56,7 @@ def _fake(
     return out, lse
 
 
-# Two operators: one that only reads must not look like one that writes, or a compiler copies caches.
+# Two operators: where one that only reads looked like one that writes, compilers would copy caches.
 define("attention_with_kvcache", _SCHEMA.format("", ""), _attend, _fake)
 define("attention_with_kvcache_", _SCHEMA.format("(a!)", "(b!)"), _attend, _fake)
 

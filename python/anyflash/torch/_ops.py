@@ -16,14 +16,14 @@ from anyflash.torch import _autograd, _problem, _vmap
 from anyflash.torch._autograd import Grads
 from anyflash.torch._problem import (
     ASKED_SCHEMA,
-    DIFFERENTIABLE,
     SCHEMA,
     SIZE,
     Asked,
     Problem,
+    differentiable,
 )
 
-library = torch.library.Library("anyflash", "DEF")
+library: Any = torch.library.Library("anyflash", "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -102,7 +102,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     given = (True, True, True, *needed[3:])
     return tuple(
         p.q.new_empty(x.shape, dtype=x.dtype) if x is not None and need else p.q.new_empty(0)
-        for x, need in zip(p[:DIFFERENTIABLE], given, strict=True)
+        for x, need in zip(differentiable(p), given, strict=True)
     )
 
 

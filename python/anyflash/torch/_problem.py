@@ -58,6 +58,10 @@ DIFFERENTIABLE = 6
 SIZE = len(Problem._fields)
 
 
+def differentiable(p: Problem) -> tuple[Tensor | None, ...]:
+    return p.q, p.k, p.v, p.bias, p.sinks, p.alibi_slopes
+
+
 class Asked(NamedTuple):
     """What the forward gives besides its output; what it does not is an empty tensor."""
 
@@ -67,7 +71,9 @@ class Asked(NamedTuple):
     out_dtype: torch.dtype | None
 
 
-ASKED_SCHEMA = "bool return_lse, bool return_max_logits, bool return_dropout_mask, ScalarType? out_dtype"
+ASKED_SCHEMA = (
+    "bool return_lse, bool return_max_logits, bool return_dropout_mask, ScalarType? out_dtype"
+)
 
 
 def is_in_functorch() -> bool:
@@ -141,7 +147,7 @@ def forward(p: Problem, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor | N
     return result[0], result[1], None, None
 
 
-def backward(
+def backward(  # noqa: PLR0917 (as the schema)
     p: Problem, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, wanted: Any
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, sinks and alibi_slopes; of the last three only those

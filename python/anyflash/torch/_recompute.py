@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflash.torch._problem import Problem, is_packed
+from anyflash.torch._problem import Problem
 
 
 def _rows(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""torch.vmap: the mapped axis becomes part of the batch where it can, and is looped over where not."""
+"""torch.vmap: the mapped axis becomes part of the batch; where it cannot, it is looped over."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ def rule(apply: Callable[..., Any]) -> Rule:
             x.movedim(dim, 0) if isinstance(dim, int) else x
             for x, dim in zip(arguments, in_dims, strict=True)
         )
-        if _folds(Problem(*arguments[:SIZE]), Problem(*mapped[:SIZE]), arguments[SIZE:]):
+        if _folds(arguments, mapped):
             results = apply(*_folded(size, arguments, mapped))
             results = [
-                x.unflatten(0, (size, x.shape[0] // size)) if isinstance(x, Tensor) else x
-                for x in results
+                x.reshape(size, -1, *x.shape[1:]) if isinstance(x, Tensor) else x for x in results
             ]
         else:
             each = [
-                apply(*[x[i] if is_mapped else x for x, is_mapped in zip(arguments, mapped, strict=True)])
+                apply(
+                    *[
+                        x[i] if is_mapped else x
+                        for x, is_mapped in zip(arguments, mapped, strict=True)
+                    ]
+                )
                 for i in range(size)
             ]
             results = [
@@ -49,10 +53,13 @@ def rule(apply: Callable[..., Any]) -> Rule:
     return batched
 
 
-def _folds(p: Problem, mapped: Problem, others: tuple[Any, ...]) -> bool:
+def _folds(arguments: tuple[Any, ...], mapped: list[bool]) -> bool:
     """Whether the mapped axis can be a part of the batch axis."""
-    sums = isinstance(others[-1], list) and any(others[-1][3:])  # gradients that sum over the batch
-    return not (p.cu_seqlens_q is not None or mapped.sinks or mapped.rng_state or sums)
+    names = {name for name, is_mapped in zip(Problem._fields, mapped, strict=False) if is_mapped}
+    wanted = arguments[-1]  # of a backward: gradients that sum over the batch
+    sums = isinstance(wanted, list) and any(wanted[3:])
+    is_packed = Problem(*arguments[:SIZE]).cu_seqlens_q is not None
+    return not (is_packed or sums or names & {"sinks", "rng_state"})
 
 
 def _folded(size: int, arguments: tuple[Any, ...], mapped: list[bool]) -> list[Any]:
