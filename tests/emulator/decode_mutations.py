@@ -27,7 +27,6 @@ RESTORE = "__syncthreads_or(found_nonfinite)"
 WEIGHTS = "__syncthreads(); // their weights too"
 SCALE = "scales[cute::get<1>(coordinates(0, col))]"
 STORED_PARTS = "smem.result.lse[group][i] = lse(row);"
-STORED_NOTHING = "smem.result.lse[part][row] = -INFINITY;"
 
 
 def of(unit: str, *mutations: Mutation) -> tuple[Mutation, ...]:
@@ -53,7 +52,6 @@ IN_KERNEL = of(
     ),
     Mutation("no-barrier-for-parts", EPILOGUE, "__syncthreads(); // all parts are there"),
     Mutation("no-barrier-for-weights-of-parts", EPILOGUE, WEIGHTS, after=STORED_PARTS),
-    Mutation("no-barrier-for-weight-of-sink", EPILOGUE, WEIGHTS, after=STORED_NOTHING),
     Mutation("no-barrier-before-restoring-cached", EPILOGUE, RESTORE, "true"),
     Mutation("restored-by-some-threads", EPILOGUE, RESTORE, "(__syncthreads(), found_nonfinite)"),
     Mutation("values-not-restored", EPILOGUE, RESTORE, "(__syncthreads_or(found_nonfinite), 0)"),
@@ -77,6 +75,7 @@ IN_KERNEL = of(
     Mutation("key-of-sequence-beyond-last", MASK, "clamp(row + last_ + 1)", "clamp(row + last_)"),
     Mutation("unit-not-kept", MAINLOOP, "unit = largest;"),
     Mutation("unit-not-applied", MAINLOOP, SCALE + " * inverse", SCALE),
+    Mutation("hidden-scale-as-unit", MAINLOOP, "weighs ? scale : 0.0f", "scale"),
     Mutation(
         "hidden-scale-counts", MAINLOOP, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),

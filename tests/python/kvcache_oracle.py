@@ -203,7 +203,8 @@ def gathered(p: CacheProblem, cache: Array, scale: Array | None, exact: bool) ->
     if cache.dtype not in LARGEST:
         return found
     dtype = np.dtype(np.float64 if exact else np.float32)
-    return found.astype(dtype) * scale_of(scale, slabs).astype(dtype)
+    with np.errstate(over="ignore"):  # of keys that nobody sees
+        return found.astype(dtype) * scale_of(scale, slabs).astype(dtype)
 
 
 def tree_bias(p: CacheProblem) -> Array | None:

@@ -137,23 +137,11 @@ typedef struct {
   int64_t split_size;
 } anyflash_kvcache_options;
 
-#define ANYFLASH_KVCACHE_OPTIONS_INIT \
-  {sizeof(anyflash_kvcache_options),  \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   0,                                 \
-   0,                                 \
-   NULL,                              \
-   NULL,                              \
-   NULL,                              \
-   0,                                 \
-   0}
+/* clang-format off */
+#define ANYFLASH_KVCACHE_OPTIONS_INIT                                                      \
+  {sizeof(anyflash_kvcache_options), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, \
+   NULL, NULL, NULL, 0, 0}
+/* clang-format on */
 
 /* The cache is written where new keys are given. `lse` and both options may be NULL. */
 ANYFLASH_API anyflash_status anyflash_forward_with_kvcache_workspace_size(

@@ -163,28 +163,12 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeBl
   }
 }
 
-// A split without keys says so and writes nothing else; the only one writes what no key gives.
+// A split without keys says so and writes nothing else.
 template <class Traits>
-ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeBlock& block,
-                                    typename Traits::SharedStorage& smem) {
-  if (params.num_splits > 1) {
-    for (int row = threadIdx.x; row < block.rows; row += Traits::kThreads) {
-      *result_lse(params, block, row) = -INFINITY;
-    }
-    return;
+ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeBlock& block) {
+  for (int row = threadIdx.x; row < block.rows; row += Traits::kThreads) {
+    *result_lse(params, block, row) = -INFINITY;
   }
-  for (int part = 0; part < Traits::kKeyWarps; ++part) {
-    for (int i = threadIdx.x; i < block.rows * Traits::kHeadDim; i += Traits::kThreads) {
-      smem.result.out[part][i / Traits::kHeadDim][i % Traits::kHeadDim] = 0.0f;
-    }
-    for (int row = threadIdx.x; row < block.rows; row += Traits::kThreads) {
-      smem.result.lse[part][row] = -INFINITY;
-    }
-  }
-  weigh_parts<Traits>(params, block, smem.result);
-  __syncthreads();  // their weights too
-  if (params.out_dtype == DType::kFloat32) store_rows<Traits, float>(params, block, smem.result);
-  else store_rows<Traits, typename Traits::Element>(params, block, smem.result);
 }
 
 }  // namespace anyflash::sm80

@@ -25,9 +25,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
   }
   __syncthreads();  // the block is known to all
   const DecodeBlock& block = smem.block;
-  // A split that follows the last one with keys; the only split there is has a result anyway.
-  if (block.keys.begin >= block.keys.end) {
-    decode_nothing<Traits>(params, block, smem);
+  if (params.num_splits > 1 && block.keys.begin >= block.keys.end) {
+    decode_nothing<Traits>(params, block);
     return;
   }
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},

@@ -115,18 +115,25 @@ ANYFLASH_DEVICE void hide_keys(Scores& scores, const Coordinates& coordinates,
   }
 }
 
-// P becomes P * v_scale / unit, where unit is the largest scale so far, so that small scales do not
-// take P to where float16 is coarse; O counts in units of it.
+// P becomes P * v_scale / unit, where unit is the largest scale so far of keys that weigh anything
+// in this thread's rows, so that small scales do not take P to where float16 is coarse; O counts in
+// units of it. A hidden key's scale may be anything, also NaN.
 template <class Scores, class Coordinates, class Out>
 ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coordinates, Out& out,
                                   const float* scales, float& unit) {
   float largest = unit;
   CUTE_UNROLL
   for (int col = 0; col < cute::size<1>(probabilities); ++col) {
-    largest = fmaxf(largest, fabsf(scales[cute::get<1>(coordinates(0, col))]));
+    bool weighs = false;
+    CUTE_UNROLL
+    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
+      weighs |= probabilities(row, col) != 0.0f;
+    }
+    const float scale = fabsf(scales[cute::get<1>(coordinates(0, col))]);
+    largest = fmaxf(largest, weighs ? scale : 0.0f);
   }
   largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
-  if (largest != unit) {  // the whole warp has seen the same keys
+  if (largest != unit) {
     const float rescale = unit / largest;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(out); ++i) out(i) *= rescale;
@@ -138,7 +145,6 @@ ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coor
     const float factor = scales[cute::get<1>(coordinates(0, col))] * inverse;
     CUTE_UNROLL
     for (int row = 0; row < cute::size<0>(probabilities); ++row) {
-      // A hidden key's scale may be NaN.
       float& p = probabilities(row, col);
       p = p == 0.0f ? 0.0f : p * factor;
     }

@@ -236,7 +236,8 @@ class DecodeProblem {
           (*scale)->set(slab * c.heads_k + head, factor(random_) / magnitude());
         }
       };
-      // Those of slabs of which nothing is seen remain NaN.
+      // Those of slabs of which nothing is seen remain NaN, or larger than all others.
+      for (int64_t i = 0; i < count * c.heads_k; i += 2) (*scale)->set(i, 1e38);
       if (c.scales != "slab") set(0);
       else
         for_each_key([&](int64_t b, int64_t j, const CacheRow& at) {
