@@ -7,15 +7,16 @@ from types import ModuleType
 from typing import Any
 
 
-def adapter_of(*arrays: Any) -> ModuleType | None:
-    """anyflash.torch where gradients are recorded or operations traced, anyflash.jax for tracers
-    and arrays on a GPU; None where the work can simply be done.
+def adapter_of(*arrays: Any, autocast: bool = False) -> ModuleType | None:
+    """anyflash.torch where gradients are recorded or operations traced, and where torch.autocast is
+    on if ``autocast``; anyflash.jax for tracers and arrays on a GPU; None where the work can simply
+    be done.
 
     The first array says which framework it is; others may be None.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(arrays[0], torch.Tensor):
-        return _of_torch(torch, arrays)
+        return _of_torch(torch, arrays, autocast)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(arrays[0], jax.Array):
         return _of_jax(jax, arrays)
@@ -32,12 +33,18 @@ def refuse(operation: str, **targets: Any) -> None:
             )
 
 
-def _of_torch(torch: Any, arrays: tuple[Any, ...]) -> ModuleType | None:
+def _of_torch(torch: Any, arrays: tuple[Any, ...], autocast: bool) -> ModuleType | None:
     if not torch.compiler.is_compiling():
         recorded = torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in arrays
         )
-        if not recorded and not torch._C._len_torch_dispatch_stack():
+        watched = (
+            type(arrays[0]) not in (torch.Tensor, torch.nn.Parameter)
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+        )
+        if not (recorded or watched or (autocast and torch._C._is_any_autocast_enabled())):
             return None
     import anyflash.torch
 

@@ -159,7 +159,9 @@ def attention(
     >>> bool((again == result.out).all())
     True
     """
-    if (adapter := adapter_of(q, k, v, bias, sinks, alibi_slopes)) is not None:
+    targets = out is not None or stream is not None
+    adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
+    if adapter is not None:
         refuse("anyflash.attention", out=out, stream=stream)
         return adapter.attention(
             q,

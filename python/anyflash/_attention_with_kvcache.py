@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anyflash._adapters import adapter_of, refuse
-from anyflash._kvcache import KvCacheCall
+from anyflash._kvcache import KvCacheCall, attend
 from anyflash._options import NO_SOFTCAP, UNBOUNDED
 
 
@@ -179,29 +179,31 @@ def attention_with_kvcache(
             return_lse=return_lse,
             out_dtype=out_dtype,
         )
-    call = KvCacheCall("anyflash.attention_with_kvcache", q, k_cache, v_cache)
-    call.score(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    call.cache(
+    return attend(
+        "anyflash.attention_with_kvcache",
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         tree_mask=tree_mask,
         k_scale=k_scale,
         v_scale=v_scale,
         num_splits=num_splits,
         split_size=split_size,
-    )
-    call.append(
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-    )
-    return call.attend(
-        softmax_scale=softmax_scale,
-        causal=causal,
         return_lse=return_lse,
         out=out,
         out_dtype=out_dtype,

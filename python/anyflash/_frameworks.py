@@ -105,8 +105,13 @@ class Torch(_WithAttributes):
                 "requires grad, and anyflash records nothing for autograd yet; use "
                 f"torch.no_grad(), or detach() the tensor; {gradients}"
             )
-        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+        if x.layout is not torch.strided:
             raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
+        if x.is_conj() or x.is_neg():
+            raise TypeError(
+                "is a conjugate or a negative that was never computed; what its resolve_conj() or "
+                "resolve_neg() gives is allowed"
+            )
 
     def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
         dtype = x.dtype

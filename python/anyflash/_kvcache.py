@@ -175,3 +175,49 @@ class KvCacheCall(Forward):
             cache_options,
             self._writes,
         )
+
+
+def attend(
+    operation: str,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    softmax_scale: Any,
+    causal: Any,
+    return_lse: Any,
+    out_dtype: Any,
+    out: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+    **options: Any,
+) -> Any:
+    """The whole call, whoever asks for it; ``options`` are those of `KvCacheCall.cache`."""
+    call = KvCacheCall(operation, q, k_cache, v_cache)
+    call.score(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    call.cache(**options)
+    call.append(
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+    )
+    return call.attend(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
+        out=out,
+        out_dtype=out_dtype,
+        workspace=workspace,
+        stream=stream,
+    )

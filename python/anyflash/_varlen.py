@@ -94,7 +94,9 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     >>> out.shape, lse.shape
     ((5, 2, 8), (2, 5))
     """
-    if (adapter := adapter_of(q, k, v, bias, sinks, alibi_slopes)) is not None:
+    targets = out is not None or stream is not None
+    adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
+    if adapter is not None:
         refuse("anyflash.attention_varlen", out=out, stream=stream)
         return adapter.attention_varlen(
             q,

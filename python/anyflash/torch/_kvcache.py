@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import anyflash
+from anyflash import _kvcache
 from anyflash._options import NO_SOFTCAP, UNBOUNDED
 from anyflash.torch._attention import as_dtype, check_tensor
 from anyflash.torch._ops import define, lse_shape, or_empty
 from anyflash.torch._problem import is_traced
 
+_OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (
     "(Tensor q, Tensor{} k_cache, Tensor{} v_cache, Tensor? k, Tensor? v, *, Tensor? rotary_cos, "
     "Tensor? rotary_sin, bool rotary_interleaved, Tensor? cache_seqlens, SymInt? filled, "
@@ -32,7 +33,8 @@ def _attend(
     return_lse: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    result = anyflash.attention_with_kvcache(
+    result = _kvcache.attend(
+        _OPERATION,
         *tensors,
         cache_seqlens=filled if cache_seqlens is None else cache_seqlens,
         window_size=(window_left, window_right),
@@ -146,11 +148,11 @@ def attention_with_kvcache(
         "return_lse": return_lse,
         "out_dtype": as_dtype(out_dtype),
     }
-    check_tensor("anyflash.torch.attention_with_kvcache", q)
+    check_tensor(_OPERATION, q)
     tensors = (q, k_cache, v_cache, k, v)
     if not is_traced(q):
-        return anyflash.attention_with_kvcache(
-            *tensors, cache_seqlens=cache_seqlens, window_size=window_size, **options
+        return _kvcache.attend(
+            _OPERATION, *tensors, cache_seqlens=cache_seqlens, window_size=window_size, **options
         )
     left, right = (-1 if bound is None else bound for bound in window_size)
     is_tensor = isinstance(cache_seqlens, Tensor)

@@ -156,12 +156,12 @@ def backward(  # noqa: PLR0917 (as the schema)
     _given(call, p)
     return tuple(
         call.run(
-            dout=torch.zeros_like(out) if dout is None else dout,
+            dout=torch.zeros_like(out) if dout is None else dout.resolve_neg(),
             out=out,
             lse=lse,
             softmax_scale=p.softmax_scale,
             causal=p.causal,
-            dlse=dlse,
+            dlse=None if dlse is None else dlse.resolve_neg(),
             deterministic=p.deterministic,
             return_dbias=wanted[3],
             return_dsinks=wanted[4],
