@@ -345,7 +345,7 @@ def _run(p: Problem, asked: Asked) -> tuple[Any, ...]:
         results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *_with_lse(asked))
         return results
     recorded = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in differentiable(p)
+        isinstance(x, Tensor) and x.requires_grad for x in differentiable(p)
     )
     # A Function refuses dual tensors of forward mode.
     if recorded or in_functorch or forward_ad._current_level >= 0:
