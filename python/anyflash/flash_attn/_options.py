@@ -1,0 +1,37 @@
+"""flash-attn's arguments in anyflash's terms, and anyflash's LSE in flash-attn's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def as_int(x: Any) -> int:
+    """Tensors of one element are allowed where flash-attn wants an int."""
+    return x if isinstance(x, int) else int(x)
+
+
+def score_options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[Any],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Keyword arguments of anyflash's functions. Negative bounds and caps mean none."""
+    left, right = window_size
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": bool(causal),
+        "window_size": (max(as_int(left), -1), max(as_int(right), -1)),
+        "softcap": max(softcap, 0.0),
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def with_positive_infinity(lse: torch.Tensor) -> torch.Tensor:
+    """flash-attn's LSE of a row that sees no key is +inf. NaN stays."""
+    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)

@@ -1,0 +1,115 @@
+"""Packed q, k, v or k, v, whose gradient is written as one tensor: nothing is concatenated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import anyflash
+from anyflash.flash_attn._private import attend
+from anyflash.torch._attention import is_traced
+
+_AXIS = -3  # of (..., 3 or 2, heads, head_dim)
+
+
+def attend_packed(
+    q: torch.Tensor | None,
+    packed: torch.Tensor,
+    packing: tuple[Any, ...],
+    options: dict[str, Any],
+    dropout_p: float,
+    deterministic: bool,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """packed: q, k, v; or k, v where q is given. (out, softmax_lse, S_dmask)"""
+    device, slopes = packed.device.type, options["alibi_slopes"]
+    arguments = (q, packed, packing, options, dropout_p, deterministic, return_softmax)
+    parts = 3 if q is None else 2
+    if packed.ndim < 3 or packed.shape[_AXIS] != parts:
+        name, axes = ("qkv", "3, heads") if q is None else ("kv", "2, heads_k")
+        raise ValueError(
+            f"anyflash.flash_attn: {name} has shape {tuple(packed.shape)}; expected "
+            f"({'total' if packing else 'batch, seqlen'}, {axes}, head_dim)"
+        )
+    if (
+        not torch.is_grad_enabled()
+        or not (packed.requires_grad or (q is not None and q.requires_grad))
+        or (slopes is not None and slopes.requires_grad)
+        or is_traced(packed)
+        or torch.is_autocast_enabled(device)
+    ):
+        return _by_parts(*arguments)[:3]
+    out, lse, mask = _Packed.apply(*arguments)
+    return out, lse, mask
+
+
+def _tensors(q: torch.Tensor | None, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts: tuple[torch.Tensor, ...] = packed.unbind(_AXIS)
+    return parts if q is None else (q, *parts)
+
+
+def _by_parts(
+    q: torch.Tensor | None,
+    packed: torch.Tensor,
+    packing: tuple[Any, ...],
+    options: dict[str, Any],
+    dropout_p: float,
+    deterministic: bool,
+    return_softmax: bool,
+    **further: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """torch's autograd stacks the gradients."""
+    return attend(
+        *(*_tensors(q, packed), packing, options, dropout_p, return_softmax),
+        deterministic=deterministic or None,
+        **further,
+    )
+
+
+class _Packed(torch.autograd.Function):
+    """(*arguments of attend_packed) -> (out, softmax_lse, S_dmask)"""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor | None, packed: torch.Tensor, *others: Any) -> Any:
+        packing, options, dropout_p, deterministic, _ = others
+        out, lse, mask, rng_state = _by_parts(q, packed, *others)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mask)
+        ctx.save_for_backward(q, packed, out, lse, rng_state, *packing[:2])
+        ctx.max_seqlens = packing[2:]
+        ctx.numbers = options, dropout_p, deterministic
+        return out, lse, mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        dout, dlse, _ = grads
+        q, packed, out, lse, rng_state, *cu_seqlens = ctx.saved_tensors
+        options, dropout_p, deterministic = ctx.numbers
+        packing = (*cu_seqlens, *ctx.max_seqlens)
+        dropout = {"rng_state": rng_state} if dropout_p > 0 else {}
+        nothing = (None,) * 5
+        if torch.is_grad_enabled():  # create_graph=True
+            again = _by_parts(q, packed, packing, options, dropout_p, deterministic, False, **dropout)
+            pairs = [(y, g) for y, g in zip(again, (dout, dlse)) if g is not None]
+            inputs = [x for x in (q, packed) if x is not None and x.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    *([y for y, _ in pairs], inputs, [g for _, g in pairs]), create_graph=True
+                )
+            )
+            return *[next(found) if need else None for need in ctx.needs_input_grad[:2]], *nothing
+
+        dpacked = torch.empty_like(packed)
+        gradients = _tensors(None if q is None else torch.empty_like(q), dpacked)
+        backward = anyflash.attention_varlen_backward if packing else anyflash.attention_backward
+        backward(
+            *(out.new_zeros(()).expand_as(out) if dout is None else dout,),
+            *(*_tensors(q, packed), out, lse, *packing),
+            **(options | dropout),
+            dropout_p=dropout_p,
+            dlse=dlse,
+            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+            **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        )
+        return None if q is None else gradients[0], dpacked, *nothing

@@ -1,0 +1,168 @@
+"""Between padded batches and packed sequences, in PyTorch's own operations; differentiable."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
+
+def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor, for example those of its tokens that are no padding.
+
+    Parameters
+    ----------
+    input : (n, ...)
+    indices : (rows,) int64
+
+    Returns
+    -------
+    (rows, ...)
+    """
+    return torch.index_select(input, 0, indices)
+
+
+def index_put_first_axis(
+    values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int
+) -> torch.Tensor:
+    """The inverse of :func:`index_first_axis`; rows that no index names are 0.
+
+    Parameters
+    ----------
+    values : (rows, ...)
+    indices : (rows,) int64
+        Each at most once.
+    first_axis_dim : int
+        Rows of the result.
+
+    Returns
+    -------
+    (first_axis_dim, ...)
+    """
+    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return zeros.index_copy_(0, indices, values)
+
+
+def _cu_seqlens(seqlens: torch.Tensor) -> torch.Tensor:
+    ends = torch.cumsum(seqlens, 0, dtype=torch.int32)
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def unpad_input(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    unused_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """The tokens of a padded batch, one after the other.
+
+    Parameters
+    ----------
+    hidden_states : (batch, seqlen, ...)
+    attention_mask : (batch, seqlen), bool or int
+        1 (True) for tokens.
+    unused_mask : (batch, seqlen), bool or int, optional
+        1 (True) for places that are kept too, but not used.
+
+    Returns
+    -------
+    hidden_states : (total, ...)
+        The rows that either mask names.
+    indices : (total,) int64
+        Where they were in the flattened batch.
+    cu_seqlens : (batch + 1,) int32
+        Where each sequence begins, and the last one ends.
+    max_seqlen_in_batch : int
+        Of the longest sequence; the device is waited for.
+    seqused : (batch,) int32
+        How many tokens of each sequence attention_mask names.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from anyflash.flash_attn.bert_padding import pad_input, unpad_input
+    >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    >>> x = torch.arange(6.0).reshape(2, 3, 1)
+    >>> tokens, indices, cu_seqlens, longest, seqused = unpad_input(x, mask)
+    >>> tokens.flatten().tolist(), cu_seqlens.tolist(), longest
+    ([0.0, 1.0, 3.0, 4.0, 5.0], [0, 2, 5], 3)
+    >>> pad_input(tokens, indices, 2, 3).flatten().tolist()
+    [0.0, 1.0, 0.0, 3.0, 4.0, 5.0]
+    """
+    masks = attention_mask if unused_mask is None else attention_mask + unused_mask
+    seqlens = masks.sum(-1, dtype=torch.int32)
+    indices = torch.nonzero(masks.flatten()).flatten()
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        _cu_seqlens(seqlens),
+        int(seqlens.max()),
+        attention_mask.sum(-1, dtype=torch.int32),
+    )
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """As :func:`unpad_input`, where a row of the batch holds several sequences.
+
+    Parameters
+    ----------
+    hidden_states : (batch, seqlen, ...)
+    attention_mask_in_length : (batch, seqlen), int
+        The lengths of a row's sequences, which lie one after the other from its first place on;
+        0 means nothing.
+
+    Returns
+    -------
+    hidden_states : (total, ...)
+    indices : (total,) int64
+    cu_seqlens : (sequences + 1,) int32
+    max_seqlen_in_batch : int
+
+    Examples
+    --------
+    >>> import torch
+    >>> from anyflash.flash_attn.bert_padding import unpad_input_for_concatenated_sequences
+    >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+    >>> x = torch.arange(8.0).reshape(2, 4, 1)
+    >>> tokens, _, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    >>> tokens.flatten().tolist(), cu_seqlens.tolist(), longest
+    ([0.0, 1.0, 2.0, 4.0, 5.0, 6.0], [0, 2, 3, 6], 3)
+    """
+    mask = attention_mask_in_length
+    places = torch.arange(mask.shape[1], device=mask.device)
+    used = places < mask.sum(-1, keepdim=True)
+    indices = torch.nonzero(used.flatten()).flatten()
+    lengths = mask[mask != 0]
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        _cu_seqlens(lengths),
+        int(lengths.max()),
+    )
+
+
+def pad_input(
+    hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
+) -> torch.Tensor:
+    """The inverse of :func:`unpad_input`; padding is 0.
+
+    Parameters
+    ----------
+    hidden_states : (total, ...)
+    indices : (total,) int64
+        As :func:`unpad_input` gives them.
+    batch, seqlen : int
+
+    Returns
+    -------
+    (batch, seqlen, ...)
+    """
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return padded.unflatten(0, (batch, seqlen))
