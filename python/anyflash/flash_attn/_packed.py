@@ -8,7 +8,7 @@ import torch
 
 import anyflash
 from anyflash.flash_attn._private import attend
-from anyflash.torch._attention import is_traced
+from anyflash.torch._problem import is_traced
 
 _AXIS = -3  # of (..., 3 or 2, heads, head_dim)
 
@@ -90,7 +90,9 @@ class _Packed(torch.autograd.Function):
         dropout = {"rng_state": rng_state} if dropout_p > 0 else {}
         nothing = (None,) * 5
         if torch.is_grad_enabled():  # create_graph=True
-            again = _by_parts(q, packed, packing, options, dropout_p, deterministic, False, **dropout)
+            again = _by_parts(
+                q, packed, packing, options, dropout_p, deterministic, False, **dropout
+            )
             pairs = [(y, g) for y, g in zip(again, (dout, dlse)) if g is not None]
             inputs = [x for x in (q, packed) if x is not None and x.requires_grad]
             found = iter(
