@@ -1,5 +1,7 @@
 """flash_attn_with_kvcache."""
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from anyflash.flash_attn._paged import split_pages
 from anyflash.torch import attention_with_kvcache
 
 
-def flash_attn_with_kvcache(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

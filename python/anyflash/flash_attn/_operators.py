@@ -3,6 +3,8 @@
 They are registered by install() alone: flash-attn itself registers the same names.
 """
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -59,7 +61,7 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
     return _forward_results(q, v, (batch, heads, rows), (batch, rows, k.shape[1]), options[-1])
 
 
-def _fake_varlen_forward(  # noqa: PLR0917
+def _fake_varlen_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

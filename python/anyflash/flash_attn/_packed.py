@@ -1,14 +1,17 @@
 """Packed q, k, v or k, v, whose gradient is written as one tensor: nothing is concatenated."""
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-import anyflash
-from anyflash.flash_attn._private import attend
+from anyflash.flash_attn._private import attend, backward
 from anyflash.torch._problem import is_traced
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _AXIS = -3  # of (..., 3 or 2, heads, head_dim)
 
@@ -21,7 +24,7 @@ def attend_packed(
     dropout_p: float,
     deterministic: bool,
     return_softmax: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Three:
     """packed: q, k, v; or k, v where q is given. (out, softmax_lse, S_dmask)"""
     device, slopes = packed.device.type, options["alibi_slopes"]
     arguments = (q, packed, packing, options, dropout_p, deterministic, return_softmax)
@@ -40,8 +43,8 @@ def attend_packed(
         or torch.is_autocast_enabled(device)
     ):
         return _by_parts(*arguments)[:3]
-    out, lse, mask = _Packed.apply(*arguments)
-    return out, lse, mask
+    results: Any = _Packed.apply(*arguments)  # type: ignore[no-untyped-call]
+    return cast(Three, results)
 
 
 def _tensors(q: torch.Tensor | None, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -57,14 +60,11 @@ def _by_parts(
     dropout_p: float,
     deterministic: bool,
     return_softmax: bool,
-    **further: Any,
+    rng_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """torch's autograd stacks the gradients."""
-    return attend(
-        *(*_tensors(q, packed), packing, options, dropout_p, return_softmax),
-        deterministic=deterministic or None,
-        **further,
-    )
+    given: tuple[Any, ...] = (*_tensors(q, packed), packing, options, dropout_p, return_softmax)
+    return attend(*given, deterministic=deterministic or None, rng_state=rng_state)
 
 
 class _Packed(torch.autograd.Function):
@@ -87,31 +87,21 @@ class _Packed(torch.autograd.Function):
         q, packed, out, lse, rng_state, *cu_seqlens = ctx.saved_tensors
         options, dropout_p, deterministic = ctx.numbers
         packing = (*cu_seqlens, *ctx.max_seqlens)
-        dropout = {"rng_state": rng_state} if dropout_p > 0 else {}
         nothing = (None,) * 5
         if torch.is_grad_enabled():  # create_graph=True
-            again = _by_parts(
-                q, packed, packing, options, dropout_p, deterministic, False, **dropout
-            )
-            pairs = [(y, g) for y, g in zip(again, (dout, dlse)) if g is not None]
-            inputs = [x for x in (q, packed) if x is not None and x.requires_grad]
-            found = iter(
-                torch.autograd.grad(
-                    *([y for y, _ in pairs], inputs, [g for _, g in pairs]), create_graph=True
-                )
-            )
-            return *[next(found) if need else None for need in ctx.needs_input_grad[:2]], *nothing
+            numbers = (options, dropout_p, deterministic, False, rng_state)
+            again = _by_parts(q, packed, packing, *numbers)
+            pairs = [(y, g) for y, g in zip(again[:2], (dout, dlse), strict=True) if g is not None]
+            needed = ctx.needs_input_grad[:2]
+            inputs = [x for x, need in zip((q, packed), needed, strict=True) if need]
+            outputs, known = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outputs, inputs, known, create_graph=True))
+            return *[next(found) if need else None for need in needed], *nothing
 
         dpacked = torch.empty_like(packed)
         gradients = _tensors(None if q is None else torch.empty_like(q), dpacked)
-        backward = anyflash.attention_varlen_backward if packing else anyflash.attention_backward
-        backward(
-            *(out.new_zeros(()).expand_as(out) if dout is None else dout,),
-            *(*_tensors(q, packed), out, lse, *packing),
-            **(options | dropout),
-            dropout_p=dropout_p,
-            dlse=dlse,
-            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-            **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
-        )
+        if dout is None:
+            dout = out.new_zeros(()).expand_as(out)
+        tensors = (dout, *_tensors(q, packed), out, lse)
+        backward(tensors, gradients, packing, options, dropout_p, rng_state, deterministic, dlse)
         return None if q is None else gradients[0], dpacked, *nothing

@@ -1,5 +1,7 @@
 """Keys and values in pages."""
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """flash-attn's private functions, which programs for context parallelism call."""
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
 import math
@@ -32,7 +34,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, the LSE as flash-attn gives it, S_dmask, and the state that dropout was done with."""
     dropped = return_softmax and dropout_p > 0
-    function = attention_varlen if packing else attention
+    function: Any = attention_varlen if packing else attention
     result = function(
         *(q, k, v, *packing),
         **options,
@@ -45,6 +47,28 @@ def attend(
         s_dmask(q, k, result.dropout_mask, packing, options) if dropped else q.detach().new_empty(0)
     )
     return result.out, with_positive_infinity(result.lse), mask, result.rng_state
+
+
+def backward(
+    tensors: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor | None, ...],
+    packing: tuple[Any, ...],
+    options: dict[str, Any],
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
+    deterministic: bool,
+    dlse: torch.Tensor | None = None,
+) -> None:
+    """tensors: dout, q, k, v, out, softmax_lse; gradients: where dq, dk, dv are written."""
+    function: Any = anyflash.attention_varlen_backward if packing else anyflash.attention_backward
+    function(
+        *(*tensors, *packing),
+        **options,
+        **({"dropout_p": dropout_p, "rng_state": rng_state} if dropout_p > 0 else {}),
+        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        dlse=dlse,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _with_state(result: tuple[Any, ...], q: torch.Tensor) -> Four:
@@ -184,16 +208,10 @@ def _flash_attn_backward(
     the whole are given each time.
     """
     window = (window_size_left, window_size_right)
+    options = score_options(softmax_scale, causal, window, softcap, alibi_slopes)
+    tensors = (dout, q, k, v, out, softmax_lse)
     with torch.no_grad():
-        anyflash.attention_backward(
-            *(dout, q, k, v, out, softmax_lse),
-            **score_options(softmax_scale, causal, window, softcap, alibi_slopes),
-            **_dropout(dropout_p, rng_state),
-            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
+        backward(tensors, (dq, dk, dv), (), options, dropout_p, rng_state, deterministic)
         rows = q.shape[1]
         padding = (0, round_multiple(rows, 128) - rows)
         return torch.nn.functional.pad(_row_sums(dout, out), padding)
@@ -230,29 +248,19 @@ def _flash_attn_varlen_backward(
     ``cu_seqlens_q[b] + 128 b``, and 0 is between. ``zero_tensors``: rows behind the last sequence
     get 0.
     """
+    window = (window_size_left, window_size_right)
+    options = score_options(softmax_scale, causal, window, softcap, alibi_slopes)
+    packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    tensors, gradients = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
     with torch.no_grad():
         if zero_tensors:
-            for gradient in (dq, dk, dv):
+            for gradient in gradients:
                 if gradient is not None:
                     gradient.zero_()
-        window = (window_size_left, window_size_right)
-        anyflash.attention_varlen_backward(
-            *(dout, q, k, v, out, softmax_lse),
-            *(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)),
-            **score_options(softmax_scale, causal, window, softcap, alibi_slopes),
-            **_dropout(dropout_p, rng_state),
-            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
+        backward(tensors, gradients, packing, options, dropout_p, rng_state, deterministic)
         sums = _row_sums(dout, out)
         batch = cu_seqlens_q.shape[0] - 1
         rows = torch.arange(q.shape[0], dtype=cu_seqlens_q.dtype, device=q.device)
         sequence = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
         softmax_d = sums.new_zeros(q.shape[1], q.shape[0] + 128 * batch)
         return softmax_d.index_copy_(1, rows + 128 * sequence, sums)
-
-
-def _dropout(dropout_p: float, rng_state: torch.Tensor | None) -> dict[str, Any]:
-    return {"dropout_p": dropout_p, "rng_state": rng_state} if dropout_p > 0 else {}

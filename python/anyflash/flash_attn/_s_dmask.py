@@ -81,7 +81,7 @@ def s_dmask(
     s = torch.nn.functional.pad(s, padding, value=-math.inf)
     kept = torch.nn.functional.pad(kept, padding, value=True)
     size = _get_block_size_n(q.device, head_dim, True, options["causal"])
-    blocks = s.unflatten(-1, (s.shape[-1] // size, size))
+    blocks = s.view(*s.shape[:-1], s.shape[-1] // size, size)
     top = blocks.amax(-1, keepdim=True).flip(-2).cummax(-2).values.flip(-2)
     p = torch.exp(blocks - top.masked_fill(top == -math.inf, 0.0)).flatten(-2)
     return torch.where(kept, p, -p).to(q.dtype)

@@ -165,4 +165,4 @@ def pad_input(
     (batch, seqlen, ...)
     """
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return padded.unflatten(0, (batch, seqlen))
+    return padded.view(batch, seqlen, *padded.shape[1:])

@@ -1,6 +1,8 @@
 """flash-attn's extension module: programs import it to see that flash-attn is whole, and some call
 it. The order of arguments is that of the C++ functions of version 2.8."""
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,7 +28,7 @@ def _gradients(given: tuple[Tensor | None, ...], of: tuple[Tensor, ...]) -> list
     return [torch.empty_like(y) if x is None else x for x, y in zip(given, of, strict=True)]
 
 
-def fwd(  # noqa: PLR0917 (flash-attn's)
+def fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,7 +51,7 @@ def fwd(  # noqa: PLR0917 (flash-attn's)
     return [_into(out, result), *others]
 
 
-def varlen_fwd(  # noqa: PLR0917 (flash-attn's)
+def varlen_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -81,7 +83,7 @@ def varlen_fwd(  # noqa: PLR0917 (flash-attn's)
     return [_into(out, result), *others]
 
 
-def bwd(  # noqa: PLR0917 (flash-attn's)
+def bwd(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -104,14 +106,14 @@ def bwd(  # noqa: PLR0917 (flash-attn's)
 ) -> list[Tensor]:
     """[dq, dk, dv, softmax_d]"""
     gradients = _gradients((dq, dk, dv), (q, k, v))
-    softmax_d = _flash_attn_backward(
+    given: tuple[Any, ...] = (
         *(dout, q, k, v, out, softmax_lse, *gradients, dropout_p, softmax_scale, causal),
         *(window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state),
     )
-    return [*gradients, softmax_d]
+    return [*gradients, _flash_attn_backward(*given)]
 
 
-def varlen_bwd(  # noqa: PLR0917 (flash-attn's)
+def varlen_bwd(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -139,15 +141,15 @@ def varlen_bwd(  # noqa: PLR0917 (flash-attn's)
 ) -> list[Tensor]:
     """[dq, dk, dv, softmax_d]"""
     gradients = _gradients((dq, dk, dv), (q, k, v))
-    softmax_d = _flash_attn_varlen_backward(
+    given: tuple[Any, ...] = (
         *(dout, q, k, v, out, softmax_lse, *gradients, cu_seqlens_q, cu_seqlens_k),
         *(max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left),
         *(window_size_right, softcap, alibi_slopes, deterministic, rng_state, zero_tensors),
     )
-    return [*gradients, softmax_d]
+    return [*gradients, _flash_attn_varlen_backward(*given)]
 
 
-def fwd_kvcache(  # noqa: PLR0917 (flash-attn's)
+def fwd_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,

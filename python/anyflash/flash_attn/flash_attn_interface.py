@@ -4,9 +4,12 @@ All take CPU tensors too (float64, float32, float16, bfloat16), head dims that a
 v with a head dim of its own, and softcap together with dropout.
 """
 
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +64,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 USE_TRITON_ROCM = False
 
 
-def flash_attn_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -137,7 +140,7 @@ def flash_attn_func(  # noqa: PLR0917 (flash-attn's)
     )
 
 
-def flash_attn_varlen_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -191,11 +194,12 @@ def flash_attn_varlen_func(  # noqa: PLR0917 (flash-attn's)
     packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if block_table is not None:
 
-        def paged(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return attend_paged(*tensors, packing, options, dropout_p, block_table)[:3]
+        def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return attend_paged(q, k, v, packing, options, dropout_p, block_table)[:3]
 
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        results: Any = ForwardOnly.apply(paged, q, k, v) if recorded else paged(q, k, v)
+        function: Any = partial(ForwardOnly.apply, paged) if recorded else paged
+        results = function(q, k, v)
         return results if return_attn_probs else results[0]
     if return_attn_probs:
         given = (q, k, v, packing, options, dropout_p, True)
@@ -205,7 +209,7 @@ def flash_attn_varlen_func(  # noqa: PLR0917 (flash-attn's)
     )
 
 
-def flash_attn_qkvpacked_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -234,7 +238,7 @@ def flash_attn_qkvpacked_func(  # noqa: PLR0917 (flash-attn's)
     return results if return_attn_probs else results[0]
 
 
-def flash_attn_kvpacked_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -252,7 +256,7 @@ def flash_attn_kvpacked_func(  # noqa: PLR0917 (flash-attn's)
     return results if return_attn_probs else results[0]
 
 
-def flash_attn_varlen_qkvpacked_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
@@ -275,7 +279,7 @@ def flash_attn_varlen_qkvpacked_func(  # noqa: PLR0917 (flash-attn's)
     return results if return_attn_probs else results[0]
 
 
-def flash_attn_varlen_kvpacked_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -302,7 +306,7 @@ def flash_attn_varlen_kvpacked_func(  # noqa: PLR0917 (flash-attn's)
 # here too, which is the same where a sequence has as many keys as queries.
 
 
-def flash_attn_unpadded_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_unpadded_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -325,7 +329,7 @@ def flash_attn_unpadded_func(  # noqa: PLR0917 (flash-attn's)
     )
 
 
-def flash_attn_unpadded_kvpacked_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_unpadded_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -347,7 +351,7 @@ def flash_attn_unpadded_kvpacked_func(  # noqa: PLR0917 (flash-attn's)
     )
 
 
-def flash_attn_unpadded_qkvpacked_func(  # noqa: PLR0917 (flash-attn's)
+def flash_attn_unpadded_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
