@@ -119,7 +119,7 @@ def test_names() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["_kvcache", "bert_padding", "flash_attn_interface", "layers.rotary"],
+    ["_kvcache", "bert_padding", "flash_attn_interface", "layers.rotary", "ops.triton.rotary"],
 )
 def test_examples(name: str) -> None:
     module = importlib.import_module(f"anyflash.flash_attn.{name}")

@@ -23,7 +23,12 @@ def split_pages(
     count = size // part
     parts = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
     table = (block_table[..., None] * count + parts).flatten(1)
-    # view, not reshape: a copy would not be written back.
+    for x in (k_cache, v_cache):  # a copy would not be written back
+        if x.stride(0) != size * x.stride(1):
+            raise ValueError(
+                f"anyflash.flash_attn: pages of {size} rows do not follow one another in memory; "
+                "then a power of two of rows is allowed"
+            )
     k_parts, v_parts = (x.view(-1, part, *x.shape[2:]) for x in (k_cache, v_cache))
     return k_parts, v_parts, table
 

@@ -1,0 +1,1 @@
+"""flash_attn.layers: what programs import of it for attention."""

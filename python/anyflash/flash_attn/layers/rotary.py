@@ -1,0 +1,210 @@
+"""flash_attn.layers.rotary, in PyTorch's own operations; differentiable."""
+
+# ruff: noqa: PLR0917 (flash-attn's orders of arguments)
+
+from __future__ import annotations
+
+import torch
+
+from anyflash.flash_attn.ops.triton.rotary import apply_rotary
+
+Offsets = int | torch.Tensor
+
+
+def apply_rotary_emb(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: Offsets = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
+    """:func:`~anyflash.flash_attn.ops.triton.rotary.apply_rotary` with other places for its
+    arguments.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from anyflash.flash_attn.layers.rotary import apply_rotary_emb
+    >>> angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1])
+    >>> x = torch.randn(2, 5, 3, 8, requires_grad=True)
+    >>> apply_rotary_emb(x, angles.cos(), angles.sin()).sum().backward()
+    >>> x.grad.shape
+    torch.Size([2, 5, 3, 8])
+    """
+    return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """:func:`apply_rotary_emb` of x (batch, seqlen, heads, head_dim); cos and sin (seqlen,
+    rotary_dim / 2)."""
+    return apply_rotary(x, cos, sin, interleaved=interleaved)
+
+
+def apply_rotary_emb_qkv_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cos_k: torch.Tensor | None = None,
+    sin_k: torch.Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: Offsets = 0,
+    num_heads_q: int | None = None,
+) -> torch.Tensor:
+    """Rotates q and k within ``qkv``, in place.
+
+    Parameters
+    ----------
+    qkv : (batch, seqlen, 3, heads, head_dim), or with ``num_heads_q`` (batch, seqlen, \
+num_heads_q + 2 heads_k, head_dim)
+    cos, sin, cos_k, sin_k : (positions, rotary_dim / 2)
+        Those of k, where they are others.
+    """
+    if qkv.ndim == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif num_heads_q is None:
+        raise ValueError(
+            f"anyflash.flash_attn.layers.rotary: qkv has shape {tuple(qkv.shape)}; with 4 "
+            "dimensions num_heads_q is needed"
+        )
+    else:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    for x, c, s in ((q, cos, sin), (k, cos_k, sin_k)):
+        apply_rotary(x, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: Offsets = 0,
+) -> torch.Tensor:
+    """Rotates k within ``kv`` (batch, seqlen, 2, heads_k, head_dim), in place."""
+    apply_rotary(kv[:, :, 0], cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
+    return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embedding (Su et al., arXiv 2104.09864) whose table of angles grows as needed.
+
+    With ``scale_base`` q is scaled up, and k down, by position (XPos, Sun et al.,
+    arXiv 2212.10554).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from anyflash.flash_attn.layers.rotary import RotaryEmbedding
+    >>> qkv = torch.randn(2, 5, 3, 4, 16)
+    >>> RotaryEmbedding(16)(qkv) is qkv
+    True
+    """
+
+    inv_freq: torch.Tensor
+    scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base = dim, float(base)
+        self.interleaved, self.scale_base = interleaved, scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        scale = None
+        if scale_base is not None:
+            scale = (self._even(device) + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: torch.Tensor | None = None
+        self._sin_cached: torch.Tensor | None = None
+        self._cos_k_cached: torch.Tensor | None = None
+        self._sin_k_cached: torch.Tensor | None = None
+
+    def _even(self, device: torch.device | None) -> torch.Tensor:
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+
+    def _compute_inv_freq(self, device: torch.device | None = None) -> torch.Tensor:
+        return self.base ** (self._even(device) / -self.dim)
+
+    def _update_cos_sin_cache(
+        self,
+        seqlen: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        old = self._cos_cached
+        if (
+            old is not None
+            and seqlen <= self._seq_len_cached
+            and (old.device, old.dtype) == (device, dtype)
+            and not (self.training and old.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        inv_freq = self.inv_freq
+        if inv_freq.dtype != torch.float32:  # the model was cast, and large angles need the digits
+            inv_freq = self._compute_inv_freq(device)
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = positions[:, None] * inv_freq.to(positions.device)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale is None or self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (positions - seqlen // 2) / self.scale_base
+        scale = self.scale.to(positions) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        kv: torch.Tensor | None = None,
+        seqlen_offset: Offsets = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """In place.
+
+        Parameters
+        ----------
+        qkv : (batch, seqlen, 3, heads, head_dim)
+            Or as :func:`apply_rotary_emb_qkv_` takes it; with ``kv`` q alone, (batch, seqlen,
+            heads, head_dim).
+        kv : (batch, seqlen, 2, heads_k, head_dim), optional
+        seqlen_offset : int or (batch,) int
+            The position of each sequence's first row. A tensor needs ``max_seqlen``.
+        max_seqlen : int, optional
+            Positions that the table must hold.
+        """
+        if max_seqlen is None and isinstance(seqlen_offset, int):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError(
+                "anyflash.flash_attn.layers.rotary: seqlen_offset is a tensor; max_seqlen is needed"
+            )
+        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
+        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        if kv is None:
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
+            )
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)

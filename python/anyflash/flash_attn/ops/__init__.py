@@ -1,0 +1,1 @@
+"""flash_attn.ops: what programs import of it for attention."""
