@@ -62,13 +62,14 @@ def test_concatenated_sequences() -> None:
     assert (longest, type(longest)) == (4, int)
 
 
-def test_index_and_put() -> None:
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_index_and_put(dtype: str) -> None:
     x = hidden(2).flatten(0, 1)
-    indices = torch.tensor([7, 0, 3])
+    indices = torch.tensor([7, 0, 3], dtype=getattr(torch, dtype))
     rows = bert_padding.index_first_axis(x, indices)
-    assert torch.equal(rows, x[indices])
+    assert torch.equal(rows, x[indices.long()])
     placed = bert_padding.index_put_first_axis(rows, indices, 12)
-    assert torch.equal(placed[indices], rows)
+    assert torch.equal(placed[indices.long()], rows)
     assert placed.count_nonzero() == rows.count_nonzero()
     assert torch.autograd.gradcheck(bert_padding.index_first_axis, (x, indices))
     given = (rows.detach().requires_grad_(), indices, 12)

@@ -19,7 +19,7 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
     Parameters
     ----------
     input : (n, ...)
-    indices : (rows,) int64
+    indices : (rows,) int64 or int32
 
     Returns
     -------
@@ -36,7 +36,7 @@ def index_put_first_axis(
     Parameters
     ----------
     values : (rows, ...)
-    indices : (rows,) int64
+    indices : (rows,) int64 or int32
         Each at most once.
     first_axis_dim : int
         Rows of the result.
@@ -46,7 +46,7 @@ def index_put_first_axis(
     (first_axis_dim, ...)
     """
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return zeros.index_copy_(0, indices, values)
+    return zeros.index_copy_(0, indices.long(), values)
 
 
 def _cu_seqlens(seqlens: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def pad_input(
     Parameters
     ----------
     hidden_states : (total, ...)
-    indices : (total,) int64
+    indices : (total,) int64 or int32
         As :func:`unpad_input` gives them.
     batch, seqlen : int
 
