@@ -1,0 +1,202 @@
+"""What transformers' models pass around as their attention mask when anyflash attends.
+
+transformers makes one mask for all layers of a kind, and hands it to each of them. It is one of
+
+========================  ==================================================================
+None                      nothing is hidden but by ``is_causal`` and the sliding window
+(batch, seqlen_k) bool    likewise, and True keeps a key; later keys, of a cache that is not
+                          full, are cut off
+(batch, 1, 1, seqlen_k)   True keeps a key; all queries see the same ones
+(sequences + 1,) int32    packed sequences: where each begins, in (batch * seqlen)
+(batch, heads, seqlen_q,  all that hides or adds to a score: bool, True keeps, or numbers that are
+seqlen_k)                 added
+========================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+def is_traced() -> bool:
+    """No value of a tensor may be read now."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.jit.is_tracing() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def attention_mask(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    cache_position: Tensor | None = None,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Tensor | None:
+    """For transformers' AttentionMaskInterface; see the table above for what it gives.
+
+    ``allow_is_causal_skip`` and ``allow_is_bidirectional_skip`` are how transformers says that a
+    mask is nothing but causal or bidirectional, apart from padding and a local attention.
+    """
+    config = others.get("config")
+
+    def whole() -> Tensor:
+        where = {"cache_position": cache_position}
+        if cache_position is None:
+            where = {"q_length": q_length, "q_offset": q_offset}
+        mask: Tensor = import_module("transformers.masking_utils").sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            allow_torch_fix=False,
+            use_vmap=use_vmap,
+            **where,
+            **others,
+        )
+        return mask
+
+    if use_vmap or (local_size is not None and local_size == _chunk_size(config)):
+        return whole()
+    traced = is_traced()
+    if not allow_is_causal_skip and not allow_is_bidirectional_skip:
+        numbers = None if traced else _packed_sequences(mask_function)
+        if numbers is None:
+            return whole()
+        if bool((numbers != numbers[:, :1]).any()):
+            return _sequence_ends(numbers)
+
+    seen = kv_length
+    if not allow_is_bidirectional_skip:
+        # Queries stand at the last keys that the cache holds, which need not be full.
+        if cache_position is not None:
+            q_length, q_offset = cache_position.shape[0], cache_position[0]
+        if traced and isinstance(q_offset, Tensor):
+            return whole()
+        assert q_length is not None
+        seen = int(q_offset) + q_length - kv_offset
+        if not 0 < seen <= kv_length:
+            return whole()
+    keys = None if attention_mask is None else _columns(attention_mask, kv_offset, seen)
+    if keys is not None and not traced and bool(keys.all()):
+        keys = None
+    if keys is None:
+        if seen == kv_length:
+            return None
+        keys = torch.ones((batch_size, seen), dtype=torch.bool, device=others.get("device"))
+    if allow_is_bidirectional_skip and local_size is None:
+        return keys[:, None, None, :]
+    return keys
+
+
+def _chunk_size(config: Any) -> Any:
+    return getattr(config, "attention_chunk_size", None)
+
+
+def _columns(mask: Tensor, first: int, count: int) -> Tensor:
+    """Of a (batch, keys) mask; keys that it does not name are hidden."""
+    width = mask.shape[1]
+    if width == count:  # of these keys alone: what was made here comes back in generate()
+        return mask.bool()
+    if width < first + count:
+        mask = torch.nn.functional.pad(mask, (0, first + count - width))
+    return mask[:, first : first + count].bool()
+
+
+def _packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
+    """(batch, seqlen): the number of each token's sequence, if that is all that is special."""
+    if getattr(mask_function, "__name__", "") != "and_mask":
+        return None
+    for part in inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ()):
+        numbers = inspect.getclosurevars(part).nonlocals.get("packed_sequence_mask")
+        if isinstance(numbers, Tensor):
+            return numbers
+    return None
+
+
+def _sequence_ends(numbers: Tensor) -> Tensor:
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
+
+
+def _once(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """``function`` waits for a GPU; all layers that are given the same mask share one wait."""
+    memo: Any = WeakTensorKeyDictionary()
+
+    @wraps(function)
+    def wrapped(mask: Tensor) -> Any:
+        if mask.is_inference():  # it does not tell whether it was written meanwhile
+            return function(mask)
+        found = memo.get(mask)
+        if found is None or found[0] != mask._version:
+            found = memo[mask] = (mask._version, function(mask))
+        return found[1]
+
+    return wrapped
+
+
+class Keys(NamedTuple):
+    """Where the True of a (batch, keys) mask are, which may have axes of 1 between."""
+
+    first: Tensor  # (batch,) int32
+    count: Tensor  # (batch,) int32
+    longest: int
+    together: bool  # no False between two True, in no row
+    at_begin: bool  # together, from the first column on
+    at_end: bool  # together, up to the last column
+
+
+@_once
+def read_keys(mask: Tensor) -> Keys:
+    keys = mask.flatten(0, -2)
+    count = keys.sum(-1, dtype=torch.int32)
+    first = keys.int().argmax(-1).int()
+    last = keys.shape[1] - 1 - keys.flip(-1).int().argmax(-1).int()
+    empty = count == 0
+    together = empty | (last - first + 1 == count)
+    at_end = together & (empty | (last == keys.shape[1] - 1))
+    longest, *flags = torch.stack(
+        [count.max(), *(x.all() for x in (together, together & (first == 0), at_end))]
+    ).tolist()
+    return Keys(first, count, longest, *map(bool, flags))
+
+
+class Packing(NamedTuple):
+    tokens: Tensor  # (total,) places in (batch * seqlen)
+    ends: Tensor  # (batch + 1,) int32
+
+
+@_once
+def pack(mask: Tensor) -> Packing:
+    """How to leave out what a (batch, seqlen) mask hides."""
+    counts = mask.sum(-1, dtype=torch.int32)
+    ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    return Packing(mask.flatten().nonzero().flatten(), ends)
+
+
+@_once
+def longest_sequence(ends: Tensor) -> int:
+    return int(ends.diff().max())
