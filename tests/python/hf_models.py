@@ -146,7 +146,8 @@ def exact_attention(
         scores = scores.masked_fill(~attention_mask[..., : key.shape[2]], float("-inf"))
     sinks = torch.full((query.shape[1],), float("-inf")) if s_aux is None else s_aux
     sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-    top = torch.cat([scores, sinks], -1).amax(-1, keepdim=True).detach().clamp_min(-1e300)
+    top = torch.cat([scores, sinks], -1).amax(-1, keepdim=True).detach()
+    top = top.clamp_min(torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True) + torch.exp(sinks - top)
     weights = weights / torch.where(total == 0, 1.0, total)

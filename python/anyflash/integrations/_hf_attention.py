@@ -12,6 +12,7 @@ from torch import Tensor
 from anyflash.integrations._hf_masks import is_traced, longest_sequence, pack, read_keys
 from anyflash.torch import attention, attention_varlen, attention_with_kvcache
 
+_logger: Any = import_module("transformers.utils.logging").get_logger(__name__)
 _NAME = "anyflash.integrations.transformers"
 _NOT_GIVEN = object()
 # From here on, a block of queries fills the processors without the keys being split.
@@ -43,8 +44,11 @@ def attention_forward(
     (batch, seqlen_q, heads, head_dim_v), and None for the weights, which are never made.
     """
     _check(others)
-    dtype = query.dtype
-    q, k, v = (_half(module, x).transpose(1, 2) for x in (query, key, value))
+    states = (query, key, value)
+    half = _half(module, query)
+    if half is not None:
+        states = (query.to(half), key.to(half), value.to(half))
+    q, k, v = (x.transpose(1, 2) for x in states)
     numbers = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -54,7 +58,7 @@ def attention_forward(
     mask = attention_mask
     if mask is not None and mask.ndim == 4:
         out = _masked(q, k, v, mask, position_bias, numbers, drop)
-        return out.to(dtype), None
+        return out if half is None else out.to(query.dtype), None
 
     causal = _is_causal(module, is_causal)
     if sliding_window is _NOT_GIVEN:
@@ -74,7 +78,7 @@ def attention_forward(
     else:
         k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
         out = _padded(q, k, v, mask, position_bias, numbers, drop)
-    return out.to(dtype), None
+    return out if half is None else out.to(query.dtype), None
 
 
 def _check(others: dict[str, Any]) -> None:
@@ -86,20 +90,19 @@ def _check(others: dict[str, Any]) -> None:
                 f'(attn_implementation="{instead}" takes it)'
             )
     if others.get("output_attentions"):
-        logger = import_module("transformers.utils.logging").get_logger(__name__)
-        logger.warning_once(
+        _logger.warning_once(
             f"{_NAME}: output_attentions=True has no effect, the weights are never made; "
             'attn_implementation="eager" gives them'
         )
 
 
-def _half(module: torch.nn.Module, x: Tensor) -> Tensor:
+def _half(module: torch.nn.Module, query: Tensor) -> torch.dtype | None:
     """On a GPU, float32 states of a model in half precision (PEFT keeps its norms so) are cast."""
-    if x.dtype != torch.float32 or not x.is_cuda or torch.is_autocast_enabled():
-        return x
+    if query.dtype != torch.float32 or not query.is_cuda or torch.is_autocast_enabled():
+        return None
     config = getattr(module, "config", None)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    return x.to(dtype) if dtype in (torch.float16, torch.bfloat16) else x
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _is_causal(module: torch.nn.Module, given: bool | None) -> bool:

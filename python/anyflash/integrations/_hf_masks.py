@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+_masking: Any = import_module("transformers.masking_utils")
+
 
 def is_traced() -> bool:
     """No value of a tensor may be read now."""
@@ -61,7 +63,7 @@ def attention_mask(
         where = {"cache_position": cache_position}
         if cache_position is None:
             where = {"q_length": q_length, "q_offset": q_offset}
-        mask: Tensor = import_module("transformers.masking_utils").sdpa_mask(
+        mask: Tensor = _masking.sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
