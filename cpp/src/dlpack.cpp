@@ -12,6 +12,23 @@ namespace anyflash {
 
 namespace {
 
+bool device_of(const DLDevice& device, Device& result) {
+  switch (device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      result = {DeviceType::kCpu, 0};
+      return true;
+    case kDLCUDA:
+    case kDLCUDAManaged:
+      result = {DeviceType::kCuda, device.device_id};
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
 bool dtype_of(const DLDataType& type, DType& result) {
   struct Known {
     DLDataTypeCode code;
@@ -40,21 +57,6 @@ bool dtype_of(const DLDataType& type, DType& result) {
   return false;
 }
 
-bool device_of(const DLDevice& device, Device& result) {
-  switch (device.device_type) {
-    case kDLCPU:
-    case kDLCUDAHost:
-      result = {DeviceType::kCpu, 0};
-      return true;
-    case kDLCUDA:
-    case kDLCUDAManaged:
-      result = {DeviceType::kCuda, device.device_id};
-      return true;
-    default:
-      return false;
-  }
-}
-
 std::string text_of(const DLDataType& type) {
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
@@ -67,8 +69,6 @@ std::string text_of(const DLDataType& type) {
   return code + std::to_string(type.bits) +
          (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
 }
-
-}  // namespace
 
 TensorView view_of(const DLTensor* tensor, const char* argument, const char* allowed) {
   const std::string what = argument;

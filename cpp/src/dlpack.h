@@ -3,9 +3,17 @@
 
 #include <dlpack/dlpack.h>
 
+#include <string>
+
 #include "anyflash/tensor_view.h"
 
 namespace anyflash {
+
+// False for types that anyflash does not know.
+bool dtype_of(const DLDataType& type, DType& result);
+
+// DLPack's name of a type, known or not.
+std::string text_of(const DLDataType& type);
 
 // Throws Error for devices, data types and ranks that anyflash does not know. `allowed` is what the
 // message says of data types; null: only floating-point types are allowed.

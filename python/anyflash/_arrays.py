@@ -63,6 +63,10 @@ class Array:
         array._memory = x
         return array
 
+    def fill(self, value: int) -> None:
+        """Of int32, on the CPU."""
+        memoryview(self._memory)[:] = array("i", [value]) * self.shape[0]
+
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._memory.__dlpack__(**kwargs)
 
@@ -85,8 +89,24 @@ class Framework:
     """Any object with ``__dlpack__`` and ``__dlpack_device__``."""
 
     name = "DLPack"
+    # What is allowed in place of the framework's objects that are no arrays.
+    arrays = (
+        "arrays of NumPy, PyTorch, JAX, CuPy, TensorFlow, Paddle, or any object with __dlpack__ "
+        "and __dlpack_device__ are allowed"
+    )
     as_bits: tuple[str, ...] = ()  # dtypes that ``export`` shows as unsigned integers
     to_int32 = ""  # the method call that converts an array
+
+    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+        """Shape, the dtype's name and device of an array.
+
+        Raises TypeError or NotImplementedError for one that may not be read. ``gradients`` says how
+        one comes by gradients, if at all.
+        """
+        # An object that is only known to speak DLPack need not have these as attributes.
+        device = self.device(x)
+        exported = x if device.kind == "cpu" else x.__dlpack__(stream=-1)
+        return *_core.describe(exported), device
 
     def device(self, x: Any) -> Device:
         kind, index = x.__dlpack_device__()
@@ -95,17 +115,6 @@ class Framework:
         if int(kind) in _CUDA_DEVICES:
             return Device("cuda", index)
         raise TypeError(f"is on a device of DLPack type {int(kind)}; CPU and CUDA are allowed")
-
-    def check(self, x: Any, gradients: str) -> None:
-        """Raises TypeError or NotImplementedError for arrays that may not be read.
-
-        ``gradients`` says how one comes by gradients, if at all.
-        """
-
-    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
-        """Shape and the dtype's name."""
-        # An object that is only known to speak DLPack need not have these as attributes.
-        return _core.describe(x if device.kind == "cpu" else x.__dlpack__(stream=-1))
 
     def stream(self, x: Any, device: Device) -> int:
         """The framework's current stream, as cudaStream_t."""
@@ -133,7 +142,7 @@ class Framework:
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
         """An uninitialised array; dtype None: like's."""
-        return Array(shape, dtype or self.describe(like, device)[1], device)
+        return Array(shape, dtype or self.read(like, "")[1], device)
 
     def finish(self, result: Any) -> Any:
         """Turns what ``empty`` gave into the framework's array."""
@@ -161,8 +170,9 @@ class Framework:
                 f"is an int, which {type(like).__name__} cannot bring to a GPU; an array of int32 "
                 "is allowed"
             )
-        numbers = array("i", [value]) * max(count, 1)  # an empty array lies at an odd address
-        return numbers, memoryview(numbers)[:count]
+        numbers = Array((count,), INT32[0], device)
+        numbers.fill(value)
+        return numbers, numbers
 
     def draw_seed(self) -> int:
         """A seed for dropout; repeatable where the framework has a generator that can be seeded
@@ -178,3 +188,30 @@ class Framework:
                 "others on the CPU, are allowed"
             )
         return Array.around(x)
+
+
+class WithAttributes(Framework):
+    """Arrays with ``shape`` and ``dtype``."""
+
+    to_int32 = ".astype('int32')"
+
+    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+        return tuple(x.shape), x.dtype.name, self.device(x)
+
+
+class Immutable(WithAttributes):
+    """Results are new arrays, in memory that anyflash allocated."""
+
+    array = ""  # what one is called
+
+    def check_out(self, x: Any) -> None:
+        raise TypeError(f"is {self.array}, which is immutable; leave it away and use the result")
+
+    def check_cache(self, x: Any) -> None:
+        raise TypeError(
+            f"is {self.array}, which is immutable, and k is written to it; append to the cache "
+            "before the call, and leave k and v away"
+        )
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
+        return Array(shape, dtype or like.dtype.name, device)

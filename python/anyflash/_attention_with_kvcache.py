@@ -254,11 +254,8 @@ def kvcache_workspace_size(
     bound = _SIGNATURE.bind(q, k_cache, v_cache, k, v, **options)
     bound.apply_defaults()
     call = KvCacheCall("anyflash.kvcache_workspace_size", q, k_cache, v_cache)
-
-    def pick(method: Callable[..., Any]) -> dict[str, Any]:
+    methods: tuple[Callable[..., None], ...] = (call.score, call.cache, call.append, call.results)
+    for method in methods:
         names = inspect.signature(method).parameters
-        return {name: x for name, x in bound.arguments.items() if name in names}
-
-    for method in (call.score, call.cache, call.append):
-        method(**pick(method))
-    return call.workspace_size(**pick(call.workspace_size))
+        method(**{name: x for name, x in bound.arguments.items() if name in names})
+    return call.workspace_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from anyflash import _core, _options
+from anyflash._arrays import FLOATS
 from anyflash._call import Call
 
 _FLOAT32 = ("float32",)
@@ -95,6 +96,7 @@ class Backward(Call):
             others[name] = operands.empty(shape, kind)
             exported = framework.export_out(others[name], device)
             options[f"d{name}"] = (exported, operands.as_bits(kind))
+        queue, allocate = self._launch(stream)
         read = (dout, *self._tensors, out, lse)
         _core.backward(
             operands.operation,
@@ -104,11 +106,11 @@ class Backward(Call):
             ),
             softmax_scale,
             bool(causal),
-            self._stream(stream),
+            queue,
             operands.as_bits(self._dtype),
             self._options or None,
             options,
-            self._workspace(stream),
+            allocate,
         )
         return AttentionGrads(
             *[
@@ -152,5 +154,5 @@ class Backward(Call):
                 f"{operands.operation}: return_d{name} is set, but {name} is bool, a mask, which "
                 "has no gradient"
             )
-        shape, _ = operands.framework.describe(x, operands.device)
+        shape, _ = operands.read(name, x, FLOATS)
         return shape, "float32" if grad_dtype == "float32" else dtype

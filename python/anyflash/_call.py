@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from anyflash import _options
-from anyflash._arrays import BOOL, FLOATS, INT32, INT64
+from anyflash._arrays import BOOL, CPU, FLOATS, INT32, INT64
 from anyflash._operands import Operands
 
 _LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
 Given = dict[str, tuple[Any, str]]  # name: (array, dtype)
+Allocate = Callable[[int], tuple[Any, int]]
 
 
 class Call:
@@ -152,6 +154,8 @@ class Call:
 
     def _numbers(self, softmax_scale: Any, stream: Any) -> tuple[float | None, int | None]:
         """These two, read."""
+        if softmax_scale is None and stream is None:
+            return None, None
         parse = self._operands.parse
         if softmax_scale is not None:
             softmax_scale = parse("softmax_scale", _options.scale, softmax_scale)
@@ -161,7 +165,8 @@ class Call:
 
     def _export_options(self, stream: int | None) -> None:
         """Shows the options' arrays to the binding."""
-        self._options.update(self._exported(self._arrays, stream))
+        if self._arrays:
+            self._options.update(self._exported(self._arrays, stream))
 
     def _exported(self, arrays: Given, stream: int | None) -> dict[str, tuple[Any, bool]]:
         operands = self._operands
@@ -170,12 +175,12 @@ class Call:
             for name, (x, dtype) in arrays.items()
         }
 
-    def _stream(self, stream: int | None) -> int:
-        """Where the work goes."""
-        operands = self._operands
-        return operands.framework.stream(self._q, operands.device) if stream is None else stream
-
-    def _workspace(self, stream: int | None) -> Any:
-        """A function of the number of bytes, for the binding."""
-        operands, q = self._operands, self._q
-        return lambda size: operands.framework.workspace(size, q, operands.device, stream)
+    def _launch(self, stream: int | None) -> tuple[int, Allocate | None]:
+        """The stream that the work goes to, and what gives the binding workspace on a GPU."""
+        framework, q, device = self._operands.framework, self._q, self._operands.device
+        if device is CPU:
+            return 0, None
+        return (
+            framework.stream(q, device) if stream is None else stream,
+            lambda size: framework.workspace(size, q, device, stream),
+        )

@@ -15,7 +15,7 @@ def forward(
     stream: int,
     as_bits: bool,
     options: dict[str, Any] | None,
-    allocate: Callable[[int], tuple[Any, int]],
+    allocate: Callable[[int], tuple[Any, int]] | None,
 ) -> None: ...
 def backward(
     operation: str,
@@ -26,7 +26,7 @@ def backward(
     as_bits: bool,
     options: dict[str, Any] | None,
     backward_options: dict[str, Any],
-    allocate: Callable[[int], tuple[Any, int]],
+    allocate: Callable[[int], tuple[Any, int]] | None,
 ) -> None: ...
 def forward_with_kvcache(
     operation: str,
@@ -38,7 +38,7 @@ def forward_with_kvcache(
     cache_options: dict[str, Any],
     writes: bool,
     workspace: Any | None,
-    allocate: Callable[[int], tuple[Any, int]],
+    allocate: Callable[[int], tuple[Any, int]] | None,
 ) -> None: ...
 def kvcache_workspace_size(
     operation: str,

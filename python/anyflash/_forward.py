@@ -64,20 +64,21 @@ class Forward(Call):
             lse = self._new_lse()
             lse_target = framework.export_out(lse, device)
 
-        q_in, k_in, v_in = [framework.export(x, device, stream) for x in self._tensors]
+        q, k, v = self._tensors
+        queue, allocate = self._launch(stream)
         _core.forward(
             operands.operation,
-            q_in,
-            k_in,
-            v_in,
+            framework.export(q, device, stream),
+            framework.export(k, device, stream),
+            framework.export(v, device, stream),
             framework.export_out(result, device),
             lse_target,
             softmax_scale,
             bool(causal),
-            self._stream(stream),
+            queue,
             operands.as_bits(self._dtype),
             self._options or None,
-            self._workspace(stream),
+            allocate,
         )
         if out is None:
             result = framework.finish(result)

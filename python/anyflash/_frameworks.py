@@ -9,19 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays import CPU, FLOAT8, Array, Device, Framework
+from anyflash._arrays import CPU, FLOAT8, Device, Framework, Immutable, WithAttributes
+from anyflash._paddle import Paddle
+from anyflash._tensorflow import TensorFlow
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-
-class _WithAttributes(Framework):
-    """Arrays with ``shape`` and ``dtype``."""
-
-    to_int32 = ".astype('int32')"
-
-    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
-        return tuple(x.shape), x.dtype.name
 
 
 def _named(dtype: str) -> str:
@@ -31,7 +24,21 @@ def _named(dtype: str) -> str:
     return dtype
 
 
-class NumPy(_WithAttributes):
+class _Interface:
+    """What NumPy makes an array of: a read-only one's memory, as if it could be written."""
+
+    def __init__(self, x: npt.NDArray[Any]) -> None:
+        self.x = x
+        address, _ = x.__array_interface__["data"]
+        self.__array_interface__ = {**x.__array_interface__, "data": (address, False)}
+
+
+def _writable(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    result: npt.NDArray[Any] = sys.modules["numpy"].asarray(_Interface(x))
+    return result
+
+
+class NumPy(WithAttributes):
     name = "NumPy"
     as_bits = ("bfloat16", FLOAT8)
 
@@ -39,40 +46,46 @@ class NumPy(_WithAttributes):
         self._names: dict[Any, str] = {}  # of the dtypes that were checked
         # DLPack export knows neither of ml_dtypes', and bool only from NumPy 1.25 on.
         self._views: dict[Any, str] = {}
+        self._exports_read_only = False
 
     def device(self, x: Any) -> Device:
         return CPU
 
-    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
+    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
         dtype = x.dtype
-        return x.shape, self._names.get(dtype) or self._name(dtype)
+        return x.shape, self._names.get(dtype) or self._name(dtype), CPU
 
     def _name(self, dtype: Any) -> str:
         if not dtype.isnative:
             raise TypeError(f"is {dtype} with foreign byte order; the native order is allowed")
         name: str = dtype.name
         self._names[dtype] = name
+        version = sys.modules["numpy"].lib.NumpyVersion(sys.modules["numpy"].__version__)
+        self._exports_read_only = version >= "2.1.0"
         if name in ("bfloat16", FLOAT8, "bool"):
             self._views[dtype] = "uint16" if name == "bfloat16" else "uint8"
         return name
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
         view = self._views.get(x.dtype)
-        return x if view is None else x.view(view)
+        if view is not None:
+            x = x.view(view)
+        return x if self._exports_read_only or x.flags.writeable else _writable(x)
 
     def check_out(self, x: Any) -> None:
         if not x.flags.writeable:
             raise ValueError("is read-only")
 
     def export_out(self, x: Any, device: Device) -> Any:
-        return self.export(x, device, None)
+        # A capsule without a version: `check_out` has seen whether x is read-only.
+        return self.export(x, device, None).__dlpack__()
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
         numpy = sys.modules["numpy"]
         if dtype is None:
             return numpy.empty(shape, like.dtype)
         result = numpy.empty(shape, _named(dtype))
-        self.describe(result, device)  # a dtype that is exported as another one is now known
+        self.read(result, "")  # a dtype that is exported as another one is now known
         return result
 
     def draw_seed(self) -> int:
@@ -82,23 +95,25 @@ class NumPy(_WithAttributes):
         return x
 
 
-class Torch(_WithAttributes):
+class Torch(WithAttributes):
     name = "PyTorch"
     as_bits = (FLOAT8,)  # which DLPack export knows only in some of the versions that have it
     to_int32 = ".to(torch.int32)"
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
+        # DLPack export knows bool only from torch 2.2 on.
+        self._views: dict[Any, Any] = {}
 
     def device(self, x: Any) -> Device:
-        device = x.device
-        if device.type == "cpu":
+        if x.is_cpu:
             return CPU
+        device = x.device
         if device.type != "cuda":
             raise TypeError(f"is on {device}; CPU and CUDA tensors are allowed")
         return Device("cuda", device.index or 0)
 
-    def check(self, x: Any, gradients: str) -> None:
+    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
@@ -112,13 +127,13 @@ class Torch(_WithAttributes):
                 "is a conjugate or a negative that was never computed; what its resolve_conj() or "
                 "resolve_neg() gives is allowed"
             )
-
-    def describe(self, x: Any, device: Device) -> tuple[tuple[int, ...], str]:
         dtype = x.dtype
-        name = self._names.get(dtype)
-        if name is None:
-            name = self._names[dtype] = str(dtype).removeprefix("torch.")
-        return tuple(x.shape), name
+        return tuple(x.shape), self._names.get(dtype) or self._name(torch, dtype), self.device(x)
+
+    def _name(self, torch: Any, dtype: Any) -> str:
+        name = self._names[dtype] = str(dtype).removeprefix("torch.")
+        self._views = {torch.bool: torch.uint8, getattr(torch, FLOAT8, None): torch.uint8}
+        return name
 
     def stream(self, x: Any, device: Device) -> int:
         if device.kind == "cpu":
@@ -130,9 +145,9 @@ class Torch(_WithAttributes):
         torch = sys.modules["torch"]
         if x.requires_grad:  # within torch.no_grad()
             x = x.detach()
-        dtype = x.dtype  # DLPack export knows bool only from torch 2.2 on
-        if dtype is torch.bool or dtype is getattr(torch, FLOAT8, None):
-            x = x.view(torch.uint8)
+        view = self._views.get(x.dtype)
+        if view is not None:
+            x = x.view(view)
         if stream is not None and device.kind == "cuda":
             return x.__dlpack__(stream=stream or 1)
         # Without synchronisation: the kernels run on torch's own current stream. 3 us less than
@@ -143,9 +158,9 @@ class Torch(_WithAttributes):
         return self.export(x, device, None)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
-        torch = sys.modules["torch"]
-        kind = getattr(torch, dtype) if dtype else like.dtype
-        return torch.empty(shape, dtype=kind, device=like.device)
+        if dtype is None:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
 
     def workspace(
         self, size: int, like: Any, device: Device, stream: int | None
@@ -175,9 +190,9 @@ class Torch(_WithAttributes):
         return sys.modules["torch"].from_numpy(x).to(like.device)
 
 
-class CuPy(_WithAttributes):
+class CuPy(WithAttributes):
     name = "CuPy"
-    as_bits = (FLOAT8,)
+    as_bits = ("bfloat16", FLOAT8)
 
     def device(self, x: Any) -> Device:
         return Device("cuda", x.device.id)
@@ -187,10 +202,9 @@ class CuPy(_WithAttributes):
         return stream
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
-        dtype = x.dtype
-        # Neither is known to older DLPack exports.
-        if dtype.kind == "b" or (dtype.itemsize == 1 and dtype.name == FLOAT8):
-            x = x.view("uint8")
+        # bool is not known to older DLPack exports, ml_dtypes' to none before CuPy 14.1.
+        if x.dtype.kind not in "iuf":
+            x = x.view(f"uint{8 * x.dtype.itemsize}")
         return x.__dlpack__(stream=-1 if stream is None else stream or 1)
 
     def export_out(self, x: Any, device: Device) -> Any:
@@ -231,15 +245,13 @@ class CuPy(_WithAttributes):
             return cupy.asarray(x)
 
 
-class Jax(_WithAttributes):
-    """Concrete arrays on the CPU. They are immutable: results are new arrays."""
+class Jax(Immutable):
+    """Concrete arrays on the CPU."""
 
     name = "JAX"
+    array = "a JAX array"
 
-    def device(self, x: Any) -> Device:
-        return CPU
-
-    def check(self, x: Any, gradients: str) -> None:
+    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
         jax = sys.modules["jax"]
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
@@ -253,18 +265,7 @@ class Jax(_WithAttributes):
                 "CPU only"
             )
         x.block_until_ready()
-
-    def check_out(self, x: Any) -> None:
-        raise TypeError("is a JAX array, which is immutable; leave it away and use the result")
-
-    def check_cache(self, x: Any) -> None:
-        raise TypeError(
-            "is a JAX array, which is immutable, and k is written to it; append to the cache "
-            "before the call, and leave k and v away"
-        )
-
-    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
-        return Array(shape, dtype or like.dtype.name, device)
+        return x.shape, x.dtype.name, CPU
 
     def finish(self, result: Any) -> Any:
         return sys.modules["jax"].dlpack.from_dlpack(result)
@@ -285,6 +286,8 @@ _FRAMEWORKS: dict[str, Framework] = {
     "cupy": CuPy(),
     "jax": (_jax := Jax()),
     "jaxlib": _jax,
+    "tensorflow": TensorFlow(),
+    "paddle": Paddle(),
 }
 _OTHER = Framework()
 
@@ -292,27 +295,23 @@ _OTHER = Framework()
 _by_type: dict[type, Framework] = {}
 
 
-def _framework_of_type(kind: type) -> Framework | None:
+def _framework_of_type(kind: type) -> Framework:
+    nearest = _OTHER
     for base in kind.__mro__:  # subclasses of a framework's array count
         framework = _FRAMEWORKS.get(base.__module__.partition(".")[0])
         if framework is not None and hasattr(base, "__dlpack__"):
             return framework
+        nearest = framework or nearest
     if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
         return _OTHER
-    return None
+    raise TypeError(f"is {kind.__name__}; {nearest.arrays}")
 
 
 def framework_of(x: Any) -> Framework:
     """The framework that x belongs to; TypeError for what is not an array."""
     framework = _by_type.get(type(x))
     if framework is None:
-        framework = _framework_of_type(type(x))
-        if framework is None:
-            raise TypeError(
-                f"is {type(x).__name__}; arrays of NumPy, PyTorch, JAX, CuPy, or any object with "
-                "__dlpack__ and __dlpack_device__ are allowed"
-            )
-        _by_type[type(x)] = framework
+        framework = _by_type[type(x)] = _framework_of_type(type(x))
     return framework
 
 
@@ -320,6 +319,6 @@ def dtype_name(dtype: Any) -> str:
     """Of a dtype object of any framework, or of a name."""
     if isinstance(dtype, str):
         return dtype
-    # torch.float32 has neither attribute; numpy.float32 is a class.
+    # torch.float32 has neither attribute; numpy.float32 is a class; paddle.float32 is in capitals.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    return str(name).removeprefix("torch.")
+    return str(name).removeprefix("torch.").lower()

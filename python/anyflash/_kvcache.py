@@ -22,9 +22,22 @@ _NO_GRADIENTS = "attention with a KV cache has no backward"
 
 
 class KvCacheCall(Forward):
-    """`score`, `cache` and `append`, then `attend` or `workspace_size`."""
+    """`score`, `cache`, `append` and `results`, then `attend` or `workspace_size`."""
 
-    __slots__ = ("_cache_arrays", "_cache_options", "_caches", "_owner", "_seqlens", "_writes")
+    __slots__ = (
+        "_allocate",
+        "_arguments",
+        "_cache_arrays",
+        "_cache_options",
+        "_caches",
+        "_given_out",
+        "_lse",
+        "_owner",
+        "_result",
+        "_seqlens",
+        "_workspace",
+        "_writes",
+    )
 
     def __init__(self, operation: str, q: Any, k_cache: Any, v_cache: Any) -> None:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
@@ -99,7 +112,7 @@ class KvCacheCall(Forward):
     def _cache_array(self, name: str, argument: str, x: Any, allowed: tuple[str, ...]) -> None:
         self._cache_arrays[name] = (x, self._operands.read(argument, x, allowed)[1])
 
-    def attend(
+    def results(
         self,
         *,
         softmax_scale: Any,
@@ -109,49 +122,19 @@ class KvCacheCall(Forward):
         out_dtype: Any,
         workspace: Any,
         stream: Any,
-    ) -> Any:
-        framework = self._operands.framework
-        softmax_scale, stream = self._numbers(softmax_scale, stream)
-        workspace = self._given_workspace(workspace)
-        result = self._out(out, out_dtype)
-        lse = self._new_lse() if return_lse else None
-        arguments = self._arguments(softmax_scale, causal, result, lse, stream)
-        _core.forward_with_kvcache(*(*arguments, workspace, self._workspace(stream)))
-        if out is None:
-            result = framework.finish(result)
-        return (result, framework.finish(lse)) if return_lse else result
-
-    def workspace_size(
-        self,
-        *,
-        softmax_scale: Any,
-        causal: Any,
-        return_lse: Any,
-        out: Any,
-        out_dtype: Any,
-        workspace: Any,
-        stream: Any,
-    ) -> int:
-        softmax_scale, stream = self._numbers(softmax_scale, stream)
-        self._given_workspace(workspace)
-        result = self._out(out, out_dtype)
-        lse = self._new_lse() if return_lse else None
-        return _core.kvcache_workspace_size(
-            *self._arguments(softmax_scale, causal, result, lse, stream)
-        )
-
-    def _given_workspace(self, workspace: Any) -> Any:
-        if workspace is None:
-            return None
-        self._operands.output("workspace", workspace, BYTES)
-        return self._operands.framework.export_out(workspace, self._operands.device)
-
-    def _arguments(
-        self, softmax_scale: float | None, causal: Any, result: Any, lse: Any, stream: int | None
-    ) -> tuple[Any, ...]:
-        """What both functions of the binding take."""
+    ) -> None:
+        """Where the results go, and with what they are computed."""
         operands = self._operands
         framework, device = operands.framework, operands.device
+        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        self._workspace = None
+        if workspace is not None:
+            operands.output("workspace", workspace, BYTES)
+            self._workspace = framework.export_out(workspace, device)
+        self._given_out = out
+        self._result = self._out(out, out_dtype)
+        self._lse = self._new_lse() if return_lse else None
+
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
         if self._seqlens is not None:
@@ -162,19 +145,29 @@ class KvCacheCall(Forward):
             )
             cache_options["cache_seqlens"] = (lengths, False)
         outputs = (
-            (framework.export_out(result, device), operands.as_bits(self._dtype)),
-            None if lse is None else (framework.export_out(lse, device), False),
+            (framework.export_out(self._result, device), operands.as_bits(self._dtype)),
+            None if self._lse is None else (framework.export_out(self._lse, device), False),
         )
-        return (
+        queue, self._allocate = self._launch(stream)
+        self._arguments = (
             operands.operation,
             (*self._exported(self._caches, stream).values(), *outputs),
             softmax_scale,
             bool(causal),
-            self._stream(stream),
+            queue,
             self._options or None,
             cache_options,
             self._writes,
         )
+
+    def attend(self) -> Any:
+        _core.forward_with_kvcache(*self._arguments, self._workspace, self._allocate)
+        finish = self._operands.framework.finish
+        result = self._result if self._given_out is not None else finish(self._result)
+        return result if self._lse is None else (result, finish(self._lse))
+
+    def workspace_size(self) -> int:
+        return _core.kvcache_workspace_size(*self._arguments)
 
 
 def attend(
@@ -212,7 +205,7 @@ def attend(
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
     )
-    return call.attend(
+    call.results(
         softmax_scale=softmax_scale,
         causal=causal,
         return_lse=return_lse,
@@ -221,3 +214,4 @@ def attend(
         workspace=workspace,
         stream=stream,
     )
+    return call.attend()

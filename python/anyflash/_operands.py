@@ -16,17 +16,27 @@ _GRADIENTS = "anyflash.attention_backward computes the gradients of attention"
 class Operands:
     """The first array says to which framework and device all of a call's arrays must belong."""
 
-    __slots__ = ("device", "first", "framework", "gradients", "operation", "sample")
+    __slots__ = (
+        "_described",
+        "_type",
+        "device",
+        "first",
+        "framework",
+        "gradients",
+        "operation",
+        "sample",
+    )
 
     def __init__(self, operation: str, argument: str, x: Any, gradients: str = _GRADIENTS) -> None:
         self.operation = operation
         self.gradients = gradients  # where to get them, for errors
         self.first = argument
         self.sample = x
+        self._type = type(x)
         try:
             self.framework = framework_of(x)
-            self.framework.check(x, gradients)  # a tracer, say, is on no device
-            self.device = self.framework.device(x)
+            shape, dtype, self.device = self.framework.read(x, gradients)
+            self._described = shape, dtype
         except _REFUSALS as error:
             raise self.about(argument, error) from None
 
@@ -46,26 +56,27 @@ class Operands:
         self, argument: str, x: Any, allowed: tuple[str, ...] = FLOATS
     ) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of an array that belongs here and has one of the dtypes allowed."""
-        framework = self.framework
         try:
-            other = framework_of(x)
-            if other is not framework:
-                raise TypeError(
-                    f"is an array of {other.name} ({type(x).__name__}), but {self.first} is one of "
-                    f"{framework.name} ({type(self.sample).__name__}); pass arrays of one framework"
-                )
-            framework.check(x, self.gradients)
-            device = framework.device(x)
-            if device != self.device:
-                raise ValueError(
-                    f"is on {device.kind}:{device.number}, but {self.first} is on "
-                    f"{self.device.kind}:{self.device.number}; all arrays must be on one device"
-                )
-            shape, dtype = framework.describe(x, device)
+            shape, dtype = self._described if x is self.sample else self._describe(x)
             if dtype not in allowed:
                 raise TypeError(f"is {dtype}; {self._cure(argument, dtype, allowed)}")
         except _REFUSALS as error:
             raise self.about(argument, error) from None
+        return shape, dtype
+
+    def _describe(self, x: Any) -> tuple[tuple[int, ...], str]:
+        framework = self.framework
+        if type(x) is not self._type and (other := framework_of(x)) is not framework:
+            raise TypeError(
+                f"is an array of {other.name} ({type(x).__name__}), but {self.first} is one of "
+                f"{framework.name} ({self._type.__name__}); pass arrays of one framework"
+            )
+        shape, dtype, device = framework.read(x, self.gradients)
+        if device is not self.device and device != self.device:
+            raise ValueError(
+                f"is on {device.kind}:{device.number}, but {self.first} is on "
+                f"{self.device.kind}:{self.device.number}; all arrays must be on one device"
+            )
         return shape, dtype
 
     def _cure(self, argument: str, dtype: str, allowed: tuple[str, ...]) -> str:

@@ -1,13 +1,16 @@
 #include "convert.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "anyflash/error.h"
 #include "describe.h"
+#include "dlpack.h"
 #include "memory.h"
 
 namespace anyflash::python {
@@ -15,46 +18,6 @@ namespace anyflash::python {
 namespace {
 
 using Code = nb::dlpack::dtype_code;
-
-bool convert_dtype(nb::dlpack::dtype type, bool as_bits, DType& result) {
-  struct Known {
-    Code code;
-    int bits;
-    DType dtype;
-  };
-  static constexpr Known kKnown[] = {
-      {Code::Float, 32, DType::kFloat32},
-      {Code::Float, 16, DType::kFloat16},
-      {Code::Bfloat, 16, DType::kBFloat16},
-      {Code::Float, 64, DType::kFloat64},
-      {Code::Bool, 8, DType::kBool},
-      {Code::UInt, 8, DType::kBool},
-      {Code::Int, 32, DType::kInt32},
-      {Code::Int, 64, DType::kInt64},
-      {Code::UInt, 64, DType::kInt64},
-      {Code::Int, 8, DType::kInt8},
-      {Code::Float8_E4M3FN, 8, DType::kFloat8E4M3},
-  };
-  if (type.lanes != 1) return false;
-  const auto code = static_cast<Code>(type.code);
-  if (as_bits && code == Code::UInt && (type.bits == 16 || type.bits == 8)) {
-    result = type.bits == 16 ? DType::kBFloat16 : DType::kFloat8E4M3;
-    return true;
-  }
-  for (const Known& known : kKnown) {
-    if (known.code == code && known.bits == type.bits) {
-      result = known.dtype;
-      return true;
-    }
-  }
-  return false;
-}
-
-std::string dtype_text(nb::dlpack::dtype type) {
-  static const char* const kNames[] = {"int",    "uint",    "float", "opaque",
-                                       "bfloat", "complex", "bool"};
-  return (type.code < std::size(kNames) ? kNames[type.code] : "type") + std::to_string(type.bits);
-}
 
 Code dlpack_code(DType dtype) {
   switch (dtype) {
@@ -81,77 +44,115 @@ nb::dlpack::dtype dlpack_dtype(DType dtype) {
   return type;
 }
 
-bool convert_device(const nb::ndarray<nb::ro>& array, Device& result) {
-  switch (array.device_type()) {
-    case nb::device::cpu::value:
-    case nb::device::cuda_host::value:
-      result = {DeviceType::kCpu, 0};
-      return true;
-    case nb::device::cuda::value:
-    case nb::device::cuda_managed::value:
-      result = {DeviceType::kCuda, array.device_id()};
-      return true;
-    default:
-      return false;
-  }
+[[noreturn]] void invalid(ErrorCode code, const std::string& argument, const std::string& text) {
+  throw Error(code, argument.empty() ? text : argument + " " + text);
 }
 
-[[noreturn]] void invalid_type(const char* argument, const std::string& text) {
-  throw Error(ErrorCode::kInvalidType, std::string(argument) + " " + text);
+// The text of Python's current exception, which is cleared.
+std::string take_error() {
+  const nb::python_error error;
+  return nb::cast<std::string>(nb::str(error.value()));
+}
+
+// A producer's capsule. Versions are asked for first only where they tell something, whether the
+// array is read-only: not every producer knows the keyword, and the call without it is the fastest.
+nb::object export_array(nb::handle object, const char* argument, bool writable) {
+  if (PyCapsule_CheckExact(object.ptr())) return nb::borrow(object);
+  static PyObject* const method_name = PyUnicode_InternFromString("__dlpack__");
+  enum Keywords { kNone, kVersion, kVersionAndCopy };
+  constexpr Keywords kToRead[] = {kNone, kVersion, kVersionAndCopy};
+  constexpr Keywords kToWrite[] = {kVersion, kVersionAndCopy, kNone};
+  std::string reason;
+  bool refused = false;  // rather than not understood
+  for (const Keywords keywords : writable ? kToWrite : kToRead) {
+    PyObject* capsule = nullptr;
+    if (keywords == kNone) {
+      capsule = PyObject_CallMethodObjArgs(object.ptr(), method_name, nullptr);
+    } else {
+      nb::dict given;
+      given["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
+      if (keywords == kVersionAndCopy) given["copy"] = nb::none();
+      capsule = PyObject_Call(object.attr("__dlpack__").ptr(), nb::tuple().ptr(), given.ptr());
+    }
+    if (capsule != nullptr) return nb::steal(capsule);
+    const bool refuses = PyErr_ExceptionMatches(PyExc_BufferError);
+    if (!refuses && !PyErr_ExceptionMatches(PyExc_TypeError)) nb::raise_python_error();
+    const std::string text = take_error();
+    if (reason.empty() || (refuses && !refused)) reason = text;
+    refused |= refuses;
+  }
+  invalid(ErrorCode::kInvalidType, argument, "cannot be read through DLPack: " + reason);
+}
+
+template <class Managed>
+Owner own(void* managed) {
+  return {managed, [](void* p) {
+            auto* const tensor = static_cast<Managed*>(p);
+            if (tensor->deleter != nullptr) tensor->deleter(tensor);
+          }};
+}
+
+// Takes the tensor out of the capsule. flags: those of a versioned one.
+DLTensor consume(nb::handle capsule, const char* argument, Owner& owner, std::uint64_t& flags) {
+  static constexpr char kUnversioned[] = "dltensor";
+  static constexpr char kVersioned[] = "dltensor_versioned";
+  PyObject* const p = capsule.ptr();
+  flags = 0;
+  if (PyCapsule_IsValid(p, kUnversioned)) {
+    auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(p, kUnversioned));
+    PyCapsule_SetName(p, "used_dltensor");
+    owner = own<DLManagedTensor>(managed);
+    return managed->dl_tensor;
+  }
+  if (!PyCapsule_IsValid(p, kVersioned)) {
+    invalid(ErrorCode::kInvalidType, argument,
+            "cannot be read through DLPack: its __dlpack__ gives no capsule of a tensor, or one "
+            "that was read before");
+  }
+  auto* const managed = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(p, kVersioned));
+  if (managed->version.major != DLPACK_MAJOR_VERSION) {
+    // Nothing else may be read; the capsule, which still owns the tensor, frees it.
+    invalid(ErrorCode::kInvalidType, argument,
+            "is exported as DLPack " + std::to_string(managed->version.major) + "." +
+                std::to_string(managed->version.minor) + "; versions " +
+                std::to_string(DLPACK_MAJOR_VERSION) + ".x and those before are allowed");
+  }
+  PyCapsule_SetName(p, "used_dltensor_versioned");
+  owner = own<DLManagedTensorVersioned>(managed);
+  flags = managed->flags;
+  return managed->dl_tensor;
 }
 
 }  // namespace
 
 Array import_array(nb::handle object, const char* argument, bool as_bits, bool writable) {
   Array array;
-  bool imported = false;
-  if (writable) {
-    nb::ndarray<> owner;
-    imported = nb::try_cast(object, owner, false);
-    if (imported) array.owner = nb::ndarray<nb::ro>(owner);
-  } else {
-    imported = nb::try_cast(object, array.owner, false);
+  std::uint64_t flags;
+  DLTensor tensor = consume(export_array(object, argument, writable), argument, array.owner, flags);
+  if (writable && (flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0) {
+    invalid(ErrorCode::kInvalidValue, argument, "is read-only");
   }
-  if (!imported) {
-    PyErr_Clear();
-    invalid_type(argument, std::string("cannot be read as an array through DLPack") +
-                               (writable ? ", or is read-only" : ""));
+  if (writable && (flags & DLPACK_FLAG_BITMASK_IS_COPIED) != 0) {
+    invalid(ErrorCode::kInvalidValue, argument,
+            "is exported as a copy, so that what is written to it would be lost");
   }
-  TensorView& view = array.view;
-  if (!convert_dtype(array.owner.dtype(), as_bits, view.dtype)) {
-    invalid_type(argument,
-                 "is " + dtype_text(array.owner.dtype()) + ", which anyflash does not know");
+  if (as_bits && tensor.dtype.code == kDLUInt && tensor.dtype.lanes == 1) {
+    if (tensor.dtype.bits == 16) tensor.dtype.code = kDLBfloat;
+    if (tensor.dtype.bits == 8) tensor.dtype.code = kDLFloat8_e4m3fn;
   }
-  if (!convert_device(array.owner, view.device)) {
-    invalid_type(argument, "is on a device of DLPack type " +
-                               std::to_string(array.owner.device_type()) +
-                               "; CPU and CUDA devices are allowed");
-  }
-  if (array.owner.ndim() > kMaxRank) {
-    throw Error(ErrorCode::kInvalidValue, std::string(argument) + " has " +
-                                              std::to_string(array.owner.ndim()) +
-                                              " dimensions; at most 4 are allowed");
-  }
-  view.data = const_cast<void*>(array.owner.data());
-  view.rank = static_cast<int>(array.owner.ndim());
-  for (int i = 0; i < view.rank; ++i) {
-    view.shape[i] = static_cast<int64_t>(array.owner.shape(i));
-    view.stride[i] = array.owner.stride(i);
-  }
+  array.view = view_of(&tensor, argument, "anyflash knows no such dtype");
   return array;
 }
 
 nb::tuple describe(nb::handle object) {
-  nb::ndarray<nb::ro> array;
-  if (!nb::try_cast(object, array, false)) {
-    PyErr_Clear();
-    invalid_type("array", "cannot be read through DLPack");
-  }
+  Owner owner{nullptr, nullptr};
+  std::uint64_t flags;
+  const DLTensor tensor = consume(export_array(object, "", false), "", owner, flags);
   nb::list shape;
-  for (std::size_t i = 0; i < array.ndim(); ++i) shape.append(array.shape(i));
+  for (int i = 0; i < tensor.ndim; ++i) shape.append(tensor.shape[i]);
   DType dtype;
-  const bool known = convert_dtype(array.dtype(), false, dtype);
-  return nb::make_tuple(nb::tuple(shape), known ? name(dtype) : dtype_text(array.dtype()));
+  const bool known = dtype_of(tensor.dtype, dtype);
+  return nb::make_tuple(nb::tuple(shape), known ? name(dtype) : text_of(tensor.dtype));
 }
 
 nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {

@@ -2,7 +2,8 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+
+#include <memory>
 
 #include "anyflash/tensor_view.h"
 
@@ -10,19 +11,23 @@ namespace anyflash::python {
 
 namespace nb = nanobind;
 
-// Keeps the array's memory alive while its view is used.
+// A tensor that was taken out of its capsule; freed by its producer's function.
+using Owner = std::unique_ptr<void, void (*)(void*)>;
+
+// Keeps the array's memory alive while its view is used. Destroyed with the GIL held.
 struct Array {
-  nb::ndarray<nb::ro> owner;
+  Owner owner{nullptr, nullptr};
   TensorView view;
 };
 
-// `object` is a DLPack capsule, or an object with __dlpack__ or the buffer protocol; nothing is
-// copied. as_bits: floats that are shown as unsigned integers of their size, bfloat16 and
-// float8_e4m3fn (NumPy can export neither). writable: read-only arrays are refused. Throws
-// anyflash::Error.
+// `object` is a DLPack capsule, or an object with __dlpack__; nothing is copied. as_bits: floats
+// that are shown as unsigned integers of their size, bfloat16 and float8_e4m3fn (NumPy can export
+// neither). writable: arrays that are read-only, where DLPack tells, are refused. Throws
+// anyflash::Error, or what __dlpack__ raises.
 Array import_array(nb::handle object, const char* argument, bool as_bits, bool writable);
 
-// (shape, dtype) of anything that speaks DLPack, whether anyflash could use it or not.
+// (shape, dtype) of anything that speaks DLPack, whether anyflash could use it or not. The messages
+// of its errors do not begin with a name.
 nb::tuple describe(nb::handle object);
 
 // Uninitialised memory that owns itself and speaks DLPack.

@@ -40,16 +40,21 @@ PyObject* exception_type(ErrorCode code) {
   return PyExc_RuntimeError;
 }
 
-// Runs an operation; its errors become Python's, with the operation's name in front.
+// Runs an operation; its errors become Python's.
 template <class Function>
-auto named(const char* operation, const Function& function) {
+auto translated(const std::string& prefix, const Function& function) {
   try {
     return function();
   } catch (const Error& error) {
-    const std::string message = std::string(operation) + ": " + error.what();
-    PyErr_SetString(exception_type(error.code()), message.c_str());
+    PyErr_SetString(exception_type(error.code()), (prefix + error.what()).c_str());
     throw nb::python_error();
   }
+}
+
+// With the operation's name in front of its errors.
+template <class Function>
+auto named(const char* operation, const Function& function) {
+  return translated(std::string(operation) + ": ", function);
 }
 
 // Memory for one call on the CPU.
@@ -268,8 +273,8 @@ void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a,
   });
 }
 
-nb::tuple named_describe(nb::handle object) {
-  return named("anyflash", [&] { return describe(object); });
+nb::tuple translated_describe(nb::handle object) {
+  return translated("", [&] { return describe(object); });
 }
 
 nb::object named_new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {
@@ -289,13 +294,13 @@ NB_MODULE(_core, m) {
         "stream"_a, "as_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
   m.def("forward_with_kvcache", &run_forward_with_kvcache, "operation"_a, "tensors"_a,
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "options"_a.none(), "cache_options"_a,
-        "writes"_a, "workspace"_a.none(), "allocate"_a);
+        "writes"_a, "workspace"_a.none(), "allocate"_a.none());
   m.def("kvcache_workspace_size", &kvcache_workspace_size, "operation"_a, "tensors"_a,
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "options"_a.none(), "cache_options"_a,
         "writes"_a);
   m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
         "lse_b"_a, "out"_a, "lse"_a, "as_bits_in"_a, "as_bits_out"_a, "stream"_a);
-  m.def("describe", &named_describe, "array"_a);
+  m.def("describe", &translated_describe, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
   m.def("build_info", &build_info_dict);
   m.attr("version") = ANYFLASH_VERSION_STRING;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -68,6 +68,22 @@ def from_torch(torch: ModuleType, x: Any) -> Array:
     return x.numpy()
 
 
+def to_paddle(paddle: ModuleType, x: Array) -> Any:
+    """The same memory."""
+    of_bits = {"bfloat16": np.int16, "float8_e4m3fn": np.int8}.get(x.dtype.name)
+    x = x if x.flags.writeable else x.copy()
+    return (
+        paddle.from_dlpack(x)
+        if of_bits is None
+        else paddle.from_dlpack(x.view(of_bits)).view(x.dtype.name)
+    )
+
+
+def from_paddle(x: Any) -> Array:
+    result = x.numpy()  # bfloat16 comes as uint16
+    return result.view(ml_dtypes.bfloat16) if x.dtype.name == "BFLOAT16" else result
+
+
 class Producer:
     """An array that speaks nothing but today's DLPack."""
 
@@ -96,6 +112,8 @@ class Kind:
 
     @functools.cached_property
     def module(self) -> Any:
+        if self.name == "tensorflow" and importlib.util.find_spec("paddle"):
+            importlib.import_module("paddle")  # which crashes where TensorFlow was imported first
         module = importlib.import_module(self.name)
         if self.name == "jax":
             module.config.update("jax_enable_x64", True)
@@ -114,6 +132,10 @@ class Kind:
             return to_torch(self.module, x if x.flags.writeable else x.copy())
         if self.name == "jax":
             return self.module.numpy.asarray(x)
+        if self.name == "tensorflow":
+            return self.module.constant(x)
+        if self.name == "paddle":
+            return to_paddle(self.module, x)
         return Producer(x) if self.name == "producer" else x
 
     def take(self, x: Any) -> Array:
@@ -122,11 +144,20 @@ class Kind:
         if self.name == "producer":
             assert isinstance(x, anyflash.Array)
             return np.from_dlpack(x)
+        if self.name == "paddle":
+            return from_paddle(x)
         return np.asarray(x)
 
 
 KINDS = tuple(map(Kind, ("numpy", "torch", "jax", "producer")))
+MORE_KINDS = tuple(map(Kind, ("tensorflow", "paddle")))
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+def where_installed(kind: Kind) -> Any:
+    missing = importlib.util.find_spec(kind.name) is None
+    skip = pytest.mark.skipif(missing, reason=f"{kind.name} is not installed")
+    return pytest.param(kind, id=kind.name, marks=skip)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import capi
+import ml_dtypes
 import numpy as np
 import pytest
 from oracle import check, reference
@@ -137,9 +138,61 @@ def test_cupy(torch: ModuleType, cupy: ModuleType) -> None:
 
 
 def test_cupy_stream(torch: ModuleType, cupy: ModuleType) -> None:
+    """The work waits for CuPy's current stream, and the caller for nothing."""
     arrays = [cupy.asarray(x.cpu().numpy()) for x in inputs(torch)]
     expected = anyflash.attention(*arrays)
+    zeros = [cupy.zeros_like(x) for x in arrays]
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n) { for (long long t = clock64(); clock64() < '
+        "t + n;) {} }",
+        "spin",
+    )
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        out = anyflash.attention(*arrays)
+        spin((1,), (1,), (LONG,))
+        for target, source in zip(zeros, arrays, strict=True):
+            target[...] = source
+        out = anyflash.attention(*zeros)
+        assert not stream.done, "the call waited for the stream"
         stream.synchronize()
     assert (out == expected).all()
+
+
+def test_cupy_bits(torch: ModuleType, cupy: ModuleType) -> None:
+    """bool, bfloat16 where CuPy has it: its DLPack export need not know them."""
+    given = inputs(torch)
+    arrays = [cupy.asarray(x.cpu().numpy()) for x in given]
+    keep = np.random.default_rng(1).random((130, 200)) > 0.3
+    out = anyflash.attention(*arrays, bias=cupy.asarray(keep))
+    expected = anyflash.attention(*given, bias=torch.from_numpy(keep).cuda())
+    assert (out.get() == expected.cpu().numpy()).all()
+    if int(cupy.__version__.partition(".")[0]) >= 14:
+        host = [x.cpu().float().numpy().astype(ml_dtypes.bfloat16) for x in given]
+        out = anyflash.attention(*map(cupy.asarray, host))
+        assert out.dtype == ml_dtypes.bfloat16
+        expected = anyflash.attention(*(x.bfloat16() for x in given))
+        assert (out.get().astype(np.float32) == expected.float().cpu().numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_second_device(torch: ModuleType, cupy: ModuleType, name: str) -> None:
+    """The arrays' device is used, whichever is current, which stays so."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    given = inputs(torch)
+    expected = anyflash.attention(*given).cpu().numpy()
+    if name == "torch":
+        moved = [x.to("cuda:1") for x in given]
+        out = anyflash.attention(*moved)
+        assert (out.device, torch.cuda.current_device()) == (moved[0].device, 0)
+        assert (out.cpu().numpy() == expected).all()
+        mixed = [given[0], *moved[1:]]
+    else:
+        with cupy.cuda.Device(1):
+            moved = [cupy.asarray(x.cpu().numpy()) for x in given]
+        out = anyflash.attention(*moved)
+        assert (out.device.id, cupy.cuda.Device().id) == (1, 0)
+        assert (out.get() == expected).all()
+        mixed = [cupy.asarray(given[0].cpu().numpy()), *moved[1:]]
+    with pytest.raises(ValueError, match=r"k is on cuda:1, but q is on cuda:0"):
+        anyflash.attention(*mixed)
