@@ -120,14 +120,14 @@ VARLEN = ["plain", "causal", "d 59", "mqa window dropout", "softcap", "all optio
 
 
 @pytest.mark.parametrize("function", ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", VARLEN)
 def test_flash_attn_varlen(name: str, dtype: str, function: str) -> None:
     verify(function, replace(CASES[name], dtype=dtype, seqlens=LENGTHS))
 
 
 @pytest.mark.parametrize("name", ["causal", "d 111 dropout", "all options"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_flash_attn_varlen_qkvpacked(name: str, dtype: str) -> None:
     case = replace(CASES[name], dtype=dtype, seqlens=SAME, heads_k=6)
     verify("flash_attn_varlen_qkvpacked_func", case)

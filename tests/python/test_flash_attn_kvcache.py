@@ -54,8 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("size", [None, 16, 24, 7])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(None, "float16"), (16, "bfloat16"), (24, "float32"), (7, "float32")]
+)
 @pytest.mark.parametrize("rotary", ["", "interleaved", "halves"])
 @pytest.mark.parametrize("name", CASES)
 def test_appending(name: str, rotary: str, size: int | None, dtype: str) -> None:
