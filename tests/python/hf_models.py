@@ -128,6 +128,7 @@ def exact_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf_models import TRAINED, build, counted, difference, padding, run, tokens
 
-LAYERS = {name: 2 for name in TRAINED} | {"t5": 6}
+LAYERS = dict.fromkeys(TRAINED, 2) | {"t5": 6}
 PADDINGS = ("none", "left", "right", "holes")
 
 

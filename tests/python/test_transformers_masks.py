@@ -146,11 +146,15 @@ def test_what_cannot_be_had_is_refused() -> None:
     for name in ("head_mask", "cache"):
         with pytest.raises(NotImplementedError, match=f"transformers: {name} is given"):
             call(module, **{name: torch.ones(2)})
+    packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 3]))
+    packed |= dict.fromkeys(("max_length_q", "max_length_k"), 3)
+    with pytest.raises(NotImplementedError, match="position_bias is given with packed"):
+        call(module, position_bias=torch.zeros(1, 2, 3, 3), **packed)
     with pytest.raises(NotImplementedError, match="SimpleNamespace does not say whether"):
         call(SimpleNamespace(config=None))
 
 
-def test_output_attentions_gives_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_attentions_gives_none() -> None:
     function = ALL_ATTENTION_FUNCTIONS["anyflash"]
     x = torch.ones((1, 2, 3, 8))
     module = SimpleNamespace(is_causal=True, config=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hf_models import MODELS, build, counted, difference, padding, run, tokens
 from transformers import CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import anyflash.integrations.transformers
 import anyflash.torch
 from anyflash.integrations.transformers import register
 
@@ -148,3 +150,7 @@ def test_models_with_an_attention_of_their_own_are_refused() -> None:
     config = transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=8, rotary_dim=4)
     with pytest.raises(ValueError, match="GPTJModel of this version of transformers has an atten"):
         transformers.GPTJModel._from_config(config, attn_implementation="anyflash")
+
+
+def test_example_of_the_documentation() -> None:
+    assert doctest.testmod(anyflash.integrations.transformers).failed == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: Any = _NOT_GIVEN,
@@ -44,11 +45,8 @@ def attention_forward(
     (batch, seqlen_q, heads, head_dim_v), and None for the weights, which are never made.
     """
     _check(others)
-    states = (query, key, value)
     half = _half(module, query)
-    if half is not None:
-        states = (query.to(half), key.to(half), value.to(half))
-    q, k, v = (x.transpose(1, 2) for x in states)
+    states = States(*(x.to(half or x.dtype).transpose(1, 2) for x in (query, key, value)))
     numbers = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -57,27 +55,33 @@ def attention_forward(
     drop = {"dropout_p": dropout} if dropout else {}
     mask = attention_mask
     if mask is not None and mask.ndim == 4:
-        out = _masked(q, k, v, mask, position_bias, numbers, drop)
+        out = _masked(states, mask, position_bias, numbers, drop)
         return out if half is None else out.to(query.dtype), None
 
     causal = _is_causal(module, is_causal)
     if sliding_window is _NOT_GIVEN:
         sliding_window = _own_window(module) if causal else None
-    if sliding_window is not None and sliding_window < k.shape[1]:
-        # transformers counts the query itself.
+    # Where it hides nothing, a kernel without windows serves. transformers counts the query itself.
+    if sliding_window is not None and (is_traced() or sliding_window < states.k.shape[1]):
         numbers["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     numbers["causal"] = causal
     ends = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if all(x is not None for x in ends):
-        out = _packed(q, k, v, ends, numbers | drop)
-    elif mask is None:
-        out = _plain(q, k, v, position_bias, numbers, drop)
-    elif mask.ndim == 1:
+    packed = all(x is not None for x in ends)
+    if not packed and mask is not None and mask.ndim == 1:
         longest = longest_sequence(mask)
-        out = _packed(q, k, v, (mask, mask, longest, longest), numbers | drop)
+        packed, ends = True, (mask, mask, longest, longest)
+    if packed:
+        if position_bias is not None:
+            raise NotImplementedError(
+                f"{_NAME}: position_bias is given with packed sequences; allowed: one of the two"
+            )
+        out = _packed(states, ends, numbers | drop)
+    elif mask is None:
+        out = _plain(states, position_bias, numbers, drop)
+    elif not causal and "window_size" not in numbers:  # perhaps of other tokens than the queries
+        out = _masked(states, mask[:, None, None, :].bool(), position_bias, numbers, drop)
     else:
-        k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
-        out = _padded(q, k, v, mask, position_bias, numbers, drop)
+        out = _padded(states, mask.bool(), position_bias, numbers, drop)
     return out if half is None else out.to(query.dtype), None
 
 
@@ -122,41 +126,48 @@ def _own_window(module: torch.nn.Module) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return window
-    return window if kinds[getattr(module, "layer_idx", 0)] == "sliding_attention" else None
+    layer = getattr(module, "layer_idx", None)
+    return window if layer is not None and kinds[layer] == "sliding_attention" else None
+
+
+class States(NamedTuple):
+    q: Tensor  # (batch, seqlen_q, heads, head_dim)
+    k: Tensor  # (batch, seqlen_k, heads_k, head_dim)
+    v: Tensor  # (batch, seqlen_k, heads_k, head_dim_v)
+
+    def of_first_keys(self, count: int) -> States:
+        return States(self.q, self.k[:, :count], self.v[:, :count])
 
 
 Options = dict[str, Any]
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, numbers: Options, drop: Options
-) -> Tensor:
+def _plain(states: States, bias: Tensor | None, numbers: Options, drop: Options) -> Tensor:
     """All queries of a sequence stand at its last keys."""
-    if bias is None and not drop and _decodes(q, k, v, numbers):
-        return _tensor(attention_with_kvcache(q, k, v, **numbers))
-    return _tensor(attention(q, k, v, bias=bias, **numbers, **drop))
+    if bias is None and not drop and _decodes(states, numbers):
+        return _tensor(attention_with_kvcache(*states, **numbers))
+    return _tensor(attention(*states, bias=bias, **numbers, **drop))
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor, numbers: Options) -> bool:
+def _decodes(states: States, numbers: Options) -> bool:
     """Few queries, many keys, no gradients: the keys may be split."""
+    q, k, v = states
     if not q.shape[1] < k.shape[1] or q.shape[1] > _MAX_DECODED:
         return False
     given = (q, k, v, numbers["sinks"])
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given))
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...], options: Options) -> Tensor:
+def _packed(states: States, ends: tuple[Any, ...], options: Options) -> Tensor:
     """Sequences one after the other, in (batch * seqlen)."""
-    rows = (x.flatten(0, 1) for x in (q, k, v))
+    rows = (x.flatten(0, 1) for x in states)
     lengths = (int(x) for x in ends[2:])
     out = attention_varlen(*rows, *(x.int() for x in ends[:2]), *lengths, **options)
-    return _tensor(out).unflatten(0, q.shape[:2])
+    return _tensor(out).unflatten(0, states.q.shape[:2])
 
 
 def _padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    states: States,
     mask: Tensor,
     position_bias: Tensor | None,
     numbers: Options,
@@ -166,22 +177,23 @@ def _padded(
 
     Padded queries give 0, or what the keys give that they see.
     """
+    q, k, _ = states = states.of_first_keys(mask.shape[1])
     if position_bias is not None:
         position_bias = position_bias[..., : k.shape[1]]
     if not is_traced():
         keys = read_keys(mask)
-        if keys.at_begin and keys.at_end and bool(keys.longest == k.shape[1]):
-            return _plain(q, k, v, position_bias, numbers, drop)
+        if keys.all:
+            return _plain(states, position_bias, numbers, drop)
     bias = _join(mask[:, None, None, :], position_bias)
-    whole = partial(attention, q, k, v, bias=bias, **numbers, **drop)
+    whole = partial(attention, *states, bias=bias, **numbers, **drop)
     if position_bias is not None or is_traced():
         return _tensor(whole())
-    if keys.at_end and not drop and _decodes(q, k, v, numbers):
-        return _tensor(attention_with_kvcache(q, k, v, cache_leftpad=keys.first, **numbers))
+    if keys.at_end and not drop and _decodes(states, numbers):
+        return _tensor(attention_with_kvcache(*states, cache_leftpad=keys.first, **numbers))
     if q.shape[1] != k.shape[1] or not (keys.together or "window_size" not in numbers):
         return _tensor(whole())
     packing = pack(mask)
-    rows = (x.flatten(0, 1).index_select(0, packing.tokens) for x in (q, k, v))
+    rows = (x.flatten(0, 1).index_select(0, packing.tokens) for x in states)
     ends = (packing.ends, packing.ends, keys.longest, keys.longest)
     out = _tensor(attention_varlen(*rows, *ends, **numbers, **drop))
     padded = out.new_zeros((q.shape[0] * q.shape[1], *out.shape[1:]))
@@ -189,27 +201,25 @@ def _padded(
 
 
 def _masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    states: States,
     mask: Tensor,
     position_bias: Tensor | None,
     numbers: Options,
     drop: Options,
 ) -> Tensor:
     """``mask`` (batch, heads or 1, seqlen_q or 1, seqlen_k) hides all that is to be hidden."""
-    k, v = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]]
+    states = states.of_first_keys(mask.shape[-1])
     if position_bias is not None:
-        position_bias = position_bias[..., : k.shape[1]]
+        position_bias = position_bias[..., : mask.shape[-1]]
     if mask.dtype == torch.bool and mask.shape[1:3] == (1, 1) and not is_traced():
         keys = read_keys(mask)
-        if keys.together and position_bias is None and not drop and _decodes(q, k, v, numbers):
+        if keys.together and position_bias is None and not drop and _decodes(states, numbers):
             cache = {"cache_leftpad": keys.first, "cache_seqlens": keys.first + keys.count}
-            return _tensor(attention_with_kvcache(q, k, v, **cache, **numbers))
+            return _tensor(attention_with_kvcache(*states, **cache, **numbers))
         if keys.at_begin:
             used = {"seqused_k": keys.count, "bias": position_bias}
-            return _tensor(attention(q, k, v, **used, **numbers, **drop))
-    return _tensor(attention(q, k, v, bias=_join(mask, position_bias), **numbers, **drop))
+            return _tensor(attention(*states, **used, **numbers, **drop))
+    return _tensor(attention(*states, bias=_join(mask, position_bias), **numbers, **drop))
 
 
 def _join(mask: Tensor, position_bias: Tensor | None) -> Tensor:

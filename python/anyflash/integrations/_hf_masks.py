@@ -38,6 +38,7 @@ def is_traced() -> bool:
 
 
 def attention_mask(
+    *,
     batch_size: int,
     kv_length: int,
     mask_function: Callable[..., Any],
@@ -166,6 +167,7 @@ class Keys(NamedTuple):
     first: Tensor  # (batch,) int32
     count: Tensor  # (batch,) int32
     longest: int
+    all: bool  # nothing is False
     together: bool  # no False between two True, in no row
     at_begin: bool  # together, from the first column on
     at_end: bool  # together, up to the last column
@@ -180,9 +182,8 @@ def read_keys(mask: Tensor) -> Keys:
     empty = count == 0
     together = empty | (last - first + 1 == count)
     at_end = together & (empty | (last == keys.shape[1] - 1))
-    longest, *flags = torch.stack(
-        [count.max(), *(x.all() for x in (together, together & (first == 0), at_end))]
-    ).tolist()
+    rows = (count == keys.shape[1], together, together & (first == 0), at_end)
+    longest, *flags = torch.stack([count.max(), *(row.all() for row in rows)]).tolist()
     return Keys(first, count, longest, *map(bool, flags))
 
 

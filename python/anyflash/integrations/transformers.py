@@ -20,22 +20,59 @@ _NAME = "anyflash"
 def register() -> None:
     """Make ``attn_implementation="anyflash"`` known to transformers.
 
-    WORDS
+    Afterwards any model whose attention goes through transformers' ``AttentionInterface`` takes the
+    name: ``from_pretrained(..., attn_implementation="anyflash")``, or
+    ``model.set_attn_implementation("anyflash")`` at any time. Gradients, ``torch.compile``,
+    ``torch.export``, activation checkpointing and ``generate`` work as with "sdpa". Calling it
+    again changes nothing.
+
+    Padding is left out of the work. Grouped heads, sliding windows, softcap, attention sinks
+    (GPT-OSS), an additive position bias with its gradient (T5), dropout, sequences packed by
+    ``position_ids`` or by ``cu_seq_lens_q`` and its kin, dynamic and static caches are all taken.
+    A mask of all scores is made only where a model hides more than its positions and padding tell
+    (prefixes, blocks, chunks) and, compiled, where the model is given no ``attention_mask`` and no
+    cache, for then ``position_ids`` may hold packed sequences: give it ones.
+
+    CPU: float64, float32, float16, bfloat16. CUDA: float16, bfloat16; float32 states of a model in
+    half precision are cast to it.
+
+    Padded queries give numbers without a meaning, not always those of "eager". Weights are never
+    made: ``output_attentions=True`` gives None, as with "sdpa".
 
     Raises
     ------
     ImportError
-        transformers is not installed, or too old.
+        transformers is missing or older than 4.54. T5 goes through the interface from 5.15 on.
+
+    A model then raises ValueError where its attention does not go through the interface, instead of
+    falling back to its own, and NotImplementedError for ``head_mask`` and the paged caches of
+    continuous batching.
 
     Examples
     --------
     >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from anyflash.integrations.transformers import register
+    >>> register()
+    >>> config = LlamaConfig(
+    ...     vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ... )
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation="anyflash")
+    >>> ids = torch.tensor([[0, 0, 5, 7], [3, 1, 4, 1]])
+    >>> padding = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    >>> model(ids, attention_mask=padding).logits.shape
+    torch.Size([2, 4, 32])
+    >>> model.generate(
+    ...     ids, attention_mask=padding, max_new_tokens=3, min_new_tokens=3, do_sample=False
+    ... ).shape
+    torch.Size([2, 7])
     """
     modeling = import_module("transformers.modeling_utils")
     masking = import_module("transformers.masking_utils")
+    _admit(modeling.PreTrainedModel)
     modeling.AttentionInterface.register(_NAME, attention_forward)
     masking.AttentionMaskInterface.register(_NAME, attention_mask)
-    _admit(modeling.PreTrainedModel)
 
 
 def _admit(model_class: Any) -> None:
@@ -44,7 +81,12 @@ def _admit(model_class: Any) -> None:
     transformers 5 holds every name with "flash" in it for a build of flash-attn: it looks for that
     package, or puts in another name that the model lists.
     """
-    check = model_class._check_and_adjust_attn_implementation
+    check = getattr(model_class, "_check_and_adjust_attn_implementation", None)
+    if check is None:
+        raise ImportError(
+            "anyflash.integrations.transformers: expected transformers 4.54 or newer, found "
+            f"{import_module('transformers').__version__}"
+        )
     if hasattr(check, "anyflash"):
         return
 
