@@ -3,6 +3,7 @@
 #
 #   ANYFLASH_DLPACK_INCLUDE_DIR    holds dlpack/dlpack.h, DLPack 1.1     (package apache-tvm-ffi)
 #   ANYFLASH_CUTLASS_INCLUDE_DIR   holds cute/ and cutlass/, CUTLASS 4.2 (package nvidia-cutlass)
+#   ANYFLASH_XLA_INCLUDE_DIR       holds xla/ffi/api/ffi.h, API 0.1: xla.cmake
 
 # Sets ${variable} to ${subfolder} of an installed Python package, if it is there.
 function(anyflash_find_in_package variable package subfolder probe)

@@ -4,10 +4,13 @@ A pyproject.toml cannot say "the CUDA headers, but only where CUDA kernels are b
 adds
 
 * CUTLASS's headers where CUDA kernels will be built,
-* nvcc where it is missing although an NVIDIA driver is there.
+* nvcc where it is missing although an NVIDIA driver is there,
+* pip where XLA's headers will be downloaded (third_party/xla.cmake): an isolated environment has
+  none.
 
-The setting is read where CMake reads it: the config setting ``cmake.define.ANYFLASH_CUDA``, ON, OFF
-or AUTO, or the environment variable ``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON"``.
+The settings are read where CMake reads them: ``cmake.define.ANYFLASH_CUDA`` and ``_JAX`` among the
+config settings, ON, OFF or AUTO, or the environment variable
+``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON;ANYFLASH_JAX=OFF"``.
 """
 
 from __future__ import annotations
@@ -58,14 +61,14 @@ TOOLKIT = [
 ]
 
 
-def cuda_setting(settings: Settings | None) -> str:
-    """What ANYFLASH_CUDA will be: 'ON', 'OFF' or 'AUTO'."""
+def setting(name: str, settings: Settings | None) -> str:
+    """What ANYFLASH_CUDA or ANYFLASH_JAX will be: 'ON', 'OFF' or 'AUTO'."""
     defines = dict(
         item.split("=", 1)
         for item in os.environ.get("SKBUILD_CMAKE_DEFINE", "").split(";")
         if "=" in item
     )
-    given = (settings or {}).get("cmake.define.ANYFLASH_CUDA", defines.get("ANYFLASH_CUDA", "AUTO"))
+    given = (settings or {}).get(f"cmake.define.{name}", defines.get(name, "AUTO"))
     value = (given if isinstance(given, str) else given[-1]).upper()
     names = {"1": "ON", "TRUE": "ON", "YES": "ON", "0": "OFF", "FALSE": "OFF", "NO": "OFF"}
     return names.get(value, value)
@@ -88,16 +91,25 @@ def has_driver() -> bool:
 
 def cuda_requirements(settings: Settings | None) -> list[str]:
     """The build requirements that CUDA kernels add on this machine."""
-    if cuda_setting(settings) == "OFF":
+    if setting("ANYFLASH_CUDA", settings) == "OFF":
         return []
     if has_nvcc():
         return CUTLASS
     return CUTLASS + TOOLKIT if has_driver() else []
 
 
+def jax_requirements(settings: Settings | None) -> list[str]:
+    """The build requirements that handlers for JAX add."""
+    return [] if setting("ANYFLASH_JAX", settings) == "OFF" else ["pip>=23"]
+
+
+def requirements(settings: Settings | None) -> list[str]:
+    return [*cuda_requirements(settings), *jax_requirements(settings)]
+
+
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    return [*_requires_wheel(config_settings), *cuda_requirements(config_settings)]
+    return [*_requires_wheel(config_settings), *requirements(config_settings)]
 
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
-    return [*_requires_editable(config_settings), *cuda_requirements(config_settings)]
+    return [*_requires_editable(config_settings), *requirements(config_settings)]

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <iterator>
 #include <optional>
 #include <string>
@@ -17,7 +16,10 @@
 #include "convert.h"
 #include "info.h"
 #include "memory.h"
+#include "named_call.h"
+#include "option_names.h"
 #include "options.h"
+#include "xla_ffi.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -158,16 +160,6 @@ void run_backward(const char* operation, const nb::tuple& tensors,
   });
 }
 
-// Arguments have flash-attn's names in Python.
-std::string with_python_names(std::string message) {
-  for (const char* const name : {"k_new", "v_new"}) {
-    for (std::size_t at = 0; (at = message.find(name, at)) != std::string::npos; ++at) {
-      message.erase(at + 1, std::strlen("_new"));
-    }
-  }
-  return message;
-}
-
 // A call of attention with a KV cache. tensors: q, k_cache, v_cache, out, lse, each a pair (array,
 // it shows floats as unsigned integers), lse also None. writes: the caches are written to.
 class KvCacheCall {
@@ -273,6 +265,11 @@ void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a,
   });
 }
 
+void named_check(const char* operation, const char* function, const nb::dict& tensors,
+                 const nb::dict& numbers) {
+  named(operation, [&] { check_call(function, tensors, numbers); });
+}
+
 nb::tuple translated_describe(nb::handle object) {
   return translated("", [&] { return describe(object); });
 }
@@ -302,6 +299,8 @@ NB_MODULE(_core, m) {
         "lse_b"_a, "out"_a, "lse"_a, "as_bits_in"_a, "as_bits_out"_a, "stream"_a);
   m.def("describe", &translated_describe, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
+  m.def("check_call", &named_check, "operation"_a, "function"_a, "tensors"_a, "numbers"_a);
+  m.def("xla_handlers", &xla_handlers);
   m.def("build_info", &build_info_dict);
   m.attr("version") = ANYFLASH_VERSION_STRING;
 }

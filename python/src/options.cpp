@@ -8,51 +8,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "option_names.h"
+
 namespace anyflash::python {
 
 namespace {
-
-template <class Options>
-struct TensorOption {
-  const char* name;
-  const TensorView* Options::* field;
-  bool writable;
-  int rank;  // missing leading axes are added: extent 1, stride 0; 0: as it is
-};
-
-constexpr TensorOption<ForwardOptions> kForwardTensors[] = {
-    {"alibi_slopes", &ForwardOptions::alibi_slopes, false, 0},
-    {"bias", &ForwardOptions::bias, false, 4},
-    {"block_mask", &ForwardOptions::block_mask, false, 4},
-    {"sinks", &ForwardOptions::sinks, false, 0},
-    {"rng_state", &ForwardOptions::rng_state, false, 0},
-    {"dropout_mask", &ForwardOptions::dropout_mask, true, 0},
-    {"max_logits", &ForwardOptions::max_logits, true, 0},
-    {"cu_seqlens_q", &ForwardOptions::cu_seqlens_q, false, 0},
-    {"cu_seqlens_k", &ForwardOptions::cu_seqlens_k, false, 0},
-    {"seqused_k", &ForwardOptions::seqused_k, false, 0},
-};
-
-constexpr TensorOption<BackwardOptions> kBackwardTensors[] = {
-    {"dlse", &BackwardOptions::dlse, false, 0},
-    {"dbias", &BackwardOptions::dbias, true, 4},
-    {"dsinks", &BackwardOptions::dsinks, true, 0},
-    {"dalibi_slopes", &BackwardOptions::dalibi_slopes, true, 0},
-};
-
-constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {
-    {"cache_seqlens", &KvCacheOptions::cache_seqlens, false, 0},
-    {"cache_batch_idx", &KvCacheOptions::cache_batch_idx, false, 0},
-    {"cache_leftpad", &KvCacheOptions::cache_leftpad, false, 0},
-    {"block_table", &KvCacheOptions::block_table, false, 0},
-    {"k_new", &KvCacheOptions::k_new, false, 0},
-    {"v_new", &KvCacheOptions::v_new, false, 0},
-    {"rotary_cos", &KvCacheOptions::rotary_cos, false, 0},
-    {"rotary_sin", &KvCacheOptions::rotary_sin, false, 0},
-    {"tree_mask", &KvCacheOptions::tree_mask, false, 3},
-    {"k_scale", &KvCacheOptions::k_scale, false, 0},
-    {"v_scale", &KvCacheOptions::v_scale, false, 0},
-};
 
 void pad_rank(TensorView& view, int rank) {
   const int missing = rank - view.rank;

@@ -1,0 +1,137 @@
+"""anyflash.jax.attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash.jax._call import Call
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = UNBOUNDED,
+    softcap: float = NO_SOFTCAP,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
+    block_size: tuple[int, int] = BLOCK_SIZE,
+    sinks: Any = None,
+    dropout_p: float = NO_DROPOUT,
+    seed: Any = None,
+    rng_state: Any = None,
+    seqused_k: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_dropout_mask: bool = False,
+    return_result: bool = False,
+    out_dtype: Any = None,
+) -> Any:
+    """:func:`anyflash.attention` for JAX: compiled, differentiable and batched.
+
+    It works within jax.jit, grad, vjp, vmap, lax.scan, checkpoint and shard_map. Gradients flow to
+    q, k, v, a bias of numbers, sinks and alibi_slopes, from the output and from the LSE; those of
+    bias, sinks and slopes are computed only where they are wanted. Gradients of gradients are made
+    of JAX's own operations: memory is then quadratic in the sequence lengths. There is no
+    forward-mode derivative (jax.jvp, jax.jacfwd).
+
+    jax.vmap folds its axis into the batch. It is a loop with dropout, so that every part drops what
+    it would drop alone, with mapped sinks, and for gradients that the batch shares.
+
+    XLA cannot divide the work by itself: over several devices, wrap it in jax.shard_map, along the
+    batch and the heads. Dropout counts batch and heads within each device's part: give each its
+    own seed.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, heads, head_dim)
+    k : (batch, seqlen_k, heads_k, head_dim)
+    v : (batch, seqlen_k, heads_k, head_dim_v)
+        Arrays of JAX or NumPy. CPU: float64, float32, float16, bfloat16. CUDA: float16, bfloat16.
+    seed : int, integer array of shape (), or key of jax.random, optional
+        Where ``dropout_p`` is not 0, it or ``rng_state`` is needed: JAX has no global generator. A
+        key's two words are a seed's: ``jax.random.key(7)`` drops what ``seed=7`` drops, in every
+        framework. Arrays may be traced.
+    rng_state : (seed, offset), or uint32 (4,), or int64 or uint64 (2,), optional
+        In place of ``seed``. Four words of 32 bits are seed and offset, low words first: JAX has no
+        integers of 64 bits unless ``jax_enable_x64`` is set.
+    deterministic : bool
+        Of the gradients, as in :func:`anyflash.attention_backward`.
+
+    All others are those of :func:`anyflash.attention`; arrays may be traced, numbers not. There,
+    JAX's arrays on a GPU and tracers come here.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, heads, head_dim_v)
+    lse : (batch, heads, seqlen_q), float32, only with ``return_lse``
+    AttentionResult
+        Instead of both, where one is asked for; ``rng_state`` is uint32 (4,). ``max_logits`` and
+        ``dropout_mask`` have no gradient.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`anyflash.attention`, when the call is traced.
+    NotImplementedError
+        This build has no XLA handlers.
+    jax.errors.JaxRuntimeError
+        When the work runs: lengths that do not fit (on the CPU), a dtype or head dim that the GPU's
+        kernels do not take, or a GPU that this build has no code for.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import anyflash.jax
+    >>> q = jax.random.normal(jax.random.key(0), (2, 6, 4, 8))
+    >>> @jax.jit
+    ... def loss(q, bias):
+    ...     out, lse = anyflash.jax.attention(q, q, q, bias=bias, causal=True, return_lse=True)
+    ...     return out.sum() + lse.sum()
+    >>> dq, dbias = jax.grad(loss, argnums=(0, 1))(q, jnp.zeros((4, 6, 6)))
+    >>> dq.shape, dbias.shape
+    ((2, 6, 4, 8), (4, 6, 6))
+
+    Dropout, and a batch of batches:
+
+    >>> out = anyflash.jax.attention(q, q, q, dropout_p=0.5, seed=jax.random.key(1))
+    >>> jax.vmap(anyflash.jax.attention)(*[jnp.stack([q, q, q])] * 3).shape
+    (3, 2, 6, 4, 8)
+
+    To export a function, allow its custom call; who runs it must have imported this module:
+
+    >>> from jax import export
+    >>> allowed = [export.DisabledSafetyCheck.custom_call("anyflash_forward")]
+    >>> exported = export.export(jax.jit(anyflash.jax.attention), disabled_checks=allowed)(q, q, q)
+    >>> exported.call(q, q, q).shape
+    (2, 6, 4, 8)
+    """
+    call = Call("anyflash.jax.attention", q=q, k=k, v=v)
+    call.score(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        block_mask=block_mask,
+        block_size=block_size,
+        sinks=sinks,
+        seqused_k=seqused_k,
+    )
+    call.dropout(dropout_p, seed, rng_state)
+    return call.run(
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_dropout_mask=return_dropout_mask,
+        return_result=return_result,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,189 @@
+"""Reading a call's arguments: arrays by name, and everything else as static settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from anyflash import _options
+from anyflash._arrays import FLOATS
+from anyflash._forward import AttentionResult
+from anyflash.jax import _ffi, _random
+from anyflash.jax._ffi import Arrays
+from anyflash.jax._operations import FLOAT32, Settings, attend, forward_results
+
+_T = TypeVar("_T")
+_REFUSALS = (TypeError, ValueError)
+
+
+class Call:
+    """Every error begins with the operation's and an argument's names."""
+
+    def __init__(self, operation: str, **arrays: Any) -> None:
+        self.operation = operation
+        self.arrays: Arrays = {}
+        self.numbers: dict[str, Any] = {}
+        for name, x in arrays.items():
+            self.array(name, x)
+
+    def array(self, name: str, x: Any, rank: int = 0) -> None:
+        """Missing leading axes are added up to ``rank``."""
+        if x is None:
+            return
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{self.operation}: {name} is {type(x).__name__}; an array of JAX or NumPy is "
+                "allowed"
+            )
+        x = jnp.asarray(x)
+        self.arrays[name] = x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+    def parse(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:
+        """function(*arguments), its errors with the names in front."""
+        try:
+            return function(*arguments)
+        except _REFUSALS as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{self.operation}: {name} {error}") from None
+
+    def score(
+        self,
+        *,
+        softmax_scale: Any,
+        causal: Any,
+        window_size: Any,
+        softcap: Any,
+        alibi_slopes: Any,
+        sinks: Any,
+        bias: Any = None,
+        block_mask: Any = None,
+        block_size: Any = _options.BLOCK_SIZE,
+        seqused_k: Any = None,
+    ) -> None:
+        """How scores are made, and which are hidden."""
+        numbers, parse = self.numbers, self.parse
+        if softmax_scale is not None:
+            numbers["softmax_scale"] = parse("softmax_scale", _options.scale, softmax_scale)
+        numbers["causal"] = bool(causal)
+        left, right = parse("window_size", _options.window, window_size)
+        numbers |= {"window_left": left, "window_right": right}
+        numbers["softcap"] = parse("softcap", _options.softcap, softcap)
+        self.array("alibi_slopes", alibi_slopes)
+        self.array("sinks", sinks)
+        self.array("bias", bias, 4)
+        self.array("block_mask", block_mask, 4)
+        if block_mask is not None:
+            rows, columns = parse("block_size", _options.block_size, block_size)
+            numbers |= {"block_size_q": rows, "block_size_k": columns}
+        self.array("seqused_k", seqused_k)
+
+    def dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
+        p = self.parse("dropout_p", _options.probability, dropout_p)
+        if seed is not None and rng_state is not None:
+            raise ValueError(
+                f"{self.operation}: seed and rng_state are both given; one of them is allowed"
+            )
+        if p == 0:
+            return
+        if seed is None and rng_state is None:
+            raise ValueError(
+                f"{self.operation}: dropout_p needs a seed: JAX has no global random state to draw "
+                "one from; pass seed=<int or key of jax.random>, or rng_state"
+            )
+        self.numbers["dropout_p"] = p
+        name = "seed" if rng_state is None else "rng_state"
+        self.arrays["rng_state"] = self.parse(name, _random.words_of, seed, rng_state)
+
+    def pack(
+        self, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any
+    ) -> None:
+        """q, k and v hold packed sequences."""
+        self.array("cu_seqlens_q", cu_seqlens_q)
+        self.array("cu_seqlens_k", cu_seqlens_k)
+        if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
+            raise ValueError(
+                f"{self.operation}: cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)}; expected "
+                "(batch + 1,)"
+            )
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            self.numbers[name] = self.parse(name, _options.length, value)
+
+    def check_rank(self, names: tuple[str, ...], rank: int, layout: str) -> None:
+        for name in names:
+            shape = tuple(self.arrays[name].shape)
+            if len(shape) != rank:
+                raise ValueError(
+                    f"{self.operation}: {name} has {len(shape)} dimensions, shape {shape}; "
+                    f"expected {rank}: {layout}"
+                )
+
+    def settings(
+        self,
+        results: tuple[str, ...],
+        lengths: tuple[Any, Any],
+        out_dtype: Any,
+        deterministic: Any,
+    ) -> Settings:
+        dtype = self.arrays["q"].dtype.name
+        if out_dtype is not None:
+            allowed = tuple(dict.fromkeys((dtype, FLOAT32)))
+            dtype = self.parse("out_dtype", _options.dtype, out_dtype, allowed)
+        return Settings(
+            self.operation,
+            tuple(self.numbers.items()),
+            results,
+            dtype,
+            lengths,
+            bool(deterministic),
+        )
+
+    def run(
+        self,
+        *,
+        return_lse: Any,
+        return_max_logits: Any = False,
+        return_dropout_mask: Any = False,
+        return_result: Any = False,
+        out_dtype: Any = None,
+        deterministic: Any = False,
+    ) -> Any:
+        whole = return_result or return_max_logits or return_dropout_mask
+        asked = {
+            "out": True,
+            "lse": return_lse or whole,
+            "max_logits": return_max_logits,
+            "dropout_mask": return_dropout_mask,
+        }
+        names = tuple(name for name, wanted in asked.items() if wanted)
+        if "cu_seqlens_q" in self.arrays:
+            self.check_rank(("q", "k", "v"), 3, "(total_tokens, heads, head_dim)")
+            lengths = (self.numbers["max_seqlen_q"], self.numbers["max_seqlen_k"])
+        else:
+            self.check_rank(("q", "k", "v"), 4, "(batch, seqlen, heads, head_dim)")
+            lengths = (self.arrays["q"].shape[1], self.arrays["k"].shape[1])
+        settings = self.settings(names, lengths, out_dtype, deterministic)
+        shapes = forward_results(settings, names, self.arrays)
+        _ffi.check(self.operation, "forward", self.arrays | shapes, settings.numbers)
+
+        arrays = _ffi.vary_alike(self.arrays)
+        differentiable = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
+        floats = {
+            name: arrays.pop(name)
+            for name in differentiable
+            if name in arrays and arrays[name].dtype.name in FLOATS
+        }
+        results = attend(settings, floats, arrays)
+        if not whole:
+            return (results["out"], results["lse"]) if return_lse else results["out"]
+        for name in set(results) & {"max_logits", "dropout_mask"}:
+            results[name] = jax.lax.stop_gradient(results[name])
+        return AttentionResult(
+            results["out"],
+            results["lse"],
+            results.get("max_logits"),
+            arrays.get("rng_state"),
+            results.get("dropout_mask"),
+        )

@@ -1,0 +1,173 @@
+"""anyflash.jax.dot_product_attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anyflash._options import NO_SOFTCAP
+from anyflash.jax._call import Call
+
+_OPERATION = "anyflash.jax.dot_product_attention"
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """``jax.nn.dot_product_attention``, whose arguments and results these are.
+
+    Causal masks and windows are aligned at the top left: query i sees the keys ``j <= i``. In two
+    things it differs: a query that sees no key gives 0, and -inf as residual, where jax.nn takes
+    the mean of all values; and the gradient of ``bias`` is there whatever its shape.
+
+    Parameters
+    ----------
+    query : (batch, seqlen_q, heads, head_dim) or (seqlen_q, heads, head_dim)
+    key : (batch, seqlen_k, heads_k, head_dim) or (seqlen_k, heads_k, head_dim)
+    value : (batch, seqlen_k, heads_k, head_dim_v) or (seqlen_k, heads_k, head_dim_v)
+        Of one dtype: float64, float32, float16, bfloat16; on a GPU float16 and bfloat16.
+    bias : optional
+        Added to the scores; broadcast to (batch, heads, seqlen_q, seqlen_k).
+    mask : bool, optional
+        True keeps a key; broadcast likewise. Best alone: with a bias, both make one new array.
+    scale : number, optional
+        Default: 1 / sqrt(head_dim).
+    is_causal : bool
+    query_seq_lengths, key_value_seq_lengths : (batch,) int32, optional
+        Queries and keys from there on are padding: the former give 0, the latter are not seen.
+    local_window_size : int or (left, right), optional
+        Query i sees the keys ``i - left <= j <= i + right``.
+    implementation : "xla", "cudnn" or None
+        For programs that name one: what is computed, and how, is the same.
+    return_residual : bool
+        Return the LSE, too.
+
+    Returns
+    -------
+    out : as query, with value's head_dim
+    residual : (batch, seqlen_q, heads) or (seqlen_q, heads), query's dtype
+        Only with ``return_residual``. It has no gradient, as in jax.nn.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Dtypes, shapes or numbers that do not fit.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import anyflash.jax
+    >>> x = jnp.ones((1, 6, 4, 8))
+    >>> out = anyflash.jax.dot_product_attention(x, x, x, is_causal=True, local_window_size=(2, 0))
+    >>> out.shape
+    (1, 6, 4, 8)
+    """
+    if implementation not in ("xla", "cudnn", None):
+        raise ValueError(
+            f"{_OPERATION}: implementation is {implementation!r}; 'xla', 'cudnn' and None are "
+            "allowed"
+        )
+    query, key, value, bias, mask = (
+        None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask)
+    )
+    shape = query.shape
+    query, key, value, bias, mask = (_with_batch(x) for x in (query, key, value, bias, mask))
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ValueError(f"{_OPERATION}: mask is {mask.dtype.name}; bool is allowed")
+    left, right = _window(local_window_size)
+    if is_causal:
+        right = 0
+    rows, columns, window = _aligned(query.shape[1], key.shape[1], left, right)
+    used = None
+    if key_value_seq_lengths is not None:
+        lengths = jnp.minimum(jnp.asarray(key_value_seq_lengths), columns)
+        if window == (-1, -1):
+            used = lengths
+        else:  # they would move the window
+            keep = (jnp.arange(columns) < lengths[:, None])[:, None, None]
+            mask = keep if mask is None else _cut(mask, rows, columns) & keep
+    bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
+    call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
+    call.score(
+        softmax_scale=scale if scale is None else float(scale),
+        causal=False,
+        window_size=window,
+        softcap=NO_SOFTCAP,
+        alibi_slopes=None,
+        sinks=None,
+        bias=_joined(bias, mask),
+        seqused_k=used,
+    )
+    out, lse = call.run(return_lse=True)
+    missing = query.shape[1] - rows
+    if missing:
+        out = jnp.pad(out, ((0, 0), (0, missing), (0, 0), (0, 0)))
+        lse = jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=-np.inf)
+    if query_seq_lengths is not None:
+        real = jnp.arange(query.shape[1]) < jnp.asarray(query_seq_lengths)[:, None]
+        out = jnp.where(real[:, :, None, None], out, 0)
+        lse = jnp.where(real[:, None], lse, -jnp.inf)
+    out = out.reshape(*shape[:-1], out.shape[-1])
+    if not return_residual:
+        return out
+    residual = jnp.swapaxes(lse, 1, 2).astype(query.dtype).reshape(shape[:-1])
+    return out, jax.lax.stop_gradient(residual)
+
+
+def _with_batch(x: Any) -> Any:
+    return x if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _window(size: Any) -> tuple[int | None, int | None]:
+    if size is None:
+        return None, None
+    left, right = (size, size) if isinstance(size, int) else size
+    if min(left, right) < 0:
+        raise ValueError(
+            f"{_OPERATION}: local_window_size is {size}; 0 or more on both sides is allowed"
+        )
+    return left, right
+
+
+def _aligned(
+    rows: int, columns: int, left: int | None, right: int | None
+) -> tuple[int, int, tuple[int, int]]:
+    """The queries and keys that take part, and their window aligned at the bottom right."""
+    if right is not None:
+        columns = min(columns, rows + right)
+    if left is not None:
+        rows = min(rows, columns + left)
+    shift = columns - rows
+    window = (-1 if left is None else left + shift, -1 if right is None else right - shift)
+    return rows, columns, window
+
+
+def _cut(x: Any, rows: int, columns: int) -> Any:
+    """(..., seqlen_q or 1, seqlen_k or 1) without the queries and keys that take no part."""
+    if x is None:
+        return None
+    height, width = x.shape[2:]
+    return x[:, :, : rows if height > 1 else 1, : columns if width > 1 else 1]
+
+
+def _joined(bias: Any, mask: Any) -> Any:
+    if bias is None:
+        return mask
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        bias = bias.astype(jnp.float32)
+    return bias if mask is None else jnp.where(mask, bias, -jnp.inf)

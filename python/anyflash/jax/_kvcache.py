@@ -1,0 +1,192 @@
+"""anyflash.jax.attention_with_kvcache."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anyflash import _options
+from anyflash._options import NO_SOFTCAP, UNBOUNDED
+from anyflash.jax import _ffi, _vmap
+from anyflash.jax._call import Call
+from anyflash.jax._ffi import Arrays
+from anyflash.jax._operations import FLOAT32, Settings, struct
+
+_CACHES = ("k_cache", "v_cache")
+
+
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = True,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = UNBOUNDED,
+    softcap: float = NO_SOFTCAP,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    tree_mask: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    out_dtype: Any = None,
+) -> Any:
+    """:func:`anyflash.attention_with_kvcache` for JAX, which returns the caches it has appended to.
+
+    JAX's arrays are immutable: where ``k`` and ``v`` are given, the result holds new caches. Within
+    jax.jit they are the old ones, updated in place, if these are donated to the compiled function,
+    or made in it, as the carry of a jax.lax.scan is; else XLA copies the caches first. There is no
+    derivative. Under jax.vmap it is a loop.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, heads, head_dim)
+    k_cache : (cache_batch, capacity, heads_k, head_dim), or pages with ``block_table``
+    v_cache : (cache_batch, capacity, heads_k, head_dim_v), or pages with ``block_table``
+        Arrays of JAX or NumPy, which are not written.
+    cache_seqlens : (batch,) int32, or int, optional
+        Rows of the caches that are filled, before the call. The array may be traced.
+
+    All others are those of :func:`anyflash.attention_with_kvcache`. There, JAX's arrays on a GPU
+    and tracers come here.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, heads, head_dim_v)
+    lse : (batch, heads, seqlen_q), float32, only with ``return_lse``
+    k_cache, v_cache
+        Only where ``k`` and ``v`` are given: ``(out, k_cache, v_cache)``, or ``(out, lse, k_cache,
+        v_cache)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`anyflash.attention_with_kvcache`, when the call is traced.
+    NotImplementedError
+        It is differentiated, or this build has no XLA handlers.
+    jax.errors.JaxRuntimeError
+        When the work runs: lengths that do not fit (on the CPU), or a GPU that this build has no
+        code for.
+
+    Examples
+    --------
+    A step of generation that updates its caches in place:
+
+    >>> import functools
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import anyflash.jax
+    >>> @functools.partial(jax.jit, donate_argnames=("k_cache", "v_cache"))
+    ... def step(q, k, v, k_cache, v_cache, lengths):
+    ...     return anyflash.jax.attention_with_kvcache(
+    ...         q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True
+    ...     )
+    >>> q, k, v = jnp.ones((2, 1, 4, 16)), jnp.ones((2, 1, 2, 16)), jnp.ones((2, 1, 2, 16))
+    >>> k_cache, v_cache = jnp.zeros((2, 8, 2, 16)), jnp.zeros((2, 8, 2, 16))
+    >>> out, k_cache, v_cache = step(q, k, v, k_cache, v_cache, jnp.array([3, 5]))
+    >>> out.shape, int(k_cache[0, 3].sum()), int(k_cache[1, 5].sum())
+    ((2, 1, 4, 16), 32, 32)
+    """
+    call = Call("anyflash.jax.attention_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
+    call.score(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    if isinstance(cache_seqlens, numbers.Integral):
+        length = call.parse("cache_seqlens", _options.length, cache_seqlens)
+        cache_seqlens = jnp.full(call.arrays["q"].shape[:1], length, jnp.int32)
+    call.array("cache_seqlens", cache_seqlens)
+    call.array("cache_batch_idx", cache_batch_idx)
+    call.array("cache_leftpad", cache_leftpad)
+    call.array("block_table", block_table)
+    call.array("k_new", k)
+    call.array("v_new", v)
+    call.array("rotary_cos", rotary_cos)
+    call.array("rotary_sin", rotary_sin)
+    call.array("tree_mask", tree_mask, 3)
+    call.array("k_scale", k_scale)
+    call.array("v_scale", v_scale)
+    call.numbers["rotary_interleaved"] = bool(rotary_interleaved)
+    call.numbers["num_splits"] = call.parse("num_splits", _options.integer, num_splits)
+    if split_size is not None:
+        call.numbers["split_size"] = call.parse("split_size", _options.integer, split_size)
+    return _attend(call, return_lse, out_dtype, k is not None or v is not None)
+
+
+def _attend(call: Call, return_lse: Any, out_dtype: Any, appends: bool) -> Any:
+    q, k_cache = call.arrays["q"], call.arrays["k_cache"]
+    call.check_rank(("q", "k_cache", "v_cache"), 4, "(batch, seqlen, heads, head_dim)")
+    names = ("out", *(("lse",) if return_lse else ()), *(_CACHES if appends else ()))
+    settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)
+    shapes = _results(settings, call.arrays)
+    _ffi.check(call.operation, "forward_with_kvcache", call.arrays | shapes, settings.numbers)
+    results = _without_derivative(settings, _ffi.vary_alike(call.arrays))
+    given = tuple(results[name] for name in names)
+    return given if len(given) > 1 else given[0]
+
+
+def _results(settings: Settings, operands: Arrays) -> Arrays:
+    q, v_cache = operands["q"], operands["v_cache"]
+    kinds = {
+        "out": ((*q.shape[:-1], v_cache.shape[-1]), settings.out_dtype),
+        "lse": ((q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
+    }
+    kinds |= {name: (operands[name].shape, operands[name].dtype) for name in _CACHES}
+    return {name: struct(*kinds[name]) for name in settings.results}
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(settings: Settings, operands: Arrays) -> Arrays:
+    names = settings.results
+
+    @jax.custom_batching.custom_vmap
+    def call(operands: Arrays) -> Arrays:
+        return _ffi.call(
+            settings.operation,
+            "forward_with_kvcache",
+            settings.numbers,
+            operands,
+            _results(settings, operands),
+            {name: name for name in _CACHES if name in names},
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: Any, operands: Arrays) -> tuple[Arrays, Any]:
+        again = functools.partial(_run, settings)
+        return _vmap.loop(again, batched[0], operands), dict.fromkeys(names, True)
+
+    result: Arrays = call(operands)
+    return result
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_derivative(settings: Settings, operands: Arrays) -> Arrays:
+    return _run(settings, operands)
+
+
+@_without_derivative.defjvp
+def _(settings: Settings, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"{settings.operation}: attention with a KV cache has no derivative; use "
+        "jax.lax.stop_gradient on the arrays, or anyflash.jax.attention"
+    )

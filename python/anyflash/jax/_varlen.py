@@ -1,0 +1,110 @@
+"""anyflash.jax.attention_varlen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash.jax._call import Call
+
+
+def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Any = None,
+    validate: bool = False,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = UNBOUNDED,
+    softcap: float = NO_SOFTCAP,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
+    block_size: tuple[int, int] = BLOCK_SIZE,
+    sinks: Any = None,
+    dropout_p: float = NO_DROPOUT,
+    seed: Any = None,
+    rng_state: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_dropout_mask: bool = False,
+    return_result: bool = False,
+    out_dtype: Any = None,
+) -> Any:
+    """:func:`anyflash.attention_varlen` for JAX.
+
+    As :func:`anyflash.jax.attention`; under jax.vmap it is a loop.
+
+    Parameters
+    ----------
+    q : (total_q, heads, head_dim)
+    k : (total_k, heads_k, head_dim)
+    v : (total_k, heads_k, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
+        They may be traced. The last one is total_q or total_k: make padding at the end a sequence
+        of its own.
+    max_seqlen_q, max_seqlen_k : int
+        Upper bounds of the sequences' lengths, which XLA must know.
+    validate : bool
+        Check the lengths also on a GPU, which waits for it. On the CPU they are always checked.
+
+    All others are those of :func:`anyflash.attention_varlen` and :func:`anyflash.jax.attention`.
+
+    Returns
+    -------
+    out : (total_q, heads, head_dim_v)
+    lse : (heads, total_q), float32, only with ``return_lse``
+    AttentionResult
+        Instead of both, where one is asked for.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError
+        As :func:`anyflash.jax.attention`.
+
+    Examples
+    --------
+    Sequences of 2, 0 and 3 tokens:
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import anyflash.jax
+    >>> q = jnp.ones((5, 2, 8))
+    >>> ends = jnp.array([0, 2, 2, 5], jnp.int32)
+    >>> @jax.jit
+    ... def f(q, ends):
+    ...     return anyflash.jax.attention_varlen(q, q, q, ends, ends, 3, 3, causal=True)
+    >>> f(q, ends).shape
+    (5, 2, 8)
+    """
+    call = Call("anyflash.jax.attention_varlen", q=q, k=k, v=v)
+    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call.numbers["validate"] = bool(validate)
+    call.score(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        block_mask=block_mask,
+        block_size=block_size,
+        sinks=sinks,
+        seqused_k=seqused_k,
+    )
+    call.dropout(dropout_p, seed, rng_state)
+    return call.run(
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_dropout_mask=return_dropout_mask,
+        return_result=return_result,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+    )

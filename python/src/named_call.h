@@ -1,0 +1,68 @@
+// A call of the core whose tensors and numbers are known by name, as a framework's compiler knows
+// them: XLA's handlers make one of the buffers they get, Python one of shapes alone, to check them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "anyflash/attention.h"
+
+namespace anyflash::python {
+
+class NamedCall {
+ public:
+  // function: "forward", "backward" or "forward_with_kvcache". tensors: its arguments and the
+  // tensors of its options; bias and block_mask have 4 dimensions, tree_mask has 3.
+  NamedCall(const std::string& function, std::map<std::string, TensorView> tensors);
+  NamedCall(const NamedCall&) = delete;
+  NamedCall& operator=(const NamedCall&) = delete;
+
+  // source.read(name, field) sets the field if the source has that name.
+  template <class Source>
+  void read_numbers(const Source& source) {
+    source.read("softmax_scale", forward_.softmax_scale);
+    source.read("causal", forward_.causal);
+    source.read("window_left", forward_.window_left);
+    source.read("window_right", forward_.window_right);
+    source.read("softcap", forward_.softcap);
+    source.read("block_size_q", forward_.block_size[0]);
+    source.read("block_size_k", forward_.block_size[1]);
+    source.read("dropout_p", forward_.dropout_p);
+    source.read("max_seqlen_q", forward_.max_seqlen_q);
+    source.read("max_seqlen_k", forward_.max_seqlen_k);
+    source.read("validate", forward_.validate);
+    source.read("deterministic", backward_.deterministic);
+    source.read("rotary_interleaved", cache_.rotary_interleaved);
+    source.read("num_splits", cache_.num_splits);
+    source.read("split_size", cache_.split_size);
+  }
+  void set_stream(void* stream) { forward_.stream = stream; }
+
+  std::size_t workspace_size() const;
+  void run(Workspace workspace) const;
+
+ private:
+  enum class Function { kForward, kBackward, kForwardWithKvCache };
+
+  const TensorView& tensor(const char* name) const;
+  const TensorView* optional(const char* name) const;
+  template <class Forward, class Backward, class KvCache, class... More>
+  auto call(const Forward& forward, const Backward& backward, const KvCache& kvcache,
+            const More&... more) const;
+
+  Function function_;
+  std::map<std::string, TensorView> tensors_;
+  ForwardOptions forward_;
+  BackwardOptions backward_;
+  KvCacheOptions cache_;
+};
+
+// Throws what the call on the CPU would throw because of shapes, dtypes and numbers. tensors: name:
+// (shape, dtype's name); numbers: name: int, float or bool.
+void check_call(const char* function, const nanobind::dict& tensors, const nanobind::dict& numbers);
+
+}  // namespace anyflash::python

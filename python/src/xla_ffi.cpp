@@ -1,0 +1,231 @@
+#include "xla_ffi.h"
+
+#include <xla/ffi/api/ffi.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "anyflash/attention.h"
+#include "memory.h"
+#include "named_call.h"
+
+namespace anyflash::python {
+
+namespace nb = nanobind;
+namespace ffi = xla::ffi;
+
+namespace {
+
+// The value, or an exception that says why there is none.
+template <class T>
+T value_of(const ffi::ErrorOr<T>& result) {
+  if (result.has_error()) throw std::logic_error(result.error().message());
+  return result.value();
+}
+
+struct Attributes {
+  template <class T>
+  void read(std::string_view name, T& field) const {
+    if (given.contains(name)) field = value_of(given.get<T>(name));
+  }
+  void read(std::string_view name, std::optional<double>& field) const {
+    if (given.contains(name)) field = value_of(given.get<double>(name));
+  }
+  std::string text(std::string_view name) const {
+    return std::string(value_of(given.get<std::string_view>(name)));
+  }
+
+  const ffi::Dictionary& given;
+};
+
+DType dtype_of(ffi::DataType type, const std::string& name) {
+  switch (type) {
+    case ffi::F64:
+      return DType::kFloat64;
+    case ffi::F32:
+      return DType::kFloat32;
+    case ffi::F16:
+      return DType::kFloat16;
+    case ffi::BF16:
+      return DType::kBFloat16;
+    case ffi::PRED:
+      return DType::kBool;
+    case ffi::S32:
+      return DType::kInt32;
+    case ffi::S8:
+      return DType::kInt8;
+    case ffi::F8E4M3FN:
+      return DType::kFloat8E4M3;
+    default:
+      throw Error(ErrorCode::kInvalidType, name + " is of a type that anyflash does not know");
+  }
+}
+
+TensorView view_of(const ffi::AnyBuffer& buffer, const std::string& name, const Device& device) {
+  TensorView view;
+  view.data = buffer.untyped_data();
+  view.device = device;
+  if (buffer.element_type() == ffi::U32 && name == "rng_state" && buffer.element_count() == 4) {
+    view.dtype = DType::kInt64;
+    view.rank = 1;
+    view.shape[0] = 2;
+    view.stride[0] = 1;
+    return view;
+  }
+  view.dtype = dtype_of(buffer.element_type(), name);
+  const auto extents = buffer.dimensions();
+  if (extents.size() > kMaxRank) {
+    throw Error(ErrorCode::kInvalidValue, name + " has " + std::to_string(extents.size()) +
+                                              " dimensions; at most 4 are allowed");
+  }
+  view.rank = static_cast<int>(extents.size());
+  int64_t stride = 1;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.shape[i] = extents[static_cast<std::size_t>(i)];
+    view.stride[i] = stride;
+    stride *= view.shape[i];
+  }
+  return view;
+}
+
+using Tensors = std::map<std::string, TensorView>;
+
+Tensors tensors_of(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                   const Attributes& attributes, const Device& device) {
+  Tensors tensors;
+  std::string name;
+  std::istringstream operand_names(attributes.text("operands"));
+  for (std::size_t i = 0; operand_names >> name; ++i) {
+    tensors[name] = view_of(value_of(operands.get<ffi::AnyBuffer>(i)), name, device);
+  }
+  std::istringstream result_names(attributes.text("results"));
+  for (std::size_t i = 0; result_names >> name; ++i) {
+    const TensorView view = view_of(*value_of(results.get<ffi::AnyBuffer>(i)), name, device);
+    const auto [place, is_new] = tensors.emplace(name, view);
+    if (!is_new && place->second.data != view.data) {
+      throw std::logic_error(name + " and the result of that name are not one buffer");
+    }
+  }
+  return tensors;
+}
+
+ffi::ErrorCode code_of(const Error& error) {
+  switch (error.code()) {
+    case ErrorCode::kUnsupported:
+      return ffi::ErrorCode::kUnimplemented;
+    case ErrorCode::kDevice:
+      return ffi::ErrorCode::kInternal;
+    default:
+      return ffi::ErrorCode::kInvalidArgument;
+  }
+}
+
+// Makes the call and hands it to `run`; what goes wrong becomes XLA's error.
+template <class Run>
+ffi::Error handle(const char* function, const Device& device, const ffi::RemainingArgs& operands,
+                  const ffi::RemainingRets& results, const ffi::Dictionary& dictionary,
+                  const Run& run) {
+  std::string operation = "anyflash";
+  try {
+    const Attributes attributes{dictionary};
+    operation = attributes.text("operation");
+    NamedCall call(function, tensors_of(operands, results, attributes, device));
+    call.read_numbers(attributes);
+    run(call);
+    return ffi::Error::Success();
+  } catch (const Error& error) {
+    return ffi::Error(code_of(error), operation + ": " + error.what());
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(operation + ": " + error.what());
+  }
+}
+
+constexpr const char* kForward = "forward";
+constexpr const char* kBackward = "backward";
+constexpr const char* kForwardWithKvCache = "forward_with_kvcache";
+
+template <const char* const& function>
+XLA_FFI_Error* on_cpu(XLA_FFI_CallFrame* frame) {
+  static const auto* const handler =
+      ffi::Ffi::Bind()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attrs()
+          .To([](ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 ffi::Dictionary attributes) {
+            const Device cpu;
+            return handle(function, cpu, operands, results, attributes, [&](NamedCall& call) {
+              const std::size_t bytes = call.workspace_size();
+              const auto free = [&](void* data) { deallocate(cpu, data); };
+              const std::unique_ptr<void, decltype(free)> memory(allocate(cpu, bytes), free);
+              call.run({memory.get(), bytes});
+            });
+          })
+          .release();
+  return handler->Call(frame);
+}
+
+template <const char* const& function>
+XLA_FFI_Error* on_cuda(XLA_FFI_CallFrame* frame) {
+  static const auto* const handler =
+      ffi::Ffi::Bind()
+          .Ctx<ffi::PlatformStream<void*>>()
+          .Ctx<ffi::ScratchAllocator>()
+          .Ctx<ffi::DeviceOrdinal>()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attrs()
+          .To([](void* stream, ffi::ScratchAllocator scratch, std::int32_t ordinal,
+                 ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 ffi::Dictionary attributes) {
+            const Device gpu{DeviceType::kCuda, ordinal};
+            return handle(function, gpu, operands, results, attributes, [&](NamedCall& call) {
+              call.set_stream(stream);
+              const std::size_t bytes = call.workspace_size();
+              if (bytes == 0) {
+                call.run({});
+                return;
+              }
+              // XLA promises no alignment beyond 16 bytes.
+              constexpr std::size_t kAlignment = 256;
+              const std::optional<void*> memory = scratch.Allocate(bytes + kAlignment - 1);
+              if (!memory) {
+                throw Error(ErrorCode::kDevice,
+                            "XLA could not allocate " + std::to_string(bytes) + " bytes");
+              }
+              const auto address = reinterpret_cast<std::uintptr_t>(*memory);
+              const std::uintptr_t aligned = (address + kAlignment - 1) / kAlignment * kAlignment;
+              call.run({reinterpret_cast<void*>(aligned), bytes});
+            });
+          })
+          .release();
+  return handler->Call(frame);
+}
+
+}  // namespace
+
+nb::list xla_handlers() {
+  nb::list result;
+  const auto add = [&](const char* function, const char* platform, XLA_FFI_Handler* handler) {
+    const std::string target = std::string("anyflash_") + function;
+    result.append(nb::make_tuple(nb::str(target.c_str()), platform,
+                                 nb::capsule(reinterpret_cast<const void*>(handler))));
+  };
+  add(kForward, "cpu", &on_cpu<kForward>);
+  add(kForward, "CUDA", &on_cuda<kForward>);
+  add(kBackward, "cpu", &on_cpu<kBackward>);
+  add(kBackward, "CUDA", &on_cuda<kBackward>);
+  add(kForwardWithKvCache, "cpu", &on_cpu<kForwardWithKvCache>);
+  add(kForwardWithKvCache, "CUDA", &on_cuda<kForwardWithKvCache>);
+  return result;
+}
+
+}  // namespace anyflash::python
