@@ -25,7 +25,7 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"is {type(value).__name__}; a finite number is allowed")
     result = float(value)
-    if not math.isfinite(result):
+    if not abs(result) < math.inf:  # unlike isfinite, torch.compile can trace this
         raise ValueError(f"is {result}; a finite number is allowed")
     return result
 

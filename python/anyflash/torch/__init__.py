@@ -5,5 +5,13 @@ Nothing is compiled against PyTorch: it works with every version from 2.4 on.
 
 from anyflash.torch._attention import attention, attention_varlen
 from anyflash.torch._kvcache import attention_with_kvcache
+from anyflash.torch._routing import sdpa_routing
+from anyflash.torch._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention", "attention_varlen", "attention_with_kvcache"]
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "attention_with_kvcache",
+    "scaled_dot_product_attention",
+    "sdpa_routing",
+]

@@ -250,7 +250,7 @@ def _attend(
         block_size = parse("block_size", _options.block_size, block_size)
     state: Any = None
     words, given_state = (0, 0), None
-    if not (dropout_p is NO_DROPOUT and seed is None and rng_state is None):
+    if dropout_p != 0 or seed is not None or rng_state is not None:
         dropout_p = parse("dropout_p", _options.probability, dropout_p)
         if seed is not None and rng_state is not None:
             raise ValueError(

@@ -1,0 +1,168 @@
+"""sdpa_routing: torch.nn.functional.scaled_dot_product_attention by anyflash, in existing code.
+
+The name is replaced, not calls intercepted: a ``TorchFunctionMode`` would cost each call of any
+PyTorch function a microsecond, and would not see what ``nn.MultiheadAttention``, ``backward`` and
+threads of ``nn.DataParallel`` do within.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.backends import mha
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+import anyflash
+from anyflash.torch._problem import PLAIN
+from anyflash.torch._sdpa import DTYPES, scaled_dot_product_attention
+
+_FUNCTION = "scaled_dot_product_attention"
+_HOME = "torch.nn.functional"
+_CUDA_HEAD_DIM = 256
+
+_lock = threading.Lock()
+_depth = 0
+_fast_path = True
+_active = False
+_torch_sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def sdpa_routing() -> Iterator[None]:
+    """Within it ``torch.nn.functional.scaled_dot_product_attention`` is computed by anyflash, as
+    :func:`scaled_dot_product_attention`.
+
+    A context manager and a decorator; it may be nested, and entered by several threads. Like
+    ``torch.nn.attention.sdpa_kernel`` it holds for the whole process: also for the threads of
+    autograd, which recompute checkpointed activations, and of ``nn.DataParallel``. Backward passes
+    of checkpointed models belong within it. What ``torch.compile`` traces within is routed, too.
+
+    Reached are callers that look the function up in ``torch.nn.functional``, among them
+    ``nn.MultiheadAttention`` (with ``need_weights=False``) and ``nn.Transformer*``, whose fused
+    fast path for inference is off meanwhile; and modules that imported it by its own name. Not
+    reached are other references to it that were taken before (``import ... as``, default
+    arguments, attributes of objects), and C++.
+
+    PyTorch's own function still computes what anyflash does not: nested tensors and other
+    subclasses, devices but the CPU and supported GPUs, dtypes and head dims that
+    :func:`attention` does not take, ``is_causal`` with a mask, forward-mode derivatives, and
+    ``torch.jit.trace``. ``torch.jit.script`` belongs outside.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import anyflash.torch
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    >>> x = torch.randn(1, 5, 16)
+    >>> with torch.no_grad(), anyflash.torch.sdpa_routing():
+    ...     layer(x).shape
+    torch.Size([1, 5, 16])
+    """
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _active, _depth, _fast_path, _torch_sdpa  # noqa: PLW0603
+    with _lock:
+        if not _depth:
+            standing = torch.nn.functional.scaled_dot_product_attention
+            if standing is not _routed:  # put back by someone who replaced it within
+                _torch_sdpa = standing
+            _fast_path = mha.get_fastpath_enabled()
+            mha.set_fastpath_enabled(False)
+            _active = True
+            _rebind(_torch_sdpa, _routed)
+        _depth += 1
+
+
+def _leave() -> None:
+    global _active, _depth  # noqa: PLW0603
+    with _lock:
+        _depth -= 1
+        if not _depth:
+            _rebind(_routed, _torch_sdpa)
+            _active = False
+            mha.set_fastpath_enabled(_fast_path)
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """In all modules that hold the function; of PyTorch's own only where it is public: the others
+    recognize it by identity."""
+    for name, module in list(sys.modules.items()):
+        public = name == _HOME or not name.startswith("torch.")
+        if public and getattr(module, "__dict__", {}).get(_FUNCTION) is old:
+            setattr(module, _FUNCTION, new)
+
+
+def _routed(  # noqa: PLR0917 (as PyTorch's)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # Not active: for those who took it while it stood in torch.nn.functional.
+    if _active and _is_ours(query, key, value, attn_mask, is_causal):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if isinstance(attn_mask, CausalBias):  # which recognizes PyTorch's function by where it stands
+        offset = attn_mask.seq_len_kv - attn_mask.seq_len_q
+        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        shape = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+        keep = torch.ones(shape, dtype=torch.bool, device=query.device)
+        attn_mask = keep.tril(offset if lower_right else 0)
+    newer = {"enable_gqa": True} if enable_gqa else {}  # unknown to PyTorch before 2.5
+    result: Tensor = _torch_sdpa(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **newer
+    )
+    return result
+
+
+def _is_ours(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Whether anyflash computes it, or at least says what is wrong with it."""
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return False
+    if attn_mask is not None and (is_causal or type(attn_mask) not in (*PLAIN, CausalBias)):
+        return False
+    if query.is_nested or key.is_nested or value.is_nested:
+        return False
+    if torch._C._is_tracing() or forward_ad._current_level >= 0:
+        return False
+    device = query.device
+    kind, dtype = device.type, query.dtype
+    if kind not in DTYPES or not query.dim() or not query.shape[-1] or not value.shape[-1]:
+        return False
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    if kind == "cpu" or dtype not in DTYPES[kind]:
+        return dtype in DTYPES[kind]
+    return (
+        max(query.shape[-1], value.shape[-1]) <= _CUDA_HEAD_DIM
+        and device.index in _supported_gpus()
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def _supported_gpus() -> frozenset[int]:
+    devices = anyflash.build_info()["devices"]
+    return frozenset(device["index"] for device in devices if device["supported"])
