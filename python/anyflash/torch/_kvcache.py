@@ -58,6 +58,16 @@ def _fake(
     return out, lse
 
 
+def _refuse_gradients(arguments: dict[str, Any]) -> None:
+    """As it is done where nothing is traced."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{_OPERATION}: {name} requires grad, but attention with a KV cache has no "
+                "backward; use torch.no_grad(), or detach() the tensor"
+            )
+
+
 # Two operators: where one that only reads looked like one that writes, compilers would copy caches.
 define("attention_with_kvcache", _SCHEMA.format("", ""), _attend, _fake)
 define("attention_with_kvcache_", _SCHEMA.format("(a!)", "(b!)"), _attend, _fake)
@@ -154,6 +164,7 @@ def attention_with_kvcache(
         return _kvcache.attend(
             _OPERATION, *tensors, cache_seqlens=cache_seqlens, window_size=window_size, **options
         )
+    _refuse_gradients({"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, **options})
     left, right = (-1 if bound is None else bound for bound in window_size)
     is_tensor = isinstance(cache_seqlens, Tensor)
     run: Any = torch.ops.anyflash.attention_with_kvcache_

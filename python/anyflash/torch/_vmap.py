@@ -58,8 +58,10 @@ def _folds(arguments: tuple[Any, ...], mapped: list[bool]) -> bool:
     names = {name for name, is_mapped in zip(Problem._fields, mapped, strict=False) if is_mapped}
     wanted = arguments[-1]  # of a backward: gradients that sum over the batch
     sums = isinstance(wanted, list) and any(wanted[3:])
-    is_packed = Problem(*arguments[:SIZE]).cu_seqlens_q is not None
-    return not (is_packed or sums or names & {"sinks", "rng_state"})
+    p = Problem(*arguments[:SIZE])
+    # The number of a sequence in its batch is part of what dropout draws.
+    alone = p.cu_seqlens_q is not None or p.dropout_p > 0 or sums
+    return not (alone or names & {"sinks"})
 
 
 def _folded(size: int, arguments: tuple[Any, ...], mapped: list[bool]) -> list[Any]:
@@ -67,7 +69,7 @@ def _folded(size: int, arguments: tuple[Any, ...], mapped: list[bool]) -> list[A
     batch = p.q.shape[1] if mapped[0] else p.q.shape[0]
 
     def fold(name: str, x: Any, is_mapped: bool) -> Any:
-        if not isinstance(x, Tensor) or (name in ("sinks", "rng_state")):
+        if not isinstance(x, Tensor) or name in ("sinks", "rng_state"):
             return x
         if not is_mapped:
             x = x[None]
