@@ -54,22 +54,22 @@ def attention_forward(
     }
     drop = {"dropout_p": dropout} if dropout else {}
     mask = attention_mask
-    if mask is not None and mask.ndim == 4:
-        out = _masked(states, mask, position_bias, numbers, drop)
-        return out if half is None else out.to(query.dtype), None
-
-    causal = _is_causal(module, is_causal)
-    if sliding_window is _NOT_GIVEN:
-        sliding_window = _own_window(module) if causal else None
-    # Where it hides nothing, a kernel without windows serves. transformers counts the query itself.
-    if sliding_window is not None and (is_traced() or sliding_window < states.k.shape[1]):
-        numbers["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    numbers["causal"] = causal
     ends = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     packed = all(x is not None for x in ends)
     if not packed and mask is not None and mask.ndim == 1:
         longest = longest_sequence(mask)
         packed, ends = True, (mask, mask, longest, longest)
+    if not packed and mask is not None and mask.ndim == 4:
+        out = _masked(states, mask, position_bias, numbers, drop)
+        return out if half is None else out.to(query.dtype), None
+
+    causal = _is_causal(module, is_causal)
+    numbers["causal"] = causal
+    if sliding_window is _NOT_GIVEN:
+        sliding_window = _own_window(module) if causal else None
+    # Where it hides nothing, a kernel without windows serves. transformers counts the query itself.
+    if sliding_window is not None and (is_traced() or sliding_window < states.k.shape[1]):
+        numbers["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if packed:
         if position_bias is not None:
             raise NotImplementedError(

@@ -107,7 +107,8 @@ def attention_mask(
     if keys is None:
         if seen == kv_length:
             return None
-        keys = torch.ones((batch_size, seen), dtype=torch.bool, device=others.get("device"))
+        device = others.get("device") if cache_position is None else cache_position.device
+        keys = torch.ones((batch_size, seen), dtype=torch.bool, device=device)
     if allow_is_bidirectional_skip and local_size is None:
         return keys[:, None, None, :]
     return keys
