@@ -13,8 +13,15 @@ from anyflash import _options
 from anyflash._forward import AttentionResult
 from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 from anyflash.torch import _problem
-from anyflash.torch._autograd import Attention, apply
-from anyflash.torch._problem import Asked, Problem, differentiable, is_in_functorch, is_traced
+from anyflash.torch._autograd import Attention, TransformedAttention, apply
+from anyflash.torch._problem import (
+    DIFFERENTIABLE,
+    Asked,
+    Problem,
+    differentiable,
+    is_in_functorch,
+    is_traced,
+)
 
 _DENSE = (None, None, 0, 0, False)
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -338,17 +345,18 @@ def _with_lse(asked: Asked) -> Asked:
     return Asked(True, *asked[1:])  # not _replace, which torch.compile of 2.4 cannot follow
 
 
-def _run(p: Problem, asked: Asked) -> tuple[Any, ...]:
+def _run(p: Problem, asked: Asked) -> Any:
     in_functorch = not torch.compiler.is_compiling() and is_in_functorch()
     if is_traced(p.q) and not in_functorch:
         # With the LSE, which the gradients need.
-        results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *_with_lse(asked))
-        return results
+        return torch.ops.anyflash.forward(*p, *_with_lse(asked))
     recorded = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in differentiable(p)
     )
     # A Function refuses dual tensors of forward mode.
     if recorded or in_functorch or forward_ad._current_level >= 0:
-        applied: tuple[Any, ...] = apply(Attention, *p, *_with_lse(asked))
-        return applied
+        asked = _with_lse(asked)
+        if in_functorch:
+            return apply(TransformedAttention, *p, *asked)
+        return apply(Attention, *differentiable(p), p[DIFFERENTIABLE:], asked)
     return _problem.forward(p, asked)

@@ -55,7 +55,30 @@ def backward(p: Problem, *arguments: Any) -> Grads:
 
 
 class Attention(torch.autograd.Function):
-    """(*Problem, *Asked, with the LSE) -> (out, lse, max_logits or None, dropout_mask or None)"""
+    """(six tensors or None, the other fields of a Problem, Asked with the LSE) -> what `forward`
+    gives.
+
+    Few arguments and no setup_context: a call of `TransformedAttention` costs 60 us more.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, *arguments: Any) -> tuple[Tensor | None, ...]:
+        *tensors, ctx.others, asked = arguments
+        results = forward(Problem(*tensors, *ctx.others), asked)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *results[:2])
+        ctx.mark_non_differentiable(*[x for x in results[2:] if x is not None])
+        return results
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> Grads:
+        *tensors, out, lse = ctx.saved_tensors
+        p = Problem(*tensors, *ctx.others)
+        return (*gradients_of(ctx, p, out, lse, grads), None, None)
+
+
+class TransformedAttention(torch.autograd.Function):
+    """The same within torch.func: (*Problem, *Asked with the LSE)."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -67,14 +90,26 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> Grads:
-        # With create_graph=True a Function again, which can be differentiated.
-        return backward_of_forward(
-            ctx, grads, Gradient.apply if torch.is_grad_enabled() else _of(backward)
-        )
+        p, (out, lse) = kept(ctx)
+        return (*gradients_of(ctx, p, out, lse, grads), *NO_GRADS[DIFFERENTIABLE:])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        return _vmap.rule(Attention.apply)(info, in_dims, *arguments)
+        return _vmap.rule(TransformedAttention.apply)(info, in_dims, *arguments)
+
+
+def gradients_of(ctx: Context, p: Problem, out: Any, lse: Any, grads: Grads) -> Grads:
+    """Of the six differentiable tensors; with create_graph=True by a Function that can itself be
+    differentiated."""
+    dout, dlse = grads[:2]
+    if dout is None and dlse is None:
+        return NO_GRADS[:DIFFERENTIABLE]
+    wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+    if torch.is_grad_enabled():
+        found = apply(Gradient, *p, out, lse, dout, dlse, wanted)
+    else:
+        found = backward(p, out, lse, dout, dlse, wanted)
+    return tuple(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True))
 
 
 class Gradient(torch.autograd.Function):
@@ -107,11 +142,6 @@ class Gradient(torch.autograd.Function):
         return _vmap.rule(Gradient.apply)(info, in_dims, *arguments)
 
 
-def _of(function: Any) -> Any:
-    """A function of a problem as one of its fields."""
-    return lambda *arguments: function(Problem(*arguments[:SIZE]), *arguments[SIZE:])
-
-
 # -- the formulas of both
 
 
@@ -119,20 +149,6 @@ def keep_forward(ctx: Context, inputs: Any, output: Any) -> None:
     out, lse, *others = output
     keep(ctx, Problem(*inputs[:SIZE]), out, lse)
     ctx.mark_non_differentiable(*[x for x in others if x is not None])
-
-
-def backward_of_forward(ctx: Context, grads: Grads, apply: Any) -> Grads:
-    """``apply`` is the backward, as a Function or an operator."""
-    dout, dlse = grads[:2]
-    if dout is None and dlse is None:
-        return NO_GRADS
-    p, (out, lse) = kept(ctx)
-    wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    found = apply(*p, out, lse, dout, dlse, wanted)
-    return (
-        *[x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)],
-        *NO_GRADS[DIFFERENTIABLE:],
-    )
 
 
 def keep_backward(ctx: Context, inputs: Any) -> None:
@@ -166,7 +182,7 @@ def _gradients(p: Problem, dout: Any, dlse: Any, wanted: Any) -> tuple[Tensor, .
     dropout_mask = None
     if p.dropout_p > 0:
         with torch.no_grad():
-            dropout_mask = apply(Attention, *p, *Asked(True, False, True, None))[3]
+            dropout_mask = apply(TransformedAttention, *p, *Asked(True, False, True, None))[3]
     given: list[tuple[int, Any]] = [(0, dout), (1, dlse)]
     at = [i for i, is_wanted in enumerate(wanted) if is_wanted]
 

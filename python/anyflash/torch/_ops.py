@@ -16,6 +16,7 @@ from anyflash.torch import _autograd, _problem, _vmap
 from anyflash.torch._autograd import Grads
 from anyflash.torch._problem import (
     ASKED_SCHEMA,
+    DIFFERENTIABLE,
     SCHEMA,
     SIZE,
     Asked,
@@ -75,7 +76,14 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_backward(ctx: Any, *grads: Tensor | None) -> Grads:
-    return _autograd.backward_of_forward(ctx, grads, torch.ops.anyflash.backward)
+    p, (out, lse) = _autograd.kept(ctx)
+    dout, dlse = grads[:2]
+    wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+    if dout is None and dlse is None:
+        return _autograd.NO_GRADS
+    found = torch.ops.anyflash.backward(*p, out, lse, dout, dlse, wanted)
+    first = [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+    return (*first, *_autograd.NO_GRADS[DIFFERENTIABLE:])
 
 
 define(
