@@ -109,14 +109,16 @@ def test_torch_gradients_are_not_dropped(torch: ModuleType, name: str) -> None:
         anyflash.attention_backward(**arguments)
 
 
-def test_the_forward_names_the_backward(torch: ModuleType, jax: ModuleType) -> None:
-    """Where it cannot record gradients itself."""
-    q, k, v = map(torch.from_numpy, inputs())
-    with pytest.raises(NotImplementedError, match=r"anyflash\.attention_backward computes"):
-        anyflash.attention(q.requires_grad_(), k, v)
-    given = [*map(jax.numpy.asarray, inputs())]
-    with pytest.raises(NotImplementedError, match=r"anyflash\.attention_backward computes"):
-        jax.grad(lambda x: anyflash.attention(x, *given[1:]).sum())(given[0])
+def test_the_forward_records_the_backward(torch: ModuleType) -> None:
+    """attention gives torch the gradients that attention_backward computes."""
+    case = Case(OPTIONS["causal"])
+    arguments = case.forward(TORCH)
+    right = anyflash.attention_backward(**arguments)
+    leaves = [arguments[name].requires_grad_() for name in "qkv"]
+    out = anyflash.attention(*leaves, causal=True)
+    found = torch.autograd.grad(out, leaves, arguments["dout"])
+    for one, other in zip(found, right, strict=False):
+        assert torch.equal(one, other)
 
 
 # Resources ----------------------------------------------------------------------------------------

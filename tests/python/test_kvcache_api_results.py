@@ -113,7 +113,7 @@ def test_torch_gradients_are_refused(torch: ModuleType, name: str) -> None:
     arguments = {**call(), "sinks": random(4)}
     given = {key: torch.from_numpy(x) for key, x in arguments.items()}
     given[name].requires_grad_()
-    message = rf"anyflash\.attention_with_kvcache: {name} requires grad.*has no backward"
+    message = rf"anyflash\.\S*attention_with_kvcache: {name} requires grad.*has no backward"
     with pytest.raises(NotImplementedError, match=message) as error:
         anyflash.attention_with_kvcache(**given)
     assert "attention_backward" not in str(error.value)
