@@ -28,7 +28,7 @@ def refuse(operation: str, **targets: Any) -> None:
     for name, value in targets.items():
         if value is not None:
             raise NotImplementedError(
-                f"{operation}: {name} is given, but gradients are recorded, or the arrays are traced "
+                f"{operation}: {name} is given, but gradients are recorded, or arrays are traced, "
                 f"or immutable; leave {name} away"
             )
 

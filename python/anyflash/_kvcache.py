@@ -170,7 +170,7 @@ class KvCacheCall(Forward):
         return _core.kvcache_workspace_size(*self._arguments)
 
 
-def attend(
+def attend(  # noqa: PLR0917 (the order of flash-attn)
     operation: str,
     q: Any,
     k_cache: Any,

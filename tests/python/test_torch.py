@@ -267,7 +267,7 @@ def test_stride_0(torch: ModuleType) -> None:
     given = call.tensors()
     call.attend(given).sum().backward()
     right = torch.autograd.grad(
-        call.attend(given), given["q"], torch.ones(given["q"].shape[:-1] + (12,))
+        call.attend(given), given["q"], torch.ones((*given["q"].shape[:-1], 12))
     )[0]
     assert torch.equal(given["q"].grad, right)
     narrow = {name: given[name].detach()[:, :, :1].clone().requires_grad_() for name in "kv"}

@@ -57,9 +57,7 @@ def test_all_options() -> None:
     fixed = {key: x for key, x in call.tensors().items() if key not in names}
 
     def attend(*tensors: Any) -> Any:
-        return attention(
-            **dict(zip(names, tensors, strict=True)), **fixed, return_result=True
-        )
+        return attention(**dict(zip(names, tensors, strict=True)), **fixed, return_result=True)
 
     compiled = Compiled(attend)
     states = []
@@ -86,7 +84,10 @@ def test_dynamic_lengths(attend: Any) -> None:
     for length in (5, 9, 17, 70):
         shapes = (2, length, 2, 8), (2, length + 3, 1, 8), (2, length + 3, 1, 4)
         results = []
-        for function in (compiled.run, lambda q, k, v: attention(q, k, v, causal=True, return_lse=True)):
+        for function in (
+            compiled.run,
+            lambda q, k, v: attention(q, k, v, causal=True, return_lse=True),
+        ):
             leaves = [tensor(*shape).requires_grad_() for shape in shapes]
             for x in leaves:
                 torch._dynamo.mark_dynamic(x, 1)
@@ -144,7 +145,9 @@ def test_decoding_refuses_gradients() -> None:
     q, cache = tensor(2, 1, 2, 8), tensor(2, 16, 1, 8)
     message = r"anyflash\.torch\.attention_with_kvcache: q requires grad.*no backward"
     with pytest.raises(NotImplementedError, match=message):
-        make_fx(lambda q: attention_with_kvcache(q.requires_grad_(), cache, cache, cache_seqlens=3))(q)
+        make_fx(
+            lambda q: attention_with_kvcache(q.requires_grad_(), cache, cache, cache_seqlens=3)
+        )(q)
 
 
 def test_checkpoint() -> None:
@@ -268,9 +271,7 @@ def test_opcheck_backward() -> None:
         out, lse, *_ = OPS.forward(*p, *Asked(True, False, False, None))
         dout, dlse = tensor(*out.shape), tensor(*lse.shape)
         for arguments in ((dout, dlse), (dout, None), (None, dlse)):
-            opcheck(
-                OPS.backward.default, (*p, out, lse, *arguments, wanted), test_utils=QUICK
-            )
+            opcheck(OPS.backward.default, (*p, out, lse, *arguments, wanted), test_utils=QUICK)
 
 
 @pytest.mark.parametrize("write", [False, True])
@@ -293,7 +294,8 @@ def test_opcheck_of_decoding(write: bool) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.library, "register_vmap"), reason="torch.library.register_vmap is of torch 2.5"
+    not hasattr(torch.library, "register_vmap"),
+    reason="torch.library.register_vmap is of torch 2.5",
 )
 def test_vmap_of_the_operators() -> None:
     p, asked = problem(False), Asked(True, False, True, None)

@@ -68,7 +68,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "seed and rng_state are both given",
     ),
     "state": ({"dropout_p": 0.1, "rng_state": (1, 2, 3)}, ValueError, "rng_state"),
-    "state-dtype": ({"dropout_p": 0.1, "rng_state": torch.ones(2)}, TypeError, "rng_state is float"),
+    "state-dtype": (
+        {"dropout_p": 0.1, "rng_state": torch.ones(2)},
+        TypeError,
+        "rng_state is float",
+    ),
     "out_dtype": ({"out_dtype": torch.int32}, TypeError, "out_dtype is int32"),
     "out_dtype-name": ({"out_dtype": "wide"}, TypeError, "out_dtype is wide"),
 }

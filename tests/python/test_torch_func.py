@@ -60,7 +60,9 @@ def compare(function: Any, tensors: list[Any], in_dims: tuple[int | None, ...]) 
     """vmap has the bits of a loop."""
     mapped = torch.vmap(function, in_dims)(*tensors)
     each = [
-        function(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)))
+        function(
+            *(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True))
+        )
         for i in range(SIZE)
     ]
     for found, *right in zip(mapped, *each, strict=True):
@@ -237,7 +239,7 @@ def test_functional_call() -> None:
     models = [Model() for _ in range(SIZE)]
     parameters, buffers = torch.func.stack_module_state(models)
     x = torch.randn(2, 5, 4)
-    found = torch.vmap(
-        lambda *state: torch.func.functional_call(models[0], state, (x,)), (0, 0)
-    )(parameters, buffers)
+    found = torch.vmap(lambda *state: torch.func.functional_call(models[0], state, (x,)), (0, 0))(
+        parameters, buffers
+    )
     torch.testing.assert_close(found, torch.stack([model(x) for model in models]))

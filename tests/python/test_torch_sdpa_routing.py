@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import threading
 import warnings
@@ -184,6 +185,18 @@ def test_compile(torch: ModuleType, x: Any) -> None:
         count, out = routed(lambda: compiled(x))
         assert count == 1
         torch.testing.assert_close(out, right)
+
+
+def test_compiled_code_sees_which_gpus_are_supported(torch: ModuleType, x: Any) -> None:
+    gpus = importlib.import_module("anyflash.torch._routing")._supported_gpus
+    compiled = torch.compile(lambda x: x + len(gpus()), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x + len(gpus()))
+
+
+def test_the_import_is_light() -> None:
+    """torch._dynamo takes seconds."""
+    program = "import anyflash.torch, sys; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_autocast(torch: ModuleType, x: Any) -> None:

@@ -90,9 +90,7 @@ class Call:
         check(out, lse, reference_of(problem))
         given = Given(problem, self.dout, self.dlse, out, lse)
         taken = {
-            name: TORCH.take(x)
-            for name, x in zip(FIELDS, grads, strict=True)
-            if x is not None
+            name: TORCH.take(x) for name, x in zip(FIELDS, grads, strict=True) if x is not None
         }
         if "dbias" in taken:
             taken["dbias"] = _four(taken["dbias"])

@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import anyflash.torch
 from anyflash.integrations._hf_masks import is_traced, longest_sequence, pack, read_keys
-from anyflash.torch import attention, attention_varlen, attention_with_kvcache
+
+# Their arguments are collected in dictionaries here, which a type checker cannot look into.
+attention: Any = anyflash.torch.attention
+attention_varlen: Any = anyflash.torch.attention_varlen
+attention_with_kvcache: Any = anyflash.torch.attention_with_kvcache
 
 _logger: Any = import_module("transformers.utils.logging").get_logger(__name__)
 _NAME = "anyflash.integrations.transformers"
@@ -47,7 +52,7 @@ def attention_forward(
     _check(others)
     half = _half(module, query)
     states = States(*(x.to(half or x.dtype).transpose(1, 2) for x in (query, key, value)))
-    numbers = {
+    numbers: Options = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
@@ -163,7 +168,7 @@ def _packed(states: States, ends: tuple[Any, ...], options: Options) -> Tensor:
     rows = (x.flatten(0, 1) for x in states)
     lengths = (int(x) for x in ends[2:])
     out = attention_varlen(*rows, *(x.int() for x in ends[:2]), *lengths, **options)
-    return _tensor(out).unflatten(0, states.q.shape[:2])
+    return _tensor(out.unflatten(0, states.q.shape[:2]))
 
 
 def _padded(
@@ -197,7 +202,7 @@ def _padded(
     ends = (packing.ends, packing.ends, keys.longest, keys.longest)
     out = _tensor(attention_varlen(*rows, *ends, **numbers, **drop))
     padded = out.new_zeros((q.shape[0] * q.shape[1], *out.shape[1:]))
-    return padded.index_copy(0, packing.tokens, out).unflatten(0, q.shape[:2])
+    return padded.index_copy(0, packing.tokens, out).view(*q.shape[:2], *out.shape[1:])
 
 
 def _masked(

@@ -32,9 +32,8 @@ def is_traced() -> bool:
     """No value of a tensor may be read now."""
     if torch.compiler.is_compiling():
         return True
-    return torch.jit.is_tracing() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
+    is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+    return is_tracing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def attention_mask(
@@ -61,7 +60,7 @@ def attention_mask(
     config = others.get("config")
 
     def whole() -> Tensor:
-        where = {"cache_position": cache_position}
+        where: dict[str, Any] = {"cache_position": cache_position}
         if cache_position is None:
             where = {"q_length": q_length, "q_offset": q_offset}
         mask: Tensor = _masking.sdpa_mask(
@@ -166,7 +165,7 @@ class Keys(NamedTuple):
     """Where the True of a (batch, keys) mask are, which may have axes of 1 between."""
 
     first: Tensor  # (batch,) int32
-    count: Tensor  # (batch,) int32
+    count: Tensor  # type: ignore[assignment]  # (batch,) int32
     longest: int
     all: bool  # nothing is False
     together: bool  # no False between two True, in no row

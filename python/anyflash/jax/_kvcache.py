@@ -181,7 +181,8 @@ def _run(settings: Settings, operands: Arrays) -> Arrays:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _without_derivative(settings: Settings, operands: Arrays) -> Arrays:
-    return _run(settings, operands)
+    result: Arrays = _run(settings, operands)
+    return result
 
 
 @_without_derivative.defjvp

@@ -26,7 +26,8 @@ class Settings(NamedTuple):
 
 
 def struct(shape: tuple[Any, ...], dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, jnp.dtype(dtype))
 
 
 def forward_results(settings: Settings, names: tuple[str, ...], operands: Arrays) -> Arrays:
@@ -85,7 +86,8 @@ def _gradients(
     settings: Settings, names: tuple[str, ...], floats: Arrays, given: Arrays, others: Arrays
 ) -> Arrays:
     """``given``: dout, and dlse if there is one. ``others`` has the forward's out and lse."""
-    return run_backward(settings, names, floats | given | others)
+    result: Arrays = run_backward(settings, names, floats | given | others)
+    return result
 
 
 def _gradients_forward(
@@ -124,7 +126,8 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(settings: Settings, floats: Arrays, others: Arrays) -> Arrays:
     """``floats``: what has gradients. Of the results, out and lse have them."""
-    return run_forward(settings, settings.results, floats | others)
+    result: Arrays = run_forward(settings, settings.results, floats | others)
+    return result
 
 
 def _attend_forward(settings: Settings, floats: Any, others: Any) -> tuple[Arrays, Any]:

@@ -23,7 +23,7 @@ def words_of(seed: Any, rng_state: Any) -> Any:
         return _constant(_options.seed(seed), 0)
     if not hasattr(seed, "dtype") or not hasattr(seed, "shape"):
         _options.seed(seed)
-    if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return _words_of_key(jax.random.key_data(seed) if seed.shape == () else seed)
     if seed.dtype == jnp.uint32 and seed.shape == (2,):
         return _words_of_key(seed)

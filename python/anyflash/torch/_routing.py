@@ -18,11 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.backends import mha
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import anyflash
 from anyflash.torch._problem import PLAIN
-from anyflash.torch._sdpa import DTYPES, scaled_dot_product_attention
+from anyflash.torch._sdpa import (
+    DTYPES,
+    is_causal_bias,
+    is_lower_right,
+    scaled_dot_product_attention,
+)
 
 _FUNCTION = "scaled_dot_product_attention"
 _HOME = "torch.nn.functional"
@@ -122,17 +126,22 @@ def _routed(  # noqa: PLR0917 (as PyTorch's)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if isinstance(attn_mask, CausalBias):  # which recognizes PyTorch's function by where it stands
-        offset = attn_mask.seq_len_kv - attn_mask.seq_len_q
-        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
-        shape = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
-        keep = torch.ones(shape, dtype=torch.bool, device=query.device)
-        attn_mask = keep.tril(offset if lower_right else 0)
+    if attn_mask is not None and is_causal_bias(
+        attn_mask
+    ):  # which recognizes PyTorch's function by where it stands
+        attn_mask = _written_out(attn_mask, query.device)
     newer = {"enable_gqa": True} if enable_gqa else {}  # unknown to PyTorch before 2.5
     result: Tensor = _torch_sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **newer
     )
     return result
+
+
+def _written_out(bias: Any, device: torch.device) -> Tensor:
+    """A CausalBias as a mask."""
+    shape = (bias.seq_len_q, bias.seq_len_kv)
+    keep = torch.ones(shape, dtype=torch.bool, device=device)
+    return keep.tril(shape[1] - shape[0] if is_lower_right(bias) else 0)
 
 
 def _is_ours(
@@ -141,7 +150,9 @@ def _is_ours(
     """Whether anyflash computes it, or at least says what is wrong with it."""
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return False
-    if attn_mask is not None and (is_causal or type(attn_mask) not in (*PLAIN, CausalBias)):
+    if attn_mask is not None and (
+        is_causal or not (type(attn_mask) in PLAIN or is_causal_bias(attn_mask))
+    ):
         return False
     if query.is_nested or key.is_nested or value.is_nested:
         return False
@@ -161,8 +172,16 @@ def _is_ours(
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
 def _supported_gpus() -> frozenset[int]:
+    return _found_gpus()
+
+
+@functools.cache
+def _found_gpus() -> frozenset[int]:
     devices = anyflash.build_info()["devices"]
     return frozenset(device["index"] for device in devices if device["supported"])
+
+
+# A constant for torch.compile: what torch.compiler.assume_constant_result does, which would import
+# torch._dynamo.
+_supported_gpus._dynamo_marked_constant = True  # type: ignore[attr-defined]

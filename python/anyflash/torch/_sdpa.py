@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from anyflash import _core
 from anyflash._options import NO_DROPOUT, UNBOUNDED
@@ -18,7 +18,7 @@ from anyflash.torch._problem import PLAIN, is_traced
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 _HALF = (torch.float16, torch.bfloat16)
 # This export synchronizes nothing: kernels run on PyTorch's current stream.
-_export = torch.utils.dlpack.to_dlpack
+_export = torch._C._to_dlpack
 DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 Shape = tuple[int, ...]
 
@@ -91,8 +91,8 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 16]))
     """
     lower_right = False
-    if attn_mask is not None and isinstance(attn_mask, CausalBias):
-        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+    if attn_mask is not None and is_causal_bias(attn_mask):
+        lower_right = is_lower_right(attn_mask)
         is_causal, attn_mask = _read_causal_bias(attn_mask, query, key, is_causal), None
     leading: Shape | None = None  # axes of the result, where they are not query's
     if not _is_regular(query, key, value, attn_mask, enable_gqa):
@@ -226,7 +226,17 @@ def _workspace(size: int, like: Tensor) -> tuple[Tensor, int]:
     return memory, memory.data_ptr()
 
 
-def _read_causal_bias(mask: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+def is_causal_bias(mask: Any) -> bool:
+    # Its module imports torch._dynamo, and has been imported by who has one.
+    module = sys.modules.get("torch.nn.attention.bias")
+    return type(mask) not in PLAIN and module is not None and isinstance(mask, module.CausalBias)
+
+
+def is_lower_right(mask: Any) -> bool:
+    return bool(mask.variant.name == "LOWER_RIGHT")
+
+
+def _read_causal_bias(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> bool:
     given, right = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
     if is_causal:
         raise ValueError(f"{_NAME}: a CausalBias and is_causal are both given; one is allowed")
