@@ -1,6 +1,7 @@
 # make demo       install into .venv and run a real transformer through anyflash
 # make test       install, build the C++ tests and the emulated GPU, run all tests
 # make test-full  the same with every case of every table
+# make check-more TensorFlow and Paddle, which are large
 # make lint       formatters, type checker, include rules
 # Needs g++ (or clang++), Python 3.10+ with venv, and nothing else; CUDA kernels are built where nvcc is
 # found. Stages and what they may take: CONTRIBUTING.md.
@@ -12,12 +13,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 export PATH := $(BIN):$(PATH)
 EMULATED := $(CURDIR)/build/test/_emulated_sm80.so
 
-.PHONY: demo test test-full install build-test lint check-cpp check-python check-emulator check-sass clean
+.PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
+  check-emulator check-sass clean
 
 demo: install .venv/demo
 	$(BIN)/python -m anyflash demo
 
-test: install build-test lint check-cpp check-sass check-emulator check-python
+test: install build-test lint check-cpp check-sass check-emulator check-python check-oldest
 test-full: export ANYFLASH_TEST_FULL := 1
 test-full: KERNELS := full
 test-full: test
@@ -36,6 +38,15 @@ test-full: test
 
 .venv/test: .venv/demo tests/requirements.txt tests/sass/requirements.txt
 	$(PIP) install -r tests/requirements.txt -r tests/sass/requirements.txt
+	touch $@
+
+.venv/oldest: .venv/test tests/requirements-oldest.txt
+	test -x $@/bin/python || $(PYTHON) -m venv $@
+	$@/bin/python -m pip --disable-pip-version-check -q install -r tests/requirements-oldest.txt
+	touch $@
+
+.venv/more: .venv/test tests/requirements-more.txt
+	$(PIP) install --no-deps -r tests/requirements-more.txt
 	touch $@
 
 # -- build (pip before 23.1, as Debian 12 has it, does not know the short form -C)
@@ -64,6 +75,15 @@ check-emulator: build-test
 
 check-python: install build-test
 	ANYFLASH_EMULATED_SM80=$(EMULATED) $(BIN)/python -m pytest tests/python tests/lint
+
+# The same wheel with the oldest JAX: the package alone is seen there.
+check-oldest: install .venv/oldest
+	mkdir -p build/oldest
+	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" build/oldest/anyflash
+	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/test_jax*.py
+
+check-more: install .venv/more
+	$(BIN)/python -m pytest tests/python/test_tensorflow_and_paddle.py tests/python/test_same_bits.py
 
 clean:
 	rm -rf build .venv

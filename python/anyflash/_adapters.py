@@ -42,6 +42,7 @@ def _of_torch(torch: Any, arrays: tuple[Any, ...], autocast: bool) -> ModuleType
             type(arrays[0]) not in (torch.Tensor, torch.nn.Parameter)
             or torch._C._len_torch_dispatch_stack()
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._is_tracing()
             or torch.autograd.forward_ad._current_level >= 0
         )
         if not (recorded or watched or (autocast and torch._C._is_any_autocast_enabled())):

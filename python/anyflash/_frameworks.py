@@ -117,7 +117,7 @@ class Torch(WithAttributes):
         torch = sys.modules["torch"]
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "requires grad, and anyflash records nothing for autograd yet; use "
+                "requires grad, and nothing is recorded for autograd here; use "
                 f"torch.no_grad(), or detach() the tensor; {gradients}"
             )
         if x.layout is not torch.strided:

@@ -12,6 +12,8 @@ from typing import Any
 
 # The oracle's many small products take ten times as long with two threads on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Frameworks bring OpenMP libraries of their own, whose idle threads would keep the others waiting.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # pytest's importlib mode does not put this folder on the path; the modules here import one another.
 sys.path.insert(0, str(Path(__file__).parent))
 

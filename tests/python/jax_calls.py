@@ -30,8 +30,8 @@ def x64(enabled: bool) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def narrow() -> Iterator[None]:
-    """For every test of a module that imports it."""
-    with x64(False):
+    """For every test of a module that imports it: so, and on the CPU, if nothing else is said."""
+    with x64(False), jax.default_device(jax.devices("cpu")[0]):
         yield
 
 

@@ -228,8 +228,11 @@ def test_jax_tracer(jax: ModuleType, transform: str) -> None:
     def function(q: Any, k: Any, v: Any) -> Any:
         return anyflash.attention(q, k, v).sum()
 
-    with pytest.raises((NotImplementedError, TypeError), match=r"q is a JAX tracer.*jax\.jit"):
-        getattr(jax, transform)(function)(*arrays)
+    traced = getattr(jax, transform)(function)(*arrays)
+    if transform == "grad":
+        assert traced.shape == arrays[0].shape and np.asarray(traced).any()
+    else:
+        assert traced.ravel()[0] == function(*[x.reshape(x.shape[-4:]) for x in arrays])
 
 
 def test_jax_out(jax: ModuleType) -> None:

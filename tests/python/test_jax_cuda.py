@@ -114,12 +114,10 @@ def test_dropout_is_the_same_as_on_the_cpu() -> None:
 def test_packed() -> None:
     given = {name: x[0] for name, x in arrays("float16").items()}
     ends = np.array([0, 4, 4, 30], np.int32), np.array([0, 9, 12, 50], np.int32)
-    right = anyflash.attention_varlen(*widened(given).values(), *ends, 26, 40, causal=True)
-
-    @jax.jit
-    def attend(given: Any, ends: Any) -> Any:
-        return anyflash.jax.attention_varlen(*given.values(), *ends, 26, 40, causal=True)
-
+    ends = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    options = {"max_seqlen_q": 26, "max_seqlen_k": 40, "causal": True}
+    right = anyflash.attention_varlen(**widened(given), **ends, **options)
+    attend = jax.jit(lambda given, ends: anyflash.jax.attention_varlen(**given, **ends, **options))
     near(attend(on_gpu(given), on_gpu(ends)), right, "float16")
 
 
@@ -129,7 +127,7 @@ def test_vmap_and_scan() -> None:
     right = [anyflash.attention(x, given["k"], given["v"]) for x in widened(q)]
     gpu = on_gpu(given | {"q": q})
     attend = jax.jit(jax.vmap(anyflash.jax.attention, in_axes=(0, None, None)))
-    near(attend(*gpu.values()), np.stack(right), "float16")
+    near(attend(gpu["q"], gpu["k"], gpu["v"]), np.stack(right), "float16")
 
     def one(carry: Any, q: Any) -> Any:
         return carry, anyflash.jax.attention(q, gpu["k"], gpu["v"])

@@ -115,7 +115,9 @@ def test_vmap_packed() -> None:
     keys = jnp.array([0, 20, 50], jnp.int32)
 
     def attend(given: Any, ends: Any) -> Any:
-        return anyflash.jax.attention_varlen(*given.values(), ends, keys, 30, 30, causal=True)
+        packed = {"cu_seqlens_q": ends, "max_seqlen_q": 30}
+        packed |= {"cu_seqlens_k": keys, "max_seqlen_k": 30}
+        return anyflash.jax.attention_varlen(**given, **packed, causal=True)
 
     out = jax.vmap(attend)(given, ends)
     for i in range(SIZE):

@@ -288,7 +288,7 @@ def test_modules_are_copied_and_pickled() -> None:
     torch.manual_seed(0)
     model = Block()
     losses = train(copy.deepcopy(model), 20)
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     other = pickle.loads(pickle.dumps(model))
     assert other.attend is attention
     assert train(other, 20) == losses

@@ -210,14 +210,15 @@ def test_make_fx(mode: str) -> None:
 def test_fake_tensors_have_the_shapes_of_real_ones(varlen: bool, asked: Any) -> None:
     """So have those of device meta; also their gradients."""
     options = {"alibi_slopes": random(4), "sinks": random(4).astype(np.float64)}
-    options |= {"bias": random(1, 9, 20) if varlen else random(30, 1), "dropout_p": 0.5}
+    options |= {"bias": random(1, 9, 20) if varlen else random(30, 1)}
+    options |= {"dropout_p": 0.5, "rng_state": (1, 2)}
     call = Call(options, "float16", varlen=varlen)
 
     def shapes(given: dict[str, Any]) -> list[Any]:
         result = call.attend(given, **asked, return_dropout_mask=True)
         leaves = [given[x] for x in LEAVES]
         grads = torch.autograd.grad(result.out.sum() + result.lse.sum(), leaves)
-        tensors = [x for x in (*result, *grads) if x is not None]
+        tensors = [x for x in (*result, *grads) if isinstance(x, torch.Tensor)]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]
 
     real = call.tensors()
@@ -310,3 +311,11 @@ def test_vmap_of_the_operators() -> None:
 
     each = [backward(*x) for x in zip(q, out, lse, strict=True)]
     same(torch.vmap(backward)(q, out, lse), [torch.stack(x) for x in zip(*each, strict=True)])
+
+
+def test_jit_trace() -> None:
+    """The result is no constant."""
+    given = [tensor(2, 5, 2, 8) for _ in range(3)]
+    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v, causal=True), given)
+    other = [x + 1 for x in given]
+    assert torch.equal(traced(*other), attention(*other, causal=True))

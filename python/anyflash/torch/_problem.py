@@ -90,6 +90,7 @@ def is_traced(x: Tensor) -> bool:
         or type(x) not in PLAIN
         or torch._C._len_torch_dispatch_stack() > 0
         or is_in_functorch()
+        or torch._C._is_tracing()
     )
 
 

@@ -126,9 +126,8 @@ def _routed(  # noqa: PLR0917 (as PyTorch's)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if attn_mask is not None and is_causal_bias(
-        attn_mask
-    ):  # which recognizes PyTorch's function by where it stands
+    # A CausalBias recognizes PyTorch's function by where it stands.
+    if attn_mask is not None and is_causal_bias(attn_mask):
         attn_mask = _written_out(attn_mask, query.device)
     newer = {"enable_gqa": True} if enable_gqa else {}  # unknown to PyTorch before 2.5
     result: Tensor = _torch_sdpa(
@@ -156,7 +155,9 @@ def _is_ours(
         return False
     if query.is_nested or key.is_nested or value.is_nested:
         return False
-    if torch._C._is_tracing() or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
+        return False
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
         return False
     device = query.device
     kind, dtype = device.type, query.dtype

@@ -227,9 +227,11 @@ def _workspace(size: int, like: Tensor) -> tuple[Tensor, int]:
 
 
 def is_causal_bias(mask: Any) -> bool:
+    if type(mask) in PLAIN:
+        return False
     # Its module imports torch._dynamo, and has been imported by who has one.
     module = sys.modules.get("torch.nn.attention.bias")
-    return type(mask) not in PLAIN and module is not None and isinstance(mask, module.CausalBias)
+    return module is not None and isinstance(mask, module.CausalBias)
 
 
 def is_lower_right(mask: Any) -> bool:
