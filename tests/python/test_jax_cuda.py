@@ -124,7 +124,8 @@ def test_packed() -> None:
 def test_vmap_and_scan() -> None:
     given = arrays("float16")
     q = np.stack([given["q"], given["q"] * 2])
-    right = [anyflash.attention(x, given["k"], given["v"]) for x in widened(q)]
+    k, v = widened(given["k"]), widened(given["v"])
+    right = [anyflash.attention(x, k, v) for x in widened(q)]
     gpu = on_gpu(given | {"q": q})
     attend = jax.jit(jax.vmap(anyflash.jax.attention, in_axes=(0, None, None)))
     near(attend(gpu["q"], gpu["k"], gpu["v"]), np.stack(right), "float16")

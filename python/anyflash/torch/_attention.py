@@ -251,7 +251,9 @@ def _attend(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{operation}: {argument} {error}") from None
 
-    if window_size is not UNBOUNDED:
+    if torch.compiler.is_compiling():  # bounds may be symbols; the operator looks at numbers
+        window_size = tuple(-1 if bound is None else bound for bound in window_size)
+    elif window_size is not UNBOUNDED:
         window_size = parse("window_size", _options.window, window_size)
     if block_mask is not None:
         block_size = parse("block_size", _options.block_size, block_size)
