@@ -254,8 +254,7 @@ class _Builder:
                 hidden = np.ones(scale.shape, bool)
                 hidden[used[0][seen[0]], seen[1]] = False
                 hidden[all_places(p, p.filled, np.full(len(p.q), p.seqlen_new))[0]] = False
-                # One that is largest would be a unit of the others.
-                scale[hidden] = np.resize(np.float32([np.nan, 1e38, np.inf]), hidden.sum())
+                scale[hidden] = np.nan
 
     def hide(self, name: str, x: Array) -> None:
         if not self.case.poison:

@@ -271,9 +271,8 @@ def test_jax_caches_are_immutable(jax: ModuleType) -> None:
 def test_jax_tracer(jax: ModuleType) -> None:
     given = {name: jax.numpy.asarray(x) for name, x in READS.items()}
     q = given.pop("q")
-    message = r"anyflash\.attention_with_kvcache: q is a JAX tracer.*has no backward"
-    with pytest.raises(NotImplementedError, match=message):
-        jax.jit(lambda x: anyflash.attention_with_kvcache(x, **given))(q)
+    out = jax.jit(lambda x: anyflash.attention_with_kvcache(x, **given))(q)
+    assert (out == anyflash.attention_with_kvcache(q, **given)).all()
 
 
 def test_frameworks_do_not_mix(torch: ModuleType) -> None:
