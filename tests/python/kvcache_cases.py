@@ -236,10 +236,9 @@ class _Builder:
         used = all_places(p, p.first_row, p.lengths)
         unseen = (np.zeros(0, np.int64),) * 3
         if self.case.poison:
-            hides = unseen_keys(dense(p, p.k_cache, p.v_cache))
-            key, head = np.nonzero(hides)
+            problem = dense(p, p.k_cache, p.v_cache)
+            key, head = np.nonzero(unseen_keys(problem))
             unseen = (used[0][key], used[1][key], head)
-            seen = np.nonzero(~hides)
         for name, x in (("k", k), ("v", v)):
             cache, scale = getattr(p, f"{name}_cache"), getattr(p, f"{name}_scale")
             self.hide(name, cache)
@@ -251,10 +250,7 @@ class _Builder:
             self.hide(name, nowhere)
             cache[unseen] = nowhere
             if self.case.poison and scale is not None and scale.ndim == 2:
-                hidden = np.ones(scale.shape, bool)
-                hidden[used[0][seen[0]], seen[1]] = False
-                hidden[all_places(p, p.filled, np.full(len(p.q), p.seqlen_new))[0]] = False
-                scale[hidden] = np.nan
+                scale[np.setdiff1d(np.arange(self.slabs), used[0])] = np.nan
 
     def hide(self, name: str, x: Array) -> None:
         if not self.case.poison:
