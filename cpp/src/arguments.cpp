@@ -33,20 +33,23 @@ void check_rank(const TensorView& t, const char* argument, int rank, const char*
 }
 
 void check_shape(const TensorView& t, const char* argument, std::initializer_list<Axis> axes,
-                 const char* layout, const std::string& why) {
+                 const char* layout, std::string_view why) {
   check_rank(t, argument, static_cast<int>(axes.size()), layout);
+  const auto is_one = [](const Axis& axis) { return axis.broadcast && axis.extent != 1; };
   bool same = true;
-  std::string expected;
-  int i = 0;
+  auto extent = t.shape.begin();
   for (const Axis& axis : axes) {
-    const bool one = axis.broadcast && axis.extent != 1;
-    same &= t.shape[i] == axis.extent || (one && t.shape[i] == 1);
-    expected += (i == 0 ? "" : ", ") + std::to_string(axis.extent) + (one ? " or 1" : "");
-    ++i;
+    same &= *extent == axis.extent || (is_one(axis) && *extent == 1);
+    ++extent;
   }
   if (same) return;
+  std::string expected;
+  for (const Axis& axis : axes) {
+    expected += (expected.empty() ? "" : ", ") + std::to_string(axis.extent) +
+                (is_one(axis) ? " or 1" : "");
+  }
   invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected (" + expected +
-                (t.rank == 1 ? ",)" : ")") + why);
+                (t.rank == 1 ? ",)" : ")") + std::string(why));
 }
 
 void check_device(const TensorView& t, const char* argument, const TensorView& other,

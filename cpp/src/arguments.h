@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <string_view>
 
 #include "anyflash/error.h"
 #include "anyflash/tensor_view.h"
@@ -27,7 +28,7 @@ struct Axis {
 
 // Rank and shape. `why` follows the shape in the message: ", with q's head_dim".
 void check_shape(const TensorView& t, const char* argument, std::initializer_list<Axis> axes,
-                 const char* layout, const std::string& why);
+                 const char* layout, std::string_view why);
 
 void check_device(const TensorView& t, const char* argument, const TensorView& other,
                   const char* other_argument);

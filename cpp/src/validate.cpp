@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <string_view>
 
 #include "arguments.h"
 #include "describe.h"
@@ -64,7 +65,7 @@ void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
   const int64_t columns = q.shape[at.columns];
   const int64_t columns_v = v.shape[at.columns];
   const auto check = [&](const TensorView& t, const char* argument, int64_t n, int64_t heads,
-                         int64_t width, const char* layout, const std::string& why) {
+                         int64_t width, const char* layout, std::string_view why) {
     if (packed) {
       check_shape(t, argument, {{n}, {heads}, {width}}, layout, why);
     } else {

@@ -16,6 +16,7 @@ def forward(
     as_bits: bool,
     options: dict[str, Any] | None,
     allocate: Callable[[int], tuple[Any, int]] | None,
+    heads_first: bool = False,
 ) -> None: ...
 def backward(
     operation: str,

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "anyflash/attention.h"
@@ -42,21 +43,16 @@ PyObject* exception_type(ErrorCode code) {
   return PyExc_RuntimeError;
 }
 
-// Runs an operation; its errors become Python's.
+// Runs an operation; its errors become Python's, with its name, if it has one, in front.
 template <class Function>
-auto translated(const std::string& prefix, const Function& function) {
+auto named(const char* operation, const Function& function) {
   try {
     return function();
   } catch (const Error& error) {
+    const std::string prefix = operation == nullptr ? "" : std::string(operation) + ": ";
     PyErr_SetString(exception_type(error.code()), (prefix + error.what()).c_str());
     throw nb::python_error();
   }
-}
-
-// With the operation's name in front of its errors.
-template <class Function>
-auto named(const char* operation, const Function& function) {
-  return translated(std::string(operation) + ": ", function);
 }
 
 // Memory for one call on the CPU.
@@ -108,14 +104,28 @@ struct Options {
   std::vector<Array> arrays;
 };
 
+// (batch, heads, seqlen, columns) as (batch, seqlen, heads, columns), or back.
+void swap_heads_and_rows(TensorView& view) {
+  if (view.rank != 4) return;
+  std::swap(view.shape[1], view.shape[2]);
+  std::swap(view.stride[1], view.stride[2]);
+}
+
+// heads_first: q, k, v and out are (batch, heads, seqlen, columns).
 void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                  nb::handle lse, std::optional<double> softmax_scale, bool causal,
-                 std::uintptr_t stream, bool as_bits, nb::handle given, nb::handle allocate_gpu) {
+                 std::uintptr_t stream, bool as_bits, nb::handle given, nb::handle allocate_gpu,
+                 bool heads_first) {
   named(operation, [&] {
-    const Array q_array = import_array(q, "q", as_bits, false);
-    const Array k_array = import_array(k, "k", as_bits, false);
-    const Array v_array = import_array(v, "v", as_bits, false);
-    const Array out_array = import_array(out, "out", as_bits, true);
+    Array q_array = import_array(q, "q", as_bits, false);
+    Array k_array = import_array(k, "k", as_bits, false);
+    Array v_array = import_array(v, "v", as_bits, false);
+    Array out_array = import_array(out, "out", as_bits, true);
+    if (heads_first) {
+      for (Array* const array : {&q_array, &k_array, &v_array, &out_array}) {
+        swap_heads_and_rows(array->view);
+      }
+    }
     Array lse_array;
     if (!lse.is_none()) lse_array = import_array(lse, "lse", false, true);
     const TensorView* const lse_view = lse.is_none() ? nullptr : &lse_array.view;
@@ -270,8 +280,8 @@ void named_check(const char* operation, const char* function, const nb::dict& te
   named(operation, [&] { check_call(function, tensors, numbers); });
 }
 
-nb::tuple translated_describe(nb::handle object) {
-  return translated("", [&] { return describe(object); });
+nb::tuple named_describe(nb::handle object) {
+  return named(nullptr, [&] { return describe(object); });
 }
 
 nb::object named_new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {
@@ -286,7 +296,7 @@ NB_MODULE(_core, m) {
   using namespace anyflash::python;
   m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "as_bits"_a, "options"_a.none(),
-        "allocate"_a.none());
+        "allocate"_a.none(), "heads_first"_a = false);
   m.def("backward", &run_backward, "operation"_a, "tensors"_a, "softmax_scale"_a.none(), "causal"_a,
         "stream"_a, "as_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
   m.def("forward_with_kvcache", &run_forward_with_kvcache, "operation"_a, "tensors"_a,
@@ -297,7 +307,7 @@ NB_MODULE(_core, m) {
         "writes"_a);
   m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
         "lse_b"_a, "out"_a, "lse"_a, "as_bits_in"_a, "as_bits_out"_a, "stream"_a);
-  m.def("describe", &translated_describe, "array"_a);
+  m.def("describe", &named_describe, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
   m.def("check_call", &named_check, "operation"_a, "function"_a, "tensors"_a, "numbers"_a);
   m.def("xla_handlers", &xla_handlers);

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from anyflash import _options
 from anyflash._forward import AttentionResult
@@ -19,9 +18,8 @@ from anyflash.torch._problem import (
     Asked,
     Problem,
     differentiable,
-    is_in_functorch,
-    is_traced,
 )
+from anyflash.torch._watched import is_in_functorch, is_recorded, is_traced
 
 _DENSE = (None, None, 0, 0, False)
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -352,11 +350,8 @@ def _run(p: Problem, asked: Asked) -> Any:
     if is_traced(p.q) and not in_functorch:
         # With the LSE, which the gradients need.
         return torch.ops.anyflash.forward(*p, *_with_lse(asked))
-    recorded = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in differentiable(p)
-    )
     # A Function refuses dual tensors of forward mode.
-    if recorded or in_functorch or forward_ad._current_level >= 0:
+    if in_functorch or is_recorded(*differentiable(p)):
         asked = _with_lse(asked)
         if in_functorch:
             return apply(TransformedAttention, *p, *asked)

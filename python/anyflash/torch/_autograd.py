@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from anyflash.torch import _problem, _recompute, _vmap
-from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Asked, Problem, is_traced
+from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Asked, Problem
+from anyflash.torch._watched import is_traced
 
 Grads = tuple[Tensor | None, ...]
 Context = Any  # torch's, of a Function or an operator

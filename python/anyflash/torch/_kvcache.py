@@ -11,7 +11,7 @@ from anyflash import _kvcache
 from anyflash._options import NO_SOFTCAP, UNBOUNDED
 from anyflash.torch._attention import as_dtype, check_tensor
 from anyflash.torch._ops import define, lse_shape, or_empty
-from anyflash.torch._problem import is_traced
+from anyflash.torch._watched import is_traced
 
 _OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (

@@ -10,9 +10,10 @@ from torch import Tensor
 from anyflash import _options
 from anyflash._backward import Backward
 from anyflash._forward import Forward
+from anyflash._options import NO_DROPOUT, NO_SOFTCAP
+from anyflash.torch import _direct
 
 _SIGN = 1 << 63
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Problem(NamedTuple):
@@ -76,24 +77,6 @@ ASKED_SCHEMA = (
 )
 
 
-def is_in_functorch() -> bool:
-    """Whether a transformation of torch.func is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_traced(x: Tensor) -> bool:
-    """Whether someone else than autograd looks at what is done with x: torch.compile, torch.func,
-    a mode, a subclass. Then work must be done by operators."""
-    return (
-        torch.compiler.is_compiling()
-        or x.is_meta
-        or type(x) not in PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or is_in_functorch()
-        or torch._C._is_tracing()
-    )
-
-
 def to_int64(word: int) -> int:
     """The same 64 bits with a sign."""
     return word - (word & _SIGN) * 2
@@ -126,8 +109,26 @@ def _given(call: Forward | Backward, p: Problem) -> None:
         call.dropout(p.dropout_p, None, words if p.rng_state is None else p.rng_state)
 
 
+def _has_no_options(p: Problem, asked: Asked) -> bool:
+    """But for the scale, causal and a window."""
+    return (
+        p.bias is p.sinks is p.alibi_slopes is p.block_mask is p.seqused_k is p.rng_state is None
+        and p.cu_seqlens_q is p.cu_seqlens_k is None
+        and asked.out_dtype is None
+        and p.dropout_p is NO_DROPOUT
+        and p.softcap is NO_SOFTCAP
+        and not (asked.max_logits or asked.dropout_mask)
+    )
+
+
 def forward(p: Problem, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, lse, max_logits, dropout_mask), None where not asked for."""
+    if _has_no_options(p, asked) and _direct.is_direct(p.q, p.k, p.v, p.softmax_scale):
+        window = (p.window_left, p.window_right)
+        out, lse = _direct.forward(
+            operation(p), p.q, p.k, p.v, None, p.softmax_scale, p.causal, window, asked.lse
+        )
+        return out, lse, None, None
     call = Forward(operation(p), p.q, p.k, p.v, 3 if is_packed(p) else 4)
     _given(call, p)
     result = call.run(

@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from anyflash import _core
 from anyflash._options import NO_DROPOUT, UNBOUNDED
+from anyflash.torch import _direct
 from anyflash.torch._attention import attention
-from anyflash.torch._problem import PLAIN, is_traced
+from anyflash.torch._direct import is_direct
+from anyflash.torch._watched import PLAIN, is_recorded
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
-_HALF = (torch.float16, torch.bfloat16)
-# This export synchronizes nothing: kernels run on PyTorch's current stream.
-_export = torch._C._to_dlpack
-DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 Shape = tuple[int, ...]
 
 
@@ -108,21 +104,27 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
             key, value = key[:, :, :beyond], value[:, :, :beyond]
     if dropout_p and not 0 < dropout_p <= 1:
         raise RuntimeError(f"{_NAME}: dropout_p is {dropout_p}; 0 <= dropout_p <= 1 is allowed")
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if not dropout_p and _is_direct(q, k, v, attn_mask, scale):
-        out = _direct(q, k, v, attn_mask, scale, causal=is_causal, window=window)
+    if (
+        not dropout_p
+        and is_direct(query, key, value, scale)
+        and (attn_mask is None or _is_plain(attn_mask))
+        and not is_recorded(query, key, value, attn_mask)
+        and not torch.is_autocast_enabled(query.device.type)
+    ):
+        out, _ = _direct.forward(
+            _NAME, query, key, value, attn_mask, scale, is_causal, window, False, True
+        )
     else:
         out = attention(
-            q,
-            k,
-            v,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             softmax_scale=scale,
             causal=is_causal,
             window_size=window,
             bias=attn_mask,
             dropout_p=dropout_p if 0 < dropout_p < 1 else NO_DROPOUT,
-        )
-    out = out.transpose(1, 2)
+        ).transpose(1, 2)
     if dropout_p == 1:
         out = torch.nn.functional.dropout(out, 1.0)
     return out if leading is None else out.view(*leading, *out.shape[2:])
@@ -167,63 +169,8 @@ def _fits(mask: Tensor, full: Shape) -> bool:
     return True
 
 
-def _is_direct(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: Any) -> bool:
-    """Whether nothing but the kernel has a part in it: no gradients, modes, casts, errors."""
-    device = q.device.type
-    if is_traced(q) or device not in DTYPES or q.dtype not in DTYPES[device]:
-        return False
-    for x in (q, k, v) if mask is None else (q, k, v, mask):
-        if type(x) not in PLAIN or x.requires_grad or x.is_neg():
-            return False
-    return (
-        (scale is None or (type(scale) is float and math.isfinite(scale)))
-        and not torch.is_autocast_enabled(device)
-        and forward_ad._current_level < 0
-    )
-
-
-def _direct(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    *,
-    causal: bool,
-    window: tuple[int, int],
-) -> Tensor:
-    """What :func:`attention` comes to. Its many options take longer to read than a small attention
-    to compute."""
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    options: dict[str, Any] = {}
-    if window is not UNBOUNDED:
-        options["window"] = window
-    if mask is not None:  # older exports do not know bool
-        options["bias"] = (
-            _export(mask.view(torch.uint8) if mask.dtype is torch.bool else mask),
-            False,
-        )
-    device = q.device
-    _core.forward(
-        _NAME,
-        _export(q),
-        _export(k),
-        _export(v),
-        _export(out),
-        None,
-        scale,
-        causal,
-        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
-        False,
-        options or None,
-        lambda size: _workspace(size, out),
-    )
-    return out
-
-
-def _workspace(size: int, like: Tensor) -> tuple[Tensor, int]:
-    memory = torch.empty(size, dtype=torch.uint8, device=like.device)
-    return memory, memory.data_ptr()
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in PLAIN and not x.is_neg()
 
 
 def is_causal_bias(mask: Any) -> bool:

@@ -1,0 +1,41 @@
+"""Who looks at what is done with a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_in_functorch() -> bool:
+    """Whether a transformation of torch.func is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether someone else than autograd looks at what is done with x: torch.compile, torch.func,
+    a mode, a subclass. Then work must be done by operators."""
+    return (
+        torch.compiler.is_compiling()
+        or x.is_meta
+        or type(x) not in PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or is_in_functorch()
+        or torch._C._is_tracing()
+    )
+
+
+def is_recorded(*tensors: Any) -> bool:
+    """Whether autograd wants to know what is done with one of them, tensors or not."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    for x in tensors:  # noqa: SIM110 (any() is slower)
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
