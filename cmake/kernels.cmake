@@ -22,6 +22,10 @@ set(ANYFLASH_SM80_HEAD_DIMS_minimal 64 128)
 # rounded up to one of these.
 set(ANYFLASH_SM80_DECODE_HEAD_DIMS 64 128 256)
 
+# Which units have one more kernel, for GPUs with 99 KB of shared memory, and what it does.
+set(ANYFLASH_SM80_COMPACT_forward_256 PlainVariant)
+set(ANYFLASH_SM80_COMPACT_backward_192 GenericScores)
+
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
 
@@ -124,6 +128,14 @@ function(anyflash_generate_kernels output folder)
     foreach(op IN LISTS ops)
       set(unit sm80_${op}_${dtype}_d${head_dims})
       set(file "${folder}/${unit}.${ARG_EXTENSION}")
+      set(compact_row "")
+      if(ANYFLASH_SM80_COMPACT_${op}_${head_dims})
+        set(variant sm80::${ANYFLASH_SM80_COMPACT_${op}_${head_dims}})
+        set(
+          compact_row
+          "    sm80::${op}_row<${element}, ${head_dim}, ${head_dim_v}, ${variant}, true>(\n        \"${unit}_compact\"),\n"
+        )
+      endif()
       configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
       list(APPEND sources "${file}")
       string(APPEND declarations "extern const KernelRows ${unit};\n")

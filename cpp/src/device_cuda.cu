@@ -21,12 +21,19 @@ std::string missing_device(cudaError_t status) {
   int driver = 0;
   cudaDriverGetVersion(&driver);
   cudaGetLastError();  // the failure is reported here and not by the next call
-  if (driver == 0) return "no NVIDIA driver is installed on this machine";
+  const std::string needed = version_string(CUDART_VERSION);
+  if (driver == 0) {
+    return "no NVIDIA driver is installed on this machine; arrays on a GPU need one that supports "
+           "CUDA " +
+           needed;
+  }
   if (status == cudaErrorInsufficientDriver) {
     return "the NVIDIA driver supports CUDA up to " + version_string(driver) +
-           ", but this build of anyflash needs CUDA " + version_string(CUDART_VERSION);
+           ", but this build of anyflash needs CUDA " + needed +
+           "; update the driver, or build anyflash with the older toolkit";
   }
-  return std::string("no CUDA device can be used: ") + cudaGetErrorString(status);
+  return std::string("no CUDA device can be used: ") + cudaGetErrorString(status) +
+         "; nvidia-smi and CUDA_VISIBLE_DEVICES say which there are";
 }
 
 void check(cudaError_t status, const char* what) {

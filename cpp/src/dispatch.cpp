@@ -61,7 +61,10 @@ bool is_closer(const Problem& problem, const KernelRow& a, const KernelRow& b) {
   const int columns_a = a.head_dim + a.head_dim_v;
   const int columns_b = b.head_dim + b.head_dim_v;
   if (columns_a != columns_b) return columns_a < columns_b;
-  return feature_names(a.features).size() < feature_names(b.features).size();
+  const std::size_t features_a = feature_names(a.features).size();
+  const std::size_t features_b = feature_names(b.features).size();
+  if (features_a != features_b) return features_a < features_b;
+  return a.smem_bytes > b.smem_bytes;  // the larger tiles
 }
 
 const KernelRow& select_cpu(const Problem& problem) {
@@ -182,6 +185,17 @@ bool built_for(int compute_capability) {
   return false;
 }
 
+namespace {
+
+std::string remedy(int compute_capability) {
+  constexpr int kOldest = 80;
+  if (compute_capability < kOldest) return "GPUs of compute capability 8.0 or later can be used";
+  return "build it with ANYFLASH_ARCHS=" + std::to_string(compute_capability) +
+         ", or install a newer release";
+}
+
+}  // namespace
+
 void check_built_for(int index) {
   const DeviceProperties& device = device_properties(index);
   const int cc = device.compute_capability;
@@ -189,7 +203,8 @@ void check_built_for(int index) {
   throw Error(ErrorCode::kUnsupported, "CUDA device " + std::to_string(index) + " (" + device.name +
                                            ") has compute capability " + std::to_string(cc / 10) +
                                            "." + std::to_string(cc % 10) +
-                                           "; this build holds code for " + built_archs());
+                                           "; this build holds code for " + built_archs() + "; " +
+                                           remedy(cc));
 }
 
 const char* name(Op op) {

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyflash
+from anyflash import _doctor
 
 NEXT_COMMANDS = (
     ("python -m anyflash demo", "search sentences with a real transformer (all-MiniLM-L6-v2)"),
+    ("python -m anyflash doctor", "what a bug report needs, and whether attention computes here"),
     ("python -m anyflash --json", "these facts, for a program"),
 )
 
@@ -85,12 +87,13 @@ def _machine(info: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def overview(info: dict[str, Any]) -> str:
+def overview(info: dict[str, Any], commands: bool = True) -> str:
     """The text that `python -m anyflash` prints."""
     lines = [f"anyflash {info['version']}"]
     for title, facts in (("built", _built(info)), ("this machine", _machine(info))):
         lines += ["", title, *(f"  {name:<9}{value}".rstrip() for name, value in facts)]
-    lines += ["", "next", *(f"  {row}" for row in _table(NEXT_COMMANDS))]
+    if commands:
+        lines += ["", "next", *(f"  {row}" for row in _table(NEXT_COMMANDS))]
     return "\n".join(lines)
 
 
@@ -119,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("sentences", nargs="*", metavar="SENTENCE", help="default: a built-in set")
     demo.add_argument("--query", metavar="TEXT", help="default: the first of your sentences")
     demo.add_argument("--top", type=_positive, default=5, metavar="N", help="default: 5")
+    commands.add_parser(
+        "doctor",
+        help="what a bug report needs, and whether attention computes here",
+        description="Print what is built, this machine, packages and variables that matter, and "
+        "the result of a small attention on the CPU (with NumPy) and on every GPU (with PyTorch). "
+        "The exit status is 1 if one of them is wrong.",
+    )
     return parser
 
 
@@ -142,6 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error("demo: give --query TEXT, or at least two sentences")
         return demo.run(sentences, query, arguments.top)
     info = anyflash.build_info()
+    if arguments.command == "doctor":
+        text, good = _doctor.report(info)
+        print(overview(info, commands=False), text, sep="\n\n")
+        return 0 if good else 1
     print(json.dumps(info, indent=2) if arguments.json else overview(info))
     return 0
 

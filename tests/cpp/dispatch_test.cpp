@@ -40,6 +40,8 @@ constexpr KernelRow kRows[] = {
     sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
     cpu_row("cpu_backward", Op::kBackward),
     sm80_row("d256_generic", 256, 256, kAllFeatures, 160000),
+    sm80_row("d192_compact", 192, 192, kNoFeatures, 90000),
+    sm80_row("d192", 192, 192, kNoFeatures, 120000),
     sm80_row("d256", 256, 256, kNoFeatures, 150000),
     sm80_row("d128_generic", 128, 128, kAllFeatures, 90000),
     sm80_row("d128_softcap", 128, 128, kSoftcap, 80000),
@@ -109,7 +111,8 @@ void check_choice() {
   CHECK_EQ(selected(65, 64, 0), "d128");
   CHECK_EQ(selected(64, 65, 0), "d128");
   CHECK_EQ(selected(192, 128, 0), "d192_v128");
-  CHECK_EQ(selected(128, 192, 0), "d256");
+  CHECK_EQ(selected(128, 192, 0), "d192");
+  CHECK_EQ(selected(200, 192, 0), "d256");
   // The fewest features that do, of the smallest head dims that do.
   CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");
   CHECK_EQ(selected(64, 64, kSoftcap | kBias), "d128_generic");
@@ -159,7 +162,8 @@ void check_errors() {
   gpu.smem_per_block = 101376;
   check_error(256, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "head dim is 256; the forward kernels of this build for float16 that fit test GPU's "
-              "101376 bytes of shared memory take head dims up to 128");
+              "101376 bytes of shared memory take head dims up to 192");
+  CHECK_EQ(selected(192, 192, 0), "d192_compact");
   check_error(192, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "head dim is 192; the backward kernels of this build for float16 that fit test "
               "GPU's 101376 bytes of shared memory take head dims up to 128",
@@ -176,7 +180,11 @@ void check_errors() {
   gpu.compute_capability = 75;
   check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "CUDA device 0 (test GPU) has compute capability 7.5; this build holds code for "
-              "sm_80");
+              "sm_80; GPUs of compute capability 8.0 or later can be used");
+  gpu.compute_capability = 103;
+  check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "this build holds code for sm_80; build it with ANYFLASH_ARCHS=103, or install a "
+              "newer release");
 }
 
 // Which features a problem asks for.

@@ -57,7 +57,9 @@ class Row(NamedTuple):
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
-    variant: str = "plain"  # or "scored", "generic"; of decoding on a GPU "m16", "m32_8bit", ...
+    variant: str = (
+        "plain"  # or "scored", "generic", "compact"; of decoding on a GPU "m16", "m32_8bit", ...
+    )
 
     @classmethod
     def parse(cls, name: str) -> Row:
@@ -183,6 +185,7 @@ class Backend:
     device: tuple[int, int]
     isa: str = "auto"  # what options.cpu_isa asks for
     arch: str = ""  # of the kernels that must then run
+    expected: str = ""  # the one that must, where it is not the one that row() would find
 
     @property
     def is_cpu(self) -> bool:
@@ -206,7 +209,10 @@ class Backend:
         def size(row: Row) -> tuple[int, int]:
             return row.head_dim + row.head_dim_v, VARIANTS.index(row.variant)
 
-        fitting = [row for row in self.rows(op) if row.dtype == dtype and fits(row)]
+        rows = [row for row in self.rows(op) if row.dtype == dtype]
+        if self.expected:
+            return next(row for row in rows if row.name == self.expected)
+        fitting = [row for row in rows if row.variant != "compact" and fits(row)]
         return min(fitting, key=size, default=None)
 
     def options(self, **fields: Any) -> Options:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import capi
 import pytest
-from cases import Case
+from capi import Backend
+from cases import Bias, Blocks, Case, Features, Packed
+from gradient_case import GradientCase
+from running import verify
+from running_backward import verify_backward
 
 A100_SMEM = 166912
 SMALL_SMEM = 101376  # compute capability 8.6 and 8.9
@@ -48,16 +53,62 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
 
 
 def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None:
-    """The generic kernels need less shared memory than the plain ones, and can stand in."""
-    emulated.emu_set_options(0, -1, SMALL_SMEM)
-    assert run(128) == {"sm80_forward_f16_d128"}
-    assert run(256) == {"sm80_forward_f16_d256_generic"}
     emulated.emu_set_options(0, -1, 1 << 15)
     with pytest.raises(
         capi.CallError, match=r"head dim is 256.*32768 bytes.*up to (64|96)"
     ) as caught:
         run(256)
     assert caught.value.status == capi.UNSUPPORTED
+
+
+@pytest.fixture
+def small_gpu(emulated: ctypes.CDLL) -> Backend:
+    emulated.emu_set_options(0, -1, SMALL_SMEM)
+    return capi.backend("emulated-sm80")
+
+
+@pytest.mark.parametrize("head_dim", [192, 250, 256])
+@pytest.mark.parametrize("name", ["plain", "causal", "packed", "features"])
+def test_forward_on_99_kilobytes(small_gpu: Backend, name: str, head_dim: int) -> None:
+    """The largest head dims have tiles of their own."""
+    features = {
+        "packed": Features(packed=Packed((70, 0, 33), (90, 5, 64)), window=(30, 10)),
+        "features": Features(bias=Bias(axes="hk"), dropout_p=0.3),
+    }
+    kernel = {"features": "_generic"}.get(name, "" if head_dim == 192 else "_compact")
+    case = Case("small", "fp16", 2, 70, 200, 4, 2, head_dim, 128 if head_dim == 192 else 0)
+    case = replace(case, causal=name == "causal", features=features.get(name, Features()))
+    dims = "192_128" if head_dim == 192 else "256"
+    verify(replace(small_gpu, expected=f"sm80_forward_f16_d{dims}{kernel}"), case)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "features",
+    [
+        Features(),
+        Features(softcap=2.0, alibi="h", bias=Bias(axes="hk"), sinks="normal"),
+        Features(dropout_p=0.3, seed=3, offset=9),
+        Features(packed=Packed((70, 0, 33), (90, 5, 64)), window=(30, 10)),
+        Features(blocks=Blocks()),
+    ],
+    ids=["plain", "scores", "dropout", "packed", "blocks"],
+)
+def test_backward_on_99_kilobytes(
+    small_gpu: Backend, features: Features, deterministic: bool
+) -> None:
+    case = Case("small", "fp16", 1, 70, 90, 4, 2, 192, causal=True, features=features)
+    backend = replace(small_gpu, expected="sm80_backward_f16_d192_compact")
+    verify_backward(backend, GradientCase(case, deterministic=deterministic))
+
+
+def test_usual_tiles_on_99_kilobytes(small_gpu: Backend) -> None:
+    case = Case("small", "fp16", 1, 70, 90, 4, 2, 128)
+    verify(replace(small_gpu, expected="sm80_forward_f16_d128"), case)
+    generic = replace(small_gpu, expected="sm80_backward_f16_d128_generic")
+    verify_backward(generic, GradientCase(case))
+    with pytest.raises(capi.CallError, match=r"head dim is 256.*101376 bytes.*up to 192"):
+        verify_backward(small_gpu, GradientCase(replace(case, d=256)))
 
 
 class Counters(ctypes.Structure):

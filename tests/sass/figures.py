@@ -58,6 +58,7 @@ class KernelKey(NamedTuple):
     head_dim_v: int
     features: tuple[str, ...]
     block_m: int = 0  # of decoding kernels, which are there for several
+    compact: bool = False  # for GPUs with less shared memory
 
 
 # By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h).
@@ -82,19 +83,22 @@ def kernel_key(mangled: str) -> KernelKey | None:
         return KernelKey("decode", DTYPES[element], int(dim), int(dim), features, int(block_m))
     found = re.search(
         r"sm80\d+(forward|backward)_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
-        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E.*?\d+(Plain|Scored|Generic)(?:Variant|Scores)",
+        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)ELb[01]ELb([01])E.*?"
+        r"\d+(Plain|Scored|Generic)(?:Variant|Scores)",
         mangled,
     )
     if not found:
         return None
-    op, element, head_dim, head_dim_v, variant = found.groups()
-    return KernelKey(op, DTYPES[element], int(head_dim), int(head_dim_v), FEATURES[variant])
+    op, element, head_dim, head_dim_v, compact, variant = found.groups()
+    dims = int(head_dim), int(head_dim_v)
+    return KernelKey(op, DTYPES[element], *dims, FEATURES[variant], compact=compact == "1")
 
 
 def row_key(row: Row) -> KernelKey:
     dims = row["head_dim"], row["head_dim_v"]
     block_m = row["block_m"] if row["op"] == "decode" else 0
-    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m)
+    compact = row["name"].endswith("_compact")
+    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, compact)
 
 
 def plain_name(name: str) -> str:

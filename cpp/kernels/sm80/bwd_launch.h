@@ -125,9 +125,9 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Scores>
+template <class Element, int kHeadDim, int kHeadDimV, class Scores, bool kCompact = false>
 constexpr KernelRow backward_row(const char* name) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric>;
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, kCompact>;
   using RowTraits = RowPassTraits<Element, kHeadDim, kHeadDimV>;
   return KernelRow{
       name,

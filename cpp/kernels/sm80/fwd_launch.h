@@ -41,9 +41,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
 
 inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Variant>
+template <class Element, int kHeadDim, int kHeadDimV, class Variant, bool kCompact = false>
 constexpr KernelRow forward_row(const char* name) {
-  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant::kGeneric>;
+  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant::kGeneric, kCompact>;
   return KernelRow{
       name,
       Arch::kSm80,

@@ -46,6 +46,11 @@ constexpr BackwardTile generic_backward_tile(int head_dim) {
   return {{64, 64, 8}, 4, key_warps, key_warps, head_dim <= 96 ? 2 : 1};
 }
 
+// For the 99 KB of consumer GPUs (compute capability 8.6, 8.9 and 12.0), where what stands above
+// does not fit: the plain forward of head dim 256, the generic backward of 192.
+constexpr Tile compact_forward_tile() { return {64, 64, 4}; }
+constexpr BackwardTile compact_backward_tile() { return {{64, 32, 4}, 4, 2, 2, 1}; }
+
 // Decoding: tiles of 16, 32 or 64 rows, which are queries and heads of one group. Warps that share
 // their rows (key_warps) each take some keys of a tile.
 struct DecodeTile {

@@ -65,13 +65,14 @@ using QuadKeyOrder =
 template <int kBlockN>
 using PlainKeyOrder = cute::Layout<cute::Int<kBlockN>>;
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric>
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kCompact>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr Tile kTile =
-      kGeneric ? generic_forward_tile(kHeadDim, kHeadDimV) : forward_tile(kHeadDim, kHeadDimV);
+  static constexpr Tile kTile = kCompact   ? compact_forward_tile()
+                                : kGeneric ? generic_forward_tile(kHeadDim, kHeadDimV)
+                                           : forward_tile(kHeadDim, kHeadDimV);
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
