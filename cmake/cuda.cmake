@@ -1,14 +1,19 @@
 # Toolkit discovery, target architectures and flags.
 #
 #   ANYFLASH_CUDA    AUTO (default): build CUDA kernels if nvcc is found. ON: it must be. OFF: CPU only.
-#   ANYFLASH_ARCHS   as CMAKE_CUDA_ARCHITECTURES: 80-real is machine code, 80-virtual PTX, 80 both.
-#                    Default: machine code for the GPUs of this machine, else 80.
+#   ANYFLASH_ARCHS   as CMAKE_CUDA_ARCHITECTURES: 80-real is machine code, 80-virtual PTX, 80 both;
+#                    or `release`, what released wheels hold. Default: machine code for the GPUs of
+#                    this machine, else 80.
 
 set(ANYFLASH_CUDA AUTO CACHE STRING "Build CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE ANYFLASH_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ANYFLASH_ARCHS "" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
 set(ANYFLASH_KERNEL_SET full CACHE STRING "Kernels to build: full, ci, or minimal for development")
 set_property(CACHE ANYFLASH_KERNEL_SET PROPERTY STRINGS full ci minimal)
+
+# Machine code also runs on later GPUs of the same major version: 80's on 8.6 and 8.9. PTX is compiled
+# by the driver, for what comes after.
+set(ANYFLASH_RELEASE_ARCHS 80-real 90-real 100-real 120-real 80-virtual)
 
 # nvcc from the PyPI packages nvidia-cuda-nvcc etc. (13.x) of the build environment.
 function(anyflash_find_pypi_nvcc output)
@@ -82,6 +87,9 @@ endmacro()
 # each would take 60 s.
 function(anyflash_cuda_archs archs_output options_output)
   set(requested ${ANYFLASH_ARCHS})
+  if(requested STREQUAL "release")
+    set(requested ${ANYFLASH_RELEASE_ARCHS})
+  endif()
   if(NOT requested)
     execute_process(
       COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
@@ -104,7 +112,8 @@ function(anyflash_cuda_archs archs_output options_output)
     if(NOT arch MATCHES "^([0-9]+)(-real|-virtual)?$" OR CMAKE_MATCH_1 LESS 80)
       message(
         FATAL_ERROR
-        "ANYFLASH_ARCHS has '${arch}'; 80 or later is allowed, alone or with -real or -virtual"
+        "ANYFLASH_ARCHS has '${arch}'; 'release', or 80 and later are allowed, these alone or with "
+        "-real or -virtual"
       )
     endif()
     set(number ${CMAKE_MATCH_1})

@@ -1,0 +1,188 @@
+"""A wheel as users get it: its name, what it holds, and in empty environments.
+
+    python -m pip install -r tests/wheel/requirements.txt
+    python -m pytest tests/wheel --wheel build/dist/anyflash-*.whl
+
+The environments are made with the Python that runs the tests, and packages come from the index.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
+
+ROOT = Path(__file__).parents[2]
+MOST_BYTES = 100_000_000
+NEEDED = re.compile(
+    r"lib(c|m|gcc_s|pthread|dl|rt|anyflash|gomp)(-[0-9a-f]+)?\.so(\.[\d.]+)?|ld-linux-.*\.so\.\d"
+)
+TORCH_CPU = ("torch", "numpy")
+
+
+def version() -> str:
+    found = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def libraries(unpacked: Path) -> dict[str, Path]:
+    return {path.name: path for path in unpacked.glob("anyflash/**/*.so*") if path.is_file()}
+
+
+def dynamic(path: Path, tag: str) -> list[str]:
+    """The strings of all entries DT_`tag`."""
+    with path.open("rb") as file:
+        section = ELFFile(file).get_section_by_name(".dynamic")
+        assert isinstance(section, DynamicSection)
+        attribute = tag.lower()
+        return [getattr(x, attribute) for x in section.iter_tags(f"DT_{tag}")]
+
+
+def exported(path: Path) -> set[str]:
+    with path.open("rb") as file:
+        section = ELFFile(file).get_section_by_name(".dynsym")
+        assert isinstance(section, SymbolTableSection)
+        return {
+            symbol.name
+            for symbol in section.iter_symbols()
+            if symbol["st_shndx"] != "SHN_UNDEF" and symbol["st_info"]["bind"] != "STB_LOCAL"
+        }
+
+
+def test_name(wheel: Path) -> None:
+    """One file for every CPython from 3.10 on, and for older systems than the one that built it."""
+    pattern = rf"anyflash-{re.escape(version())}-cp310-abi3-(manylinux_2_\d+_\w+\.?)+\.whl"
+    assert re.fullmatch(pattern, wheel.name)
+
+
+def test_size(wheel: Path) -> None:
+    assert wheel.stat().st_size <= MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "anyflash/py.typed",
+        "anyflash/_core.abi3.so",
+        "anyflash/lib/libanyflash.so*",
+        "anyflash-*.dist-info/licenses/LICENSE",
+    ],
+)
+def test_holds(unpacked: Path, pattern: str) -> None:
+    assert list(unpacked.glob(pattern))
+
+
+def test_holds_nothing_else(unpacked: Path) -> None:
+    """No sources of kernels, no caches, no tests."""
+    for path in unpacked.rglob("*"):
+        assert path.suffix not in {".cu", ".cpp", ".pyc", ".o"}, path
+        assert path.name != "tests", path
+
+
+def test_needs_no_standard_library_of_the_system(unpacked: Path) -> None:
+    """But for the C library; above all not libstdc++, of which a program may have loaded an older
+    one."""
+    found = libraries(unpacked)
+    assert "_core.abi3.so" in found
+    for path in found.values():
+        for name in dynamic(path, "NEEDED"):
+            assert NEEDED.fullmatch(name), f"{path.name} needs {name}"
+        for runpath in dynamic(path, "RUNPATH") + dynamic(path, "RPATH"):
+            assert all(entry.startswith("$ORIGIN") for entry in runpath.split(":") if entry)
+
+
+def test_shows_no_standard_library(unpacked: Path) -> None:
+    """A second libstdc++ in a process is harmless as long as nobody can see it."""
+    found = libraries(unpacked)
+    assert exported(found["_core.abi3.so"]) == {"PyInit__core"}
+    (library,) = [path for name, path in found.items() if name.startswith("libanyflash")]
+    shown = exported(library)
+    assert "anyflash_forward" in shown
+    assert not {name for name in shown if "anyflash" not in name}
+
+
+def run(python: Path, *command: str) -> str:
+    done = subprocess.run(
+        [python, *command], capture_output=True, text=True, cwd=python.parent, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment(folder: Path, wheel: Path, *packages: str) -> Path:
+    """Its Python."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    pip = ("-m", "pip", "--disable-pip-version-check", "install", "-q", "--only-binary=:all:")
+    run(python, *pip, str(wheel), *packages)
+    return python
+
+
+# The result of uniform attention is the mean of the values.
+NUMPY = """
+import numpy as np, anyflash
+q = np.zeros((1, 3, 2, 8), np.float32)
+v = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
+out = anyflash.attention(q, q, v)
+assert np.allclose(out, v.mean(1, keepdims=True), atol=1e-6)
+"""
+TORCH = """
+v = torch.randn(1, 3, 2, 8, requires_grad=True)
+q = torch.zeros(1, 3, 2, 8)
+out = anyflash.torch.attention(q, q, v)
+assert torch.allclose(out, v.mean(1, keepdim=True).expand_as(v), atol=1e-6)
+out.sum().backward()
+assert torch.allclose(v.grad, torch.ones_like(v), atol=1e-5)
+assert str(torch.ops.anyflash.forward.default._schema)
+"""
+JAX = """
+import jax, anyflash.jax
+v = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
+q = jax.numpy.zeros_like(v)
+total = lambda v: anyflash.jax.attention(q, q, v).sum()
+assert jax.numpy.allclose(jax.jit(jax.grad(total))(v), 1.0, atol=1e-5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("packages", "programs"),
+    [
+        ((), ("import anyflash; assert anyflash.build_info()['kernels']",)),
+        (("numpy",), (NUMPY,)),
+        (
+            TORCH_CPU,
+            ("import anyflash.torch, torch" + TORCH, "import torch, anyflash.torch" + TORCH),
+        ),
+        (("jax",), (JAX,)),
+    ],
+    ids=["alone", "numpy", "torch", "jax"],
+)
+def test_in_an_empty_environment(
+    tmp_path: Path, wheel: Path, packages: tuple[str, ...], programs: tuple[str, ...]
+) -> None:
+    python = environment(tmp_path / "env", wheel, *packages)
+    for program in programs:
+        run(python, "-c", program)
+    assert f"anyflash {version()}" in run(python, "-m", "anyflash", "doctor")
+
+
+def test_every_kernel_is_there(tmp_path: Path, wheel: Path) -> None:
+    """Of a wheel with code for GPUs."""
+    python = environment(tmp_path / "env", wheel)
+    info = json.loads(run(python, "-m", "anyflash", "--json"))
+    if info["cuda"] is None:
+        pytest.skip("a wheel without code for GPUs")
+    assert info["cuda"]["archs"] == ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"]
+    recorded = json.loads((ROOT / "tests/sass/recorded.json").read_text())["kernels"]
+    names = {kernel["name"] for kernel in info["kernels"]}
+    assert not set(recorded) - names
+    listed = run(python, "-m", "anyflash")
+    assert "sm80" in listed
