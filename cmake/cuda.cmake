@@ -13,7 +13,14 @@ set_property(CACHE ANYFLASH_KERNEL_SET PROPERTY STRINGS full ci minimal)
 
 # Machine code also runs on later GPUs of the same major version: 80's on 8.6 and 8.9. PTX is compiled
 # by the driver, for what comes after.
-set(ANYFLASH_RELEASE_ARCHS 80-real 90-real 100-real 120-real 80-virtual)
+set(
+  ANYFLASH_RELEASE_ARCHS
+  80-real
+  90-real
+  100-real
+  120-real
+  80-virtual
+)
 
 # nvcc from the PyPI packages nvidia-cuda-nvcc etc. (13.x) of the build environment.
 function(anyflash_find_pypi_nvcc output)

@@ -27,7 +27,6 @@ PACKAGES = (
 )
 VARIABLES = (
     "CUDA_",
-    "NVIDIA_",
     "OMP_",
     "GOMP_",
     "KMP_",

@@ -188,9 +188,14 @@ def test_compile(torch: ModuleType, x: Any) -> None:
 
 
 def test_compiled_code_sees_which_gpus_are_supported(torch: ModuleType, x: Any) -> None:
-    gpus = importlib.import_module("anyflash.torch._routing")._supported_gpus
-    compiled = torch.compile(lambda x: x + len(gpus()), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), x + len(gpus()))
+    is_supported = importlib.import_module("anyflash.torch._routing")._is_supported_gpu
+    compiled = torch.compile(
+        lambda x: x + (1 if is_supported(x.device.index or 0) else 2),
+        fullgraph=True,
+        backend="eager",
+    )
+    gpus = [device["index"] for device in anyflash.build_info()["devices"] if device["supported"]]
+    assert torch.equal(compiled(x), x + (1 if 0 in gpus else 2))
 
 
 def test_the_import_is_light() -> None:

@@ -167,22 +167,21 @@ def _is_ours(
         dtype = torch.get_autocast_dtype(kind)
     if kind == "cpu" or dtype not in DTYPES[kind]:
         return dtype in DTYPES[kind]
-    return (
-        max(query.shape[-1], value.shape[-1]) <= _CUDA_HEAD_DIM
-        and device.index in _supported_gpus()
+    return max(query.shape[-1], value.shape[-1]) <= _CUDA_HEAD_DIM and _is_supported_gpu(
+        device.index
     )
 
 
-def _supported_gpus() -> frozenset[int]:
-    return _found_gpus()
+def _is_supported_gpu(index: int) -> bool:
+    return index in _supported_gpus()
 
 
 @functools.cache
-def _found_gpus() -> frozenset[int]:
+def _supported_gpus() -> frozenset[int]:
     devices = anyflash.build_info()["devices"]
     return frozenset(device["index"] for device in devices if device["supported"])
 
 
 # A constant for torch.compile: what torch.compiler.assume_constant_result does, which would import
-# torch._dynamo.
-_supported_gpus._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch._dynamo. It takes no frozenset.
+_is_supported_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
