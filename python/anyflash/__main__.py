@@ -1,4 +1,4 @@
-"""`python -m anyflash`: what is built, what this machine can run, and a demonstration."""
+"""`python -m anyflash`: what is built, what this machine can run; doctor, demo and bench."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 import anyflash
 from anyflash import _doctor
+from anyflash.bench import _cli as bench
 
 NEXT_COMMANDS = (
     ("python -m anyflash demo", "search sentences with a real transformer (all-MiniLM-L6-v2)"),
     ("python -m anyflash doctor", "what a bug report needs, and whether attention computes here"),
+    ("python -m anyflash bench", "measure attention's speed here, beside other libraries'"),
     ("python -m anyflash --json", "these facts, for a program"),
 )
 
@@ -107,7 +109,7 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m anyflash",
-        description="Print what is built and what this machine can run.",
+        description="Print what is built, what this machine can run.",
     )
     parser.add_argument("--version", action="version", version=f"anyflash {anyflash.__version__}")
     parser.add_argument("--json", action="store_true", help="print anyflash.build_info() as JSON")
@@ -129,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "the result of a small attention on the CPU (with NumPy) and on every GPU (with PyTorch). "
         "The exit status is 1 if one of them is wrong.",
     )
+    bench.add_parser(commands)
     return parser
 
 
@@ -151,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not sentences:
                 parser.error("demo: give --query TEXT, or at least two sentences")
         return demo.run(sentences, query, arguments.top)
+    if arguments.command == "bench":
+        return bench.main(arguments, sys.argv[1:] if argv is None else argv)
     info = anyflash.build_info()
     if arguments.command == "doctor":
         text, good = _doctor.report(info)

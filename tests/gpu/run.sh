@@ -6,13 +6,13 @@
 # WHEELS   a folder with the wheels that the machine's Python lacks. Make it on a machine with a network:
 #            pip download -d WHEELS -r third_party/requirements.txt pytest hypothesis numpy ml_dtypes
 #            pip download -d WHEELS --no-deps -r third_party/requirements-headers.txt
-# RESULTS  a folder for logs and the benchmarks' tables (default: build/gpu/results)
+# RESULTS  a folder for logs and the benchmark's results (default: build/gpu/results)
 #
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
 #   ANYFLASH_ARCHS  GPU architectures to build (default 90)
-#   STAGES          some of: build atoms tests memcheck racecheck bench features backward decode
-#                   (default: all)
+#   STAGES          some of: build atoms tests memcheck racecheck, and the benchmark's presets:
+#                   paper gqa varlen features decode memory overhead (default: all)
 #
 # Every stage runs, whatever the others do; the exit status is 0 if all passed.
 set -uo pipefail
@@ -27,7 +27,7 @@ mkdir -p "${2:-build/gpu/results}"
 results=$(realpath "${2:-build/gpu/results}")
 venv=$PWD/build/gpu/venv
 python=$venv/bin/python
-stages=" ${STAGES:-build atoms tests memcheck racecheck bench features backward decode} "
+stages=" ${STAGES:-build atoms tests memcheck racecheck paper gqa varlen features decode memory overhead} "
 failed=()
 
 stage() { # NAME COMMAND...
@@ -97,19 +97,23 @@ sanitize() { # TOOL
     --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_{forward,backward,kvcache}.py
 }
 
+# PyTorch's backends, and what else is installed, in the same process. `python -m anyflash bench --load
+# FILE.json --plot FILE.svg` draws the results, on any machine.
+bench() { # PRESET
+  local -a arguments=("$1" --json "$results/$1.json" --markdown "$results/$1.md")
+  [[ $1 != paper ]] || arguments+=(--peers +deterministic)
+  [[ $1 != overhead ]] || local -x OMP_NUM_THREADS=1
+  "$python" -m anyflash bench "${arguments[@]}"
+}
+
 stage build build
 stage atoms atoms
 stage tests tests
 stage memcheck sanitize memcheck
 stage racecheck sanitize racecheck
-stage bench "$python" tests/gpu/bench_forward.py --json "$results/forward.json" \
-  --markdown "$results/forward.md"
-stage features "$python" tests/gpu/bench_features.py --json "$results/features.json" \
-  --markdown "$results/features.md"
-stage backward "$python" tests/gpu/bench_backward.py --modes anyflash deterministic \
-  --json "$results/backward.json" --markdown "$results/backward.md"
-stage decode "$python" tests/gpu/bench_decode.py --json "$results/decode.json" \
-  --markdown "$results/decode.md"
+for preset in paper gqa varlen features decode memory overhead; do
+  stage "$preset" bench "$preset"
+done
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   echo "failed: ${failed[*]}"

@@ -1,0 +1,110 @@
+"""One problem of a benchmark, and how much arithmetic and memory traffic it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+PRODUCTS = {"forward": 2, "backward": 5, "both": 7}  # matrix products, of 2 * pairs * d each
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> float:
+    """(query, key) pairs of one head. A square causal mask counts as half of them, as in
+    FlashAttention-2's paper (exact would be half a row more); others are counted exactly."""
+    if not causal:
+        return seqlen_q * seqlen_k
+    if seqlen_q == seqlen_k:
+        return seqlen_q * seqlen_k / 2
+    if seqlen_q > seqlen_k:  # the first queries see nothing
+        return seqlen_k * (seqlen_k + 1) / 2
+    return seqlen_q * (seqlen_k - seqlen_q) + seqlen_q * (seqlen_q + 1) / 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A problem: sizes, options, what is done with it, how it is timed, and the unit of the result.
+
+    `op` is "forward", "backward", "both", "decode", or "call" (the cost of a call on the host).
+    Packed problems have `lengths`, and `batch` is their number. `seqlen` is the longest one.
+    """
+
+    op: str
+    batch: int
+    seqlen: int
+    heads: int
+    d: int
+    dtype: str
+    heads_k: int = 0  # 0: as many as heads
+    seqlen_k: int = 0  # 0: as many as seqlen
+    causal: bool = False
+    feature: str = ""
+    lengths: tuple[int, ...] = ()
+    packing: str = ""
+    page_size: int = 0
+    framework: str = ""
+    timing: str = "events"  # or "graph": replayed from a CUDA graph; "memory": bytes, not seconds
+    unit: str = "TFLOP/s"  # or "GFLOP/s", "ms", "us", "MiB"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads_k or self.heads
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen_k or self.seqlen
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What tells cells apart, in the order of a table's columns."""
+        grouped = self.kv_heads != self.heads
+        labels = {
+            "op": self.op,
+            "framework": self.framework,
+            "dtype": self.dtype,
+            "feature": self.feature,
+            "heads": f"{self.heads}/{self.kv_heads}" if grouped else str(self.heads),
+            "d": str(self.d),
+            "mask": "causal" if self.causal else "full",
+            "packing": self.packing,
+            "cache": f"pages of {self.page_size}" if self.page_size else "",
+            "timing": "" if self.timing == "events" else self.timing,
+            "batch": str(self.batch),
+            "seqlen": str(self.seqlen),
+            "context": str(self.seqlen_k) if self.seqlen_k else "",
+        }
+        if self.op == "decode":
+            labels["cache"] = labels["cache"] or "contiguous"
+            labels["queries"] = labels.pop("seqlen")
+            del labels["mask"]
+        return {name: value for name, value in labels.items() if value}
+
+    @property
+    def key(self) -> str:
+        """The same in every run of the same problem."""
+        return " ".join(f"{name}={value}" for name, value in self.labels.items())
+
+    @property
+    def flop(self) -> float:
+        """Floating-point operations, as FlashAttention-2's paper counts them; 0 where a feature
+        hides pairs, so that nobody could say."""
+        if self.op not in PRODUCTS or self.feature not in {"", "plain"}:
+            return 0.0
+        if self.lengths:
+            pairs = sum(visible_pairs(n, n, self.causal) for n in self.lengths)
+        else:
+            pairs = self.batch * visible_pairs(self.seqlen, self.keys, self.causal)
+        return 2 * PRODUCTS[self.op] * pairs * self.heads * self.d
+
+    @property
+    def bytes(self) -> int:
+        """What a decoding step must read and write: K, V, Q and the output; else 0."""
+        if self.op != "decode":
+            return 0
+        item = ITEM_SIZES[self.dtype]
+        cache = 2 * self.batch * self.keys * self.kv_heads * self.d
+        return (cache + 2 * self.batch * self.seqlen * self.heads * self.d) * item
+
+    @property
+    def scores_bytes(self) -> int:
+        """Of the matrix of scores in float32, which a program without tiles would write."""
+        return 4 * self.batch * self.heads * self.seqlen * self.keys

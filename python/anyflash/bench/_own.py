@@ -1,0 +1,123 @@
+"""anyflash's own part in a cell, and other ways to do it with anyflash."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyflash
+from anyflash.bench._problem import Problem
+from anyflash.bench._worlds import Unsupported
+
+
+def _as_it_is(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed: `run(turn)`, within `context()`. `outputs` makes its result comparable: the
+    output, or the gradients of q, k and v, in anyflash's layout."""
+
+    run: Callable[[int], Any]
+    outputs: Callable[[Any], tuple[Any, ...]] = _as_it_is
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    turns: int = 1
+    comparable: bool = True  # with anyflash's result of the same cell
+
+
+def own(problem: Problem) -> Call:
+    """As fast as anyflash's functions can be called: results are written where they lay before."""
+    cell = problem.cell
+    if cell.op == "decode":
+        return _decode(problem)
+    if cell.op == "both":
+        return _both(problem)
+    if cell.op == "backward":
+        return _backward(problem, deterministic=False)
+    q, k, v = problem.q, problem.k, problem.v
+    options = {**problem.options, "causal": cell.causal}
+    if cell.timing != "memory":  # there the result counts
+        options["out"] = problem.world.empty_like(q)
+    packing = problem.packing if cell.lengths else ()
+    function: Any = anyflash.attention_varlen if cell.lengths else anyflash.attention
+    return Call(
+        lambda turn: function(q, k, v, *packing, **options), lambda result: (_first(result),)
+    )
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _backward(problem: Problem, deterministic: bool) -> Call:
+    cell, world = problem.cell, problem.world
+    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+    out, lse = problem.forward_results
+    into = {name: world.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    options = {**problem.options, **into, "causal": cell.causal, "deterministic": deterministic}
+    packing = problem.packing if cell.lengths else ()
+    function: Any = (
+        anyflash.attention_varlen_backward if cell.lengths else anyflash.attention_backward
+    )
+    return Call(
+        lambda turn: function(dout, q, k, v, out, lse, *packing, **options),
+        lambda grads: (grads.dq, grads.dk, grads.dv),
+    )
+
+
+def _both(problem: Problem) -> Call:
+    """PyTorch's autograd through anyflash.torch, or the two functions on NumPy's arrays."""
+    cell = problem.cell
+    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+    options = {**problem.options, "causal": cell.causal}
+    if cell.lengths:
+        raise Unsupported("forward and backward together are timed for unpacked problems")
+    if problem.world.name == "torch":
+        torch = importlib.import_module("torch")
+        attention = importlib.import_module("anyflash.torch").attention
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return Call(lambda turn: torch.autograd.grad(attention(*leaves, **options), leaves, dout))
+
+    def both(turn: int) -> tuple[Any, ...]:
+        out, lse = anyflash.attention(q, k, v, return_lse=True, **options)
+        grads = anyflash.attention_backward(dout, q, k, v, out, lse, **options)
+        return grads.dq, grads.dk, grads.dv
+
+    return Call(both)
+
+
+def _decode(problem: Problem) -> Call:
+    cell = problem.cell
+    q, filled = problem.q, problem.filled
+    k, v = problem.pages if cell.page_size else problem.caches
+    options: dict[str, Any] = {"causal": True, "out": problem.world.empty_like(q)}
+    if cell.page_size:
+        options["block_table"] = problem.page_table
+    return Call(
+        lambda turn: anyflash.attention_with_kvcache(
+            q, k[turn], v[turn], cache_seqlens=filled, **options
+        ),
+        turns=problem.turns,
+    )
+
+
+def deterministic(problem: Problem) -> Call:
+    """The backward with the same bits in every run."""
+    if problem.cell.op != "backward":
+        raise Unsupported("only the backward has another way to be deterministic")
+    return _backward(problem, deterministic=True)
+
+
+def plain(problem: Problem) -> Call:
+    """The same sizes without the feature, or the dense problem where packed lengths are equal."""
+    cell = problem.cell
+    if cell.feature in {"", "plain"} and not cell.lengths:
+        raise Unsupported("there is no feature to leave away")
+    if len(set(cell.lengths)) > 1:
+        raise Unsupported("the lengths differ, so that there is no dense problem like it")
+    dense = replace(cell, feature="", lengths=(), causal=cell.causal and cell.feature != "causal")
+    return replace(own(Problem(dense, problem.world)), comparable=False)

@@ -1,0 +1,218 @@
+"""The cells of each preset."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from anyflash.bench._cells import ITEM_SIZES, Cell
+
+MASKS = (False, True)
+GROUPED = ((32, 8, 64), (32, 8, 128), (64, 8, 128), (16, 1, 128))
+FEATURES = (
+    "plain", "causal", "window 512", "packed", "sinks", "max_logits", "softcap", "alibi", "bias",
+    "keep-mask", "block mask, half", "dropout", "everything, window 512",
+)  # fmt: skip
+DECODE_SHAPES = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (8, 1, 128), (16, 16, 256))
+LARGEST_CACHE = 24 * 2**30
+FRAMEWORK_CALLS = ("numpy", "torch", "torch, recorded", "torch, and backward", "jax, jit")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks of a preset."""
+
+    backend: str
+    dtypes: tuple[str, ...]
+    quick: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a batch, whatever the length of its sequences: the paper's, or an eighth."""
+        return 16384 if self.backend == "cuda" else 2048
+
+    @property
+    def hidden(self) -> int:
+        """heads * d: the paper's, or a quarter."""
+        return 2048 if self.backend == "cuda" else 512
+
+    def up_to_tokens(self, *seqlens: int) -> list[int]:
+        return [seqlen for seqlen in seqlens if seqlen <= self.tokens]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Cells, the labels that make figures, their rows, columns and x axes ("": no plot), ceilings
+    to measure, and the peers to run if none are asked for ((): all that are found)."""
+
+    about: str
+    cells: Callable[[Wanted], Iterable[Cell]]
+    figure: tuple[str, ...] = ("op",)
+    row: str = "mask"
+    column: str = "d"
+    x: str = "seqlen"
+    ceilings: tuple[str, ...] = ("gemm", "mma")
+    peers: tuple[str, ...] = ()
+
+
+def paper(wanted: Wanted) -> Iterator[Cell]:
+    tokens, hidden = wanted.tokens, wanted.hidden
+    seqlens = (1024, 4096, 16384) if wanted.quick else (512, 1024, 2048, 4096, 8192, 16384)
+    head_dims = (64, 128) if wanted.quick else (64, 128, 256)
+    ops = ("forward", "backward") if wanted.quick else ("forward", "backward", "both")
+    axes = itertools.product(ops, wanted.dtypes, head_dims, MASKS, wanted.up_to_tokens(*seqlens))
+    for op, dtype, d, causal, seqlen in axes:
+        yield Cell(op, tokens // seqlen, seqlen, hidden // d, d, dtype, causal=causal)
+
+
+def gqa(wanted: Wanted) -> Iterator[Cell]:
+    seqlens = wanted.up_to_tokens(*((1024, 4096) if wanted.quick else (1024, 4096, 16384)))
+    axes = itertools.product(("forward", "backward"), wanted.dtypes, GROUPED, MASKS, seqlens)
+    for op, dtype, (heads, heads_k, d), causal, seqlen in axes:
+        batch = wanted.tokens // seqlen
+        yield Cell(op, batch, seqlen, heads, d, dtype, heads_k=heads_k, causal=causal)
+
+
+def packings(tokens: int, mean: int) -> dict[str, tuple[int, ...]]:
+    """Lengths of so many tokens: equal; cut at random places; half of all in one sequence."""
+    count = tokens // mean
+    draw = random.Random(mean)
+    marks = sorted(draw.sample(range(1, tokens), count - 1))
+    cut = tuple(b - a for a, b in itertools.pairwise((0, *marks, tokens)))
+    each, longer = divmod(tokens // 2, count - 1)
+    others = [each + (i < longer) for i in range(count - 1)]
+    return {"equal": (mean,) * count, "random": cut, "one long": (tokens // 2, *others)}
+
+
+def varlen(wanted: Wanted) -> Iterator[Cell]:
+    if wanted.backend == "cuda":
+        means = [2048] if wanted.quick else [512, 2048, 4096]
+    else:
+        means = [256, 512]
+    axes = itertools.product(("forward", "backward"), wanted.dtypes, MASKS, means)
+    for op, dtype, causal, mean in axes:
+        for name, lengths in packings(wanted.tokens, mean).items():
+            yield Cell(
+                op, len(lengths), max(lengths), wanted.hidden // 128, 128, dtype, causal=causal,
+                lengths=lengths, packing=f"{name}, mean {mean}",
+            )  # fmt: skip
+
+
+def features(wanted: Wanted) -> Iterator[Cell]:
+    ops = ("forward",) if wanted.quick else ("forward", "backward")
+    tokens, hidden = wanted.tokens, wanted.hidden
+    seqlen = tokens // 4
+    for op, dtype, d, feature in itertools.product(ops, wanted.dtypes, (64, 128), FEATURES):
+        if op == "backward" and feature == "max_logits":  # an output of the forward only
+            continue
+        lengths = (seqlen,) * (tokens // seqlen) if feature == "packed" else ()
+        yield Cell(
+            op, tokens // seqlen, seqlen, hidden // d, d, dtype, causal=feature == "causal",
+            feature=feature, lengths=lengths, unit="ms",
+        )  # fmt: skip
+
+
+def decode(wanted: Wanted) -> Iterator[Cell]:
+    small = wanted.quick or wanted.backend == "cpu"
+    shapes = DECODE_SHAPES[:1] if small else DECODE_SHAPES
+    contexts = (1024, 16384) if small else (1024, 4096, 16384, 131072)
+    batches = (1, 16) if small else (1, 16, 128)
+    axes = itertools.product(wanted.dtypes, shapes, contexts, batches, (1, 4), (0, 16))
+    for dtype, (heads, heads_k, d), context, batch, queries, page_size in axes:
+        if 2 * batch * context * heads_k * d * ITEM_SIZES[dtype] > LARGEST_CACHE:
+            continue
+        yield Cell(
+            "decode", batch, queries, heads, d, dtype, heads_k=heads_k, seqlen_k=context,
+            causal=True, page_size=page_size, unit="us",
+            timing="graph" if wanted.backend == "cuda" else "events",
+        )  # fmt: skip
+
+
+def memory(wanted: Wanted) -> Iterator[Cell]:
+    heads, longest = (16, 65536) if wanted.backend == "cuda" else (4, 4096)
+    seqlens = [seqlen for seqlen in (2**i for i in range(9, 17)) if seqlen <= longest]
+    seqlens = seqlens[:-1] if wanted.quick else seqlens
+    for op, dtype, seqlen in itertools.product(("forward", "both"), wanted.dtypes, seqlens):
+        yield Cell(op, 1, seqlen, heads, 64, dtype, timing="memory", unit="MiB")
+
+
+def cpu(wanted: Wanted) -> Iterator[Cell]:
+    seqlens = (512, 1024) if wanted.quick else (512, 1024, 2048, 4096, 8192)
+    axes = itertools.product(("forward", "backward"), wanted.dtypes, (64, 128), MASKS, seqlens)
+    for op, dtype, d, causal, seqlen in axes:
+        yield Cell(op, 1 if seqlen == 8192 else 2, seqlen, 8, d, dtype, causal=causal)
+
+
+def overhead(wanted: Wanted) -> Iterator[Cell]:
+    if wanted.backend == "cuda":
+        ops = ("forward",) if wanted.quick else ("forward", "backward")
+        axes = itertools.product(ops, wanted.dtypes, (64, 128), MASKS, (128, 256, 512))
+        for op, dtype, d, causal, seqlen in axes:
+            for timing in ("events", "graph"):
+                yield Cell(
+                    op,
+                    1,
+                    seqlen,
+                    wanted.hidden // d,
+                    d,
+                    dtype,
+                    causal=causal,
+                    timing=timing,
+                    unit="us",
+                )
+    for framework in FRAMEWORK_CALLS:
+        yield Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
+
+
+PRESETS = {
+    "paper": Preset(
+        "FlashAttention-2's grid: 16k tokens, hidden size 2048, 512 to 16k long", paper
+    ),
+    "gqa": Preset("grouped and multi-query heads", gqa, column="heads"),
+    "varlen": Preset("packed sequences: equal, spread and uneven lengths", varlen, x=""),
+    "features": Preset("each feature beside the kernel without it", features, ceilings=(), x=""),
+    "decode": Preset(
+        "one step with a KV cache, contiguous and paged, beside the memory's bandwidth",
+        decode,
+        figure=("cache", "queries"),
+        row="batch",
+        column="heads",
+        x="context",
+        ceilings=("read",),
+        peers=("flash", "cudnn", "fa2", "fa3", "fa4", "flashinfer"),
+    ),
+    "memory": Preset(
+        "peak memory beside standard attention's",
+        memory,
+        row="mask",
+        ceilings=(),
+        peers=("standard", "flash"),
+    ),
+    "cpu": Preset("512 to 8192 tokens, 8 heads", cpu, peers=("flash",)),
+    "overhead": Preset(
+        "what a call costs: 128 to 512 tokens on a GPU, and one token on the CPU",
+        overhead,
+        ceilings=(),
+        x="",
+    ),
+}
+
+
+def cells_of(preset: str, wanted: Wanted, only: dict[str, frozenset[str]]) -> list[Cell]:
+    """A preset's cells with these labels; a label that no cell has is an error."""
+    cells = list(PRESETS[preset].cells(wanted))
+    for name, values in only.items():
+        known = sorted({cell.labels[name] for cell in cells if name in cell.labels})
+        if not values <= set(known):
+            raise ValueError(
+                f"--only {name}={','.join(sorted(values))}: these cells have "
+                + (f"{name}={','.join(known)}" if known else f"no {name}")
+            )
+        cells = [cell for cell in cells if cell.labels.get(name) in values]
+    if not cells:
+        raise ValueError("--only: no cell has all of these labels")
+    if wanted.backend == "cuda":
+        return cells
+    return [replace(c, unit="GFLOP/s") if c.unit == "TFLOP/s" else c for c in cells]

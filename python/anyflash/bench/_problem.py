@@ -1,0 +1,156 @@
+"""A cell's tensors, made when they are first asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import anyflash
+from anyflash.bench._cells import Cell
+from anyflash.bench._worlds import World
+
+SOFTCAP = 50.0
+DROPOUT = 0.1
+WINDOW = 512
+BLOCK = 128
+COLD_BYTES = 512 * 2**20  # caches of a decoding cell take turns over so much, beyond every L2
+
+
+class Problem:
+    """Tensors of a cell: (batch, seqlen, heads, d), packed (tokens, heads, d), and for decoding
+    `turns` caches that take turns, so that none is found in the L2 cache."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        self.cell, self.world = cell, world
+        world.seed()
+
+    def _tokens(self, heads: int, seqlen: int) -> Any:
+        cell = self.cell
+        lead = (sum(cell.lengths),) if cell.lengths else (cell.batch, seqlen)
+        return self.world.normal((*lead, heads, cell.d), cell.dtype)
+
+    @cached_property
+    def q(self) -> Any:
+        return self._tokens(self.cell.heads, self.cell.seqlen)
+
+    @cached_property
+    def k(self) -> Any:
+        return self._tokens(self.cell.kv_heads, self.cell.keys)
+
+    @cached_property
+    def v(self) -> Any:
+        return self._tokens(self.cell.kv_heads, self.cell.keys)
+
+    @cached_property
+    def dout(self) -> Any:
+        return self._tokens(self.cell.heads, self.cell.seqlen)
+
+    @cached_property
+    def starts(self) -> Any:
+        """cu_seqlens of a packed problem."""
+        return self.world.integers([0, *itertools.accumulate(self.cell.lengths)])
+
+    @property
+    def packing(self) -> tuple[Any, Any, int, int]:
+        return self.starts, self.starts, self.cell.seqlen, self.cell.seqlen
+
+    # -- features
+    @cached_property
+    def slopes(self) -> Any:
+        heads = self.cell.heads
+        return self.world.floats([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+
+    @cached_property
+    def bias(self) -> Any:
+        shape = (1, self.cell.heads, self.cell.seqlen, self.cell.keys)
+        return self.world.normal(shape, self.cell.dtype)
+
+    @cached_property
+    def keep(self) -> Any:
+        return self.world.coins((1, 1, self.cell.seqlen, self.cell.keys))
+
+    @cached_property
+    def blocks(self) -> Any:
+        """Half of the blocks, and those of the diagonal."""
+        count = self.cell.seqlen // BLOCK
+        blocks = self.world.coins((1, 1, count, count))
+        for i in range(count):
+            blocks[0, 0, i, i] = True
+        return blocks
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The cell's feature, in anyflash's arguments."""
+        sinks = [i / self.cell.heads for i in range(self.cell.heads)]
+        made: dict[str, Callable[[], dict[str, Any]]] = {
+            "": dict,
+            "plain": dict,
+            "causal": dict,
+            "packed": dict,
+            "window 512": lambda: {"window_size": (WINDOW, 0)},
+            "sinks": lambda: {"sinks": self.world.floats(sinks)},
+            "max_logits": lambda: {"return_max_logits": True},
+            "softcap": lambda: {"softcap": SOFTCAP},
+            "alibi": lambda: {"alibi_slopes": self.slopes},
+            "bias": lambda: {"bias": self.bias},
+            "keep-mask": lambda: {"bias": self.keep},
+            "block mask, half": lambda: {"block_mask": self.blocks, "block_size": (BLOCK, BLOCK)},
+            "dropout": lambda: {"dropout_p": DROPOUT, "seed": 1},
+            "everything, window 512": lambda: {
+                "window_size": (WINDOW, WINDOW),
+                "softcap": SOFTCAP,
+                "alibi_slopes": self.slopes,
+                "bias": self.bias,
+                "sinks": self.world.floats(sinks),
+                "dropout_p": DROPOUT,
+                "seed": 1,
+            },
+        }
+        return made[self.cell.feature]()
+
+    # -- decoding
+    @cached_property
+    def turns(self) -> int:
+        """Caches that take turns: enough to fill COLD_BYTES, on a GPU."""
+        if self.world.device == "cpu":
+            return 1
+        return max(1, min(64, -(-COLD_BYTES // self.cell.bytes)))
+
+    @cached_property
+    def caches(self) -> tuple[Any, Any]:
+        """K and V: (turns, batch, context, heads_k, d)."""
+        cell = self.cell
+        shape = (self.turns, cell.batch, cell.keys, cell.kv_heads, cell.d)
+        return self.world.normal(shape, cell.dtype), self.world.normal(shape, cell.dtype)
+
+    @cached_property
+    def filled(self) -> Any:
+        return self.world.integers([self.cell.keys] * self.cell.batch)
+
+    @cached_property
+    def page_table(self) -> Any:
+        """Pages in random order: (batch, pages of a sequence)."""
+        pages = self.cell.batch * self.cell.keys // self.cell.page_size
+        return self.world.shuffled(pages).reshape(self.cell.batch, -1)
+
+    @cached_property
+    def pages(self) -> tuple[Any, Any]:
+        """The caches as pages: (turns, pages, page_size, heads_k, d)."""
+        cell = self.cell
+        shape = (self.turns, -1, cell.page_size, cell.kv_heads, cell.d)
+        k, v = self.caches
+        return k.reshape(shape), v.reshape(shape)
+
+    # -- the forward's results, for backwards
+    @cached_property
+    def forward_results(self) -> tuple[Any, Any]:
+        """anyflash's output and LSE."""
+        options = {n: x for n, x in self.options.items() if n != "return_max_logits"}
+        options |= {"causal": self.cell.causal, "return_lse": True}
+        if self.cell.lengths:
+            return tuple(
+                anyflash.attention_varlen(self.q, self.k, self.v, *self.packing, **options)
+            )
+        return tuple(anyflash.attention(self.q, self.k, self.v, **options))

@@ -1,0 +1,236 @@
+"""PyTorch's own attention: its four backends, packed and compiled functions, and standard code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from anyflash.bench._own import Call
+from anyflash.bench._problem import BLOCK, SOFTCAP, WINDOW, Problem
+from anyflash.bench._worlds import Unsupported
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def torch_call(
+    problem: Problem,
+    attend: Callable[..., Any],
+    into: Callable[[Any], Any] = _same,
+    back: Callable[[Any], Any] = _same,
+    context: Context = nullcontext,
+) -> Call:
+    """A cell done by `attend(q, k, v)` and PyTorch's autograd.
+
+    `into` brings a tensor from anyflash's layout to that of `attend`, before anything is timed;
+    `back` is its inverse.
+    """
+    torch = importlib.import_module("torch")
+    op = problem.cell.op
+    q, k, v = (into(x) for x in (problem.q, problem.k, problem.v))
+    if op == "forward":
+        return Call(lambda turn: attend(q, k, v), lambda out: (back(out),), context)
+    dout, leaves = into(problem.dout), [x.detach().requires_grad_() for x in (q, k, v)]
+    if op == "backward":
+        with context():
+            out = attend(*leaves)
+
+        def gradients(turn: int) -> Any:
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    else:
+
+        def gradients(turn: int) -> Any:
+            return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    return Call(gradients, lambda grads: tuple(back(x) for x in grads), context)
+
+
+def _heads_first(problem: Problem) -> Callable[[Any], Any]:
+    """(batch, heads, seqlen, d): a view on a GPU; contiguous on the CPU, where that is faster."""
+    if problem.world.device == "cpu":
+        return lambda x: x.transpose(1, 2).contiguous()
+    return lambda x: x.transpose(1, 2)
+
+
+def _seqlen_first(x: Any) -> Any:
+    return x.transpose(1, 2)
+
+
+def needs_scores(problem: Problem) -> None:
+    """Refuse where a matrix of scores, and what is made of it, would not fit."""
+    wanted, free = 4 * problem.cell.scores_bytes, problem.world.free_bytes()
+    if wanted > free:
+        raise Unsupported(f"its scores would take about {wanted / 1e9:.0f} of {free / 1e9:.0f} GB")
+
+
+def sdpa(backend: str) -> Callable[[Problem], Call]:
+    """scaled_dot_product_attention of one backend."""
+
+    def build(problem: Problem) -> Call:
+        cell, options = problem.cell, dict[str, Any]()
+        attention = importlib.import_module("torch.nn.attention")
+        function = importlib.import_module("torch.nn.functional").scaled_dot_product_attention
+        kernel = getattr(attention.SDPBackend, backend)
+        if cell.lengths:
+            raise Unsupported("no packed sequences")
+        if backend == "MATH":
+            needs_scores(problem)
+        if cell.kv_heads != cell.heads:
+            options["enable_gqa"] = True
+
+        def context() -> AbstractContextManager[Any]:
+            manager: AbstractContextManager[Any] = attention.sdpa_kernel(kernel)
+            return manager
+
+        if cell.op == "decode":
+            return _sdpa_decode(problem, function, options, context)
+        for name, value in problem.options.items():
+            if name == "bias":
+                options["attn_mask"] = value.expand(cell.batch, cell.heads, -1, -1)
+            elif name == "dropout_p":
+                options[name] = value
+            elif name != "seed":
+                raise Unsupported(f"no {name}")
+        if cell.causal:
+            if cell.keys != cell.seqlen:
+                raise Unsupported("its causal mask is aligned at the top left")
+            options["is_causal"] = True
+        return torch_call(
+            problem,
+            lambda q, k, v: function(q, k, v, **options),
+            _heads_first(problem),
+            _seqlen_first,
+            context,
+        )
+
+    return build
+
+
+def _sdpa_decode(
+    problem: Problem, function: Any, options: dict[str, Any], context: Context
+) -> Call:
+    if problem.cell.page_size:
+        raise Unsupported("no pages")
+    q = problem.q.transpose(1, 2)
+    k, v = (x.transpose(2, 3) for x in problem.caches)
+    return Call(
+        lambda turn: function(q, k[turn], v[turn], **options),
+        lambda out: (out.transpose(1, 2),),
+        context,
+        problem.turns,
+        # Several queries without a mask: its causal one is aligned at the top left.
+        comparable=problem.cell.seqlen == 1,
+    )
+
+
+def varlen(problem: Problem) -> Call:
+    """torch.nn.attention.varlen, in either of the forms that its releases have."""
+    cell = problem.cell
+    if not cell.lengths or cell.feature not in {"", "packed"}:
+        raise Unsupported("only packed sequences without features")
+    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(function).parameters
+    options: dict[str, Any] = {}
+    if cell.causal:
+        options = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    return torch_call(problem, lambda q, k, v: function(q, k, v, *problem.packing, **options))
+
+
+def flex(problem: Problem) -> Call:
+    """flex_attention, compiled: the features that are functions of a score and its place."""
+    torch = importlib.import_module("torch")
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    cell, slopes = problem.cell, problem.slopes
+
+    def softcap(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score - slopes[h] * torch.abs(i - j)
+
+    def window(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i - j <= WINDOW) & (i >= j)
+
+    def block(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return problem.blocks[0, 0][i // BLOCK, j // BLOCK]
+
+    scores = {"softcap": softcap, "alibi": alibi}
+    masks = {"window 512": window, "block mask, half": block}
+    if cell.feature not in {**scores, **masks}:
+        raise Unsupported("other features are measured beside other peers")
+    options: dict[str, Any] = {"score_mod": scores.get(cell.feature)}
+    if cell.feature in masks:
+        options["block_mask"] = module.create_block_mask(
+            masks[cell.feature], None, None, cell.seqlen, cell.keys, device=problem.world.device
+        )
+    torch.compiler.reset()  # beyond a few variants it would no longer compile, and not say so
+    compiled = torch.compile(module.flex_attention, dynamic=False)
+    return torch_call(
+        problem,
+        lambda q, k, v: compiled(q, k, v, **options),
+        _heads_first(problem),
+        _seqlen_first,
+    )
+
+
+def standard(problem: Problem) -> Call:
+    """softmax(scale * Q K^T) V with whole matrices, in PyTorch or NumPy."""
+    cell = problem.cell
+    if cell.lengths or cell.op == "decode" or cell.feature not in {"", "plain", "causal"}:
+        raise Unsupported("only dense problems without features")
+    if cell.kv_heads != cell.heads:
+        raise Unsupported("no grouped heads")
+    needs_scores(problem)
+    if problem.world.name == "numpy":
+        return _standard_numpy(problem)
+    torch = importlib.import_module("torch")
+    scale = cell.d**-0.5
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = (q * scale) @ k.transpose(-1, -2)
+        if cell.causal:
+            shape, shift = scores.shape[-2:], cell.keys - cell.seqlen + 1
+            hidden = torch.ones(shape, dtype=torch.bool, device=scores.device).triu(shift)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.softmax(scores, -1) @ v
+
+    return torch_call(problem, attend, _heads_first(problem), _seqlen_first)
+
+
+def _standard_numpy(problem: Problem) -> Call:
+    cell = problem.cell
+    np: Any = importlib.import_module("numpy")
+    q, k, v, dout = (
+        x.swapaxes(1, 2).astype(np.float32) for x in (problem.q, problem.k, problem.v, problem.dout)
+    )
+    scale = np.float32(cell.d**-0.5)
+
+    def probabilities() -> Any:
+        scores = (q * scale) @ k.swapaxes(-1, -2)
+        if cell.causal:
+            scores[..., ~np.tri(cell.seqlen, cell.keys, cell.keys - cell.seqlen, bool)] = -np.inf
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        return scores / scores.sum(-1, keepdims=True)
+
+    def forward(turn: int) -> Any:
+        return (probabilities() @ v,)
+
+    def gradients(turn: int) -> Any:
+        p = probabilities()
+        out = p @ v
+        delta = (dout * out).sum(-1, keepdims=True)
+        ds = p * (dout @ v.swapaxes(-1, -2) - delta) * scale
+        return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
+
+    def seqlen_first(results: Any) -> tuple[Any, ...]:
+        return tuple(x.swapaxes(1, 2) for x in results)
+
+    if cell.op == "backward":
+        raise Unsupported("its backward needs its forward: see both")
+    return Call(forward if cell.op == "forward" else gradients, seqlen_first)

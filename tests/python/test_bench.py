@@ -1,0 +1,430 @@
+"""`python -m anyflash bench`: its cells, counts, tables, files, and that a bad peer stops nothing.
+
+Nothing is timed for its own sake: cells are tiny, and only the form of what comes out is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from anyflash import __main__ as command_line
+from anyflash.bench import _cli, _compare, _measure, _mma, _peers, _plot, _presets, _report
+from anyflash.bench._cells import Cell, visible_pairs
+from anyflash.bench._machine import Monitor
+from anyflash.bench._own import Call
+from anyflash.bench._peers import PEERS, Peer
+from anyflash.bench._presets import PRESETS, Wanted, cells_of
+from anyflash.bench._timing import Budget, CpuTimer, take_turns
+from anyflash.bench._worlds import NumpyWorld, TorchWorld, Unsupported, World
+
+TINY = Cell("forward", 1, 32, 2, 16, "float32", unit="GFLOP/s")
+SHORT = Budget(contender_seconds=0.0, round_seconds=1e-5, fewest=2, most=3)
+ON_GPU = Wanted("cuda", ("bfloat16",), quick=False)
+
+
+def bench_of(world: World, *peers: str) -> _measure.Bench:
+    timers = {"events": CpuTimer(), "host": CpuTimer()}
+    return _measure.Bench(world, peers, timers, SHORT, Monitor(world))
+
+
+def document_of(entries, preset="cpu", **about):
+    ceilings = [{"name": "gemm", "dtype": "float32", "unit": "FLOP/s", "value": 2e11}]
+    return {"format": 1, "preset": preset, "about": about, "ceilings": ceilings, "cells": entries}
+
+
+def entry_of(cell, **seconds):
+    """A measured cell, with quartiles one percent away."""
+    results = {
+        name: {"seconds": s, "q1": 0.99 * s, "q3": 1.01 * s, "samples": [s]}
+        for name, s in seconds.items()
+    }
+    facts = {name: getattr(cell, name) for name in ("d", "dtype", "unit", "flop", "bytes")}
+    return {"key": cell.key, "labels": cell.labels, "results": results, **facts}
+
+
+# -- cells and counts
+def test_the_paper_has_flash_attention_2s_grid():
+    cells = cells_of("paper", ON_GPU, {})
+    assert len(cells) == len({cell.key for cell in cells}) == 3 * 3 * 2 * 6
+    assert {cell.batch * cell.seqlen for cell in cells} == {16384}
+    assert {cell.heads * cell.d for cell in cells} == {2048}
+    assert {cell.seqlen for cell in cells} == {512 * 2**i for i in range(6)}
+    assert {cell.d for cell in cells} == {64, 128, 256}
+    assert {cell.op for cell in cells} == {"forward", "backward", "both"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_cells_of_a_preset_have_keys_of_their_own(preset, device, quick):
+    cells = cells_of(preset, Wanted(device, ("float16", "bfloat16"), quick), {})
+    assert cells
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert {cell.unit for cell in cells}.isdisjoint(
+        {"GFLOP/s"} if device == "cuda" else {"TFLOP/s"}
+    )
+    for cell in cells:
+        assert not cell.lengths or (min(cell.lengths) > 0 and max(cell.lengths) == cell.seqlen)
+        assert not cell.page_size or cell.keys % cell.page_size == 0
+    x = PRESETS[preset].x
+    assert not x or any(x in cell.labels for cell in cells)
+
+
+def test_only_takes_labels_and_refuses_what_no_cell_has():
+    wanted = {"op": frozenset({"forward"}), "d": frozenset({"64", "256"})}
+    cells = cells_of("paper", ON_GPU, wanted)
+    assert {(cell.op, cell.d) for cell in cells} == {("forward", 64), ("forward", 256)}
+    with pytest.raises(ValueError, match=r"--only d=65: these cells have d=128,256,64"):
+        cells_of("paper", ON_GPU, {"d": frozenset({"65"})})
+    with pytest.raises(ValueError, match="these cells have no page"):
+        cells_of("paper", ON_GPU, {"page": frozenset({"1"})})
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 7), (7, 3), (1, 5), (5, 1)])
+def test_visible_pairs_are_those_of_the_mask(rows, columns):
+    mask = np.tri(rows, columns, columns - rows)
+    assert visible_pairs(rows, columns, causal=True) == mask.sum()
+    assert visible_pairs(rows, columns, causal=False) == rows * columns
+    assert visible_pairs(8, 8, causal=True) == 32  # half, as the paper counts
+
+
+def test_flop_and_bytes_are_counted_as_in_the_paper():
+    cell = Cell("forward", 3, 1000, 8, 64, "bfloat16")
+    assert cell.flop == 4 * 3 * 8 * 1000 * 1000 * 64
+    assert replace(cell, op="backward").flop == 2.5 * cell.flop
+    assert replace(cell, op="both").flop == 3.5 * cell.flop
+    assert replace(cell, causal=True).flop == cell.flop / 2
+    assert replace(cell, heads_k=2).flop == cell.flop
+    assert replace(cell, lengths=(100, 200), seqlen=200).flop == 4 * 8 * (100**2 + 200**2) * 64
+    assert replace(cell, feature="window 512").flop == 0
+    step = Cell("decode", 4, 2, 8, 64, "float16", heads_k=2, seqlen_k=100)
+    assert step.bytes == 2 * (2 * 4 * 100 * 2 * 64 + 2 * 4 * 2 * 8 * 64)
+
+
+# -- measuring
+@pytest.mark.parametrize("op", ["forward", "backward", "both"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_numpy_alone(op, causal):
+    cell = replace(TINY, op=op, causal=causal)
+    results = _measure.measure(cell, bench_of(NumpyWorld(), "deterministic"))["results"]
+    assert results["anyflash"]["q1"] <= results["anyflash"]["seconds"] <= results["anyflash"]["q3"]
+    assert len(results["anyflash"]["samples"]) >= SHORT.fewest
+    assert ("seconds" in results["deterministic"]) == (op == "backward")
+
+
+@pytest.mark.parametrize("op", ["forward", "backward", "both"])
+@pytest.mark.parametrize("heads_k", [0, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_and_its_backends(op, heads_k, causal):
+    cell = replace(TINY, op=op, heads_k=heads_k, causal=causal)
+    entry = _measure.measure(cell, bench_of(TorchWorld("cpu"), "flash", "math", "standard"))
+    told = {name for name, result in entry["results"].items() if "seconds" in result}
+    assert told == {"anyflash", "flash", "math"} | (set() if heads_k else {"standard"})
+    assert all(_report.value(entry, name) > 0 for name in told)
+
+
+FEATURES = [name for name in _presets.FEATURES if name != "packed"]
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, op):
+    if op == "backward" and feature == "max_logits":
+        return  # no cell of the preset
+    cell = replace(TINY, op=op, seqlen=128, feature=feature, causal=feature == "causal", unit="ms")
+    entry = _measure.measure(cell, bench_of(TorchWorld("cpu"), "plain", "flash"))
+    results = entry["results"]
+    assert "seconds" in results["anyflash"]
+    assert ("seconds" in results["plain"]) == (feature != "plain")
+    in_torch = {"plain", "causal", "bias", "keep-mask", "dropout"}
+    if feature == "dropout":  # PyTorch says why in a warning, which belongs to the reason
+        assert "non-zero dropout" in results["flash"]["error"]
+    else:
+        assert "error" not in results["flash"]
+    assert ("seconds" in results["flash"]) <= (feature in in_torch)
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("world", [NumpyWorld, lambda: TorchWorld("cpu")])
+@pytest.mark.parametrize("lengths", [(16, 16), (5, 1, 20)])
+def test_packed_problems(op, world, lengths):
+    cell = replace(TINY, op=op, batch=len(lengths), seqlen=max(lengths), lengths=lengths)
+    results = _measure.measure(cell, bench_of(world(), "plain"))["results"]
+    assert "seconds" in results["anyflash"]
+    assert ("seconds" in results["plain"]) == (len(set(lengths)) == 1)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_decoding(queries, page_size):
+    cell = Cell(
+        "decode", 2, queries, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True,
+        page_size=page_size, unit="us",
+    )  # fmt: skip
+    results = _measure.measure(cell, bench_of(TorchWorld("cpu"), "flash"))["results"]
+    assert "seconds" in results["anyflash"]
+    assert ("seconds" in results["flash"]) == (not page_size)
+
+
+def test_memory_counts_results_and_is_linear_beside_quadratic():
+    cells = [replace(TINY, seqlen=n, timing="memory", unit="MiB") for n in (256, 512)]
+    bench = bench_of(NumpyWorld(), "standard")
+    entries = [_measure.measure(cell, bench) for cell in cells]
+    for entry, cell in zip(entries, cells, strict=True):
+        output = cell.seqlen * cell.heads * cell.d * 4
+        assert output <= entry["results"]["anyflash"]["bytes"] < 4 * output + 2**16
+        assert entry["results"]["standard"]["bytes"] >= cell.scores_bytes
+
+
+@pytest.mark.parametrize("framework", _presets.FRAMEWORK_CALLS)
+def test_calls_on_the_host(framework):
+    cell = Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
+    entry = _measure.measure(cell, bench_of(NumpyWorld()))
+    assert all("seconds" in result for result in entry["results"].values())
+    assert {"adapter", "anyflash"} & set(entry["results"])
+
+
+def broken(problem):
+    raise RuntimeError("CUDA error: no kernel image\nand more")
+
+
+def wrong(problem):
+    return Call(lambda turn: problem.q)
+
+
+def missing(problem):
+    raise Unsupported("no such feature")
+
+
+def breaks_later(problem):
+    calls = iter(range(3))
+    return Call(lambda turn: (next(calls), np.copy(problem.world.right))[1])
+
+
+def test_bad_peers_are_reported_and_stop_nothing(monkeypatch):
+    world = NumpyWorld()
+    problem = _measure.Problem(TINY, world)
+    world.right = _measure._own.own(problem).run(0)
+    for build in (broken, wrong, missing, breaks_later):
+        monkeypatch.setitem(PEERS, build.__name__, Peer("", "numpy", build, ("cpu",)))
+    bench = bench_of(world, "broken", "wrong", "missing", "breaks_later")
+    entry = _measure.measure(TINY, bench)
+    results = entry["results"]
+    assert "seconds" in results["anyflash"]
+    assert results["broken"] == {"error": "RuntimeError: CUDA error: no kernel image"}
+    assert "differs from anyflash's" in results["wrong"]["error"]
+    assert results["missing"] == {"unsupported": "no such feature"}
+    assert results["breaks_later"]["error"].startswith("StopIteration")
+    text = _report.plain(document_of([entry]))
+    assert "broken: none in 1 cells: RuntimeError: CUDA error" in text
+    assert "missing" not in text  # it has nothing in this table
+
+
+def test_a_failure_of_anyflash_itself_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(_measure._own, "own", broken)
+    entry = _measure.measure(TINY, bench_of(NumpyWorld(), "standard"))
+    assert "seconds" in entry["results"]["standard"]
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(document_of([entry])))
+    assert command_line.main(["bench", "--load", str(path)]) == 1
+
+
+def test_samples_are_taken_in_turns():
+    order = []
+    calls = {name: Call(lambda turn, name=name: order.append(name)) for name in "abc"}
+    budget = Budget(contender_seconds=0.0, round_seconds=0.0, fewest=3, most=3)
+    samples = take_turns(calls, CpuTimer(), budget)
+    assert {name: len(seconds) for name, seconds in samples.seconds.items()} == dict.fromkeys(
+        "abc", 3
+    )
+    assert "".join(order[-9:]) == "abcbcacab"
+
+
+def test_time_is_up(capsys):
+    assert list(_measure.run([TINY, TINY], bench_of(NumpyWorld()), seconds=-1.0)) == []
+    assert "2 cells are left out" in capsys.readouterr().err
+
+
+# -- peers
+def test_peers_are_chosen_by_name():
+    torch, numpy = TorchWorld("cpu"), NumpyWorld()
+    assert _peers.chosen_peers("none", torch, (), False) == []
+    assert _peers.chosen_peers("math,flash", torch, (), False) == ["math", "flash"]
+    assert {"flash", "math"} <= set(_peers.chosen_peers("", torch, (), False))
+    assert set(_peers.chosen_peers("all", numpy, (), False)) == {
+        "plain",
+        "deterministic",
+        "standard",
+    }
+    assert _peers.chosen_peers("", torch, ("flash",), False) == ["flash"]
+    more = _peers.chosen_peers("+deterministic", torch, ("flash",), True)
+    assert more == ["flash", "deterministic"]
+    for text, world, message in (
+        ("flask", torch, "there is no 'flask'"),
+        ("cudnn", torch, "does not run on the backend cpu"),
+        ("flash", numpy, "takes PyTorch's tensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _peers.chosen_peers(text, world, (), False)
+
+
+def test_anyflash_under_another_name_is_no_peer(monkeypatch):
+    import anyflash.flash_attn
+
+    monkeypatch.setitem(sys.modules, "flash_attn", anyflash.flash_attn)
+    problem = _measure.Problem(TINY, TorchWorld("cpu"))
+    with pytest.raises(Unsupported, match="anyflash's stand-in"):
+        PEERS["fa2"].build(problem)
+
+
+# -- what is shown
+def test_tables_and_markdown():
+    cells = [replace(TINY, seqlen=n, causal=causal) for causal in (False, True) for n in (256, 512)]
+    times = [(1e-3, 2e-3), (2e-3, 2e-3), (1e-3, 0.5e-3), (4e-3, 16e-3)]
+    entries = [
+        entry_of(cell, anyflash=ours, flash=theirs)
+        for cell, (ours, theirs) in zip(cells, times, strict=True)
+    ]
+    document = document_of(entries, gpu="a GPU", versions={"torch": "2"})
+    (table,) = _report.tables(document)
+    assert list(table.header) == [
+        "mask", "seqlen", "anyflash", "flash", "/ flash", "% of gemm", "spread ±%",
+    ]  # fmt: skip
+    speed = cells[0].flop / 1e-3 / 1e9
+    first = [_report.number(x) for x in (speed, speed / 2)]
+    share = f"{100 * speed / 200:.0f}"
+    assert list(table.rows[0]) == ["full", "256", *first, "2.00", share, "1.0"]
+    assert (
+        "anyflash / flash: 1.41 in the geometric mean of 4 cells, 0.50 to 4.00, 1 below 1"
+        in (table.notes[0])
+    )
+    text = _report.markdown(document)
+    assert "- versions: torch 2" in text
+    assert "- ceiling gemm float32: 200 GFLOP/s" in text
+    assert "| --- | --- | ---: |" in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert widths == {len(table.header) + 1}
+
+
+def test_rich_shows_the_same_table(monkeypatch, capsys):
+    entry = entry_of(TINY, anyflash=1e-3, flash=2e-3)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    _report.show(document_of([entry], gpu="a GPU"))
+    text = capsys.readouterr().out
+    assert "gpu: a GPU" in text
+    assert "2.00" in text
+    assert "┃" in text
+
+
+def test_comparison_with_an_earlier_run():
+    cells = [replace(TINY, seqlen=n) for n in (256, 512, 1024)]
+    old = document_of([entry_of(cell, anyflash=2e-3, flash=1e-3) for cell in cells], gpu="A")
+    new = document_of(
+        [entry_of(cells[0], anyflash=1e-3, flash=1e-3), entry_of(cells[1], anyflash=8e-3)], gpu="B"
+    )
+    text = _compare.compare(old, new)
+    assert "not the same gpu: A, now B" in text
+    lines = {
+        line.split("seqlen=")[1].split()[0]: line for line in text.splitlines() if "seqlen=" in line
+    }
+    assert "2.000  faster" in lines["256"]
+    assert "0.250  slower" in lines["512"]
+    assert "anyflash: 0.707 of the earlier speed in the geometric mean of 2 cells" in text
+    assert "only in the earlier run: 1; only in this one: 0" in text
+    assert "the same machine" in _compare.compare(old, old)
+    assert _compare.verdict(entry_of(TINY, a=1.0)["results"]["a"],
+                            entry_of(TINY, a=1.005)["results"]["a"]) == "same"  # fmt: skip
+
+
+def test_plots(tmp_path):
+    cells = cells_of(
+        "cpu", Wanted("cpu", ("float32",), quick=False), {"op": frozenset({"forward"})}
+    )
+    document = document_of([entry_of(cell, anyflash=1e-3, flash=2e-3) for cell in cells], cpu="C")
+    for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
+        written = _plot.plot(document, tmp_path / name)
+        assert written == [tmp_path / name]
+        assert written[0].read_bytes().startswith(start)
+
+
+def test_what_cannot_be_plotted_says_so(tmp_path):
+    document = document_of([entry_of(TINY, anyflash=1e-3)], preset="features")
+    with pytest.raises(ValueError, match="no lengths to plot against"):
+        _plot.plot(document, tmp_path / "a.svg")
+
+
+def test_the_mma_kernel_multiplies_as_often_as_it_says():
+    text = _mma.ptx("bfloat16")
+    assert text.count("mma.sync") == _mma.ROWS * _mma.COLUMNS
+    assert text.count("f32.bf16.bf16.f32") == _mma.ROWS * _mma.COLUMNS
+    assert "f32.f16.f16.f32" in _mma.ptx("float16")
+
+
+# -- the command
+def test_the_command_writes_and_reads_its_files(tmp_path, capsys):
+    path, table = tmp_path / "new.json", tmp_path / "new.md"
+    command = ["bench", "overhead", "--backend", "cpu", "--quick", "--only", "framework=numpy"]
+    assert command_line.main([*command, "--json", str(path), "--markdown", str(table)]) == 0
+    document = json.loads(path.read_text())
+    assert document["preset"] == "overhead"
+    assert document["about"]["command"].startswith("python -m anyflash bench overhead --backend")
+    assert {"cpu", "threads", "date", "versions"} <= set(document["about"])
+    assert document["cells"][0]["results"]["anyflash"]["samples"]
+    assert "numpy" in table.read_text()
+    captured = capsys.readouterr()
+    assert "1/1 " in captured.err
+    again = ["bench", "--load", str(path), "--compare", str(path)]
+    assert command_line.main(again) == 0
+    assert "the same machine, versions, commit and command" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["paper", "--backend", "cpu", "--dtype", "int8"], "--dtype: 'int8' is not one of"),
+        (["paper", "--backend", "cpu", "--only", "d"], "--only d: write LABEL=VALUE"),
+        (["paper", "--backend", "cpu", "--cold"], "only a GPU's L2 cache"),
+        (["paper", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["--load", "nowhere.json"], "not a run of this benchmark"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, message, capsys):
+    assert command_line.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_numpy_is_enough(tmp_path):
+    """In a process to which PyTorch, rich and matplotlib do not exist."""
+    code = (
+        "import importlib.util, sys; real = importlib.util.find_spec; "
+        "hidden = {'torch', 'rich', 'matplotlib', 'jax'}; "
+        "seen = lambda name, *a: None if name.split('.')[0] in hidden else real(name, *a); "
+        "importlib.util.find_spec = seen; "
+        "sys.modules.update(dict.fromkeys(hidden)); "
+        "from anyflash.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["bench", "cpu", "--quick", "--dtype", "float32", "--only", "seqlen=512"]
+    arguments += ["--only", "d=64", "--only", "op=forward", "--only", "mask=causal"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "arrays: numpy" in done.stdout
+    assert "ceiling gemm float32" in done.stdout
+
+
+def test_dtypes_by_default():
+    assert _cli._dtypes(None, "cuda", "paper") == ("bfloat16",)
+    assert _cli._dtypes(None, "cpu", "cpu") == ("float32", "bfloat16")
+    assert _cli._dtypes("float16,bfloat16", "cuda", "paper") == ("float16", "bfloat16")
