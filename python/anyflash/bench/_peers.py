@@ -204,8 +204,9 @@ def is_installed(module: str) -> bool:
 
 
 def chosen_peers(text: str, world: World, by_default: tuple[str, ...], quick: bool) -> list[str]:
-    """The peers of `--peers`: names, "all", "none", "" for those that are found (or the preset's),
-    or those and others after a "+"; ValueError where a name is unknown, or its package, its backend or PyTorch's tensors are not there."""
+    """The peers of `--peers`: names; "all"; "none"; "" for those that are found, or the preset's;
+    or those and others after a "+". ValueError where a name is unknown, or its package, its backend
+    or PyTorch's tensors are not there."""
     here = [name for name, peer in PEERS.items() if world.device in peer.backends]
     usable = [name for name in here if world.name == "torch" or PEERS[name].module in OF_NUMPY]
     found = [name for name in usable if is_installed(PEERS[name].module)]
@@ -217,7 +218,8 @@ def chosen_peers(text: str, world: World, by_default: tuple[str, ...], quick: bo
     if not text or text.startswith("+"):
         late = [name for name in found if quick and PEERS[name].slow_to_start]
         by_default = by_default or tuple(name for name in found if PEERS[name].wanted)
-        names = [name for name in by_default if name in found and name not in late] + names
+        first = [name for name in by_default if name in found and name not in late]
+        names = list(dict.fromkeys(first + names))
     for name in names:
         if name not in PEERS:
             raise ValueError(f"--peers: there is no {name!r}, but {', '.join(PEERS)}; all; none")
