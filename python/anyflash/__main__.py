@@ -109,7 +109,7 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m anyflash",
-        description="Print what is built, what this machine can run.",
+        description="Print what is built and what this machine can run.",
     )
     parser.add_argument("--version", action="version", version=f"anyflash {anyflash.__version__}")
     parser.add_argument("--json", action="store_true", help="print anyflash.build_info() as JSON")
