@@ -139,14 +139,16 @@ def test_packed_problems(op, world, lengths):
 
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_decoding(queries, page_size):
+@pytest.mark.parametrize("world", [NumpyWorld, lambda: TorchWorld("cpu")])
+def test_decoding(queries, page_size, world):
     cell = Cell(
         "decode", 2, queries, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True,
         page_size=page_size, unit="us",
     )  # fmt: skip
-    results = _measure.measure(cell, bench_of(TorchWorld("cpu"), "flash"))["results"]
+    peers = () if world is NumpyWorld else ("flash",)
+    results = _measure.measure(cell, bench_of(world(), *peers))["results"]
     assert "seconds" in results["anyflash"]
-    assert ("seconds" in results["flash"]) == (not page_size)
+    assert all(("seconds" in results[name]) == (not page_size) for name in peers)
 
 
 def test_memory_counts_results_and_is_linear_beside_quadratic():

@@ -70,8 +70,9 @@ def test_comparison_with_an_earlier_run():
     assert "anyflash: 0.707 of the earlier speed in the geometric mean of 2 cells" in text
     assert "only in the earlier run: 1; only in this one: 0" in text
     assert "the same machine" in _compare.compare(old, old)
-    assert _compare.verdict(entry_of(TINY, a=1.0)["results"]["a"],
-                            entry_of(TINY, a=1.005)["results"]["a"]) == "same"  # fmt: skip
+    for share, word in ((0.95, "faster"), (0.995, "same"), (1.005, "same"), (1.05, "slower")):
+        was, now = (entry_of(TINY, a=x)["results"]["a"] for x in (1.0, share))
+        assert _compare.verdict(was, now) == word
 
 
 def test_plots(tmp_path):

@@ -171,7 +171,7 @@ PRESETS = {
         "FlashAttention-2's grid: 16k tokens, hidden size 2048, 512 to 16k long", paper
     ),
     "gqa": Preset("grouped and multi-query heads", gqa, column="heads"),
-    "varlen": Preset("packed sequences: equal, spread and uneven lengths", varlen, x=""),
+    "varlen": Preset("packed sequences of equal, random and uneven lengths", varlen, x=""),
     "features": Preset("each feature beside the kernel without it", features, ceilings=(), x=""),
     "decode": Preset(
         "one step with a KV cache, contiguous and paged, beside the memory's bandwidth",
