@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -260,3 +261,25 @@ def test_anyflash_under_another_name_is_no_peer(monkeypatch):
     problem = _measure.Problem(TINY, TorchWorld("cpu"))
     with pytest.raises(Unsupported, match="anyflash's stand-in"):
         PEERS["fa2"].build(problem)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        replace(TINY, op="both", causal=True, heads_k=1),
+        replace(TINY, feature="alibi"),
+        replace(TINY, op="backward", batch=2, lengths=(32, 7)),
+        Cell("decode", 2, 3, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True, unit="us"),
+        Cell("decode", 2, 1, 4, 16, "float32", seqlen_k=512, causal=True, page_size=256, unit="us"),
+    ],
+    ids=lambda cell: f"{cell.op}{cell.feature}{cell.lengths}{cell.page_size}",
+)
+def test_flash_attn_is_called_as_it_wants(cell, monkeypatch):
+    """By a module with flash-attn's functions, which are anyflash's."""
+    from anyflash import flash_attn
+
+    module = types.ModuleType("flash_attn")
+    vars(module).update({name: getattr(flash_attn, name) for name in flash_attn.__all__})
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    results = _measure.measure(cell, bench_of(TorchWorld("cpu"), "fa2"))["results"]
+    assert "seconds" in results["fa2"], results["fa2"]
