@@ -1,10 +1,11 @@
 # make demo       install into .venv and run a real transformer through anyflash
 # make test       install, build the C++ tests and the emulated GPU, run all tests
 # make test-full  the same with every case of every table
+# make check-embed   programs in C, C++ and Rust, and ONNX Runtime, with the installed library
 # make check-more TensorFlow and Paddle, which are large
 # make lint       formatters, type checker, include rules
-# Needs g++ (or clang++), Python 3.10+ with venv, and nothing else; CUDA kernels are built where nvcc is
-# found. Stages and what they may take: CONTRIBUTING.md.
+# Needs g++ (or clang++), Python 3.10+ with venv, and for check-embed rustc and pkg-config; CUDA kernels
+# are built where nvcc is found. Stages and what they may take: CONTRIBUTING.md.
 
 PYTHON ?= python3
 KERNELS := ci
@@ -14,12 +15,13 @@ export PATH := $(BIN):$(PATH)
 EMULATED := $(CURDIR)/build/test/_emulated_sm80.so
 
 .PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
-  check-emulator check-sass clean
+  check-emulator check-sass check-embed clean
 
 demo: install .venv/demo
 	$(BIN)/python -m anyflash demo
 
-test: install build-test lint check-cpp check-sass check-emulator check-python check-oldest
+test: install build-test lint check-cpp check-sass check-emulator check-python check-oldest \
+  check-embed
 test-full: export ANYFLASH_TEST_FULL := 1
 test-full: KERNELS := full
 test-full: test
@@ -45,6 +47,10 @@ test-full: test
 	$@/bin/python -m pip --disable-pip-version-check -q install -r tests/requirements-oldest.txt
 	touch $@
 
+.venv/embed: .venv/test tests/requirements-embed.txt
+	$(PIP) install -r tests/requirements-embed.txt
+	touch $@
+
 .venv/more: .venv/test tests/requirements-more.txt
 	$(PIP) install --no-deps -r tests/requirements-more.txt
 	touch $@
@@ -55,7 +61,7 @@ install: .venv/build
 	  --config-settings=cmake.define.ANYFLASH_KERNEL_SET=$(KERNELS) .
 
 build-test: .venv/test
-	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON \
+	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON -DANYFLASH_STATIC=ON \
 	  -DANYFLASH_EMULATED_KERNELS=$(KERNELS) \
 	  -DPython_EXECUTABLE=$(BIN)/python --log-level=WARNING
 	cmake --build build/test
@@ -81,6 +87,12 @@ check-oldest: install .venv/oldest
 	mkdir -p build/oldest
 	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" build/oldest/anyflash
 	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/test_jax*.py
+
+# The library of build/test, installed, and the package's.
+check-embed: install build-test .venv/embed
+	rm -rf build/embed
+	cmake --install build/test --prefix build/embed > build/embed.log
+	ANYFLASH_PREFIX=$(CURDIR)/build/embed $(BIN)/python -m pytest tests/embed
 
 check-more: install .venv/more
 	$(BIN)/python -m pytest tests/python/test_tensorflow_and_paddle.py tests/python/test_same_bits.py

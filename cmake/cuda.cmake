@@ -24,9 +24,6 @@ set(
 
 # nvcc from the PyPI packages nvidia-cuda-nvcc etc. (13.x) of the build environment.
 function(anyflash_find_pypi_nvcc output)
-  if(NOT Python_EXECUTABLE)
-    find_program(Python_EXECUTABLE NAMES python3 python)
-  endif()
   execute_process(
     COMMAND
       "${Python_EXECUTABLE}" -c

@@ -13,9 +13,6 @@ function(anyflash_find_in_package variable package subfolder probe)
     endif()
     return()
   endif()
-  if(NOT Python_EXECUTABLE)
-    find_program(Python_EXECUTABLE NAMES python3 python)
-  endif()
   set(
     program
     "import importlib.util as u; s = u.find_spec('${package}'); print(list(s.submodule_search_locations)[0] if s else '')"

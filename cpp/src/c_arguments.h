@@ -20,7 +20,8 @@ namespace anyflash {
 template <class Options>
 void read_options(const Options* given, const char* type, Options& known) {
   if (given == nullptr) return;
-  if (given->size < sizeof(given->size)) {
+  constexpr std::size_t kLargest = 4096;  // more is no size of any version, but no size at all
+  if (given->size < sizeof(given->size) || given->size > kLargest) {
     throw Error(ErrorCode::kInvalidValue, "options.size is " + std::to_string(given->size) +
                                               "; it must be sizeof(" + type + ")");
   }

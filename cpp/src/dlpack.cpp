@@ -93,6 +93,9 @@ TensorView view_of(const DLTensor* tensor, const char* argument, const char* all
                                               " dimensions; at most " + std::to_string(kMaxRank) +
                                               " are allowed");
   }
+  if (tensor->ndim > 0 && tensor->shape == nullptr) {
+    throw Error(ErrorCode::kInvalidValue, what + " has a NULL shape pointer");
+  }
   view.rank = tensor->ndim;
   if (tensor->data != nullptr) {
     view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;

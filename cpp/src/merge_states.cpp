@@ -21,6 +21,7 @@ constexpr char kLayout[] =
 void check_out(const TensorView& t, const char* argument, const TensorView& out_a) {
   check_float(t, argument, out_a.device.type == DeviceType::kCpu);
   check_device(t, argument, out_a, "out_a");
+  check_aligned(t, argument);
   check_rank(t, argument, out_a.rank, kLayout);
   for (int i = 0; i < t.rank; ++i) {
     if (t.shape[i] != out_a.shape[i]) {
@@ -33,6 +34,7 @@ void check_out(const TensorView& t, const char* argument, const TensorView& out_
 void check_lse(const TensorView& t, const char* argument, const TensorView& out_a) {
   check_dtype(t, argument, DType::kFloat32);
   check_device(t, argument, out_a, "out_a");
+  check_aligned(t, argument);
   const auto& n = out_a.shape;
   if (out_a.rank == 3) {
     check_shape(t, argument, {{n[1]}, {n[0]}}, "(heads, total_q)", ": (heads, total_q)");

@@ -46,6 +46,10 @@ void check_types(const TensorView& q, const TensorView& k, const TensorView& v,
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   check_device(out, "out", q, "q");
+  check_aligned(q, "q");
+  check_aligned(k, "k");
+  check_aligned(v, "v");
+  check_aligned(out, "out");
 }
 
 void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -88,6 +92,7 @@ void check_lse(const TensorView& q, const TensorView& lse, const Layouts& layout
   check_rank(lse, "lse", packed ? 2 : 3, layouts.lse);
   check_dtype(lse, "lse", DType::kFloat32);
   check_device(lse, "lse", q, "q");
+  check_aligned(lse, "lse");
   const std::string why = std::string(": ") + layouts.lse;
   if (packed) {
     check_shape(lse, "lse", {{q.shape[1]}, {q.shape[0]}}, layouts.lse, why);

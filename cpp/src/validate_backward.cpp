@@ -15,6 +15,7 @@ void check_gradient(const TensorView& t, const char* argument, const TensorView&
                     const char* input_argument) {
   check_like(t, argument, input, input_argument);
   check_writable(t, argument);
+  check_aligned(t, argument);
 }
 
 // `axes` as of broadcast_strides_of().
@@ -26,7 +27,6 @@ GradientOutput gradient_of(const TensorView& t, const char* argument, const Tens
   }
   check_gradient(t, argument, *input, input_argument);
   check_dtype_or_float32(t, argument, *input, input_argument);
-  check_aligned(t, argument);
   for (int i = 0; i < t.rank; ++i) {
     if (t.shape[i] == 0) return {};  // nothing to write, whatever the strides
   }
@@ -72,6 +72,7 @@ BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions&
   const bool packed = params.cu_seqlens_q != nullptr;
   check_dtype_or_float32(t.dout, "dout", t.q, "q");
   check_like(t.dout, "dout", t.out, "out");
+  check_aligned(t.dout, "dout");
   params.dout = t.dout.data;
   params.dout_dtype = t.dout.dtype;
   params.dout_stride = strides_of(with_batch(t.dout, packed));

@@ -9,6 +9,7 @@ from anyflash._attention_backward import attention_backward, attention_varlen_ba
 from anyflash._attention_with_kvcache import attention_with_kvcache, kvcache_workspace_size
 from anyflash._backward import AttentionGrads
 from anyflash._block_mask import create_block_mask, expand_block_mask
+from anyflash._embedding import get_cmake_dir, get_include
 from anyflash._forward import AttentionResult
 from anyflash._merge import merge_states
 from anyflash._varlen import attention_varlen
@@ -26,6 +27,8 @@ __all__ = [
     "build_info",
     "create_block_mask",
     "expand_block_mask",
+    "get_cmake_dir",
+    "get_include",
     "kvcache_workspace_size",
     "merge_states",
 ]

@@ -1,0 +1,87 @@
+# What a user of the library finds: headers with DLPack's, the library, CMake's and pkg-config's
+# files. All paths are relative to where the files lie, so that the folder can be moved; the wheel is
+# such a folder.
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+if(SKBUILD)
+  set(CMAKE_INSTALL_LIBDIR lib)
+endif()
+set(config_folder "${CMAKE_INSTALL_LIBDIR}/cmake/anyflash")
+set(generated "${CMAKE_CURRENT_BINARY_DIR}/install")
+
+# One file of targets for a shared and one for a static library; anyflash-config.cmake takes one.
+function(anyflash_install_library target kind)
+  set_property(
+    TARGET ${target}
+    APPEND
+    PROPERTY INTERFACE_INCLUDE_DIRECTORIES $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+  )
+  if(kind STREQUAL "static" AND ANYFLASH_HAS_CUDA)
+    target_link_libraries(${target} INTERFACE $<INSTALL_INTERFACE:CUDA::cudart_static>)
+  endif()
+  install(
+    TARGETS ${target}
+    EXPORT anyflash-${kind}
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR}
+  )
+  install(
+    EXPORT anyflash-${kind}
+    FILE anyflash-${kind}-targets.cmake
+    NAMESPACE anyflash::
+    DESTINATION "${config_folder}"
+  )
+endfunction()
+
+if(BUILD_SHARED_LIBS)
+  anyflash_install_library(anyflash shared)
+else()
+  anyflash_install_library(anyflash static)
+endif()
+if(TARGET anyflash_static)
+  anyflash_install_library(anyflash_static static)
+endif()
+
+install(
+  DIRECTORY include/anyflash "${PROJECT_BINARY_DIR}/include/anyflash"
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
+  FILES_MATCHING
+  PATTERN "*.h"
+)
+install(
+  FILES "${ANYFLASH_DLPACK_INCLUDE_DIR}/dlpack/dlpack.h"
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/dlpack
+)
+
+configure_package_config_file(
+  "${PROJECT_SOURCE_DIR}/cmake/anyflash-config.cmake.in"
+  "${generated}/anyflash-config.cmake"
+  INSTALL_DESTINATION "${config_folder}"
+)
+# Before 1.0 a minor version may change the C++ API.
+write_basic_package_version_file(
+  "${generated}/anyflash-config-version.cmake"
+  COMPATIBILITY SameMinorVersion
+)
+install(
+  FILES "${generated}/anyflash-config.cmake" "${generated}/anyflash-config-version.cmake"
+  DESTINATION "${config_folder}"
+)
+
+# Static libraries do not name what they need themselves: compiler runtimes, and CUDA's.
+set(pc_private -lstdc++ -lm -lpthread ${OpenMP_CXX_FLAGS})
+if(ANYFLASH_HAS_CUDA)
+  list(APPEND pc_private -lcudart_static -lrt -ldl)
+endif()
+list(JOIN pc_private " " pc_private)
+set(pc_libs "")
+if(NOT BUILD_SHARED_LIBS)
+  set(pc_libs " ${pc_private}")
+endif()
+set(pc_folder "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+file(RELATIVE_PATH pc_prefix "/prefix/${pc_folder}" /prefix)
+string(REGEX REPLACE "/$" "" pc_prefix "${pc_prefix}")
+configure_file("${PROJECT_SOURCE_DIR}/cmake/anyflash.pc.in" "${generated}/anyflash.pc" @ONLY)
+install(FILES "${generated}/anyflash.pc" DESTINATION "${pc_folder}")

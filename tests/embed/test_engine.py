@@ -1,0 +1,143 @@
+"""cpp/examples/engine: a transformer of two layers, its weights from a safetensors file, with a
+cache of keys and values; its logits against the same formula in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from programs import EXAMPLES, output_of
+
+import anyflash
+
+Array = npt.NDArray[Any]
+LAYERS, HEADS, HEADS_K, HEAD_DIM, HIDDEN, VOCABULARY, POSITIONS = 2, 4, 2, 16, 96, 50, 96
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, VOCABULARY, 75)]
+
+
+def weights() -> dict[str, Array]:
+    rng = np.random.default_rng(1)
+    width, width_k = HEADS * HEAD_DIM, HEADS_K * HEAD_DIM
+    angles = np.arange(POSITIONS)[:, None] * 100.0 ** -(np.arange(HEAD_DIM // 2) / HEAD_DIM * 2)
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, width), "norm": (width,)}
+    for i in range(LAYERS):
+        shapes |= {f"{i}.{name}": (width,) for name in ("norm_attention", "norm_mlp")}
+        shapes |= {f"{i}.{name}": (width, width) for name in ("q", "o")}
+        shapes |= {f"{i}.{name}": (width_k, width) for name in ("k", "v")}
+        shapes |= {f"{i}.{name}": (HIDDEN, width) for name in ("gate", "up")}
+        shapes[f"{i}.down"] = (width, HIDDEN)
+    result = {
+        name: rng.standard_normal(shape) * (1 if len(shape) == 1 else 2 / shape[-1] ** 0.5)
+        for name, shape in shapes.items()
+    }
+    result |= {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+    return {name: np.ascontiguousarray(value, np.float32) for name, value in result.items()}
+
+
+def write_safetensors(path: Path, tensors: dict[str, Array], metadata: dict[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in tensors.items():
+        ends = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": ends}
+        offset = ends[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = b"".join(tensor.tobytes() for tensor in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def normalized(weight: Array, x: Array) -> Array:
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * weight
+
+
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """Pairs half a head dim apart; x (tokens, heads, head_dim)."""
+    first, second = np.split(x, 2, -1)
+    cos, sin = cos[: len(x), None], sin[: len(x), None]
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def logits(tensors: dict[str, Array], dtype: Any) -> Array:
+    w = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    x = w["embedding"][TOKENS]
+    hidden = np.triu(np.full((len(TOKENS), len(TOKENS)), -np.inf, dtype), 1)
+    for i in range(LAYERS):
+        y = normalized(w[f"{i}.norm_attention"], x)
+        q, k, v = (
+            (y @ w[f"{i}.{name}"].T).reshape(len(TOKENS), -1, HEAD_DIM) for name in ("q", "k", "v")
+        )
+        q, k = (rotated(t, w["rotary_cos"], w["rotary_sin"]) for t in (q, k))
+        k, v = (np.repeat(t, HEADS // HEADS_K, 1) for t in (k, v))
+        scores = np.einsum("ihd,jhd->hij", q, k) / dtype(HEAD_DIM**0.5) + hidden
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        x = x + np.einsum("hij,jhd->ihd", weight, v).reshape(x.shape) @ w[f"{i}.o"].T
+        y = normalized(w[f"{i}.norm_mlp"], x)
+        gate = y @ w[f"{i}.gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w[f"{i}.up"].T)) @ w[f"{i}.down"].T
+    return normalized(w["norm"], x) @ w["embedding"].T
+
+
+@pytest.fixture(scope="module", params=["shared", "static"])
+def engine(request: pytest.FixtureRequest, build: Callable[..., Path], library: Path) -> Path:
+    """With the Python package's shared library, and with the installation's static one."""
+    if request.param == "shared":
+        return build(EXAMPLES / "engine", f"-Danyflash_DIR={anyflash.get_cmake_dir()}") / "engine"
+    options = f"-DCMAKE_PREFIX_PATH={library.parent}", "-Danyflash_SHARED_LIBS=OFF"
+    program = build(EXAMPLES / "engine", *options) / "engine"
+    assert "libanyflash" not in output_of(["ldd", program])
+    return program
+
+
+def test_engine(engine: Path, tmp_path: Path) -> None:
+    """The prompt at once, in chunks, and token by token. Sums of products have other orders than
+    NumPy's: twice the error of NumPy's own float32."""
+    tensors = weights()
+    model = tmp_path / "model.safetensors"
+    numbers = {"layers": LAYERS, "heads": HEADS, "heads_k": HEADS_K}
+    write_safetensors(model, tensors, {name: str(value) for name, value in numbers.items()})
+    expected = logits(tensors, np.float64)
+    allowed = 2 * np.abs(logits(tensors, np.float32) - expected).max()
+    found = []
+    for chunk in (len(TOKENS), 32, 1):
+        printed = output_of([engine, model, tmp_path / "logits", chunk, *TOKENS])
+        assert f": {len(TOKENS)} tokens" in printed
+        result = np.fromfile(tmp_path / "logits", np.float32).reshape(expected.shape)
+        assert np.abs(result - expected).max() <= allowed, chunk
+        found.append(result)
+    assert np.abs(found[2] - found[0]).max() <= allowed
+    for text in ("the text is too long", "there is no such token"):
+        wrong = [*TOKENS, *TOKENS] if "long" in text else [VOCABULARY]
+        with pytest.raises(AssertionError, match=text):
+            output_of([engine, model, tmp_path / "logits", 1, *wrong])
+    # An exception of the library's, which may have a C++ runtime of its own.
+    shape = 3 * HEAD_DIM, HEADS * HEAD_DIM
+    tensors |= {f"{i}.{n}": np.ones(shape, np.float32) for i in range(LAYERS) for n in "kv"}
+    numbers["heads_k"] = 3
+    write_safetensors(model, tensors, {name: str(value) for name, value in numbers.items()})
+    with pytest.raises(AssertionError, match=r"engine: .*3 heads, which does not divide q's 4"):
+        output_of([engine, model, tmp_path / "logits", 1, *TOKENS])
+
+
+def test_safetensors_that_are_damaged(engine: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.safetensors"
+    write_safetensors(model, {"embedding": np.zeros((2, 4), np.float32)}, {})
+    whole = model.read_bytes()
+    damaged = {
+        "too short": whole[:4],
+        "too short for its header": b"\xff" * 8 + whole[8:],
+        "larger than the file": whole[:-4],
+        "do not fit": whole.replace(b"[0, 32]", b"[1, 32]"),
+        "expected": whole[:8] + b"[" + whole[9:],
+        "F32 is read here": whole.replace(b"F32", b"F64"),
+    }
+    for message, data in damaged.items():
+        model.write_bytes(data)
+        with pytest.raises(AssertionError, match=message):
+            output_of([engine, model, tmp_path / "logits", 1, 0])

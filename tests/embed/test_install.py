@@ -1,0 +1,89 @@
+"""find_package, pkg-config, shared and static, from C and Rust; projects that build anyflash."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from programs import EXAMPLES, ROOT, output_of
+
+Build = Callable[..., Path]
+STRICT = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror"]
+
+
+def test_c_program(build: Build, config: Path) -> None:
+    folder = build(EXAMPLES / "c", f"-Danyflash_DIR={config}")
+    assert "difference of the output" in output_of([folder / "attention"])
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["shared", "static"])
+def test_pkg_config(prefix: Path, library: Path, tmp_path: Path, static: bool) -> None:
+    """The static library needs what pkg-config names, and then no file of ours."""
+    search = {"PKG_CONFIG_PATH": str(library / "pkgconfig")}
+    arguments = ["--static"] * static + ["--cflags", "--libs", "anyflash"]
+    flags = shlex.split(output_of(["pkg-config", *arguments], search))
+    if static:
+        flags = [f"-l:lib{flag[2:]}.a" if flag == "-lanyflash" else flag for flag in flags]
+    program = tmp_path / "attention"
+    output_of(["cc", *STRICT, EXAMPLES / "c" / "attention.c", "-o", program, *flags, "-lm"])
+    found = {"LD_LIBRARY_PATH": "" if static else str(library)}
+    assert "difference" in output_of([program], found)
+    assert ("libanyflash.so" in output_of(["ldd", program], found)) is not static
+    assert output_of(["pkg-config", "--modversion", "anyflash"], search).startswith("0.1.")
+
+
+def test_version_is_asked_for(tmp_path: Path, prefix: Path) -> None:
+    """Of another minor version: not taken."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(p LANGUAGES C)\n"
+        "foreach(version IN ITEMS 0.1 0.2 1)\n"
+        "  find_package(anyflash ${version} CONFIG QUIET)\n"
+        '  message("${version}=${anyflash_FOUND}")\nendforeach()\n'
+        "find_package(anyflash CONFIG REQUIRED COMPONENTS shared)\n"
+        "get_target_property(kind anyflash::anyflash TYPE)\n"
+        'message("kind=${kind}")\n'
+    )
+    options = ["-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    printed = output_of(["cmake", "-S", tmp_path, *options])
+    facts = {line for line in printed.splitlines() if "=" in line}
+    assert {"0.1=1", "0.2=0", "1=0", "kind=SHARED_LIBRARY"} <= facts
+
+
+def test_rust_program(tmp_path: Path, library: Path) -> None:
+    program = tmp_path / "attention"
+    source = EXAMPLES / "rust" / "attention.rs"
+    options = ["--edition", "2021", "-D", "warnings", "-L", f"native={library}", "-o", program]
+    output_of(["rustc", source, *options])
+    printed = output_of([program], {"LD_LIBRARY_PATH": str(library)})
+    assert "k has 3 heads, which does not divide q's 4" in printed
+
+
+def test_in_tree(build: Build, tmp_path: Path) -> None:
+    """FetchContent, without Python: a static library with sanitizers. Wrong calls are refused."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexit 1\n")
+    python.chmod(0o755)
+    dlpack = importlib.util.find_spec("tvm_ffi")
+    assert dlpack is not None and dlpack.submodule_search_locations
+    folder = build(
+        ROOT / "tests" / "embed" / "in_tree",
+        "-DCMAKE_BUILD_TYPE=",
+        "-DCMAKE_CXX_FLAGS=-O1",
+        f"-DANYFLASH_SOURCE={ROOT}",
+        "-DANYFLASH_CUDA=OFF",
+        "-DANYFLASH_CPU_ISAS=baseline",
+        f"-DANYFLASH_PYTHON_PROGRAM={python}",
+        f"-DANYFLASH_DLPACK_INCLUDE_DIR={dlpack.submodule_search_locations[0]}/include",
+    )
+    assert not (tmp_path / "asked").exists()
+    printed = output_of([folder / "bad_input"])
+    refused = int(printed.split()[0])
+    assert refused > 1000 and printed.endswith(", 0 failures\n"), printed
+    # Nothing of anyflash is installed with the project around it.
+    output_of(["cmake", "--install", folder, "--prefix", tmp_path / "prefix"])
+    assert not any(path.is_file() for path in (tmp_path / "prefix").rglob("*"))
+    assert os.access(folder / "engine" / "engine", os.X_OK)
