@@ -36,8 +36,8 @@ def test_pkg_config(prefix: Path, library: Path, tmp_path: Path, static: bool) -
     assert output_of(["pkg-config", "--modversion", "anyflash"], search).startswith("0.1.")
 
 
-def test_version_is_asked_for(tmp_path: Path, prefix: Path) -> None:
-    """Of another minor version: not taken."""
+def test_what_is_found(tmp_path: Path, prefix: Path) -> None:
+    """Another minor version is not taken, nor the static library by a project without C++."""
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.24)\nproject(p LANGUAGES C)\n"
         "foreach(version IN ITEMS 0.1 0.2 1)\n"
@@ -46,11 +46,13 @@ def test_version_is_asked_for(tmp_path: Path, prefix: Path) -> None:
         "find_package(anyflash CONFIG REQUIRED COMPONENTS shared)\n"
         "get_target_property(kind anyflash::anyflash TYPE)\n"
         'message("kind=${kind}")\n'
+        "find_package(anyflash CONFIG COMPONENTS static)\n"
     )
     options = ["-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"]
     printed = output_of(["cmake", "-S", tmp_path, *options])
     facts = {line for line in printed.splitlines() if "=" in line}
     assert {"0.1=1", "0.2=0", "1=0", "kind=SHARED_LIBRARY"} <= facts
+    assert "add CXX to the languages" in " ".join(printed.split())
 
 
 def test_rust_program(tmp_path: Path, library: Path) -> None:
