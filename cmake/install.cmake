@@ -17,9 +17,6 @@ function(anyflash_install_library target kind)
     APPEND
     PROPERTY INTERFACE_INCLUDE_DIRECTORIES $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
   )
-  if(kind STREQUAL "static" AND ANYFLASH_HAS_CUDA)
-    target_link_libraries(${target} INTERFACE $<INSTALL_INTERFACE:CUDA::cudart_static>)
-  endif()
   install(
     TARGETS ${target}
     EXPORT anyflash-${kind}
