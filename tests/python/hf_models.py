@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -100,8 +101,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
 }
-TRAINED = ("llama", "mistral", "gemma2", "gpt_oss", "bert", "t5")
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+
+
+def is_taken(name: str) -> bool:
+    """Whether the model asks transformers' interface for its attention: from 5.15 on all do."""
+    module = sys.modules[getattr(transformers, MODELS[name][0]).__module__]
+    return VERSION >= (5, 15) or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+
+
 DECODERS = ("llama", "mistral", "gemma2", "gpt_oss")
+TAKEN = [name for name in MODELS if name in DECODERS or is_taken(name)]
+TRAINED = [name for name in (*DECODERS, "bert", "t5") if name in TAKEN]
 
 
 @cache

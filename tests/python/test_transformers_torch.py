@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import doctest
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hf_models import MODELS, build, counted, difference, padding, run, tokens
+from hf_models import MODELS, TAKEN, build, counted, difference, padding, run, tokens
 from transformers import CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -76,7 +77,7 @@ def test_export_with_lengths_left_open() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["gemma2", "t5"])
+@pytest.mark.parametrize("name", [name for name in ("gemma2", "t5") if name in TAKEN])
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model = build(name, attention_dropout=0.0)
     mask = padding("right", seqlen=7)
@@ -146,10 +147,26 @@ def test_name_is_taken_as_it_is() -> None:
     assert made.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("version", ["4.54.1", "4.56.2"])
+def test_older_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("transformers")  # 4.57 replaces the one that was imported first
+    monkeypatch.setattr(module, "__version__", version)
+    message = f"expected transformers 4.57 or newer, found {version}"
+    with pytest.raises(ImportError, match=message):
+        register()
+
+
 def test_models_with_an_attention_of_their_own_are_refused() -> None:
     config = transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=8, rotary_dim=4)
-    with pytest.raises(ValueError, match="GPTJModel of this version of transformers has an atten"):
-        transformers.GPTJModel._from_config(config, attn_implementation="anyflash")
+    refused = [(transformers.GPTJModel, config)]
+    for name in MODELS.keys() - set(TAKEN):
+        model_class, config_class, options = MODELS[name]
+        config = getattr(transformers, config_class)(**options)
+        refused.append((getattr(transformers, model_class), config))
+    for model, config in refused:
+        message = f"{model.__name__} of this version of transformers has an attention of its own"
+        with pytest.raises(ValueError, match=message):
+            model._from_config(config, attn_implementation="anyflash")
 
 
 def test_example_of_the_documentation() -> None:

@@ -15,6 +15,7 @@ from anyflash.integrations._hf_masks import attention_mask
 __all__ = ["register"]
 
 _NAME = "anyflash"
+_OLDEST = (4, 57)
 
 
 def register() -> None:
@@ -42,11 +43,12 @@ def register() -> None:
     Raises
     ------
     ImportError
-        transformers is missing or older than 4.54. T5 goes through the interface from 5.15 on.
+        transformers is missing or older than 4.57.
 
-    A model then raises ValueError where its attention does not go through the interface, instead of
-    falling back to its own, and NotImplementedError for ``head_mask`` and the paged caches of
-    continuous batching.
+    Where a model's attention does not go through the interface (in transformers 4 that of BERT,
+    before 5.15 that of T5), making the model with the name raises ValueError;
+    ``set_attn_implementation`` warns and changes nothing. A call raises NotImplementedError for
+    ``head_mask`` and the paged caches of continuous batching.
 
     Examples
     --------
@@ -68,6 +70,12 @@ def register() -> None:
     ... ).shape
     torch.Size([2, 7])
     """
+    found = import_module("transformers").__version__
+    if tuple(map(int, found.split(".")[:2])) < _OLDEST:
+        raise ImportError(
+            "anyflash.integrations.transformers: expected transformers "
+            f"{'.'.join(map(str, _OLDEST))} or newer, found {found}"
+        )
     modeling = import_module("transformers.modeling_utils")
     masking = import_module("transformers.masking_utils")
     _admit(modeling.PreTrainedModel)
@@ -81,12 +89,7 @@ def _admit(model_class: Any) -> None:
     transformers 5 holds every name with "flash" in it for a build of flash-attn: it looks for that
     package, or puts in another name that the model lists.
     """
-    check = getattr(model_class, "_check_and_adjust_attn_implementation", None)
-    if check is None:
-        raise ImportError(
-            "anyflash.integrations.transformers: expected transformers 4.54 or newer, found "
-            f"{import_module('transformers').__version__}"
-        )
+    check = model_class._check_and_adjust_attn_implementation
     if hasattr(check, "anyflash"):
         return
 
