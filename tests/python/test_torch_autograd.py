@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from backward_calls import OPTIONS as CALLS
+from test_torch import BLOCKS, PARTS, VARLEN
 from torch.utils.checkpoint import checkpoint
-from torch_calls import TORCH, Call
+from torch_calls import LEAVES, TORCH, Call
 from torch_model import Block, train
 
 import anyflash
@@ -126,6 +128,34 @@ def test_second_derivatives_of_other_dtypes(dtype: torch.dtype) -> None:
         assert ours <= 3 * naive + torch.finfo(dtype).eps * right.abs().max()
 
 
+WHOLE: dict[str, tuple[dict[str, Any], bool]] = {
+    **{name: (options, False) for name, options in CALLS.items()},
+    **{f"packed-{name}": (options, True) for name, options in VARLEN.items()},
+    **{f"blocks-{name}": (x | BLOCKS, name == "packed") for name, x in PARTS.items()},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_create_graph_computes_the_same(name: str) -> None:
+    """In float64 by the formula that is differentiated then: it knows all options."""
+    options, varlen = WHOLE[name]
+    call = Call(options, "float64", varlen)
+    call.arrays |= {key: call.arrays[key].astype("float64") for key in "qkv"}
+    if name == "seqused":  # what is not seen
+        call.arrays["k"][0, 37:], call.arrays["v"][1] = torch.nan, torch.inf
+    given = call.tensors()
+    leaves = [given[x] for x in LEAVES if x in given and given[x].requires_grad]
+    results = call.attend(given, return_lse=True)
+    cotangents = [TORCH.give(x) for x in (call.dout, call.dlse)]
+    right, found = (
+        torch.autograd.grad(results, leaves, cotangents, retain_graph=True, create_graph=flag)
+        for flag in (False, True)
+    )
+    for one, other in zip(found, right, strict=True):
+        assert one.requires_grad
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max().clamp(min=1)
+
+
 def test_create_graph_changes_no_gradient() -> None:
     call = Call({"causal": True, "dropout_p": 0.2, "seed": 3}, "bfloat16")
     given = call.tensors()
@@ -208,6 +238,21 @@ def test_autocast() -> None:
         target = torch.empty_like(out, dtype=torch.float32)
         with torch.no_grad():
             assert anyflash.attention(**given, out=target) is target
+
+
+def test_autocast_around_a_gradient_penalty() -> None:
+    """The formula of second derivatives keeps its float32."""
+    call, results = Call({"causal": True}, "bfloat16"), []
+    for enabled in (False, True):
+        given = call.tensors()
+        leaves = [given[x] for x in "qkv"]
+        out = call.attend(given).float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+            penalty = sum(x.float().square().sum() for x in first)
+            results.append(torch.autograd.grad(penalty, leaves))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_inference_mode() -> None:

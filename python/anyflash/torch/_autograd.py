@@ -191,12 +191,11 @@ def _gradients(p: Problem, dout: Any, dlse: Any, wanted: Any) -> tuple[Tensor, .
         results = _recompute.attention(Problem(*_replaced(p, at, tensors)), dropout_mask)
         return tuple(results[i] for i, g in given if g is not None)
 
-    with torch.autocast(p.q.device.type, enabled=False):
-        values, pullback = _vjp(outputs, *[p[i] for i in at])
-        grads = [g for _, g in given if g is not None]
-        found: tuple[Tensor, ...] = pullback(
-            tuple(g.to(x.dtype) for x, g in zip(values, grads, strict=True))
-        )
+    values, pullback = _vjp(outputs, *[p[i] for i in at])
+    grads = [g for _, g in given if g is not None]
+    found: tuple[Tensor, ...] = pullback(
+        tuple(g.to(x.dtype) for x, g in zip(values, grads, strict=True))
+    )
     return found
 
 
@@ -222,6 +221,7 @@ def _second_gradients(
         changed = _replaced(fields, at, tensors)
         return _gradients(Problem(*changed[:SIZE]), changed[SIZE], changed[SIZE + 1], wanted)
 
-    _, pullback = _vjp(first, *[fields[i] for i in at])
-    found: tuple[Tensor, ...] = pullback(tuple(g for g in grads if g is not None))
+    with torch.autocast(p.q.device.type, enabled=False):  # also of what the pullback computes
+        _, pullback = _vjp(first, *[fields[i] for i in at])
+        found: tuple[Tensor, ...] = pullback(tuple(g for g in grads if g is not None))
     return found
