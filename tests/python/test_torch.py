@@ -27,6 +27,18 @@ VARLEN: dict[str, dict[str, Any]] = {
 }
 
 
+# Each sequence sees some of the blocks, of 64 queries and 128 keys.
+BLOCKS = {"block_mask": np.array([[[True, False], [False, True]]])[None], "block_size": (64, 128)}
+PARTS: dict[str, dict[str, Any]] = {
+    "dense": {"q": random(1, 90, 2, 8), "k": random(1, 150, 1, 8), "v": random(1, 150, 1, 5)},
+    "packed": {
+        **{"q": random(95, 2, 8), "k": random(160, 1, 8), "v": random(160, 1, 5)},
+        **{"cu_seqlens_q": np.array([0, 5, 95], np.int32), "max_seqlen_q": 90},
+        **{"cu_seqlens_k": np.array([0, 10, 160], np.int32), "max_seqlen_k": 150},
+    },
+}
+
+
 def verify(call: Call, **more: Any) -> Any:
     given = call.tensors()
     result = call.attend(given, return_result=True, **more)
@@ -53,6 +65,11 @@ def test_packed(name: str) -> None:
 @EVERY_DTYPE
 def test_packed_dtypes(dtype: str) -> None:
     verify(Call(VARLEN["all"], dtype, varlen=True))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_block_mask(name: str) -> None:
+    verify(Call(PARTS[name] | BLOCKS, varlen=name == "packed"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -287,11 +304,11 @@ def test_negative_gradients(torch: ModuleType) -> None:
     """Which torch never computed: a bit says that they are."""
     call = Call()
     given = call.tensors()
-    dout = TORCH.give(call.dout)
-    lazy = torch._neg_view(dout)
-    out = call.attend(given)
-    one = torch.autograd.grad(out, given["q"], lazy, retain_graph=True)[0]
-    assert torch.equal(one, torch.autograd.grad(out, given["q"], -dout)[0])
+    results = call.attend(given, return_lse=True)
+    for x, right in zip(results, (TORCH.give(call.dout), TORCH.give(call.dlse)), strict=True):
+        lazy = torch._neg_view(right)
+        one = torch.autograd.grad(x, given["q"], lazy, retain_graph=True)[0]
+        assert torch.equal(one, torch.autograd.grad(x, given["q"], -right, retain_graph=True)[0])
 
 
 def test_empty_tensors(torch: ModuleType) -> None:
@@ -321,14 +338,34 @@ def test_large_gradients_accumulate(torch: ModuleType) -> None:
         out.sum().backward()
 
 
-def test_a_tensor_that_changed_is_noticed(torch: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["k", "out"])
+def test_a_tensor_that_changed_is_noticed(torch: ModuleType, name: str) -> None:
     call = Call()
     given = call.tensors()
     k = given["k"] * 1
     out = call.attend(given | {"k": k})
-    k.add_(1)
+    loss = out.sum()
+    (k if name == "k" else out.detach()).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+        loss.backward()
+
+
+def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To both passes; on a CPU lengths are checked always."""
+    from anyflash import _backward, _forward
+
+    seen = []
+    for kind in (_forward.Forward, _backward.Backward):
+
+        def spy(self: Any, *arguments: Any, pack: Any = kind.pack) -> None:
+            seen.append(arguments[-1])
+            pack(self, *arguments)
+
+        monkeypatch.setattr(kind, "pack", spy)
+    call = Call(varlen=True)
+    for validate in (False, True):
+        call.attend(call.tensors(), validate=validate).sum().backward()
+    assert seen == [False, False, True, True]
 
 
 def test_deterministic_follows_torch(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from test_varlen_api import packed
 from torch_calls import TORCH
 
 import anyflash
-from anyflash.torch import attention, attention_varlen
+from anyflash.torch import attention, attention_varlen, attention_with_kvcache
 
 SIZE = 3  # of the mapped axis
 LEAVES = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
@@ -141,6 +141,21 @@ def test_vmap_of_packed_sequences(names: tuple[str, ...]) -> None:
 
     compare(attend, tensors, in_dims)
     compare(torch.func.grad(loss, tuple(range(len(leaves)))), tensors, in_dims)
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
+def test_vmap_of_decoding() -> None:
+    """By torch's own loop, which cannot write caches."""
+    cache, new = tensor(2, 16, 1, 8), tensor(2, 1, 1, 8)
+    q = several(tensor(2, 1, 2, 8))
+    for attend in (attention_with_kvcache, anyflash.attention_with_kvcache):
+
+        def step(q: Any, *new: Any, f: Any = attend) -> Any:
+            return f(q, cache, cache.clone(), *new, cache_seqlens=3)
+
+        assert torch.equal(torch.vmap(step)(q), torch.stack([step(x) for x in q]))
+        with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+            torch.vmap(step)(q, several(new), several(new))
 
 
 @pytest.mark.parametrize("randomness", ["same", "different", "error"])
