@@ -130,6 +130,7 @@ def test_second_derivatives_of_other_dtypes(dtype: torch.dtype) -> None:
 
 WHOLE: dict[str, tuple[dict[str, Any], bool]] = {
     **{name: (options, False) for name, options in CALLS.items()},
+    "dropout-most": ({"dropout_p": 0.99, "seed": 3}, False),  # rounded to 655 of 65536
     **{f"packed-{name}": (options, True) for name, options in VARLEN.items()},
     **{f"blocks-{name}": (x | BLOCKS, name == "packed") for name, x in PARTS.items()},
 }
