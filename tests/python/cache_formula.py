@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from frameworks import DTYPES, KINDS, Formula, Kind, bits, close
+from frameworks import DTYPES, KINDS, Formula, Kind, bits, close, random
 from oracle import Array
 
 import anyflash
@@ -202,3 +202,30 @@ def verify(arguments: Arguments, kind: Kind = KINDS[0]) -> None:
     close(out, right.out)
     close(lse, right.lse)
     same_caches(arguments, right)
+
+
+def every_option() -> dict[str, Arguments]:
+    """Calls that together use all options, with values that no other option has."""
+    cos, sin = angles(CAPACITY, 10)
+    order = np.array([2, 0, 1], np.int32)
+    placed = call()
+    for name in ("k_cache", "v_cache"):
+        placed[name] = placed[name][np.argsort(order)]
+    eight = {"k_scale": np.array([0.1, 0.2], np.float32), "v_scale": np.array([0.3, 0.4], "f4")}
+    long = {"q": random(2, 1, 4, 16), "k_cache": random(2, 300, 2, 16)}
+    long |= {"v_cache": random(2, 300, 2, 16) + 1, "cache_seqlens": np.array([9, 290], np.int32)}
+    return {
+        "scale": call() | {"softmax_scale": 0.3, "softcap": 0.7},
+        "left": call() | {"window_size": (2, None)},
+        "right": call(page_size=4) | {"window_size": (None, 1)},
+        "arrays": call() | {"alibi_slopes": random(4), "sinks": random(4), "causal": True},
+        "tree": call() | {"tree_mask": random(3, 2, 2) > 0},
+        "slots": placed | {"cache_batch_idx": order},
+        "leftpad": call() | {"cache_leftpad": np.array([2, 0, 8], np.int32)},
+        "rotary": call()
+        | {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False, "causal": True},
+        "eight-bits": call(cache_dtype=np.int8) | eight,
+        "splits": long | {"num_splits": 3},
+        "split-size": long | {"split_size": 64},
+        "out": call(dtype="bfloat16") | {"out_dtype": "float32"},
+    }

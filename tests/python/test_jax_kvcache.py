@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_formula import call
+from cache_formula import call, every_option
 from jax_calls import narrow, same
 
 import anyflash
@@ -40,6 +40,16 @@ def test_append(dtype: str, page_size: int) -> None:
         same(f(**arrays), right)
         same(arrays, given)
     same(anyflash.jax.attention_with_kvcache(**given, causal=True), (right[0], *right[2:]))
+
+
+EVERY = every_option()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option(name: str) -> None:
+    right = right_of(EVERY[name])
+    results = anyflash.jax.attention_with_kvcache(**EVERY[name], return_lse=True)
+    same(results, right if "k" in EVERY[name] else right[:2])
 
 
 def test_donated_caches_are_updated_in_place() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from backward_calls import OPTIONS
+from cache_formula import every_option
 from frameworks import random
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -141,6 +142,27 @@ def test_decoding(attend: Any) -> None:
     same(one, before)
 
 
+EVERY = every_option()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option_of_decoding(name: str) -> None:
+    """The operator has them as the function has."""
+    results = []
+    arrays = {key: x for key, x in EVERY[name].items() if isinstance(x, np.ndarray)}
+    numbers = {key: x for key, x in EVERY[name].items() if key not in arrays}
+
+    def attend(given: Any) -> Any:
+        return attention_with_kvcache(**given, **numbers, return_lse=True)
+
+    traced = make_fx(attend)(TORCH.give({key: x.copy() for key, x in arrays.items()}))
+    for function in (attend, traced):
+        given = TORCH.give({key: x.copy() for key, x in arrays.items()})
+        found = function(given)
+        results.append((*found, *(given[x].nan_to_num() for x in ("k_cache", "v_cache"))))
+    same(*results)
+
+
 def test_decoding_refuses_gradients() -> None:
     q, cache = tensor(2, 1, 2, 8), tensor(2, 16, 1, 8)
     message = r"anyflash\.torch\.attention_with_kvcache: q requires grad.*no backward"
@@ -237,8 +259,9 @@ def test_fake_tensors_have_the_shapes_of_real_ones(varlen: bool, asked: Any) -> 
 
 
 def problem(grad: bool, **options: Any) -> Problem:
-    leaves = [tensor(2, 3, 2, 4), tensor(2, 5, 1, 4), tensor(2, 5, 1, 4), tensor(2, 1, 1, 5)]
-    leaves = [x.requires_grad_(grad) for x in [*leaves, tensor(2), tensor(2, 2)]]
+    leaves = [tensor(2, 2, 3, 4).transpose(1, 2), tensor(2, 5, 1, 4), tensor(2, 5, 1, 4)]
+    leaves += [tensor(2, 1, 1, 5), tensor(2).double(), tensor(2, 2)]
+    leaves = [x.requires_grad_(grad) for x in leaves]
     defaults = Problem(
         *leaves,
         **dict.fromkeys(Problem._fields[6:11]),
@@ -262,8 +285,8 @@ def test_opcheck_forward() -> None:
     asked = Asked(True, True, True, torch.float32)
     opcheck(OPS.forward.default, (*problem(True), *asked))
     opcheck(OPS.forward.default, (*problem(True, **DROPOUT), *asked), test_utils=QUICK)
-    asked = Asked(False, False, False, None)
-    opcheck(OPS.forward.default, (*problem(False), *asked), test_utils=QUICK)
+    for asked in (Asked(False, False, False, None), Asked(False, True, False, None)):
+        opcheck(OPS.forward.default, (*problem(False), *asked), test_utils=QUICK)
 
 
 def test_opcheck_backward() -> None:
