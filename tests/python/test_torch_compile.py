@@ -172,6 +172,19 @@ def test_decoding_refuses_gradients() -> None:
         )(q)
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "sinks"])
+def test_fake_decoding_refuses_gradients(name: str) -> None:
+    """No kernel runs that could."""
+    shapes = {"k_cache": (2, 16, 1, 8), "v_cache": (2, 16, 1, 8), "sinks": (2,)}
+    shapes |= {"q": (2, 1, 2, 8), "k": (2, 1, 1, 8), "v": (2, 1, 1, 8)}
+    with FakeTensorMode():
+        given = {key: torch.zeros(shape) for key, shape in shapes.items()}
+        attention_with_kvcache(**given, cache_seqlens=3)
+        given[name].requires_grad_()
+        with pytest.raises(NotImplementedError, match=rf"kvcache: {name} requires grad.*backward"):
+            attention_with_kvcache(**given, cache_seqlens=3)
+
+
 def test_checkpoint() -> None:
     """Dropout is repeated where the forward is."""
     call = Call({"dropout_p": 0.4})
