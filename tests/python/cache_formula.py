@@ -217,7 +217,7 @@ def every_option() -> dict[str, Arguments]:
     return {
         "scale": call() | {"softmax_scale": 0.3, "softcap": 0.7},
         "left": call() | {"window_size": (2, None)},
-        "right": call(page_size=4) | {"window_size": (None, 1)},
+        "right": call(page_size=4) | {"window_size": (None, 0)},
         "arrays": call() | {"alibi_slopes": random(4), "sinks": random(4), "causal": True},
         "tree": call() | {"tree_mask": random(3, 2, 2) > 0},
         "slots": placed | {"cache_batch_idx": order},

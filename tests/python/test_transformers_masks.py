@@ -176,6 +176,17 @@ def test_what_cannot_be_had_is_refused() -> None:
         call(SimpleNamespace(config=None))
 
 
+def test_own_windows_are_those_of_causal_layers() -> None:
+    """What a layer's configuration says of others does not hide what a bidirectional one sees."""
+    function = ALL_ATTENTION_FUNCTIONS["anyflash"]
+    x = torch.randn((1, 2, 6, 8), generator=torch.Generator().manual_seed(1))
+    config = SimpleNamespace(sliding_window=2)
+    for causal in (False, True):
+        kinds = [SimpleNamespace(is_causal=causal, config=c) for c in (config, None)]
+        one, other = (function(module, x, x, x, None)[0] for module in kinds)
+        assert torch.equal(one, other) != causal
+
+
 def test_output_attentions_gives_none() -> None:
     function = ALL_ATTENTION_FUNCTIONS["anyflash"]
     x = torch.ones((1, 2, 3, 8))
