@@ -313,8 +313,9 @@ def test_opcheck_backward() -> None:
 
 @pytest.mark.parametrize("write", [False, True])
 def test_opcheck_of_decoding(write: bool) -> None:
-    caches = tensor(2, 16, 1, 8), tensor(2, 16, 1, 4)
-    new = (tensor(2, 1, 1, 8), tensor(2, 1, 1, 4)) if write else (None, None)
+    caches = tensor(2, 16, 1, 8).bfloat16(), tensor(2, 16, 1, 4).bfloat16()
+    new = (tensor(2, 1, 1, 8).bfloat16(), tensor(2, 1, 1, 4).bfloat16())
+    new = new if write else (None, None)
     names = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table")
     names += ("alibi_slopes", "sinks", "tree_mask", "k_scale", "v_scale", "split_size", "filled")
     options = dict.fromkeys(names) | {"rotary_interleaved": True, "softmax_scale": None}
@@ -324,7 +325,7 @@ def test_opcheck_of_decoding(write: bool) -> None:
     for asked in ({"return_lse": True, "out_dtype": torch.float32}, {"return_lse": False}):
         opcheck(
             op.default,
-            (tensor(2, 1, 2, 8), *caches, *new),
+            (tensor(2, 1, 2, 8).bfloat16(), *caches, *new),
             options | {"out_dtype": None} | asked,
             test_utils=QUICK,
         )
