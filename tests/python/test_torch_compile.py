@@ -147,20 +147,23 @@ EVERY = every_option()
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_option_of_decoding(name: str) -> None:
-    """The operator has them as the function has."""
-    results = []
+    """The operator and the function have them as NumPy has."""
     arrays = {key: x for key, x in EVERY[name].items() if isinstance(x, np.ndarray)}
     numbers = {key: x for key, x in EVERY[name].items() if key not in arrays}
 
     def attend(given: Any) -> Any:
         return attention_with_kvcache(**given, **numbers, return_lse=True)
 
-    traced = make_fx(attend)(TORCH.give({key: x.copy() for key, x in arrays.items()}))
-    for function in (attend, traced):
-        given = TORCH.give({key: x.copy() for key, x in arrays.items()})
-        found = function(given)
-        results.append((*found, *(given[x].nan_to_num() for x in ("k_cache", "v_cache"))))
-    same(*results)
+    def copied() -> dict[str, Any]:
+        return {key: x.copy() for key, x in arrays.items()}
+
+    right = copied()
+    results = anyflash.attention_with_kvcache(**right, **numbers, return_lse=True)
+    results = TORCH.give((*results, right["k_cache"], right["v_cache"]))
+    for function in (attend, make_fx(attend)(TORCH.give(copied()))):
+        given = TORCH.give(copied())
+        found = (*function(given), given["k_cache"], given["v_cache"])
+        same((x.nan_to_num() for x in found), (x.nan_to_num() for x in results))
 
 
 def test_decoding_refuses_gradients() -> None:

@@ -96,8 +96,10 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     assert ran()["forward"] == 2 * ran()["backward"]
 
 
-def test_dropout() -> None:
+@pytest.mark.parametrize("rows", [6, 1])
+def test_dropout(rows: int) -> None:
     q, k, v = torch.randn((3, 2, 4, 6, 8), generator=torch.Generator().manual_seed(0))
+    q = q[:, :, :rows]
     torch.manual_seed(3)
     expected = anyflash.torch.attention(
         *(x.transpose(1, 2) for x in (q, k, v)), causal=True, dropout_p=0.4
