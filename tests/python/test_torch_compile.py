@@ -159,7 +159,7 @@ def test_every_option_of_decoding(name: str) -> None:
 
     right = copied()
     results = anyflash.attention_with_kvcache(**right, **numbers, return_lse=True)
-    results = TORCH.give((*results, right["k_cache"], right["v_cache"]))
+    results = TORCH.give([*results, right["k_cache"], right["v_cache"]])
     for function in (attend, make_fx(attend)(TORCH.give(copied()))):
         given = TORCH.give(copied())
         found = (*function(given), given["k_cache"], given["v_cache"])
