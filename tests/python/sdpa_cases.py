@@ -56,6 +56,7 @@ CASES = {
     "one-key-for-all": Case((4, 2, 3, 9, 8), (11, 8), (11, 8)),
     "axes-cross": Case((4, 1, 3, 9, 8), (1, 2, 3, 11, 8), (2, 3, 11, 8)),
     "one-head-of-key": Case((2, 3, 9, 8), (2, 1, 11, 8), (2, 1, 11, 8)),
+    "one-head-of-key-alone": Case((2, 3, 9, 8), (2, 1, 11, 8), (2, 3, 11, 8)),
     "one-head-of-value": Case((2, 3, 9, 8), (2, 3, 11, 8), (2, 1, 11, 8)),
     "one-head-of-query": Case((2, 1, 9, 8), (2, 3, 11, 8), (2, 3, 11, 8)),
     "scale": same(2, 3, 9, 8, scale=0.3),

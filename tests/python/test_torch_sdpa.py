@@ -54,6 +54,20 @@ def test_result_and_gradients(torch: ModuleType, name: str) -> None:
     agree(torch, with_gradients(torch, out, tensors), right)
 
 
+def without_gradients(torch: ModuleType, case: Case, *tensors: Any) -> None:
+    """There the kernel is called in another way: the same bits, and the same order in memory."""
+    right = ours(case, *tensors)
+    with torch.no_grad():
+        out = ours(case, *tensors)
+    assert torch.equal(out, right)
+    assert not out.numel() or out.stride() == right.stride()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_result_without_gradients(torch: ModuleType, name: str) -> None:
+    without_gradients(torch, CASES[name], *leaves(torch, CASES[name]))
+
+
 def naive(torch: ModuleType, case: Case, query: Any, key: Any, value: Any, *mask: Any) -> Any:
     """The formula in the tensors' own dtype."""
     if case.enable_gqa:
@@ -105,6 +119,21 @@ def test_boolean_mask(torch: ModuleType, shape: Shape, leading: Shape) -> None:
     assert shape[-1] == 1 or not keep.all()
     right = with_gradients(torch, own(torch, case, *tensors, keep), tensors)
     agree(torch, with_gradients(torch, ours(case, *tensors, keep), tensors), right)
+    without_gradients(torch, case, *tensors, keep)
+
+
+def test_negative_mask(torch: ModuleType) -> None:
+    """Which torch never computed: a bit says that it is."""
+    query, key, value, mask = (x.detach() for x in leaves(torch, CASES["mask"]))
+    with pytest.raises(TypeError, match="bias is a conjugate or a negative"):
+        scaled_dot_product_attention(query, key, value, torch._neg_view(mask))
+
+
+def test_only_the_mask_requires_grad(torch: ModuleType) -> None:
+    tensors = leaves(torch, CASES["mask"])
+    right = with_gradients(torch, ours(CASES["mask"], *tensors), tensors)[-1]
+    given = [*(x.detach() for x in tensors[:3]), tensors[3]]
+    assert torch.equal(with_gradients(torch, ours(CASES["mask"], *given), given[3:])[-1], right)
 
 
 @pytest.mark.parametrize("form", ["bool", "numbers"])
@@ -202,7 +231,8 @@ def test_dropout(torch: ModuleType) -> None:
     torch.testing.assert_close(dvalue, out.sum(-2)[..., None].expand(2, 3, 50, 50).detach())
     assert not torch.equal(out, scaled_dot_product_attention(query, query, value, dropout_p=0.25))
     torch.manual_seed(3)
-    assert torch.equal(out, scaled_dot_product_attention(query, query, value, None, 0.25))
+    with torch.no_grad():
+        assert torch.equal(out, scaled_dot_product_attention(query, query, value, None, 0.25))
 
 
 def test_all_is_dropped(torch: ModuleType) -> None:
@@ -297,6 +327,7 @@ def test_autocast(torch: ModuleType) -> None:
         for given in ((query, key, value), (query, key, value.bfloat16())):
             out = ours(case, *given, mask)
             assert out.dtype == torch.bfloat16
+            without_gradients(torch, case, *given, mask)
             right = own(torch, case, *[x.double() for x in (*given, mask)])
             torch.testing.assert_close(out.double(), right, rtol=0.03, atol=0.03)
             (dmask,) = torch.autograd.grad(out.sum(), mask)

@@ -65,6 +65,13 @@ def test_context(torch: ModuleType, x: Any) -> None:
         torch.testing.assert_close(out, attend(x, **options))
 
 
+def test_dropout(torch: ModuleType, x: Any) -> None:
+    with sdpa_routing():
+        count, out = launches(lambda: attend(x, dropout_p=0.5))
+        assert count == 1
+        assert not torch.equal(out, attend(x))
+
+
 def test_gqa(torch: ModuleType, x: Any) -> None:
     """Also before PyTorch 2.5."""
     key = torch.randn(2, 1, 9, 8)
