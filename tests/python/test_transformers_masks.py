@@ -176,11 +176,12 @@ def test_what_cannot_be_had_is_refused() -> None:
         call(SimpleNamespace(config=None))
 
 
-def test_own_windows_are_those_of_causal_layers() -> None:
+@pytest.mark.parametrize("window", [2, 5])  # of 6 keys
+def test_own_windows_are_those_of_causal_layers(window: int) -> None:
     """What a layer's configuration says of others does not hide what a bidirectional one sees."""
     function = ALL_ATTENTION_FUNCTIONS["anyflash"]
     x = torch.randn((1, 2, 6, 8), generator=torch.Generator().manual_seed(1))
-    config = SimpleNamespace(sliding_window=2)
+    config = SimpleNamespace(sliding_window=window)
     for causal in (False, True):
         kinds = [SimpleNamespace(is_causal=causal, config=c) for c in (config, None)]
         one, other = (function(module, x, x, x, None)[0] for module in kinds)
