@@ -80,7 +80,8 @@ check-emulator: build-test
 	$(BIN)/python -m pytest tests/emulator
 
 check-python: install build-test
-	ANYFLASH_EMULATED_SM80=$(EMULATED) $(BIN)/python -m pytest tests/python tests/lint
+	ANYFLASH_EMULATED_SM80=$(EMULATED) $(BIN)/python -m pytest -n auto --dist worksteal \
+	  tests/python tests/lint
 
 # The same wheel with the oldest JAX: the package alone is seen there.
 check-oldest: install .venv/oldest

@@ -4,7 +4,9 @@
 # Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
 # the same unit and 23 s in one of its own.
 
-set(ANYFLASH_SM80_DTYPES f16 bf16)
+set(ANYFLASH_SM80_DTYPES_full f16 bf16)
+set(ANYFLASH_SM80_DTYPES_ci ${ANYFLASH_SM80_DTYPES_full})
+set(ANYFLASH_SM80_DTYPES_minimal bf16)
 # Of Q, K and V alike, or of Q and K, and of V.
 set(
   ANYFLASH_SM80_HEAD_DIMS_full
@@ -17,7 +19,7 @@ set(
   256
 )
 set(ANYFLASH_SM80_HEAD_DIMS_ci ${ANYFLASH_SM80_HEAD_DIMS_full})
-set(ANYFLASH_SM80_HEAD_DIMS_minimal 64 128)
+set(ANYFLASH_SM80_HEAD_DIMS_minimal 64)
 # Decoding waits for memory, and columns that do not exist are not loaded: other head dims are
 # rounded up to one of these.
 set(ANYFLASH_SM80_DECODE_HEAD_DIMS 64 128 256)
@@ -69,7 +71,7 @@ function(anyflash_sm80_units output kernel_set)
   endif()
   set(units "")
   foreach(head_dim IN LISTS ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
-    foreach(dtype IN LISTS ANYFLASH_SM80_DTYPES)
+    foreach(dtype IN LISTS ANYFLASH_SM80_DTYPES_${kernel_set})
       set(unit ${dtype}-${head_dim})
       if(kernel_set STREQUAL "ci" AND dtype STREQUAL "f16" AND NOT head_dim STREQUAL "64")
         string(APPEND unit ":forward")
