@@ -3,6 +3,7 @@
 # make test-full  the same with every case of every table
 # make check-embed   programs in C, C++ and Rust, and ONNX Runtime, with the installed library
 # make check-more TensorFlow and Paddle, which are large
+# make check-wheel   build a release's wheel, repair it, test it in empty environments
 # make lint       formatters, type checker, include rules
 # Needs g++ (or clang++), Python 3.10+ with venv, and for check-embed rustc and pkg-config; CUDA kernels
 # are built where nvcc is found. Stages and what they may take: CONTRIBUTING.md.
@@ -15,7 +16,7 @@ export PATH := $(BIN):$(PATH)
 EMULATED := $(CURDIR)/build/test/_emulated_sm80.so
 
 .PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
-  check-emulator check-sass check-embed clean
+  check-emulator check-sass check-embed wheel check-wheel clean
 
 demo: install .venv/demo
 	$(BIN)/python -m anyflash demo
@@ -97,6 +98,17 @@ check-embed: install build-test .venv/embed
 
 check-more: install .venv/more
 	$(BIN)/python -m pytest tests/python/test_tensorflow_and_paddle.py tests/python/test_same_bits.py
+
+# What the release workflow does, but for the container and its older C library.
+wheel: .venv/build
+	rm -rf build/raw build/dist
+	$(PIP) install -r tests/wheel/requirements.txt
+	$(PIP) wheel --no-build-isolation --no-deps --config-settings=build-dir=build/release \
+	  --config-settings=cmake.define.ANYFLASH_ARCHS=release -w build/raw .
+	$(BIN)/auditwheel repair -w build/dist build/raw/*.whl
+
+check-wheel: wheel
+	$(BIN)/python -m pytest tests/wheel --wheel build/dist/*.whl
 
 clean:
 	rm -rf build .venv
