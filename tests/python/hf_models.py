@@ -181,7 +181,9 @@ Run = tuple[Tensor, dict[str, Tensor]]  # logits, gradients of the parameters
 
 def run(model: Any, implementation: str, keep: Tensor, inputs: dict[str, Any]) -> Run:
     """``keep`` (batch, seqlen): what of the logits counts, for the loss as well."""
-    model.set_attn_implementation(implementation)
+    for part in model.modules():  # older versions of T5 keep theirs when the whole is told
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(implementation)
     assert model.config._attn_implementation == implementation
     model.zero_grad(set_to_none=True)
     logits = model(**inputs).logits
