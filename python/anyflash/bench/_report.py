@@ -151,9 +151,13 @@ def _refusals(entries: list[Entry], names: list[str]) -> list[str]:
             if reason:
                 reasons.setdefault(name, []).append(reason)
     return [
-        f"{name}: none in {len(found)} cells: {'; '.join(dict.fromkeys(found))}"
+        f"{name}: none in {len(found)} cells: {found[0]}{_others(len(set(found)) - 1)}"
         for name, found in reasons.items()
     ]
+
+
+def _others(count: int) -> str:
+    return f" (and {count} other reasons, which the JSON has)" if count else ""
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
