@@ -2,7 +2,8 @@
 # variants of one (architecture, operation, dtype, head dim); kernel_table.cpp lists all units.
 #
 # Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
-# the same unit and 23 s in one of its own.
+# the same unit and 23 s in one of its own. The backward's variants have a unit each, which takes long
+# enough: after a change of one kernel a build should be done in a minute and a half.
 
 set(ANYFLASH_SM80_DTYPES_full f16 bf16)
 set(ANYFLASH_SM80_DTYPES_ci ${ANYFLASH_SM80_DTYPES_full})
@@ -59,9 +60,9 @@ set(ANYFLASH_CPU_ENUM_neon kNeon)
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
-# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128". In
-# the set for CI, most of the backward and of decoding is there for bfloat16 alone: a unit takes up
-# to two minutes, and float16 differs in the name of an instruction.
+# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128". The
+# set for CI has float16 for head dim 64 alone: a unit takes a minute, and float16 differs from bfloat16
+# in the name of an instruction.
 function(anyflash_sm80_units output kernel_set)
   if(NOT DEFINED ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
     message(
@@ -72,11 +73,9 @@ function(anyflash_sm80_units output kernel_set)
   set(units "")
   foreach(head_dim IN LISTS ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
     foreach(dtype IN LISTS ANYFLASH_SM80_DTYPES_${kernel_set})
-      set(unit ${dtype}-${head_dim})
-      if(kernel_set STREQUAL "ci" AND dtype STREQUAL "f16" AND NOT head_dim STREQUAL "64")
-        string(APPEND unit ":forward")
+      if(NOT kernel_set STREQUAL "ci" OR dtype STREQUAL "bf16" OR head_dim STREQUAL "64")
+        list(APPEND units ${dtype}-${head_dim})
       endif()
-      list(APPEND units ${unit})
     endforeach()
   endforeach()
   set(${output} ${units} PARENT_SCOPE)
@@ -129,20 +128,32 @@ function(anyflash_generate_kernels output folder)
     list(GET dims -1 head_dim_v)
     set(element ${ANYFLASH_ELEMENT_${dtype}})
     foreach(op IN LISTS ops)
-      set(unit sm80_${op}_${dtype}_d${head_dims})
-      set(file "${folder}/${unit}.${ARG_EXTENSION}")
+      set(row sm80_${op}_${dtype}_d${head_dims})
       set(compact_row "")
       if(ANYFLASH_SM80_COMPACT_${op}_${head_dims})
         set(variant sm80::${ANYFLASH_SM80_COMPACT_${op}_${head_dims}})
         set(
           compact_row
-          "    sm80::${op}_row<${element}, ${head_dim}, ${head_dim_v}, ${variant}, true>(\n        \"${unit}_compact\"),\n"
+          "    sm80::${op}_row<${element}, ${head_dim}, ${head_dim_v}, ${variant}, true>(\n        \"${row}_compact\"),\n"
         )
       endif()
-      configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
-      list(APPEND sources "${file}")
-      string(APPEND declarations "extern const KernelRows ${unit};\n")
-      string(APPEND entries "    &rows::${unit},\n")
+      set(units ${row})
+      if(op STREQUAL "backward")
+        list(APPEND units ${row}_generic)
+      endif()
+      foreach(unit IN LISTS units)
+        set(scores PlainScores)
+        set(compact "")
+        if(unit MATCHES "_generic$" OR NOT op STREQUAL "backward")
+          set(scores GenericScores)
+          set(compact "${compact_row}")
+        endif()
+        set(file "${folder}/${unit}.${ARG_EXTENSION}")
+        configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
+        list(APPEND sources "${file}")
+        string(APPEND declarations "extern const KernelRows ${unit};\n")
+        string(APPEND entries "    &rows::${unit},\n")
+      endforeach()
     endforeach()
   endforeach()
   foreach(arch IN LISTS ARG_ARCHS)
