@@ -332,6 +332,8 @@ def as_dtype(dtype: Any) -> Any:
 
 def _autocast(tensors: tuple[Tensor, ...]) -> Any:
     """q, k and v as ``torch.autocast`` wants them."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors  # the question that costs least
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors

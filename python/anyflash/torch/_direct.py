@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anyflash import _core
 from anyflash._options import UNBOUNDED
-from anyflash.torch._watched import PLAIN, is_traced
+from anyflash.torch._watched import PLAIN
 
 _HALF = (torch.float16, torch.bfloat16)
 _CPU = (torch.float64, torch.float32, *_HALF)
@@ -21,9 +21,10 @@ _export = torch._C._to_dlpack
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, scale: Any) -> bool:
-    """Whether q, k and v, of four axes, need no cast, mode or error that is not the kernel's."""
+    """Whether q, k and v, which nobody traces, are what the kernels take: four axes each, and no
+    cast or error that is not the kernel's."""
     on_cpu = q.is_cpu
-    if is_traced(q) or not (on_cpu or q.is_cuda) or q.dtype not in (_CPU if on_cpu else _HALF):
+    if not (on_cpu or q.is_cuda) or q.dtype not in (_CPU if on_cpu else _HALF):
         return False
     for x in (q, k, v):
         if type(x) not in PLAIN or x.is_neg() or x.ndim != 4 or x.layout is not torch.strided:

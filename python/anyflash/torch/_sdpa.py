@@ -13,7 +13,7 @@ from anyflash._options import NO_DROPOUT, UNBOUNDED
 from anyflash.torch import _direct
 from anyflash.torch._attention import attention
 from anyflash.torch._direct import is_direct
-from anyflash.torch._watched import PLAIN, is_recorded
+from anyflash.torch._watched import PLAIN, is_recorded, is_traced
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
@@ -106,10 +106,11 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
         raise RuntimeError(f"{_NAME}: dropout_p is {dropout_p}; 0 <= dropout_p <= 1 is allowed")
     if (
         not dropout_p
+        and not is_traced(query)
         and is_direct(query, key, value, scale)
         and (attn_mask is None or _is_plain(attn_mask))
         and not is_recorded(query, key, value, attn_mask)
-        and not torch.is_autocast_enabled(query.device.type)
+        and not torch._C._is_any_autocast_enabled()
     ):
         out, _ = _direct.forward(
             _NAME, query, key, value, attn_mask, scale, is_causal, window, False, True
