@@ -32,24 +32,33 @@ void check_rank(const TensorView& t, const char* argument, int rank, const char*
   }
 }
 
+namespace {
+
+bool may_be_one(const Axis& axis) { return axis.broadcast && axis.extent != 1; }
+
+}  // namespace
+
+bool has_shape(const TensorView& t, std::initializer_list<Axis> axes) {
+  auto extent = t.shape.begin();
+  for (const Axis& axis : axes) {
+    if (*extent != axis.extent && !(may_be_one(axis) && *extent == 1)) return false;
+    ++extent;
+  }
+  return true;
+}
+
 void check_shape(const TensorView& t, const char* argument, std::initializer_list<Axis> axes,
                  const char* layout, std::string_view why) {
   check_rank(t, argument, static_cast<int>(axes.size()), layout);
-  const auto is_one = [](const Axis& axis) { return axis.broadcast && axis.extent != 1; };
-  bool same = true;
-  auto extent = t.shape.begin();
-  for (const Axis& axis : axes) {
-    same &= *extent == axis.extent || (is_one(axis) && *extent == 1);
-    ++extent;
-  }
-  if (same) return;
+  if (has_shape(t, axes)) return;
   std::string expected;
   for (const Axis& axis : axes) {
     expected += (expected.empty() ? "" : ", ") + std::to_string(axis.extent) +
-                (is_one(axis) ? " or 1" : "");
+                (may_be_one(axis) ? " or 1" : "");
   }
   invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected (" + expected +
-                (t.rank == 1 ? ",)" : ")") + std::string(why));
+                (t.rank == 1 ? ",)" : ")") +
+                (why.empty() ? std::string(": ") + layout : std::string(why)));
 }
 
 void check_device(const TensorView& t, const char* argument, const TensorView& other,

@@ -26,9 +26,12 @@ struct Axis {
   bool broadcast = false;  // 1 is allowed too
 };
 
-// Rank and shape. `why` follows the shape in the message: ", with q's head_dim".
+// Whether the shape is that; the rank must be.
+bool has_shape(const TensorView& t, std::initializer_list<Axis> axes);
+
+// Rank and shape. `why` follows the shape in the message: ", with q's head_dim"; empty: the layout.
 void check_shape(const TensorView& t, const char* argument, std::initializer_list<Axis> axes,
-                 const char* layout, std::string_view why);
+                 const char* layout, std::string_view why = {});
 
 void check_device(const TensorView& t, const char* argument, const TensorView& other,
                   const char* other_argument);

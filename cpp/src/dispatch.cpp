@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <bitset>
 #include <cstdlib>
 #include <memory>
 
@@ -61,8 +62,8 @@ bool is_closer(const Problem& problem, const KernelRow& a, const KernelRow& b) {
   const int columns_a = a.head_dim + a.head_dim_v;
   const int columns_b = b.head_dim + b.head_dim_v;
   if (columns_a != columns_b) return columns_a < columns_b;
-  const std::size_t features_a = feature_names(a.features).size();
-  const std::size_t features_b = feature_names(b.features).size();
+  const std::size_t features_a = std::bitset<32>(a.features).count();
+  const std::size_t features_b = std::bitset<32>(b.features).count();
   if (features_a != features_b) return features_a < features_b;
   return a.smem_bytes > b.smem_bytes;  // the larger tiles
 }

@@ -67,13 +67,15 @@ class HostCopy {
   std::vector<int32_t> copy_;
 };
 
-// `most` and what it is: "the number of rows".
-void check_element(const char* argument, int64_t index, int64_t value, int64_t most,
-                   const std::string& what) {
-  if (value >= 0 && value <= most) return;
+// Of one that is not within 0 to `most`. `what` says what `most` is.
+[[noreturn]] void invalid_element(const char* argument, int64_t index, int64_t value, int64_t most,
+                                  const std::string& what) {
   const std::string allowed = most < 0 ? "none" : "0 to " + std::to_string(most);
-  invalid_value(at(argument, index) + " is " + std::to_string(value) + "; " + allowed + what);
+  invalid_value(at(argument, index) + " is " + std::to_string(value) + "; " + allowed +
+                " is allowed: " + what);
 }
+
+bool is_within(int64_t value, int64_t most) { return value >= 0 && value <= most; }
 
 // The rows [first, last) of the cache that a sequence uses.
 struct UsedRows {
@@ -94,9 +96,9 @@ class CacheLengths {
 
   void check(int64_t index) const {
     const UsedRows rows = used_rows(index);
-    if (places_.data() != nullptr) {
-      check_element("cache_batch_idx", index, places_.data()[index], p_.slabs - 1,
-                    " is allowed: the sequences of the cache");
+    if (places_.data() != nullptr && !is_within(places_.data()[index], p_.slabs - 1)) {
+      invalid_element("cache_batch_idx", index, places_.data()[index], p_.slabs - 1,
+                      "the sequences of the cache");
     }
     if (p_.block_table != nullptr) check_pages(index, rows);
     if (a_.rotary_cos.data != nullptr) check_rotary(index, rows);
@@ -109,14 +111,18 @@ class CacheLengths {
     int64_t first = 0;
     if (seqlens_.data() != nullptr) {
       filled = seqlens_.data()[index];
-      check_element("cache_seqlens", index, filled, room,
-                    " is allowed: the cache has " + std::to_string(p_.seqlen_k) +
-                        " rows for a sequence, and " + std::to_string(p_.seqlen_new) +
-                        " are appended");
+      if (!is_within(filled, room)) {
+        invalid_element("cache_seqlens", index, filled, room,
+                        "the cache has " + std::to_string(p_.seqlen_k) +
+                            " rows for a sequence, and " + std::to_string(p_.seqlen_new) +
+                            " are appended");
+      }
     }
     if (leftpad_.data() != nullptr) {
       first = leftpad_.data()[index];
-      check_element("cache_leftpad", index, first, filled, " is allowed: the rows that are filled");
+      if (!is_within(first, filled)) {
+        invalid_element("cache_leftpad", index, first, filled, "the rows that are filled");
+      }
     }
     return {first, filled + p_.seqlen_new};
   }

@@ -93,11 +93,10 @@ void check_lse(const TensorView& q, const TensorView& lse, const Layouts& layout
   check_dtype(lse, "lse", DType::kFloat32);
   check_device(lse, "lse", q, "q");
   check_aligned(lse, "lse");
-  const std::string why = std::string(": ") + layouts.lse;
   if (packed) {
-    check_shape(lse, "lse", {{q.shape[1]}, {q.shape[0]}}, layouts.lse, why);
+    check_shape(lse, "lse", {{q.shape[1]}, {q.shape[0]}}, layouts.lse);
   } else {
-    check_shape(lse, "lse", {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layouts.lse, why);
+    check_shape(lse, "lse", {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layouts.lse);
   }
 }
 

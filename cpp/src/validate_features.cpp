@@ -84,8 +84,7 @@ class Features {
       check_shape(t, "alibi_slopes", {{params_.heads}}, layout, ", one for each head of q");
       params_.alibi_slopes = auxiliary_of(t, {&Strides::head});
     } else {
-      check_shape(t, "alibi_slopes", {{params_.batch, true}, {params_.heads}}, layout,
-                  std::string(": ") + layout);
+      check_shape(t, "alibi_slopes", {{params_.batch, true}, {params_.heads}}, layout);
       params_.alibi_slopes = auxiliary_of(t, {&Strides::batch, &Strides::head});
     }
   }
@@ -100,7 +99,7 @@ class Features {
     check_shape(
         t, "bias",
         {{params_.batch, true}, {params_.heads, true}, {seqlen_q_, true}, {seqlen_k_, true}},
-        layout, std::string(": ") + layout);
+        layout);
     params_.bias = auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
 
@@ -112,11 +111,14 @@ class Features {
     check_device(t, "block_mask", q_, "q");
     const int64_t blocks_q = (seqlen_q_ + params_.block_size_q - 1) / params_.block_size_q;
     const int64_t blocks_k = (seqlen_k_ + params_.block_size_k - 1) / params_.block_size_k;
-    check_shape(t, "block_mask",
-                {{params_.batch, true}, {params_.heads, true}, {blocks_q}, {blocks_k}}, layout,
-                ": blocks of " + std::to_string(params_.block_size_q) + " x " +
-                    std::to_string(params_.block_size_k) + " of " + std::to_string(seqlen_q_) +
-                    " queries and " + std::to_string(seqlen_k_) + " keys");
+    const std::initializer_list<Axis> axes = {
+        {params_.batch, true}, {params_.heads, true}, {blocks_q}, {blocks_k}};
+    if (t.rank != 4 || !has_shape(t, axes)) {
+      check_shape(t, "block_mask", axes, layout,
+                  ": blocks of " + std::to_string(params_.block_size_q) + " x " +
+                      std::to_string(params_.block_size_k) + " of " + std::to_string(seqlen_q_) +
+                      " queries and " + std::to_string(seqlen_k_) + " keys");
+    }
     params_.block_mask =
         auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
@@ -137,7 +139,7 @@ class Features {
     check_dtype(t, "dropout_mask", DType::kBool);
     check_device(t, "dropout_mask", q_, "q");
     check_shape(t, "dropout_mask", {{params_.batch}, {params_.heads}, {seqlen_q_}, {seqlen_k_}},
-                layout, std::string(": ") + layout);
+                layout);
     check_writable(t, "dropout_mask");
   }
 

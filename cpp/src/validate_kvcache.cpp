@@ -197,7 +197,7 @@ class KvCacheArguments {
     const TensorView& lse = *t_.lse;
     check_dtype(lse, "lse", DType::kFloat32);
     check_device(lse, "lse", t_.q, "q");
-    check_shape(lse, "lse", {{n[0]}, {n[2]}, {n[1]}}, kLayoutLse, std::string(": ") + kLayoutLse);
+    check_shape(lse, "lse", {{n[0]}, {n[2]}, {n[1]}}, kLayoutLse);
     check_writable(lse, "lse");
     check_aligned(lse, "lse");
     p_.lse = static_cast<float*>(lse.data);
@@ -287,8 +287,7 @@ class KvCacheArguments {
     const char* const layout = "(batch or 1, seqlen_q, seqlen_q)";
     check_dtype(t, "tree_mask", DType::kBool);
     check_device(t, "tree_mask", t_.q, "q");
-    check_shape(t, "tree_mask", {{p_.batch, true}, {p_.seqlen_q}, {p_.seqlen_q}}, layout,
-                std::string(": ") + layout);
+    check_shape(t, "tree_mask", {{p_.batch, true}, {p_.seqlen_q}, {p_.seqlen_q}}, layout);
     p_.tree_mask = auxiliary_of(t, {&Strides::batch, &Strides::row, &Strides::col});
   }
 
@@ -308,7 +307,7 @@ class KvCacheArguments {
       check_shape(*t, argument, {{p_.heads_k}}, layout, ", one for each head of the cache");
       return auxiliary_of(*t, {&Strides::head});
     }
-    check_shape(*t, argument, {{p_.slabs}, {p_.heads_k}}, layout, std::string(": ") + layout);
+    check_shape(*t, argument, {{p_.slabs}, {p_.heads_k}}, layout);
     return auxiliary_of(*t, {&Strides::batch, &Strides::head});
   }
 

@@ -1,0 +1,88 @@
+// The library's functions take no memory of their own on the CPU: all of it comes from the caller.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "backward_problem.h"
+#include "kvcache_problem.h"
+
+namespace {
+
+std::atomic<int> allocations{0};
+
+void* counted(std::size_t bytes, std::size_t alignment = alignof(std::max_align_t)) {
+  ++allocations;
+  const std::size_t size = (bytes + alignment) / alignment * alignment;
+  void* const memory = std::aligned_alloc(alignment, size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return counted(bytes); }
+void* operator new[](std::size_t bytes) { return counted(bytes); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return counted(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace {
+
+// A second time: the first one makes the list of kernels.
+template <class Call>
+void check_call(const char* name, const Call& call) {
+  call();
+  const int before = allocations;
+  call();
+  const int made = allocations - before;
+  CHECK_MSG(made == 0, std::string(name) + ": " + std::to_string(made) + " allocations");
+}
+
+void check_forward_and_backward(unsigned set) {
+  test::BackwardProblem p({2, 70, 90, 4, 2, 33, 20}, set, test::DType::kFloat32, {}, 1);
+  p.forward();
+  p.backward();
+  const auto q = p.main_view(*p.q), k = p.main_view(*p.k), v = p.main_view(*p.v);
+  const auto out = p.main_view(*p.out), lse = p.lse_view(*p.lse), dout = p.main_view(*p.dout);
+  const auto dq = p.main_view(*p.dq), dk = p.main_view(*p.dk), dv = p.main_view(*p.dv);
+  const auto forward_bytes = [&] {
+    return anyflash::forward_workspace_size(q, k, v, out, &lse, p.options);
+  };
+  const auto backward_bytes = [&] {
+    return anyflash::backward_workspace_size(dout, q, k, v, out, lse, dq, dk, dv, p.options,
+                                             p.wanted);
+  };
+  const test::AlignedBytes forward_memory(forward_bytes());
+  const test::AlignedBytes backward_memory(backward_bytes());
+  check_call("forward_workspace_size", forward_bytes);
+  check_call("forward",
+             [&] { anyflash::forward(q, k, v, out, &lse, p.options, forward_memory.workspace()); });
+  check_call("backward_workspace_size", backward_bytes);
+  check_call("backward", [&] {
+    anyflash::backward(dout, q, k, v, out, lse, dq, dk, dv, p.options, p.wanted,
+                       backward_memory.workspace());
+  });
+}
+
+void check_decoding() {
+  const test::Appending call;
+  const test::AlignedBytes memory(call.workspace_size());
+  check_call("forward_with_kvcache_workspace_size", [&] { call.workspace_size(); });
+  check_call("forward_with_kvcache", [&] { call.run(memory.workspace()); });
+}
+
+}  // namespace
+
+int main() {
+  check_forward_and_backward(0);
+  check_forward_and_backward(test::kAll & ~test::kPacked);
+  check_forward_and_backward(test::kAll);
+  check_decoding();
+  return check::report();
+}
