@@ -2,8 +2,8 @@
 # variants of one (architecture, operation, dtype, head dim); kernel_table.cpp lists all units.
 #
 # Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
-# the same unit and 23 s in one of its own. The backward's variants have a unit each, which takes long
-# enough: after a change of one kernel a build should be done in a minute and a half.
+# the same unit and 23 s in one of its own. For nvcc, the backward's variants have a unit each, which
+# takes long enough: after a change of one kernel a build should be done in a minute and a half.
 
 set(ANYFLASH_SM80_DTYPES_full f16 bf16)
 set(ANYFLASH_SM80_DTYPES_ci ${ANYFLASH_SM80_DTYPES_full})
@@ -129,25 +129,29 @@ function(anyflash_generate_kernels output folder)
     set(element ${ANYFLASH_ELEMENT_${dtype}})
     foreach(op IN LISTS ops)
       set(row sm80_${op}_${dtype}_d${head_dims})
-      set(compact_row "")
+      set(arguments "${element}, ${head_dim}, ${head_dim_v}, sm80::")
+      set(compact "")
       if(ANYFLASH_SM80_COMPACT_${op}_${head_dims})
-        set(variant sm80::${ANYFLASH_SM80_COMPACT_${op}_${head_dims}})
-        set(
-          compact_row
-          "    sm80::${op}_row<${element}, ${head_dim}, ${head_dim_v}, ${variant}, true>(\n        \"${row}_compact\"),\n"
+        string(
+          CONCAT compact
+          "    sm80::${op}_row<${arguments}${ANYFLASH_SM80_COMPACT_${op}_${head_dims}}, true>(\n"
+          "        \"${row}_compact\"),\n"
         )
       endif()
+      set(plain "    sm80::backward_row<${arguments}PlainScores>(\"${row}\"),\n")
+      set(
+        generic
+        "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${compact}"
+      )
       set(units ${row})
-      if(op STREQUAL "backward")
+      set(backward_rows_of_${row} "${plain}${generic}")
+      if(op STREQUAL "backward" AND ARG_EXTENSION STREQUAL "cu")
         list(APPEND units ${row}_generic)
+        set(backward_rows_of_${row} "${plain}")
+        set(backward_rows_of_${row}_generic "${generic}")
       endif()
       foreach(unit IN LISTS units)
-        set(scores PlainScores)
-        set(compact "")
-        if(unit MATCHES "_generic$" OR NOT op STREQUAL "backward")
-          set(scores GenericScores)
-          set(compact "${compact_row}")
-        endif()
+        set(backward_rows "${backward_rows_of_${unit}}")
         set(file "${folder}/${unit}.${ARG_EXTENSION}")
         configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
         list(APPEND sources "${file}")
