@@ -113,7 +113,8 @@ class Features {
     const int64_t blocks_k = (seqlen_k_ + params_.block_size_k - 1) / params_.block_size_k;
     const std::initializer_list<Axis> axes = {
         {params_.batch, true}, {params_.heads, true}, {blocks_q}, {blocks_k}};
-    if (t.rank != 4 || !has_shape(t, axes)) {
+    check_rank(t, "block_mask", 4, layout);
+    if (!has_shape(t, axes)) {
       check_shape(t, "block_mask", axes, layout,
                   ": blocks of " + std::to_string(params_.block_size_q) + " x " +
                       std::to_string(params_.block_size_k) + " of " + std::to_string(seqlen_q_) +
