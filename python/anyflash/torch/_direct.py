@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyflash import _core
+from anyflash._frameworks import framework_of
 from anyflash._options import UNBOUNDED
 from anyflash.torch._watched import PLAIN
 
@@ -82,6 +83,6 @@ def forward(  # noqa: PLR0917 (its callers count time)
     return out, lse
 
 
-def _workspace(size: int, like: Tensor) -> tuple[Tensor, int]:
-    memory = torch.empty(size, dtype=torch.uint8, device=like.device)
-    return memory, memory.data_ptr()
+def _workspace(size: int, like: Tensor) -> tuple[Any, int]:
+    framework = framework_of(like)
+    return framework.workspace(size, like, framework.device(like), None)

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflash import _options
 from anyflash._backward import Backward
 from anyflash._forward import Forward
-from anyflash._options import NO_DROPOUT, NO_SOFTCAP
+from anyflash._options import NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 from anyflash.torch import _direct
 
 _SIGN = 1 << 63
@@ -95,7 +94,7 @@ def _given(call: Forward | Backward, p: Problem) -> None:
         call.pack(p.cu_seqlens_q, p.cu_seqlens_k, p.max_seqlen_q, p.max_seqlen_k, p.validate)
     window = (p.window_left, p.window_right)
     call.score(
-        window_size=_options.UNBOUNDED if window == _options.UNBOUNDED else window,
+        window_size=UNBOUNDED if window == UNBOUNDED else window,
         softcap=p.softcap,
         alibi_slopes=p.alibi_slopes,
         bias=p.bias,
@@ -110,13 +109,14 @@ def _given(call: Forward | Backward, p: Problem) -> None:
 
 
 def _has_no_options(p: Problem, asked: Asked) -> bool:
-    """But for the scale, causal and a window."""
+    """But for the scale and causal."""
     return (
         p.bias is p.sinks is p.alibi_slopes is p.block_mask is p.seqused_k is p.rng_state is None
         and p.cu_seqlens_q is p.cu_seqlens_k is None
         and asked.out_dtype is None
         and p.dropout_p is NO_DROPOUT
         and p.softcap is NO_SOFTCAP
+        and p.window_left == p.window_right == -1
         and not (asked.max_logits or asked.dropout_mask)
     )
 
@@ -124,9 +124,9 @@ def _has_no_options(p: Problem, asked: Asked) -> bool:
 def forward(p: Problem, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, lse, max_logits, dropout_mask), None where not asked for."""
     if _has_no_options(p, asked) and _direct.is_direct(p.q, p.k, p.v, p.softmax_scale):
-        window = (p.window_left, p.window_right)
+        tensors = (p.q, p.k, p.v, None)
         out, lse = _direct.forward(
-            operation(p), p.q, p.k, p.v, None, p.softmax_scale, p.causal, window, asked.lse
+            operation(p), *tensors, p.softmax_scale, p.causal, UNBOUNDED, asked.lse
         )
         return out, lse, None, None
     call = Forward(operation(p), p.q, p.k, p.v, 3 if is_packed(p) else 4)

@@ -12,7 +12,6 @@ from torch import Tensor
 from anyflash._options import NO_DROPOUT, UNBOUNDED
 from anyflash.torch import _direct
 from anyflash.torch._attention import attention
-from anyflash.torch._direct import is_direct
 from anyflash.torch._watched import PLAIN, is_recorded, is_traced
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
@@ -107,7 +106,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     if (
         not dropout_p
         and not is_traced(query)
-        and is_direct(query, key, value, scale)
+        and _direct.is_direct(query, key, value, scale)
         and (attn_mask is None or _is_plain(attn_mask))
         and not is_recorded(query, key, value, attn_mask)
         and not torch._C._is_any_autocast_enabled()
