@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
+from anyflash import _machine
 
 Facts = list[tuple[str, str]]
 
@@ -25,29 +24,11 @@ PACKAGES = (
     *("jax-cuda13-plugin", "cupy-cuda12x", "cupy-cuda13x", "tensorflow", "paddlepaddle"),
     *("transformers", "flash-attn", "nanobind-backend"),
 )
-VARIABLES = (
-    "CUDA_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_NUM",
-    "XLA_",
-    "JAX_",
-    "LD_",
-    "PYTORCH_",
-)
+VARIABLES = ("CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_NUM", "XLA_", "JAX_", "LD_", "PYTORCH_")
 # One query; two keys, whose scores are 2 and 0; two values, 1 and 0.
 QUERY, KEYS, VALUES = [[[[2.0]]]], [[[[1.0]], [[0.0]]]], [[[[1.0]], [[0.0]]]]
 EXPECTED = 1 / (1 + math.exp(-2))
 TOLERANCE = 1e-3  # of float16
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _python() -> Facts:
@@ -57,7 +38,7 @@ def _python() -> Facts:
         ("Python", f"{platform.python_version()} ({platform.python_implementation()}, {build})"),
         ("", sys.executable),
         ("system", f"{platform.platform()}, {' '.join(platform.libc_ver())}".rstrip(", ")),
-        ("CPU", f"{_processor()}, {os.cpu_count()} processors"),
+        ("CPU", f"{_machine.cpu_model()}, {os.cpu_count()} processors"),
     ]
 
 
@@ -69,14 +50,6 @@ def _driver() -> Facts:
         return [("driver", f"nvidia-smi cannot be run: {error}")]
     text = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
     return [("driver", line) for line in text.splitlines()] or [("driver", "nvidia-smi is silent")]
-
-
-def _packages() -> Facts:
-    facts = []
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts.append((name, importlib.metadata.version(name)))
-    return facts
 
 
 def _environment() -> Facts:
@@ -113,7 +86,7 @@ def report(info: dict[str, Any]) -> tuple[str, bool]:
     checks = list(_checks(info))
     sections = (
         ("machine", _python() + _driver()),
-        ("packages", _packages()),
+        ("packages", list(_machine.versions(PACKAGES).items())),
         ("environment", _environment()),
         ("checks", checks or [("CPU", "numpy is not installed: nothing was computed")]),
     )

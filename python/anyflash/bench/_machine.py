@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
+from anyflash import _machine
 from anyflash.bench._nvml import REASONS, Nvml
 from anyflash.bench._worlds import World
 
@@ -27,15 +27,6 @@ PACKAGES = (
 WATCH_SECONDS = 0.05
 # Facts that make the times of two runs comparable.
 MACHINE_FACTS = ("gpu", "cpu", "threads", "driver", "power_limit_watts", "isa")
-
-
-def cpu_model() -> str:
-    """As /proc/cpuinfo calls it, where there is one."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
@@ -53,9 +44,7 @@ def commit() -> str | None:
 
 def versions() -> dict[str, str]:
     found = {"anyflash": anyflash.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    found |= _machine.versions(PACKAGES)
     cuda = anyflash.build_info()["cuda"]
     if cuda:
         found["cuda (anyflash)"] = str(cuda["runtime_version"])
@@ -110,7 +99,7 @@ def facts(world: World, monitor: Monitor, command: Sequence[str]) -> dict[str, A
         "backend": world.device,
         "arrays": world.name,
         "system": platform.platform(),
-        "cpu": cpu_model(),
+        "cpu": _machine.cpu_model(),
         "cores": os.cpu_count(),
         "threads": cpu["threads"],
         "isa": cpu["isa"],
