@@ -30,7 +30,7 @@ class Call:
 
 
 def own(problem: Problem) -> Call:
-    """As fast as anyflash's functions can be called: results are written where they lay before."""
+    """anyflash's functions, which allocate their results as the peers' do."""
     cell = problem.cell
     if cell.op == "decode":
         return _decode(problem)
@@ -40,8 +40,6 @@ def own(problem: Problem) -> Call:
         return _backward(problem, deterministic=False)
     q, k, v = problem.q, problem.k, problem.v
     options = {**problem.options, "causal": cell.causal}
-    if cell.timing != "memory":  # there the result counts
-        options["out"] = problem.world.empty_like(q)
     packing = problem.packing if cell.lengths else ()
     function: Any = anyflash.attention_varlen if cell.lengths else anyflash.attention
     return Call(
@@ -54,11 +52,10 @@ def _first(result: Any) -> Any:
 
 
 def _backward(problem: Problem, deterministic: bool) -> Call:
-    cell, world = problem.cell, problem.world
+    cell = problem.cell
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     out, lse = problem.forward_results
-    into = {name: world.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    options = {**problem.options, **into, "causal": cell.causal, "deterministic": deterministic}
+    options = {**problem.options, "causal": cell.causal, "deterministic": deterministic}
     packing = problem.packing if cell.lengths else ()
     function: Any = (
         anyflash.attention_varlen_backward if cell.lengths else anyflash.attention_backward
@@ -94,7 +91,7 @@ def _decode(problem: Problem) -> Call:
     cell = problem.cell
     q, filled = problem.q, problem.filled
     k, v = problem.pages if cell.page_size else problem.caches
-    options: dict[str, Any] = {"causal": True, "out": problem.world.empty_like(q)}
+    options: dict[str, Any] = {"causal": True}
     if cell.page_size:
         options["block_table"] = problem.page_table
     return Call(

@@ -31,7 +31,6 @@ class World(Protocol):
     def integers(self, values: Sequence[int]) -> Any: ...
     def floats(self, values: Sequence[float]) -> Any: ...
     def shuffled(self, count: int) -> Any: ...
-    def empty_like(self, array: Any) -> Any: ...
     def difference(self, a: Any, b: Any) -> float: ...
     def synchronize(self) -> None: ...
     def free_bytes(self) -> int: ...
@@ -82,9 +81,6 @@ class NumpyWorld:
     def shuffled(self, count: int) -> Any:
         return self.random.permutation(count).astype(self.np.int32)
 
-    def empty_like(self, array: Any) -> Any:
-        return self.np.empty_like(array)
-
     def difference(self, a: Any, b: Any) -> float:
         a, b = (x.astype(self.np.float32) for x in (a, b))
         return float(self.np.linalg.norm(a - b) / self.np.linalg.norm(a))
@@ -131,9 +127,6 @@ class TorchWorld:
 
     def shuffled(self, count: int) -> Any:
         return self.torch.randperm(count, device=self.device).to(self.torch.int32)
-
-    def empty_like(self, array: Any) -> Any:
-        return self.torch.empty_like(array)
 
     def difference(self, a: Any, b: Any) -> float:
         a, b = (x.detach().float() for x in (a, b))
