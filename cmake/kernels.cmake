@@ -138,20 +138,25 @@ function(anyflash_generate_kernels output folder)
           "        \"${row}_compact\"),\n"
         )
       endif()
-      set(plain "    sm80::backward_row<${arguments}PlainScores>(\"${row}\"),\n")
-      set(
-        generic
-        "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${compact}"
-      )
       set(units ${row})
-      set(backward_rows_of_${row} "${plain}${generic}")
       if(op STREQUAL "backward" AND ARG_EXTENSION STREQUAL "cu")
         list(APPEND units ${row}_generic)
-        set(backward_rows_of_${row} "${plain}")
-        set(backward_rows_of_${row}_generic "${generic}")
       endif()
       foreach(unit IN LISTS units)
-        set(backward_rows "${backward_rows_of_${unit}}")
+        set(backward_rows "")
+        if(unit STREQUAL row)
+          string(
+            APPEND backward_rows
+            "    sm80::backward_row<${arguments}PlainScores>(\"${row}\"),\n"
+          )
+        endif()
+        list(GET units -1 last)
+        if(unit STREQUAL last)
+          string(
+            APPEND backward_rows
+            "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${compact}"
+          )
+        endif()
         set(file "${folder}/${unit}.${ARG_EXTENSION}")
         configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
         list(APPEND sources "${file}")
