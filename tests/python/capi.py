@@ -57,9 +57,8 @@ class Row(NamedTuple):
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
-    variant: str = (
-        "plain"  # or "scored", "generic", "compact"; of decoding on a GPU "m16", "m32_8bit", ...
-    )
+    # "plain", "scored", "generic" or "compact"; of decoding on a GPU "m16", "m32_8bit", ...
+    variant: str = "plain"
 
     @classmethod
     def parse(cls, name: str) -> Row:

@@ -236,9 +236,10 @@ class _Builder:
         used = all_places(p, p.first_row, p.lengths)
         unseen = (np.zeros(0, np.int64),) * 3
         if self.case.poison:
-            problem = dense(p, p.k_cache, p.v_cache)
-            key, head = np.nonzero(unseen_keys(problem))
+            hides = unseen_keys(dense(p, p.k_cache, p.v_cache))
+            key, head = np.nonzero(hides)
             unseen = (used[0][key], used[1][key], head)
+            seen = np.nonzero(~hides)
         for name, x in (("k", k), ("v", v)):
             cache, scale = getattr(p, f"{name}_cache"), getattr(p, f"{name}_scale")
             self.hide(name, cache)
@@ -250,7 +251,11 @@ class _Builder:
             self.hide(name, nowhere)
             cache[unseen] = nowhere
             if self.case.poison and scale is not None and scale.ndim == 2:
-                scale[np.setdiff1d(np.arange(self.slabs), used[0])] = np.nan
+                hidden = np.ones(scale.shape, bool)
+                hidden[used[0][seen[0]], seen[1]] = False
+                hidden[all_places(p, p.filled, np.full(len(p.q), p.seqlen_new))[0]] = False
+                # One that is largest would be a unit of the others.
+                scale[hidden] = np.resize(np.float32([np.nan, 1e38, np.inf]), hidden.sum())
 
     def hide(self, name: str, x: Array) -> None:
         if not self.case.poison:
