@@ -73,6 +73,11 @@ def test_size(wheel: Path) -> None:
         "anyflash/py.typed",
         "anyflash/_core.abi3.so",
         "anyflash/lib/libanyflash.so*",
+        "anyflash/lib/cmake/anyflash/anyflash-config.cmake",
+        "anyflash/lib/pkgconfig/anyflash.pc",
+        "anyflash/include/anyflash/anyflash.h",
+        "anyflash/include/anyflash/attention.h",
+        "anyflash/include/dlpack/dlpack.h",
         "anyflash-*.dist-info/licenses/LICENSE",
     ],
 )
@@ -172,6 +177,21 @@ def test_in_an_empty_environment(
     for program in programs:
         run(python, "-c", program)
     assert f"anyflash {version()}" in run(python, "-m", "anyflash", "doctor")
+
+
+def test_an_engine_links_it(tmp_path: Path, wheel: Path) -> None:
+    """From C, against the library that the repair has changed."""
+    python = environment(tmp_path / "env", wheel)
+    include = run(python, "-c", "import anyflash; print(anyflash.get_include())").strip()
+    library = str(Path(include).parent / "lib")
+    program = tmp_path / "attention"
+    source = ROOT / "cpp/examples/c/attention.c"
+    links = ("-L", library, "-lanyflash", f"-Wl,-rpath,{library}", "-lm")
+    command = ("cc", "-std=c99", source, "-I", include, "-o", program, *links)
+    for step in (command, (program,)):
+        done = subprocess.run(step, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "difference of the output" in done.stdout
 
 
 def test_every_kernel_is_there(tmp_path: Path, wheel: Path) -> None:

@@ -90,7 +90,8 @@ ANYFLASH_DEVICE int dq_sum_place(int i, int threads) {
 // dropout; and dS K to dq_sum, where there is one.
 //
 // A step takes one tile. With two buffers the next tile arrives during all of it, else during the
-// last product. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a
+// last product. With kReloadV, V comes again with each tile, during Q K^T, because P and dS lie where
+// it was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a
 // partly hidden tile of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
@@ -116,8 +117,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto sDO = make_tensor(make_smem_ptr(smem.dout[0].data()), typename Traits::TileDO::Layout{});
   auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
-  auto sP = make_tensor(make_smem_ptr(smem.p.data()), typename Traits::TileP::Layout{});
-  auto sDS = make_tensor(make_smem_ptr(smem.ds.data()), typename Traits::TileP::Layout{});
+  auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::TileP::Layout{});
+  auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::TileP::Layout{});
   auto sQt = make_tensor(sQ.data(), typename Traits::SmemQt{});
   auto sDOt = make_tensor(sDO.data(), typename Traits::SmemDOt{});
   auto sKt = make_tensor(sK.data(), typename Traits::SmemKt{});
@@ -162,6 +163,13 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     auto gK = gmem_tile<Element>(ShapeK{}, params.k, params.k_stride, sequence.batch, block.head_k,
                                  sequence.first_k + block.first_key);
     load_tile<true>(load_k, thread_k.partition_S(gK), tKsK, tKcK, columns,
+                    sequence.seqlen_k - block.first_key);
+  };
+  const auto load_values = [&] {
+    const ColumnGuard<decltype(size<2>(tVsV))::value> columns(tVcV, params.head_dim_v);
+    auto gV = gmem_tile<Element>(ShapeV{}, params.v, params.v_stride, sequence.batch, block.head_k,
+                                 sequence.first_k + block.first_key);
+    load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns,
                     sequence.seqlen_k - block.first_key);
   };
 
@@ -218,13 +226,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto tQsKt = thread_copy_q_b.partition_S(sKt);  // (COPY, MMA_D, MMA_N)
 
   load_keys();
-  {
-    auto gV = gmem_tile<Element>(ShapeV{}, params.v, params.v_stride, sequence.batch, block.head_k,
-                                 sequence.first_k + block.first_key);
-    const ColumnGuard<decltype(size<2>(tVsV))::value> columns(tVcV, params.head_dim_v);
-    load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns,
-                    sequence.seqlen_k - block.first_key);
-  }
+  if constexpr (!Traits::kReloadV) load_values();
   load_rows(tiles);
   cp_async_fence();
   cp_async_wait<0>();
@@ -261,6 +263,10 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       }
     };
     if constexpr (kStages == 2) load_next();
+    if constexpr (Traits::kReloadV) {
+      load_values();
+      cp_async_fence();
+    }
 
     const int64_t stats_row = params.first_row(sequence, block.batch, head) + row0;
     const auto stats = load_stats(params.stats + stats_row, coordinates);
@@ -281,15 +287,27 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       auto rounded = round_fragment<Element>(fragment);
       copy(copy_c, thread_copy_c.retile_S(rounded), target);
     };
-    if constexpr (Scores::kGeneric) {
-      const auto kept = variant.dropped(scores, extra, coordinates, tile);
-      store(make_tensor(kept.data(), acc_s.layout()), tCsP);
+    const auto store_p = [&] {
+      if constexpr (Scores::kGeneric) {
+        const auto kept = variant.dropped(scores, extra, coordinates, tile);
+        store(make_tensor(kept.data(), acc_s.layout()), tCsP);
+      } else {
+        store(acc_s, tCsP);
+      }
+    };
+    if constexpr (Traits::kReloadV) {
+      cp_async_wait<0>();
+      __syncthreads();  // V is there
     } else {
-      store(acc_s, tCsP);
+      store_p();
     }
     const auto dp_init = variant.dp_init(acc_dp, stats);
     gemm_smem_smem(acc_dp, dp_init, tPrDO, tPrV, tPsDO, tPsV, mma, copy_a, copy_b, thread_copy_a,
                    thread_copy_b);
+    if constexpr (Traits::kReloadV) {
+      __syncthreads();  // every warp has done with V
+      store_p();
+    }
     variant.template gradients<kMasked>(dp, scores, extra, stats);
     variant.chain(dp, extra);
     store(acc_dp, tCsDS);

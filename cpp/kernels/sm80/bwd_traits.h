@@ -1,6 +1,7 @@
 // Types that the backward's main kernel is made of.
 #pragma once
 
+#include "common/macros.h"
 #include "sm80/bwd_block.h"
 #include "sm80/traits.h"
 
@@ -20,7 +21,7 @@ struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardTile kShape = kCompact   ? compact_backward_tile()
+  static constexpr BackwardTile kShape = kCompact   ? compact_backward_tile(kHeadDim)
                                          : kGeneric ? generic_backward_tile(kHeadDim)
                                                     : backward_tile(kHeadDim);
   static constexpr Tile kTile = kShape.tile;
@@ -29,6 +30,7 @@ struct BackwardTraits {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kShape.stages;
+  static constexpr bool kReloadV = kShape.reload_v;
   using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
@@ -48,12 +50,18 @@ struct BackwardTraits {
     alignas(128) cute::array<Buffer<TileDO>, kStages> dout;
     alignas(128) Buffer<TileK> k;  // later dK
     alignas(128) Buffer<TileV> v;  // later dV
-    alignas(128) Buffer<TileP> p;
-    alignas(128) Buffer<TileP> ds;
+    alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : 2> p_and_ds;
     BackwardBlock block;
     int nonfinite_keys;  // NaN or infinity is in K
     int nonfinite_dout;  // or was in a tile of dO
+
+    ANYFLASH_DEVICE Element* p() {
+      if constexpr (kReloadV) return v.data();
+      else return p_and_ds[0].data();
+    }
+    ANYFLASH_DEVICE Element* ds() { return p() + cute::cosize_v<typename TileP::Layout>; }
   };
+  static_assert(!kReloadV || 2 * kBlockM <= kHeadDimV, "P and dS fit where V was");
 
   // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.
   using ScoreMma = WarpGrid<Element, kShape.score_warps, kWarps / kShape.score_warps, 32>;

@@ -29,6 +29,7 @@ struct BackwardTile {
   int key_warps;    // dS^T Q and P^T dO: (block_n, head dim)
   int query_warps;  // dS K: (block_m, head dim)
   int stages;       // buffers of Q and of dO
+  bool reload_v = false;  // P and dS lie where V was, which comes again with every tile of rows
 };
 
 // As much as fits an A100's 163 KB of shared memory and the registers of eight warps.
@@ -47,9 +48,11 @@ constexpr BackwardTile generic_backward_tile(int head_dim) {
 }
 
 // For the 99 KB of consumer GPUs (compute capability 8.6, 8.9 and 12.0), where what stands above
-// does not fit: the plain forward of head dim 256, the generic backward of 192.
+// does not fit: the plain forward of head dim 256, the generic backward of 192 and 256.
 constexpr Tile compact_forward_tile() { return {64, 64, 4}; }
-constexpr BackwardTile compact_backward_tile() { return {{64, 32, 4}, 4, 2, 2, 1}; }
+constexpr BackwardTile compact_backward_tile(int head_dim) {
+  return {{64, 32, 4}, 4, 2, 2, 1, head_dim > 192};
+}
 
 // Decoding: tiles of 16, 32 or 64 rows, which are queries and heads of one group. Warps that share
 // their rows (key_warps) each take some keys of a tile.

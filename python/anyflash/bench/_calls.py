@@ -1,4 +1,5 @@
-"""Ways to call attention of one query and one key, to time what a call costs on the host."""
+"""Ways to call attention of one query and one key, to time what a call costs on the host: of a GPU's
+arrays it is what the host takes to launch."""
 
 from __future__ import annotations
 
@@ -19,6 +20,11 @@ def framework_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "kvcache", lambda: anyflash.attention_with_kvcache(x, cache, cache, cache_seqlens=3)
     elif framework == "jax, jit":
         yield from _jax_calls()
+    elif framework == "cupy, GPU":
+        cp: Any = importlib.import_module("cupy")
+        y, rows = cp.ones((1, 1, 1, 8), cp.float16), cp.ones((1, 4, 1, 8), cp.float16)
+        yield "anyflash", lambda: anyflash.attention(y, y, y)
+        yield "kvcache", lambda: anyflash.attention_with_kvcache(y, rows, rows, cache_seqlens=3)
     else:
         yield from _torch_calls(framework)
 
@@ -28,9 +34,10 @@ def _torch_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     adapter = importlib.import_module("anyflash.torch")
     flash_attn = importlib.import_module("anyflash.flash_attn")
     theirs = torch.nn.functional.scaled_dot_product_attention
-    recorded = framework != "torch"
-    x = torch.ones((1, 1, 1, 8), requires_grad=recorded)
-    swapped, cache = x.transpose(1, 2), torch.ones((1, 4, 1, 8))
+    recorded = framework in {"torch, recorded", "torch, and backward"}
+    kind = {"dtype": torch.float16, "device": "cuda"} if framework == "torch, GPU" else {}
+    x = torch.ones((1, 1, 1, 8), requires_grad=recorded, **kind)
+    swapped, cache = x.transpose(1, 2), torch.ones((1, 4, 1, 8), **kind)
     ways: dict[str, Callable[[], Any]] = {
         "anyflash": lambda: anyflash.attention(x, x, x),
         "adapter": lambda: adapter.attention(x, x, x),
@@ -38,7 +45,7 @@ def _torch_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         "flash_attn": lambda: flash_attn.flash_attn_func(x, x, x),
         "framework": lambda: theirs(swapped, swapped, swapped),
     }
-    if framework == "torch":
+    if not recorded:
         ways["kvcache"] = lambda: anyflash.attention_with_kvcache(x, cache, cache, cache_seqlens=3)
     for name, way in ways.items():
         if framework.endswith("backward"):

@@ -18,6 +18,7 @@ FEATURES = (
 DECODE_SHAPES = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (8, 1, 128), (16, 16, 256))
 LARGEST_CACHE = 24 * 2**30
 FRAMEWORK_CALLS = ("numpy", "torch", "torch, recorded", "torch, and backward", "jax, jit")
+GPU_CALLS = ("torch, GPU", "cupy, GPU")
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ def overhead(wanted: Wanted) -> Iterator[Cell]:
                     timing=timing,
                     unit="us",
                 )
+        for framework in GPU_CALLS:
+            yield Cell("call", 1, 1, 1, 8, "float16", framework=framework, unit="us")
     for framework in FRAMEWORK_CALLS:
         yield Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
 
@@ -192,7 +195,7 @@ PRESETS = {
     ),
     "cpu": Preset("512 to 8192 tokens, 8 heads", cpu, peers=("flash",)),
     "overhead": Preset(
-        "what a call costs: 128 to 512 tokens on a GPU, and one token on the CPU",
+        "what a call costs: 128 to 512 tokens on a GPU, and the host's time for one token",
         overhead,
         ceilings=(),
         x="",
