@@ -90,9 +90,9 @@ ANYFLASH_DEVICE int dq_sum_place(int i, int threads) {
 // dropout; and dS K to dq_sum, where there is one.
 //
 // A step takes one tile. With two buffers the next tile arrives during all of it, else during the
-// last product. With kReloadV, V comes again with each tile, during Q K^T, because P and dS lie where
-// it was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a
-// partly hidden tile of dO: restore_nonfinite() then has to follow.
+// last product. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
+// was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
+// tile of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
