@@ -25,10 +25,11 @@ set(ANYFLASH_SM80_HEAD_DIMS_minimal 64)
 # rounded up to one of these.
 set(ANYFLASH_SM80_DECODE_HEAD_DIMS 64 128 256)
 
-# Which units have one more kernel, for GPUs with 99 KB of shared memory, and what it does.
-set(ANYFLASH_SM80_COMPACT_forward_256 PlainVariant)
-set(ANYFLASH_SM80_COMPACT_backward_192 GenericScores)
-set(ANYFLASH_SM80_COMPACT_backward_256 GenericScores)
+# Which units have one more kernel, what it does, and for whose shared memory it is (tiles.h).
+set(ANYFLASH_SM80_MORE_forward_128 PlainVariant Wide)
+set(ANYFLASH_SM80_MORE_forward_256 PlainVariant Compact)
+set(ANYFLASH_SM80_MORE_backward_192 GenericScores Compact)
+set(ANYFLASH_SM80_MORE_backward_256 GenericScores Compact)
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
@@ -134,12 +135,15 @@ function(anyflash_generate_kernels output folder)
     foreach(op IN LISTS ops)
       set(row sm80_${op}_${dtype}_d${head_dims})
       set(arguments "${element}, ${head_dim}, ${head_dim_v}, sm80::")
-      set(compact "")
-      if(ANYFLASH_SM80_COMPACT_${op}_${head_dims})
+      set(more "")
+      if(ANYFLASH_SM80_MORE_${op}_${head_dims})
+        list(GET ANYFLASH_SM80_MORE_${op}_${head_dims} 0 variant)
+        list(GET ANYFLASH_SM80_MORE_${op}_${head_dims} 1 room)
+        string(TOLOWER ${room} suffix)
         string(
-          CONCAT compact
-          "    sm80::${op}_row<${arguments}${ANYFLASH_SM80_COMPACT_${op}_${head_dims}}, true>(\n"
-          "        \"${row}_compact\"),\n"
+          CONCAT more
+          "    sm80::${op}_row<${arguments}${variant}, sm80::Room::k${room}>(\n"
+          "        \"${row}_${suffix}\"),\n"
         )
       endif()
       set(units ${row})
@@ -158,7 +162,7 @@ function(anyflash_generate_kernels output folder)
         if(unit STREQUAL last)
           string(
             APPEND backward_rows
-            "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${compact}"
+            "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${more}"
           )
         endif()
         set(file "${folder}/${unit}.${ARG_EXTENSION}")

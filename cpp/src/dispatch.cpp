@@ -54,8 +54,9 @@ bool has_better_tile(int64_t rows, const KernelRow& a, const KernelRow& b) {
   return fits_a ? a.tile.block_m < b.tile.block_m : a.tile.block_m > b.tile.block_m;
 }
 
-// Of two rows that can run a problem, the one that does less besides.
-bool is_closer(const Problem& problem, const KernelRow& a, const KernelRow& b) {
+// Of two rows that can run a problem, the one that does less besides, or that suits the GPU.
+bool is_closer(const Problem& problem, const DeviceProperties& device, const KernelRow& a,
+               const KernelRow& b) {
   if (problem.op == Op::kDecode && a.tile.block_m != b.tile.block_m) {
     return has_better_tile(problem.rows, a, b);
   }
@@ -65,7 +66,12 @@ bool is_closer(const Problem& problem, const KernelRow& a, const KernelRow& b) {
   const std::size_t features_a = std::bitset<32>(a.features).count();
   const std::size_t features_b = std::bitset<32>(b.features).count();
   if (features_a != features_b) return features_a < features_b;
-  return a.smem_bytes > b.smem_bytes;  // the larger tiles
+  // A multiprocessor holds as many of its CTAs as the row is made for.
+  const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
+  const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
+  if (suits_a != suits_b) return suits_a;
+  if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
+  return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
 }
 
 const KernelRow& select_cpu(const Problem& problem) {
@@ -114,7 +120,7 @@ const KernelRow& select_cuda(const Problem& problem) {
     if (row->smem_bytes > device.smem_per_block) continue;
     largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
     if (row->head_dim < problem.head_dim || row->head_dim_v < problem.head_dim_v) continue;
-    if (best == nullptr || is_closer(problem, *row, *best)) best = row;
+    if (best == nullptr || is_closer(problem, device, *row, *best)) best = row;
   }
   if (best != nullptr) return *best;
   if (!built) {

@@ -138,7 +138,7 @@ class Torch(WithAttributes):
     def stream(self, x: Any, device: Device) -> int:
         if device.kind == "cpu":
             return 0
-        stream: int = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
+        stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
         return stream
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:

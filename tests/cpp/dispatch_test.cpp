@@ -20,6 +20,12 @@ constexpr KernelRow sm80_row(const char* name, int head_dim, int head_dim_v, uns
           {},       {}};
 }
 
+constexpr KernelRow room_row(const char* name, int ctas, std::size_t smem_bytes) {
+  KernelRow row = sm80_row(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
+  row.tile.ctas = ctas;
+  return row;
+}
+
 constexpr KernelRow decode_row(const char* name, int head_dim, int block_m, unsigned features,
                                std::size_t smem_bytes) {
   KernelRow row = sm80_row(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
@@ -38,6 +44,9 @@ constexpr KernelRow cpu_row(const char* name, Op op) {
 constexpr KernelRow kRows[] = {
     sm80_row("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
     sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
+    room_row("backward_d256", 1, 150000),
+    room_row("backward_d256_compact", 2, 98000),
+    room_row("backward_d256_wide", 2, 110000),
     cpu_row("cpu_backward", Op::kBackward),
     sm80_row("d256_generic", 256, 256, kAllFeatures, 160000),
     sm80_row("d192_compact", 192, 192, kNoFeatures, 90000),
@@ -124,6 +133,21 @@ void check_choice() {
   CHECK_EQ(selected(64, 64, kAlibi, DType::kFloat16, Op::kBackward), "backward_d128_generic");
 }
 
+// Rows for GPUs with less or more shared memory: first those as many of whose CTAs a multiprocessor
+// holds as they are made for, then the largest.
+void check_rooms() {
+  const auto with = [](std::size_t kilobytes) {
+    const std::size_t bytes = kilobytes * 1024;
+    gpu = {"test GPU", 80, 108, bytes - 1024, std::size_t{40} << 20, bytes};
+    return selected(256, 256, 0, DType::kFloat16, Op::kBackward);
+  };
+  CHECK_EQ(with(228), "backward_d256_wide");
+  CHECK_EQ(with(200), "backward_d256_compact");
+  CHECK_EQ(with(164), "backward_d256");
+  CHECK_EQ(with(120), "backward_d256_wide");
+  CHECK_EQ(with(100), "backward_d256_compact");
+}
+
 // The smallest tile that holds all rows, else the largest; then the head dims; then the features.
 void check_decode_choice() {
   gpu = {"test GPU", 80, 108, 163840, std::size_t{40} << 20};
@@ -164,9 +188,10 @@ void check_errors() {
               "head dim is 256; the forward kernels of this build for float16 that fit test GPU's "
               "101376 bytes of shared memory take head dims up to 192");
   CHECK_EQ(selected(192, 192, 0), "d192_compact");
-  check_error(192, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 192; the backward kernels of this build for float16 that fit test "
-              "GPU's 101376 bytes of shared memory take head dims up to 128",
+  CHECK_EQ(selected(192, 192, 0, DType::kFloat16, Op::kBackward), "backward_d256_compact");
+  check_error(192, kBias, DType::kFloat16, ErrorCode::kUnsupported,
+              "head dim is 192; the backward kernels of this build for float16 with bias that fit "
+              "test GPU's 101376 bytes of shared memory take head dims up to 128",
               Op::kBackward);
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
               "q is float32; the CUDA backward kernels of this build take float16 and bfloat16",
@@ -253,6 +278,7 @@ void check_names() {
 
 int main() {
   check_choice();
+  check_rooms();
   check_decode_choice();
   check_errors();
   check_problem();

@@ -38,30 +38,24 @@ ForwardParams causal_params(int64_t batch, int heads, int heads_k, int seqlen_k,
   return p;
 }
 
-void check_bounds(const ForwardParams& p, std::size_t l2_bytes) {
+void check_bounds(const ForwardParams& p, int multiprocessors) {
   const int64_t pairs = p.batch * p.heads;
-  const int64_t group = p.heads / p.heads_k;
-  const int64_t section = heads_per_section(p, kBytes, l2_bytes);
+  const int64_t section = heads_per_section(p, multiprocessors);
   CHECK(section >= 1);
   CHECK(section <= std::max<int64_t>(pairs, 1));
-  // A section that is not cut short by the number of pairs consists of whole groups, and their keys
-  // and values fit into half of the cache; one more group would not.
-  const int64_t kv_bytes = int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * kBytes;
-  const int64_t half = static_cast<int64_t>(l2_bytes / 2);
-  if (section > 1) CHECK((section + group - 1) / group * kv_bytes <= half);
-  if (section > 1 && section < pairs) {
-    CHECK_EQ(section % group, 0);
-    CHECK((section / group + 1) * kv_bytes > half);
-  }
-  CHECK(heads_per_section(p, kBytes, 2 * l2_bytes) >= section);
+  CHECK(section <= std::max(multiprocessors / 4, 1));
+  // The last section lacks fewer pairs than there are sections, and one section fewer is too few.
+  const int64_t sections = (pairs + section - 1) / section;
+  CHECK(sections * section - pairs < std::max<int64_t>(sections, 1));
+  if (sections > 1) CHECK((sections - 1) * std::max(multiprocessors / 4, 1) < pairs);
 
   ForwardParams all = p;
   all.window.right = -1;
   all.window.left = 5;
-  CHECK_EQ(heads_per_section(all, kBytes, l2_bytes), 1);
+  CHECK_EQ(heads_per_section(all, multiprocessors), 1);
   ForwardParams window = p;
   window.window.right = 1000;
-  CHECK_EQ(heads_per_section(window, kBytes, l2_bytes), section);
+  CHECK_EQ(heads_per_section(window, multiprocessors), section);
 }
 
 BackwardParams backward_params(const ForwardParams& forward) {
@@ -244,7 +238,7 @@ int main() {
             for (const int head_dim : {1, 64, 256}) {
               const ForwardParams p =
                   causal_params(batch, heads_k * group, heads_k, seqlen_k, head_dim);
-              check_bounds(p, l2_bytes);
+              for (const int multiprocessors : {1, 20, 132}) check_bounds(p, multiprocessors);
               check_backward_bounds(backward_params(p), l2_bytes);
             }
           }
@@ -252,9 +246,10 @@ int main() {
       }
     }
   }
-  // A100: 40 MiB of L2. 2048 keys of head dim 128 are 1 MiB of K and V: 20 groups of 4.
-  CHECK_EQ(heads_per_section(causal_params(8, 32, 8, 2048, 128), kBytes, std::size_t{40} << 20),
-           80);
+  // A100: at most 27 of 256 pairs, in 10 sections. H200: 33 of 128, in 4; and all of 16.
+  CHECK_EQ(heads_per_section(causal_params(8, 32, 8, 2048, 128), 108), 26);
+  CHECK_EQ(heads_per_section(causal_params(8, 16, 16, 2048, 128), 132), 32);
+  CHECK_EQ(heads_per_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
   // 4 heads of 1024 queries of head dim 128 are 4 MiB of Q, dO and dQ: 5 key heads.
   const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
   CHECK_EQ(heads_per_section_backward(backward, kBytes, std::size_t{40} << 20), 5);

@@ -78,6 +78,12 @@ FEATURE_CASES = (
     ),
 )
 
+# Of head dim 128: maxima that grow by more than a few units from tile to tile.
+GROWING_CASES = (
+    Case(head_dim=128, head_dim_v=128, scale=2.0, seqlen_k=430),
+    Case(head_dim=128, head_dim_v=120, scale=-1.0, seqlen_k=430, causal=1),
+)
+
 CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
-# dim 128 has one buffer; the others have two.
+# dim 128 has one buffer; the others have two. Of the forward's, the plain one of head dim 64 has
+# two; that of 128 rescales lazily.
 FORWARD = "sm80_forward_f16_d64"
+LAZY = "sm80_forward_f16_d128"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
 ROWS = "bwd_rows"
@@ -38,14 +40,17 @@ BLOCK_MASK = "variant/block_mask.h"
 DROPOUT = "variant/dropout.h"
 APPLY_DROPOUT = "variant/apply_dropout.h"
 
-WAIT_K = "cp_async_wait<0>(); __syncthreads(); // K_n is there"
-WAIT_V = (
-    "gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k,"
-    " thread_copy_q, thread_copy_k); cp_async_wait<0>();"
+WAIT_K = (
+    "cp_async_wait<0>(); if constexpr (kTwoBuffers) clear_values();"
+    " __syncthreads(); // K_n is there"
 )
+WAIT_V = "cp_async_wait<0>(); clear_values(); __syncthreads(); // V_n is there"
 LOAD_Q = "load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);"
-LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, sequence.seqlen_k - n * kBlockN);"
+LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, keys);"
+FIRST_V = "if constexpr (kTwoBuffers) load_tile<true>(load_v, tVgV, tVsV, tVcV, columns_v, keys);"
 LOAD_V = "load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);"
+NO_MAXIMUM = "max_(row) == -INFINITY ? 0.0f : max_(row)"
+LAZY_OUTPUT = "out(row, col) *= rescale(row);"
 RESTORE = "__syncthreads_or(found_nonfinite)"
 END_KEY = "clamp(row + last_ + 1)"
 FIRST_KEY = "clamp(row + first_)"
@@ -54,12 +59,15 @@ FIRST_K = "s.first_k = clamp_length(p.cu_seqlens_k[index], p.total_k);"
 SEQUSED = "if (p.seqused_k != nullptr) s.seqlen_k = clamp_length(p.seqused_k[index], s.seqlen_k);"
 
 SYNCHRONISATION = (
-    Mutation("no-barrier-for-k", MAINLOOP, WAIT_K, "cp_async_wait<0>();"),
-    Mutation("no-wait-for-k", MAINLOOP, WAIT_K, "__syncthreads();"),
+    Mutation("no-barrier-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("__syncthreads();", "")),
+    Mutation("no-wait-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("cp_async_wait<0>();", "")),
     Mutation("short-wait-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("<0>", "<1>")),
     Mutation("no-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("cp_async_wait<0>();", "")),
     Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
-    Mutation("no-barrier-for-v", MAINLOOP, "__syncthreads(); // V_n is there", ""),
+    Mutation("no-barrier-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("__syncthreads();", "")),
+    Mutation("no-flip-of-loads", MAINLOOP, "tVsV.data() = tVsV.data() + to_other * size(sV);", ""),
+    Mutation("no-flip-of-v", MAINLOOP, "tOsVt.data() = tOsVt.data() + to_other * size(sV);", ""),
+    Mutation("no-flip-back", MAINLOOP, "to_other = -to_other;", ""),
     Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads(); // Q has landed", "", "tsan"),
     Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
     Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads(); // the whole tile is in", ""),
@@ -130,6 +138,7 @@ POSITIONS = (
 BOUNDS = (
     Mutation("q-read-past-end", MAINLOOP, LOAD_Q, LOAD_Q.replace("true", "false"), "asan"),
     Mutation("k-read-past-end", MAINLOOP, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
+    Mutation("first-v-read-past-end", MAINLOOP, FIRST_V, FIRST_V.replace("true", "false"), "asan"),
     Mutation("v-read-past-end", MAINLOOP, LOAD_V, LOAD_V.replace("kMasked", "false"), "asan"),
     Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[page]", "row_ok"),
     Mutation(
@@ -168,8 +177,10 @@ BOUNDS = (
 ARITHMETIC = (
     Mutation("quad-not-reduced", SOFTMAX, "x = op(x, __shfl_xor_sync(0xffffffffu, x, 2));", ""),
     Mutation("output-not-rescaled", SOFTMAX, "out(row, col) *= rescale;", ""),
-    Mutation("sum-not-rescaled", SOFTMAX, "sum_(row) * rescale", "sum_(row)"),
-    Mutation("nan-of-hidden-rows", SOFTMAX, "maximum == -INFINITY ? 0.0f : maximum", "maximum"),
+    Mutation("sum-not-rescaled", SOFTMAX, "sum *= rescale;", ""),
+    Mutation("output-not-rescaled-lazily", SOFTMAX, LAZY_OUTPUT, "", unit=LAZY),
+    Mutation("sum-not-rescaled-lazily", SOFTMAX, "sum_(row) *= rescale(row);", "", unit=LAZY),
+    Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
     Mutation("sign-of-scale-lost", MAINLOOP, "q_factor != 1.0f", "false"),

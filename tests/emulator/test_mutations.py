@@ -26,12 +26,13 @@ from emulated_driver import (
     BACKWARD_RACES,
     CASES,
     FORWARD_RACES,
+    GROWING_CASES,
     ROOT,
     Case,
     run,
     wide,
 )
-from mutations import BACKWARD, FORWARD, FORWARD_MUTATIONS, ONE_BUFFER, Mutation
+from mutations import BACKWARD, FORWARD, FORWARD_MUTATIONS, LAZY, ONE_BUFFER, Mutation
 
 MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS + DECODE_MUTATIONS
 KERNELS = ROOT / "cpp" / "kernels"
@@ -103,6 +104,9 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
         return re.sub(rf".*decode_row<(?!.*{keep}).*\n", "", source)
+    if mutation.unit == LAZY:
+        rows = re.compile(r" *sm80::forward_row<[^(]*\([^)]*\),\n")
+        return rows.sub(lambda row: row[0] if "PlainVariant>(" in row[0] else "", source)
     # Of the variants, the generic one knows all that the others do.
     backward = mutation.unit in (BACKWARD, ONE_BUFFER)
     if mutation.alone or mutation.unit == ONE_BUFFER or (backward and mutation.sanitizer):
@@ -178,6 +182,8 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         # Only in plain runs the schedule decides.
         seeds = (0,) if sanitizer else (0, 1, 2, 3)
         return [case._replace(seed=seed) for seed in seeds for case in CASES]
+    if unit == LAZY:
+        return list(GROWING_CASES)
     if unit == ONE_BUFFER:
         return wide(BACKWARD_RACES)
     return [*BACKWARD_RACES, *BACKWARD_CASES]

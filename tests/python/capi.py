@@ -57,7 +57,8 @@ class Row(NamedTuple):
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
-    # "plain", "scored", "generic" or "compact"; of decoding on a GPU "m16", "m32_8bit", ...
+    # "plain", "scored" or "generic", for some GPUs "compact" or "wide"; of decoding on a GPU "m16",
+    # "m32_8bit", ...
     variant: str = "plain"
 
     @classmethod
@@ -197,7 +198,8 @@ class Backend:
     def row(
         self, dtype: str, head_dim: int, head_dim_v: int, variant: str, op: str = "forward"
     ) -> Row | None:
-        """The kernel that must take this: the smallest that is large enough and can do it."""
+        """The kernel that must take this: the smallest that is large enough and can do it. One for
+        more or less shared memory may stand in for it (usual())."""
 
         def fits(row: Row) -> bool:
             if row.head_dim == 0:
@@ -211,8 +213,12 @@ class Backend:
         rows = [row for row in self.rows(op) if row.dtype == dtype]
         if self.expected:
             return next(row for row in rows if row.name == self.expected)
-        fitting = [row for row in rows if row.variant != "compact" and fits(row)]
+        fitting = [row for row in rows if row.variant in VARIANTS and fits(row)]
         return min(fitting, key=size, default=None)
+
+    def usual(self, name: str) -> str:
+        """The name of the kernel for an A100's shared memory, unless one was expected by name."""
+        return name if self.expected else name.removesuffix("_wide").removesuffix("_compact")
 
     def options(self, **fields: Any) -> Options:
         return structure(Options, {"cpu_isa": CPU_ISAS[self.isa]} | fields)

@@ -99,6 +99,10 @@ def _values() -> Iterator[Case]:
         yield Case(name, dtype, 2, sq, sk, values=values, causal=MASKS[mask])
     yield Case("large-bf16", "bf16", 1, 90, 150, values="large", causal=True)
     yield Case("rising-bf16", "bf16", 1, 90, 150, values="rising")
+    # The maxima grow from tile to tile, which come from the last to the first.
+    for d, dtype in itertools.product((64, 96, 128), ("fp16", "bf16")):
+        yield Case(f"falling-d{d}-{dtype}", dtype, 1, 90, 400, d=d, values="falling")
+        yield Case(f"grows-d{d}-{dtype}", dtype, 1, 90, 400, d=d, scale=2.0, causal=True)
     yield Case("nan_v-wide-fp16", "fp16", 1, 200, 200, d=128, dv=40, values="nan_v", causal=True)
     yield Case("nan_v-bf16", "bf16", 2, 300, 333, 4, 2, values="nan_v", causal=True)
     yield Case("nan_k-wide-fp16", "fp16", 1, 200, 200, d=128, values="nan_k", causal=True)

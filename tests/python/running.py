@@ -59,7 +59,9 @@ def expected_row(backend: Backend, case: Case) -> capi.Row | None:
 def verify(backend: Backend, case: Case) -> None:
     old = backend.library.launches()
     tensors, options = call(backend, case)
-    launched = {n: c - old[n] for n, c in backend.library.launches().items() if c != old[n]}
+    launched = {
+        backend.usual(n): c - old[n] for n, c in backend.library.launches().items() if c != old[n]
+    }
 
     row = expected_row(backend, case)
     assert row is not None, "no kernel for it in this build"

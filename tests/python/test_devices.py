@@ -16,6 +16,7 @@ from running_backward import verify_backward
 
 A100_SMEM = 166912
 SMALL_SMEM = 101376  # compute capability 8.6 and 8.9
+LARGE_SMEM = 232448  # 9.0 and 10.0
 
 
 @pytest.fixture
@@ -104,9 +105,28 @@ def test_backward_on_99_kilobytes(
     verify_backward(backend, GradientCase(case, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("values", ["normal", "falling", "nan_v"])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "packed", "one key"])
+@pytest.mark.parametrize(("head_dim", "kernel"), [(128, "128_wide"), (200, "256_compact")])
+def test_forward_on_227_kilobytes(
+    emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
+) -> None:
+    """Where an SM has room for two CTAs with more buffers, or with smaller tiles."""
+    emulated.emu_set_options(0, -1, LARGE_SMEM)
+    features = {
+        "window": Features(window=(70, 40), max_logits=True),
+        "packed": Features(packed=Packed((130, 0, 33), (200, 5, 64))),
+    }
+    keys = 1 if name == "one key" else 333
+    case = Case("large", "fp16", 1, 150, keys, 2, 1, head_dim, causal=name == "causal")
+    case = replace(case, values=values, features=features.get(name, Features()))
+    backend = replace(capi.backend("emulated-sm80"), expected=f"sm80_forward_f16_d{kernel}")
+    verify(backend, case)
+
+
 def test_usual_tiles_on_99_kilobytes(small_gpu: Backend) -> None:
     case = Case("small", "fp16", 1, 70, 90, 4, 2, 128)
-    verify(replace(small_gpu, expected="sm80_forward_f16_d128"), case)
+    verify(replace(small_gpu, expected="sm80_forward_f16_d128_wide"), case)
     generic = replace(small_gpu, expected="sm80_backward_f16_d128_generic")
     verify_backward(generic, GradientCase(case))
 

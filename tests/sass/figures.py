@@ -58,7 +58,7 @@ class KernelKey(NamedTuple):
     head_dim_v: int
     features: tuple[str, ...]
     block_m: int = 0  # of decoding kernels, which are there for several
-    compact: bool = False  # for GPUs with less shared memory
+    room: str = ""  # "compact" or "wide": for GPUs with less or more shared memory
 
 
 # By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h).
@@ -68,6 +68,7 @@ FEATURES = {
     "Generic": ("softcap", "alibi", "bias", "block_mask", "dropout"),
 }
 DECODE_FEATURES = {"0": ("softcap", "alibi"), "1": ("softcap", "alibi", "quantized_cache")}
+ROOMS = ("", "compact", "wide")
 DTYPES = {"half_t": "float16", "bfloat16_t": "bfloat16"}
 
 
@@ -83,22 +84,23 @@ def kernel_key(mangled: str) -> KernelKey | None:
         return KernelKey("decode", DTYPES[element], int(dim), int(dim), features, int(block_m))
     found = re.search(
         r"sm80\d+(forward|backward)_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
-        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)ELb[01]ELb([01])E.*?"
-        r"\d+(Plain|Scored|Generic)(?:Variant|Scores)",
+        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E",
         mangled,
     )
-    if not found:
+    variant = re.search(r"\d(Plain|Scored|Generic)(?:Variant|Scores)E", mangled)
+    room = re.search(r"4RoomE([012])E", mangled)
+    if not (found and variant and room):
         return None
-    op, element, head_dim, head_dim_v, compact, variant = found.groups()
+    op, element, head_dim, head_dim_v = found.groups()
     dims = int(head_dim), int(head_dim_v)
-    return KernelKey(op, DTYPES[element], *dims, FEATURES[variant], compact=compact == "1")
+    return KernelKey(op, DTYPES[element], *dims, FEATURES[variant[1]], room=ROOMS[int(room[1])])
 
 
 def row_key(row: Row) -> KernelKey:
     dims = row["head_dim"], row["head_dim_v"]
     block_m = row["block_m"] if row["op"] == "decode" else 0
-    compact = row["name"].endswith("_compact")
-    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, compact)
+    room = next((room for room in ROOMS[1:] if row["name"].endswith(room)), "")
+    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, room)
 
 
 def plain_name(name: str) -> str:

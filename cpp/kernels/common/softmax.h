@@ -4,9 +4,11 @@
 //   P   = exp2(c * s - c * m)            one FFMA and one MUFU per score
 //   l   = sum_j P_j                      kept per thread, reduced over the quad at the end
 //   O   = sum_j P_j v_j                  not normalised until the end
-// and both l and O are multiplied by exp2(c * (m_old - m_new)) whenever m grows. c is positive: a
-// negative or zero scale is folded into Q before. Where scores may be near the ends of fp32's range
-// (a bias of its lowest number is a common mask), s - m is computed first: one FADD more.
+// and both l and O are multiplied by exp2(c * (m_old - m_new)) whenever m grows. Lazily, m is a
+// reference that the maximum does not exceed by more than kLazyLimit / c, and is seldom moved
+// (FlashAttention-4). c is positive: a negative or zero scale is folded into Q before. Where scores
+// may be near the ends of fp32's range (a bias of its lowest number is a common mask), s - m is
+// computed first: one FADD more.
 #pragma once
 
 #include <cmath>
@@ -26,12 +28,18 @@ ANYFLASH_DEVICE float quad_reduce(float x, Op op) {
   return op(x, __shfl_xor_sync(0xffffffffu, x, 1));
 }
 
+// Probabilities up to 2^8: float16 has as many digits for these as for 1.
+inline constexpr float kLazyLimit = 8.0f;
+
 // Rows of a thread: kRows. Tensors passed in are (row, col) views of accumulators.
-template <int kRows>
+template <int kRows, bool kLazy = false>
 class OnlineSoftmax {
  public:
-  ANYFLASH_DEVICE explicit OnlineSoftmax(float scale_log2)
-      : scale_log2_(scale_log2), unit_(scale_log2 == kLog2E ? 1.0f : scale_log2 * kLn2) {
+  // exact_max: max_score() will be asked for.
+  ANYFLASH_DEVICE explicit OnlineSoftmax(float scale_log2, bool exact_max = true)
+      : scale_log2_(scale_log2),
+        unit_(scale_log2 == kLog2E ? 1.0f : scale_log2 * kLn2),
+        limit_(exact_max ? 0.0f : kLazyLimit) {
     cute::fill(max_, -INFINITY);
     cute::fill(sum_, 0.0f);
   }
@@ -40,32 +48,26 @@ class OnlineSoftmax {
   // kWide: c * s may overflow.
   template <bool kWide, class Scores, class Out>
   ANYFLASH_DEVICE void update(Scores& scores, Out& out) {
+    if constexpr (kLazy) {
+      static_assert(!kWide);
+      update_references(scores, out);
+    }
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      const float previous = max_(row);
-      float maximum = previous;
-      CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(scores); ++col) {
-        maximum = fmaxf(maximum, scores(row, col));
-      }
-      maximum = quad_reduce(maximum, [](float a, float b) { return fmaxf(a, b); });
-      max_(row) = maximum;
-
-      // -inf means that nothing was visible yet: then every score is -inf and P must be 0, not NaN.
-      const float reference = maximum == -INFINITY ? 0.0f : maximum;
-      const float shift = reference * scale_log2_;
-      const auto probability = [&](float score) {
-        return exp2f(kWide ? (score - reference) * scale_log2_ : score * scale_log2_ - shift);
-      };
-      const float rescale = probability(previous);
-      float sum = sum_(row) * rescale;
-      CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(out); ++col) {
-        out(row, col) *= rescale;
+      float sum = sum_(row);
+      if constexpr (!kLazy) {
+        const float previous = max_(row);
+        max_(row) = maximum(scores, row);
+        const float rescale = probability<kWide>(row, previous);
+        sum *= rescale;
+        CUTE_UNROLL
+        for (int col = 0; col < cute::size<1>(out); ++col) {
+          out(row, col) *= rescale;
+        }
       }
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(scores); ++col) {
-        scores(row, col) = probability(scores(row, col));
+        scores(row, col) = probability<kWide>(row, scores(row, col));
         sum += scores(row, col);
       }
       sum_(row) = sum;
@@ -100,15 +102,61 @@ class OnlineSoftmax {
     return lse;
   }
 
-  // The largest score of a row, natural units; -inf if it saw nothing.
+  // The largest score of a row, natural units, or lazily a reference; -inf if it saw nothing.
   ANYFLASH_DEVICE float max_score(int row) const { return max_(row) * unit_; }
 
  private:
+  // Of the row's scores so far and these.
+  template <class Scores>
+  ANYFLASH_DEVICE float maximum(const Scores& scores, int row) const {
+    float result = max_(row);
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(scores); ++col) {
+      result = fmaxf(result, scores(row, col));
+    }
+    return quad_reduce(result, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  template <bool kWide>
+  ANYFLASH_DEVICE float probability(int row, float score) const {
+    // -inf means that nothing was visible yet: then every score is -inf and P must be 0, not NaN.
+    const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
+    return exp2f(kWide ? (score - reference) * scale_log2_
+                       : score * scale_log2_ - reference * scale_log2_);
+  }
+
+  // Whether a row's reference moves depends on its own scores alone; other rows only decide whether
+  // the multiplications by 1 are left out.
+  template <class Scores, class Out>
+  ANYFLASH_DEVICE void update_references(const Scores& scores, Out& out) {
+    Rows rescale;
+    bool any_moves = false;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const float previous = max_(row);
+      const float larger = maximum(scores, row);
+      const bool moves = !((larger - previous) * scale_log2_ <= limit_);
+      if (moves) max_(row) = larger;
+      rescale(row) = moves ? probability<false>(row, previous) : 1.0f;
+      any_moves |= moves;
+    }
+    if (!__any_sync(0xffffffffu, any_moves)) return;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      sum_(row) *= rescale(row);
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(out); ++col) {
+        out(row, col) *= rescale(row);
+      }
+    }
+  }
+
   using Rows = decltype(cute::make_tensor<float>(cute::Int<kRows>{}));
   Rows max_;
   Rows sum_;
   float scale_log2_;
-  float unit_;  // of scores: exactly 1 where they are in natural units
+  float unit_;   // of scores: exactly 1 where they are in natural units
+  float limit_;  // lazily: what of the maximum's growth, in powers of 2, is let pass
 };
 
 }  // namespace anyflash

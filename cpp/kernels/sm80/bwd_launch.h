@@ -125,9 +125,9 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Scores, bool kCompact = false>
+template <class Element, int kHeadDim, int kHeadDimV, class Scores, Room kRoom = Room::kUsual>
 constexpr KernelRow backward_row(const char* name) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, kCompact>;
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, kRoom>;
   using RowTraits = RowPassTraits<Element, kHeadDim, kHeadDimV>;
   return KernelRow{
       name,

@@ -16,14 +16,14 @@ using WarpGrid = cute::TiledMMA<
                             cute::Stride<cute::_1, cute::Int<kColumns>, cute::_8>>,
                cute::_16>>;
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kCompact>
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, Room kRoom>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardTile kShape = kCompact   ? compact_backward_tile(kHeadDim)
-                                         : kGeneric ? generic_backward_tile(kHeadDim)
-                                                    : backward_tile(kHeadDim);
+  static constexpr BackwardTile kShape = kRoom == Room::kCompact ? compact_backward_tile(kHeadDim)
+                                         : kGeneric              ? generic_backward_tile(kHeadDim)
+                                                                 : backward_tile(kHeadDim);
   static constexpr Tile kTile = kShape.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;

@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
-  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(scale_log2);
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kShape.lazy_rescale> softmax(
+      scale_log2, params.max_logits != nullptr);
   const bool found_nonfinite =
       forward_mainloop<Traits, Variant>(params, block, smem, acc_o, softmax, q_factor);
   __syncthreads();     // the block is in shared memory, and every warp has done with Q

@@ -41,9 +41,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
 
 inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Variant, bool kCompact = false>
+template <class Element, int kHeadDim, int kHeadDimV, class Variant, Room kRoom = Room::kUsual>
 constexpr KernelRow forward_row(const char* name) {
-  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant::kGeneric, kCompact>;
+  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kRoom>;
   return KernelRow{
       name,
       Arch::kSm80,

@@ -47,9 +47,10 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
 
 // Computes acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows.
 //
-// One buffer each for K and V; a tile of K arrives while P V of the tile before runs, its tile of V
-// while its Q K^T does. KRange says in which order tiles are visited. Returns whether this thread
-// took NaN or infinity out of a partly hidden tile of V; restore_nonfinite() then has to follow.
+// With one buffer each for K and V, a tile of K arrives while P V of the tile before runs, its tile
+// of V while its Q K^T does; with two, both during all of the tile before. KRange says in which
+// order tiles are visited. Returns whether this thread took NaN or infinity out of a partly hidden
+// tile of V; restore_nonfinite() then has to follow.
 template <class Traits, class Variant, class AccO, class Softmax>
 ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
                                       typename Traits::SharedStorage& smem, AccO& acc_o,
@@ -58,6 +59,8 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
+  constexpr bool kTwoBuffers = Traits::kStages == 2;
+  constexpr bool kQueriesInRegisters = Traits::kShape.queries_in_registers;
   const int thread = threadIdx.x;
   const Sequence& sequence = block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
@@ -134,27 +137,49 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
 
-  // Q and the first tile of K; only that tile can hold rows that do not exist.
+  // Q and the first tiles of K and V; only these tiles can hold rows that do not exist.
+  const int keys = sequence.seqlen_k - n * kBlockN;
   load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);
-  load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, sequence.seqlen_k - n * kBlockN);
+  load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, keys);
+  if constexpr (kTwoBuffers) load_tile<true>(load_v, tVgV, tVsV, tVcV, columns_v, keys);
   cp_async_fence();
-  if (q_factor != 1.0f) {
+  if (kQueriesInRegisters || q_factor != 1.0f) {
     cp_async_wait<0>();
     __syncthreads();  // Q has landed for every thread
-    multiply_tile<Traits>(sQ, q_factor, thread);
   }
+  if (q_factor != 1.0f) {
+    multiply_tile<Traits>(sQ, q_factor, thread);
+    if (kQueriesInRegisters) __syncthreads();  // Q is there
+  }
+  if constexpr (kQueriesInRegisters) copy(smem_copy_q, tSsQ, thread_copy_q.retile_D(tSrQ));
 
   bool found_nonfinite = false;
-  // S = Q K_n^T; P = exp2(S - max); O += P V_n, and the load of the K that follows.
-  // `distance` leads to the next tile, 0 after the last.
+  int to_other = 1;  // in tiles: where the other buffer is
+  // S = Q K_n^T; P = exp2(S - max); O += P V_n, and the loads that follow. `distance` leads to the
+  // next tile, 0 after the last.
   const auto step = [&](auto masked, auto part, int distance) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     constexpr ScorePart kPart = decltype(part)::value;
     constexpr bool kAll = kPart == ScorePart::kAll;
+    const auto clear_values = [&] {  // this thread's own pieces
+      if (kMasked || (kAll && variant.hides())) found_nonfinite |= clear_nonfinite(tVsV);
+    };
+    const auto load_next_keys = [&] {
+      if (distance == 0) return;
+      move(tKgK, params.k_stride, distance);
+      load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
+    };
     cp_async_wait<0>();
+    if constexpr (kTwoBuffers) clear_values();
     __syncthreads();  // K_n is there; every warp has done with the V before
-    load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);
-    cp_async_fence();
+    if constexpr (kTwoBuffers) {
+      tKsK.data() = tKsK.data() + to_other * size(sK);
+      tVsV.data() = tVsV.data() + to_other * size(sV);
+      load_next_keys();
+    } else {
+      load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);
+      cp_async_fence();
+    }
     move(tVgV, params.v_stride, distance);
 
     auto acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
@@ -167,19 +192,23 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
                                                      n * kBlockN);
       }
     }
-    gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k,
-                   thread_copy_q, thread_copy_k);
+    if constexpr (kQueriesInRegisters) {
+      gemm_register_smem(acc_s, tSrQ, tSrK, tSsK, mma, smem_copy_k, thread_copy_k);
+    } else {
+      gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k,
+                     thread_copy_q, thread_copy_k);
+    }
 
-    cp_async_wait<0>();
-    if (kMasked || (kAll && variant.hides())) {
-      found_nonfinite |= clear_nonfinite(tVsV);  // this thread's own pieces
+    if constexpr (kTwoBuffers) {
+      // Here rather than with K, so that Q K^T does not wait behind it.
+      if (distance != 0) load_tile<false>(load_v, tVgV, tVsV, tVcV, columns_v, 0);
+    } else {
+      cp_async_wait<0>();
+      clear_values();
+      __syncthreads();  // V_n is there; every warp has done with K_n
+      load_next_keys();
     }
-    __syncthreads();  // V_n is there; every warp has done with K_n
-    if (distance != 0) {
-      move(tKgK, params.k_stride, distance);
-      load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
-      cp_async_fence();
-    }
+    cp_async_fence();
 
     if constexpr (Variant::kPart != ScorePart::kNone) {
       variant.score_mod.template apply<kPart, Variant::kGeneric>(scores, biases, coordinates,
@@ -197,6 +226,11 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     auto probabilities = round_fragment<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
     gemm_register_smem(acc_o, tOrP, tOrVt, tOsVt, mma, smem_copy_v, thread_copy_v);
+    if constexpr (kTwoBuffers) {
+      tSsK.data() = tSsK.data() + to_other * size(sK);
+      tOsVt.data() = tOsVt.data() + to_other * size(sV);
+      to_other = -to_other;
+    }
   };
   using Part = ScorePartTag<Variant::kPart>;
   while (n >= 0 && range.needs_mask(n)) {

@@ -5,10 +5,31 @@
 
 namespace anyflash::sm80 {
 
+// For whose shared memory a kernel is made: an A100's 164 KB, the 100 KB of consumer GPUs (compute
+// capability 8.6, 8.9 and 12.0), or the 228 KB of compute capability 9.0 and 10.0.
+enum class Room { kUsual, kCompact, kWide };
+
+struct ForwardTile {
+  Tile tile;
+  int stages;                 // buffers of K and of V
+  bool queries_in_registers;  // all the time, where shared memory would be read too often
+  // Whether the output is rescaled only where a maximum has grown much: pays where the output is
+  // large, and there are registers for it.
+  bool lazy_rescale;
+};
+
 // Head dims are those of Q and K, and of V. 16 rows a warp where 32 would not leave eight warps an
 // SM: their accumulators fill the registers, or two CTAs the shared memory.
-constexpr Tile forward_tile(int head_dim, int head_dim_v) {
-  return head_dim <= 128 && head_dim_v <= 128 ? Tile{128, 64, 4} : Tile{128, 64, 8};
+constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, Room room) {
+  if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, false};
+  if (head_dim <= 64 && head_dim_v <= 64) return {{128, 64, 4, 2}, 2, true, false};
+  if (head_dim > 128 || head_dim_v > 128) return {{128, 64, 8, 1}, 1, false, false};
+  return {{128, 64, 4, 2}, room == Room::kWide ? 2 : 1, false, true};
+}
+
+// With softcap and ALiBi, which want registers of their own.
+constexpr ForwardTile scored_forward_tile(int head_dim, int head_dim_v) {
+  return {forward_tile(head_dim, head_dim_v, Room::kUsual).tile, 1, false, false};
 }
 
 // 16 rows a warp, because the features need registers of their own, and 64 a CTA: blocks of block-
@@ -25,10 +46,10 @@ constexpr int generic_min_ctas(int head_dim) { return head_dim <= 64 ? 3 : 2; }
 struct BackwardTile {
   Tile tile;
   // Warps along the first axis of each product; the others lie along its second axis.
-  int score_warps;  // Q K^T and dO V^T: (block_m, block_n)
-  int key_warps;    // dS^T Q and P^T dO: (block_n, head dim)
-  int query_warps;  // dS K: (block_m, head dim)
-  int stages;       // buffers of Q and of dO
+  int score_warps;        // Q K^T and dO V^T: (block_m, block_n)
+  int key_warps;          // dS^T Q and P^T dO: (block_n, head dim)
+  int query_warps;        // dS K: (block_m, head dim)
+  int stages;             // buffers of Q and of dO
   bool reload_v = false;  // P and dS lie where V was, which comes again with every tile of rows
 };
 
@@ -47,9 +68,7 @@ constexpr BackwardTile generic_backward_tile(int head_dim) {
   return {{64, 64, 8}, 4, key_warps, key_warps, head_dim <= 96 ? 2 : 1};
 }
 
-// For the 99 KB of consumer GPUs (compute capability 8.6, 8.9 and 12.0), where what stands above
-// does not fit: the plain forward of head dim 256, the generic backward of 192 and 256.
-constexpr Tile compact_forward_tile() { return {64, 64, 4}; }
+// Where what stands above does not fit consumer GPUs: the generic backward of 192 and 256.
 constexpr BackwardTile compact_backward_tile(int head_dim) {
   return {{64, 32, 4}, 4, 2, 2, 1, head_dim > 192};
 }

@@ -65,18 +65,22 @@ using QuadKeyOrder =
 template <int kBlockN>
 using PlainKeyOrder = cute::Layout<cute::Int<kBlockN>>;
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kCompact>
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant, Room kRoom>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr Tile kTile = kCompact   ? compact_forward_tile()
-                                : kGeneric ? generic_forward_tile(kHeadDim, kHeadDimV)
-                                           : forward_tile(kHeadDim, kHeadDimV);
+  static constexpr bool kGeneric = Variant::kGeneric;
+  static constexpr ForwardTile kShape =
+      kGeneric ? ForwardTile{generic_forward_tile(kHeadDim, kHeadDimV), 1, false, false}
+      : Variant::kFeatures != kNoFeatures ? scored_forward_tile(kHeadDim, kHeadDimV)
+                                          : forward_tile(kHeadDim, kHeadDimV, kRoom);
+  static constexpr Tile kTile = kShape.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = kShape.stages;
   static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
   using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
   static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
@@ -91,8 +95,8 @@ struct ForwardTraits {
   struct SharedStorage {
     alignas(
         128) cute::array<Element, cute::cosize_v<typename TileQ::Layout>> q;  // later the output
-    alignas(128) cute::array<Element, cute::cosize_v<typename TileK::Layout>> k;
-    alignas(128) cute::array<Element, cute::cosize_v<typename TileV::Layout>> v;
+    alignas(128) cute::array<Element, kStages * cute::cosize_v<typename TileK::Layout>> k;
+    alignas(128) cute::array<Element, kStages * cute::cosize_v<typename TileV::Layout>> v;
     ForwardBlock block;
   };
 

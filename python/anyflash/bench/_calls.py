@@ -1,5 +1,5 @@
-"""Ways to call attention of one query and one key, to time what a call costs on the host: of a GPU's
-arrays it is what the host takes to launch."""
+"""Ways to call attention of one query and one key, to time what a call costs on the host: with a
+GPU's arrays, what the host takes to launch it."""
 
 from __future__ import annotations
 

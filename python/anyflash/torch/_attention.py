@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflash import _options
 from anyflash._forward import AttentionResult
 from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
-from anyflash.torch import _problem
+from anyflash.torch import _direct, _problem
 from anyflash.torch._autograd import Attention, TransformedAttention, apply
 from anyflash.torch._problem import (
     DIFFERENTIABLE,
@@ -21,6 +21,7 @@ from anyflash.torch._problem import (
 )
 from anyflash.torch._watched import is_in_functorch, is_recorded, is_traced
 
+_NAME = "anyflash.torch.attention"
 _DENSE = (None, None, 0, 0, False)
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -100,8 +101,28 @@ def attention(
     >>> q.grad.shape, bias.grad.shape
     (torch.Size([1, 4, 2, 8]), torch.Size([4, 4]))
     """
+    if (
+        isinstance(q, Tensor)
+        and not is_traced(q)
+        and window_size is UNBOUNDED
+        and softcap is NO_SOFTCAP
+        and dropout_p is NO_DROPOUT
+        and alibi_slopes is bias is block_mask is sinks is seqused_k is None
+        and seed is None
+        and rng_state is None
+        and out_dtype is None
+        and not (return_max_logits or return_dropout_mask or return_result)
+        and _direct.is_direct(q, k, v, softmax_scale)
+        and not is_recorded(q, k, v)
+        and not torch._C._is_any_autocast_enabled()
+    ):  # to read all options takes longer
+        tensors = (q, k, v, None)
+        out, lse = _direct.forward(
+            _NAME, *tensors, softmax_scale, bool(causal), UNBOUNDED, bool(return_lse)
+        )
+        return (out, lse) if return_lse else out
     return _attend(
-        "anyflash.torch.attention",
+        _NAME,
         (q, k, v),
         _DENSE,
         softmax_scale=softmax_scale,

@@ -74,7 +74,7 @@ def forward(  # noqa: PLR0917 (its callers count time)
         None if lse is None else _export(lse),
         scale,
         causal,
-        0 if on_cpu else torch.cuda.current_stream(q.device).cuda_stream,
+        0 if on_cpu else torch._C._cuda_getCurrentRawStream(q.get_device()),
         False,
         options,
         None if on_cpu else lambda size: _workspace(size, out),

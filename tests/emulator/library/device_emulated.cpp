@@ -27,11 +27,11 @@ const DeviceProperties& device_properties(int index) {
     throw Error(ErrorCode::kDevice,
                 "CUDA device " + std::to_string(index) + " does not exist; there are 1");
   }
-  // The A100's. Tests may lower the shared memory between calls.
+  // The A100's. Tests may change the shared memory between calls. A multiprocessor has 1 KB more,
+  // which is reserved.
   thread_local DeviceProperties properties;
-  properties = {
-      "emulated GPU", compute_capability, 108, emu::options().shared_memory_limit, 40u << 20,
-      167936};
+  const std::size_t smem = emu::options().shared_memory_limit;
+  properties = {"emulated GPU", compute_capability, 108, smem, 40u << 20, smem + 1024};
   return properties;
 }
 
