@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
 # dim 128 has one buffer; the others have two. Of the forward's, the plain one of head dim 64 has
-# two; that of 128 rescales lazily.
+# two; that of 128 for 228 KB of shared memory rescales lazily.
 FORWARD = "sm80_forward_f16_d64"
 LAZY = "sm80_forward_f16_d128"
 BACKWARD = "sm80_backward_f16_d64"

@@ -106,7 +106,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
         return re.sub(rf".*decode_row<(?!.*{keep}).*\n", "", source)
     if mutation.unit == LAZY:
         rows = re.compile(r" *sm80::forward_row<[^(]*\([^)]*\),\n")
-        return rows.sub(lambda row: row[0] if "PlainVariant>(" in row[0] else "", source)
+        return rows.sub(lambda row: row[0] if "kWide" in row[0] else "", source)
     # Of the variants, the generic one knows all that the others do.
     backward = mutation.unit in (BACKWARD, ONE_BUFFER)
     if mutation.alone or mutation.unit == ONE_BUFFER or (backward and mutation.sanitizer):

@@ -50,15 +50,22 @@ class OnlineSoftmax {
   ANYFLASH_DEVICE void update(Scores& scores, Out& out) {
     if constexpr (kLazy) {
       static_assert(!kWide);
-      update_references(scores, out);
+      move_references(scores, out);
     }
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
+      const float previous = max_(row);
+      if constexpr (!kLazy) max_(row) = maximum(scores, row);
+
+      // -inf means that nothing was visible yet: then every score is -inf and P must be 0, not NaN.
+      const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
+      const float shift = reference * scale_log2_;
+      const auto probability = [&](float score) {
+        return exp2f(kWide ? (score - reference) * scale_log2_ : score * scale_log2_ - shift);
+      };
       float sum = sum_(row);
       if constexpr (!kLazy) {
-        const float previous = max_(row);
-        max_(row) = maximum(scores, row);
-        const float rescale = probability<kWide>(row, previous);
+        const float rescale = probability(previous);
         sum *= rescale;
         CUTE_UNROLL
         for (int col = 0; col < cute::size<1>(out); ++col) {
@@ -67,7 +74,7 @@ class OnlineSoftmax {
       }
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(scores); ++col) {
-        scores(row, col) = probability<kWide>(row, scores(row, col));
+        scores(row, col) = probability(scores(row, col));
         sum += scores(row, col);
       }
       sum_(row) = sum;
@@ -117,18 +124,10 @@ class OnlineSoftmax {
     return quad_reduce(result, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  template <bool kWide>
-  ANYFLASH_DEVICE float probability(int row, float score) const {
-    // -inf means that nothing was visible yet: then every score is -inf and P must be 0, not NaN.
-    const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
-    return exp2f(kWide ? (score - reference) * scale_log2_
-                       : score * scale_log2_ - reference * scale_log2_);
-  }
-
   // Whether a row's reference moves depends on its own scores alone; other rows only decide whether
   // the multiplications by 1 are left out.
   template <class Scores, class Out>
-  ANYFLASH_DEVICE void update_references(const Scores& scores, Out& out) {
+  ANYFLASH_DEVICE void move_references(const Scores& scores, Out& out) {
     Rows rescale;
     bool any_moves = false;
     CUTE_UNROLL
@@ -137,7 +136,9 @@ class OnlineSoftmax {
       const float larger = maximum(scores, row);
       const bool moves = !((larger - previous) * scale_log2_ <= limit_);
       if (moves) max_(row) = larger;
-      rescale(row) = moves ? probability<false>(row, previous) : 1.0f;
+      // Before anything was visible, 0: of -inf - -inf is nothing left but NaN.
+      const float exponent = previous == -INFINITY ? -INFINITY : (previous - larger) * scale_log2_;
+      rescale(row) = moves ? exp2f(exponent) : 1.0f;
       any_moves |= moves;
     }
     if (!__any_sync(0xffffffffu, any_moves)) return;

@@ -24,7 +24,8 @@ constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, Room room) {
   if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, false};
   if (head_dim <= 64 && head_dim_v <= 64) return {{128, 64, 4, 2}, 2, true, false};
   if (head_dim > 128 || head_dim_v > 128) return {{128, 64, 8, 1}, 1, false, false};
-  return {{128, 64, 4, 2}, room == Room::kWide ? 2 : 1, false, true};
+  if (room == Room::kWide) return {{128, 64, 4, 2}, 2, false, true};
+  return {{128, 64, 4, 2}, 1, false, head_dim <= 96};
 }
 
 // With softcap and ALiBi, which want registers of their own.
