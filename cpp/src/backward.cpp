@@ -53,8 +53,8 @@ struct BackwardPlan : KernelPlan {
     dq = plan(t.dq);
     dk = plan(t.dk);
     dv = plan(t.dv);
-    params.heads_per_section = heads_per_section_backward(
-        params, bytes_of(t.q.dtype), device_properties(t.q.device.index).l2_bytes);
+    params.heads_per_section =
+        heads_per_section_backward(params, device_properties(t.q.device.index).multiprocessors);
   }
 
   BackwardParams params;

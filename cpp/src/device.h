@@ -12,7 +12,6 @@ struct DeviceProperties {
   int compute_capability = 0;  // 80 for 8.0
   int multiprocessors = 0;
   std::size_t smem_per_block = 0;  // with opt-in
-  std::size_t l2_bytes = 0;
   std::size_t smem_per_multiprocessor = 0;
 };
 

@@ -45,11 +45,7 @@ void check(cudaError_t status, const char* what) {
 DeviceProperties query(int index) {
   cudaDeviceProp p{};
   check(cudaGetDeviceProperties(&p, index), "cudaGetDeviceProperties");
-  return {p.name,
-          p.major * 10 + p.minor,
-          p.multiProcessorCount,
-          p.sharedMemPerBlockOptin,
-          static_cast<std::size_t>(p.l2CacheSize),
+  return {p.name, p.major * 10 + p.minor, p.multiProcessorCount, p.sharedMemPerBlockOptin,
           p.sharedMemPerMultiprocessor};
 }
 

@@ -11,6 +11,14 @@
 
 namespace anyflash {
 
+// `pairs` in as few sections of about the same size as there can be, of at most `most`: its size.
+inline int equal_sections(int64_t pairs, int64_t most) {
+  pairs = std::max<int64_t>(pairs, 1);
+  const int64_t limit = std::max<int64_t>(most, 1);
+  const int64_t sections = (pairs + limit - 1) / limit;
+  return static_cast<int>((pairs + sections - 1) / sections);
+}
+
 // How many (batch, head) pairs share a section of the forward grid (fwd_kernel.h).
 //
 // No bound on the right: 1, so that all row blocks of one head, which read the same K and V, run
@@ -21,29 +29,17 @@ namespace anyflash {
 // that is 1.04 to 1.14 times as fast as sections whose K and V fit in half of the L2 cache.
 inline int heads_per_section(const ForwardParams& params, int multiprocessors) {
   if (params.window.right < 0) return 1;
-  const int64_t pairs = std::max<int64_t>(params.batch * params.heads, 1);
-  const int64_t most = std::max(multiprocessors / 4, 1);
-  const int64_t sections = (pairs + most - 1) / most;
-  return static_cast<int>((pairs + sections - 1) / sections);
+  return equal_sections(params.batch * params.heads, multiprocessors / 4);
 }
 
 // The same for the backward, whose grid is over blocks of keys of (batch, key head) pairs, each of
-// which reads the Q and dO of its group of heads and adds to their dQ.
-//
-// No bound: 1, so that all key blocks of one pair run side by side. Else a section is as large as
-// its Q, dO and dQ, which is summed in float32, fit in half of the L2 cache.
-inline int heads_per_section_backward(const BackwardParams& params, int bytes_per_element,
-                                      std::size_t l2_bytes) {
+// which reads the Q and dO of its group of heads and adds to their dQ. Half as many pairs, because
+// all of this passes the L2 cache. On an H200, causal, 4096 tokens, that is 1.05 (head dim 256) and
+// 1.09 times (128) as fast as sections whose Q, dO and dQ fit in half of the cache.
+inline int heads_per_section_backward(const BackwardParams& params, int multiprocessors) {
   const bool bounded = params.window.left >= 0 || params.window.right >= 0;
-  if (!bounded || params.batch == 0) return 1;
-  const int64_t rows = int64_t{params.seqlen_q} * (params.heads / params.heads_k);
-  const int64_t columns = int64_t{params.head_dim} + params.head_dim_v;
-  const int64_t row_bytes =
-      columns * bytes_per_element + params.head_dim * static_cast<int64_t>(sizeof(float));
-  const int64_t fitting =
-      static_cast<int64_t>(l2_bytes / 2) / std::max<int64_t>(rows * row_bytes, 1);
-  const int64_t pairs = params.batch * params.heads_k;
-  return static_cast<int>(std::clamp<int64_t>(fitting, 1, pairs));
+  if (!bounded) return 1;
+  return equal_sections(params.batch * params.heads_k, multiprocessors / 8);
 }
 
 // Decoding: the rows of q that share the keys of one head.

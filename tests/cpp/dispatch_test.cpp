@@ -114,7 +114,7 @@ void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
 }
 
 void check_choice() {
-  gpu = {"test GPU", 80, 108, 163840, std::size_t{40} << 20};
+  gpu = {"test GPU", 80, 108, 163840};
   CHECK_EQ(selected(64, 64, 0), "d64");
   CHECK_EQ(selected(1, 1, 0), "d64");
   CHECK_EQ(selected(65, 64, 0), "d128");
@@ -138,7 +138,7 @@ void check_choice() {
 void check_rooms() {
   const auto with = [](std::size_t kilobytes) {
     const std::size_t bytes = kilobytes * 1024;
-    gpu = {"test GPU", 80, 108, bytes - 1024, std::size_t{40} << 20, bytes};
+    gpu = {"test GPU", 80, 108, bytes - 1024, bytes};
     return selected(256, 256, 0, DType::kFloat16, Op::kBackward);
   };
   CHECK_EQ(with(228), "backward_d256_wide");
@@ -150,7 +150,7 @@ void check_rooms() {
 
 // The smallest tile that holds all rows, else the largest; then the head dims; then the features.
 void check_decode_choice() {
-  gpu = {"test GPU", 80, 108, 163840, std::size_t{40} << 20};
+  gpu = {"test GPU", 80, 108, 163840};
   CHECK_EQ(selected_decode(128, 0, 0), "decode_d128_m16");
   CHECK_EQ(selected_decode(128, 1, 0), "decode_d128_m16");
   CHECK_EQ(selected_decode(128, 16, kSoftcap), "decode_d128_m16");

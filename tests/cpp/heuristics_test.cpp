@@ -23,8 +23,6 @@ using anyflash::visible_keys;
 
 namespace {
 
-constexpr int kBytes = 2;
-
 ForwardParams causal_params(int64_t batch, int heads, int heads_k, int seqlen_k, int head_dim) {
   ForwardParams p;
   p.batch = batch;
@@ -38,20 +36,23 @@ ForwardParams causal_params(int64_t batch, int heads, int heads_k, int seqlen_k,
   return p;
 }
 
-void check_bounds(const ForwardParams& p, int multiprocessors) {
-  const int64_t pairs = p.batch * p.heads;
-  const int64_t section = heads_per_section(p, multiprocessors);
+// Of `pairs`, in sections of at most `most`.
+void check_section(int64_t section, int64_t pairs, int64_t most) {
   CHECK(section >= 1);
   CHECK(section <= std::max<int64_t>(pairs, 1));
-  CHECK(section <= std::max(multiprocessors / 4, 1));
+  CHECK(section <= std::max<int64_t>(most, 1));
   // The last section lacks fewer pairs than there are sections, and one section fewer is too few.
   const int64_t sections = (pairs + section - 1) / section;
   CHECK(sections * section - pairs < std::max<int64_t>(sections, 1));
-  if (sections > 1) CHECK((sections - 1) * std::max(multiprocessors / 4, 1) < pairs);
+  if (sections > 1) CHECK((sections - 1) * std::max<int64_t>(most, 1) < pairs);
+}
+
+void check_bounds(const ForwardParams& p, int multiprocessors) {
+  const int section = heads_per_section(p, multiprocessors);
+  check_section(section, p.batch * p.heads, multiprocessors / 4);
 
   ForwardParams all = p;
-  all.window.right = -1;
-  all.window.left = 5;
+  all.window = {5, -1};
   CHECK_EQ(heads_per_section(all, multiprocessors), 1);
   ForwardParams window = p;
   window.window.right = 1000;
@@ -64,24 +65,15 @@ BackwardParams backward_params(const ForwardParams& forward) {
   return p;
 }
 
-void check_backward_bounds(const BackwardParams& p, std::size_t l2_bytes) {
-  const int64_t pairs = p.batch * p.heads_k;
-  const int64_t section = heads_per_section_backward(p, kBytes, l2_bytes);
-  CHECK(section >= 1);
-  CHECK(section <= std::max<int64_t>(pairs, 1));
-  // Q and dO in 16 bits, dQ in 32, of the group.
-  const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k);
-  const int64_t bytes = rows * (p.head_dim * (2 + 4) + p.head_dim_v * 2);
-  const int64_t half = static_cast<int64_t>(l2_bytes / 2);
-  if (section > 1) CHECK(section * bytes <= half);
-  if (section < pairs && bytes > 0) CHECK((section + 1) * bytes > half);
-  CHECK(heads_per_section_backward(p, kBytes, 2 * l2_bytes) >= section);
+void check_backward_bounds(const BackwardParams& p, int multiprocessors) {
+  const int section = heads_per_section_backward(p, multiprocessors);
+  check_section(section, p.batch * p.heads_k, multiprocessors / 8);
 
   BackwardParams window = p;
   window.window = {7, -1};
-  CHECK_EQ(heads_per_section_backward(window, kBytes, l2_bytes), section);
+  CHECK_EQ(heads_per_section_backward(window, multiprocessors), section);
   window.window = {-1, -1};
-  CHECK_EQ(heads_per_section_backward(window, kBytes, l2_bytes), 1);
+  CHECK_EQ(heads_per_section_backward(window, multiprocessors), 1);
 }
 
 KvCacheParams decode_params(int64_t batch, int heads_k, int group, int seqlen_q, int capacity) {
@@ -230,17 +222,14 @@ int main() {
   check_resident_ctas();
   check_windows();
   constexpr int kMax = INT_MAX - 4095;
-  for (const std::size_t l2_bytes : {std::size_t{0}, std::size_t{40} << 20, std::size_t{1} << 31}) {
+  for (const int multiprocessors : {1, 20, 132}) {
     for (const int64_t batch : {0, 1, 3, 512}) {
       for (const int heads_k : {1, 2, 8}) {
         for (const int group : {1, 4, 16}) {
-          for (const int seqlen_k : {0, 1, 511, 4096, 131072, kMax}) {
-            for (const int head_dim : {1, 64, 256}) {
-              const ForwardParams p =
-                  causal_params(batch, heads_k * group, heads_k, seqlen_k, head_dim);
-              for (const int multiprocessors : {1, 20, 132}) check_bounds(p, multiprocessors);
-              check_backward_bounds(backward_params(p), l2_bytes);
-            }
+          for (const int seqlen_k : {0, 511, kMax}) {
+            const ForwardParams p = causal_params(batch, heads_k * group, heads_k, seqlen_k, 64);
+            check_bounds(p, multiprocessors);
+            check_backward_bounds(backward_params(p), multiprocessors);
           }
         }
       }
@@ -250,8 +239,9 @@ int main() {
   CHECK_EQ(heads_per_section(causal_params(8, 32, 8, 2048, 128), 108), 26);
   CHECK_EQ(heads_per_section(causal_params(8, 16, 16, 2048, 128), 132), 32);
   CHECK_EQ(heads_per_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
-  // 4 heads of 1024 queries of head dim 128 are 4 MiB of Q, dO and dQ: 5 key heads.
+  // Backward, H200: 16 of 64 key heads, and all of 8.
   const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
-  CHECK_EQ(heads_per_section_backward(backward, kBytes, std::size_t{40} << 20), 5);
+  CHECK_EQ(heads_per_section_backward(backward, 132), 16);
+  CHECK_EQ(heads_per_section_backward(backward_params(causal_params(1, 8, 8, 16384, 256)), 132), 8);
   return check::report();
 }

@@ -31,7 +31,7 @@ const DeviceProperties& device_properties(int index) {
   // which is reserved.
   thread_local DeviceProperties properties;
   const std::size_t smem = emu::options().shared_memory_limit;
-  properties = {"emulated GPU", compute_capability, 108, smem, 40u << 20, smem + 1024};
+  properties = {"emulated GPU", compute_capability, 108, smem, smem + 1024};
   return properties;
 }
 
