@@ -183,7 +183,7 @@ ARITHMETIC = (
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
-    Mutation("sign-of-scale-lost", MAINLOOP, "q_factor != 1.0f", "false"),
+    Mutation("sign-of-scale-lost", MAINLOOP, "(q_factor != 1.0f)", "false"),
     Mutation("hidden-v-not-cleared", MAINLOOP, "variant.hides()", "false"),
     Mutation(
         "restored-where-bias-hides",
