@@ -67,7 +67,7 @@ set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
 # The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128". The
 # set for CI has what a GPU's users run most, float16 for head dim 64 alone: a unit takes a minute, and
-# float16 differs from bfloat16 in the name of an instruction. The emulator runs all head dims.
+# float16 differs from bfloat16 in the name of an instruction. The emulator has more head dims.
 function(anyflash_sm80_units output kernel_set)
   if(NOT DEFINED ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
     message(

@@ -18,9 +18,9 @@ def framework_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         x, cache = np.ones((1, 1, 1, 8), np.float32), np.ones((1, 4, 1, 8), np.float32)
         yield "anyflash", lambda: anyflash.attention(x, x, x)
         yield "kvcache", lambda: anyflash.attention_with_kvcache(x, cache, cache, cache_seqlens=3)
-    elif framework == "jax, jit":
+    elif framework == "jax jit":
         yield from _jax_calls()
-    elif framework == "cupy, GPU":
+    elif framework == "cupy GPU":
         cp: Any = importlib.import_module("cupy")
         y, rows = cp.ones((1, 1, 1, 8), cp.float16), cp.ones((1, 4, 1, 8), cp.float16)
         yield "anyflash", lambda: anyflash.attention(y, y, y)
@@ -34,8 +34,8 @@ def _torch_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     adapter = importlib.import_module("anyflash.torch")
     flash_attn = importlib.import_module("anyflash.flash_attn")
     theirs = torch.nn.functional.scaled_dot_product_attention
-    recorded = framework in {"torch, recorded", "torch, and backward"}
-    kind = {"dtype": torch.float16, "device": "cuda"} if framework == "torch, GPU" else {}
+    recorded = framework in {"torch recorded", "torch with backward"}
+    kind = {"dtype": torch.float16, "device": "cuda"} if framework == "torch GPU" else {}
     x = torch.ones((1, 1, 1, 8), requires_grad=recorded, **kind)
     swapped, cache = x.transpose(1, 2), torch.ones((1, 4, 1, 8), **kind)
     ways: dict[str, Callable[[], Any]] = {

@@ -17,8 +17,8 @@ FEATURES = (
 )  # fmt: skip
 DECODE_SHAPES = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (8, 1, 128), (16, 16, 256))
 LARGEST_CACHE = 24 * 2**30
-FRAMEWORK_CALLS = ("numpy", "torch", "torch, recorded", "torch, and backward", "jax, jit")
-GPU_CALLS = ("torch, GPU", "cupy, GPU")
+FRAMEWORK_CALLS = ("numpy", "torch", "torch recorded", "torch with backward", "jax jit")
+GPU_CALLS = ("torch GPU", "cupy GPU")
 
 
 @dataclass(frozen=True)
