@@ -49,8 +49,11 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
 //
 // With one buffer each for K and V, a tile of K arrives while P V of the tile before runs, its tile
 // of V while its Q K^T does; with two, both during all of the tile before. KRange says in which
-// order tiles are visited. Returns whether this thread took NaN or infinity out of a partly hidden
-// tile of V; restore_nonfinite() then has to follow.
+// order tiles are visited. Waits are for everything that is on its way: the fence means something
+// to ptxas only, which spills less with it.
+//
+// Returns whether this thread took NaN or infinity out of a partly hidden tile of V;
+// restore_nonfinite() then has to follow.
 template <class Traits, class Variant, class AccO, class Softmax>
 ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
                                       typename Traits::SharedStorage& smem, AccO& acc_o,
@@ -168,6 +171,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       if (distance == 0) return;
       move(tKgK, params.k_stride, distance);
       load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
+      cp_async_fence();
     };
     cp_async_wait<0>();
     if constexpr (kTwoBuffers) clear_values();
@@ -178,7 +182,6 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       load_next_keys();
     } else {
       load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);
-      cp_async_fence();
     }
     move(tVgV, params.v_stride, distance);
 
@@ -208,7 +211,6 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       __syncthreads();  // V_n is there; every warp has done with K_n
       load_next_keys();
     }
-    cp_async_fence();
 
     if constexpr (Variant::kPart != ScorePart::kNone) {
       variant.score_mod.template apply<kPart, Variant::kGeneric>(scores, biases, coordinates,
