@@ -53,6 +53,7 @@ struct BackwardPlan : KernelPlan {
     dq = plan(t.dq);
     dk = plan(t.dk);
     dv = plan(t.dv);
+    params.group_parts = group_parts(params);
     params.heads_per_section =
         heads_per_section_backward(params, device_properties(t.q.device.index).multiprocessors);
   }

@@ -32,14 +32,25 @@ inline int heads_per_section(const ForwardParams& params, int multiprocessors) {
   return equal_sections(params.batch * params.heads, multiprocessors / 4);
 }
 
-// The same for the backward, whose grid is over blocks of keys of (batch, key head) pairs, each of
-// which reads the Q and dO of its group of heads and adds to their dQ. Half as many pairs, because
-// all of this passes the L2 cache. On an H200, causal, 4096 tokens, that is 1.05 (head dim 256) and
-// 1.09 times (128) as fast as sections whose Q, dO and dQ fit in half of the cache.
+// Into how many parts the backward divides the query heads that share a K/V head: of at most four
+// heads each, so that few K/V heads keep a GPU busy, too, but no more parts than their sums are
+// worth the memory. It depends on the group alone, so that neither do a sequence's results on the
+// rest of the batch.
+inline int group_parts(const BackwardParams& params) {
+  constexpr int kHeads = 4;
+  constexpr int kMostParts = 32;
+  const int group = params.heads / std::max(params.heads_k, 1);
+  return std::clamp((group + kHeads - 1) / kHeads, 1, kMostParts);
+}
+
+// The same for the backward, whose grid is over blocks of keys of (batch, key head, part) triples,
+// each of which reads the Q and dO of its heads and adds to their dQ. Half as many, because all of
+// this passes the L2 cache. On an H200, causal, 4096 tokens, that is 1.05 (head dim 256) and 1.09
+// times (128) as fast as sections whose Q, dO and dQ fit in half of the cache.
 inline int heads_per_section_backward(const BackwardParams& params, int multiprocessors) {
   const bool bounded = params.window.left >= 0 || params.window.right >= 0;
   if (!bounded) return 1;
-  return equal_sections(params.batch * params.heads_k, multiprocessors / 8);
+  return equal_sections(params.batch * params.heads_k * params.group_parts, multiprocessors / 8);
 }
 
 // Decoding: the rows of q that share the keys of one head.

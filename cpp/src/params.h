@@ -113,6 +113,9 @@ struct BackwardParams : ForwardParams {
   GradientOutput dsinks;         // (head)
   GradientOutput dalibi_slopes;  // (batch, head); batch stride 0: (heads,) or batch 1
   bool deterministic = false;
+
+  // A GPU shares the query heads of a K/V head out to so many CTAs (heuristics.h).
+  int group_parts = 1;
 };
 
 // Attention to a cache (attention.h: forward_with_kvcache). k and v are the cache, their strides'

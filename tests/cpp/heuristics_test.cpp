@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdint>
+#include <utility>
 
 #include "check.h"
 
@@ -12,6 +13,7 @@ using anyflash::decode_num_splits;
 using anyflash::decode_num_splits_on_cpu;
 using anyflash::DeviceProperties;
 using anyflash::ForwardParams;
+using anyflash::group_parts;
 using anyflash::heads_per_section;
 using anyflash::heads_per_section_backward;
 using anyflash::KernelRow;
@@ -62,12 +64,13 @@ void check_bounds(const ForwardParams& p, int multiprocessors) {
 BackwardParams backward_params(const ForwardParams& forward) {
   BackwardParams p;
   static_cast<ForwardParams&>(p) = forward;
+  p.group_parts = group_parts(p);
   return p;
 }
 
 void check_backward_bounds(const BackwardParams& p, int multiprocessors) {
   const int section = heads_per_section_backward(p, multiprocessors);
-  check_section(section, p.batch * p.heads_k, multiprocessors / 8);
+  check_section(section, p.batch * p.heads_k * p.group_parts, multiprocessors / 8);
 
   BackwardParams window = p;
   window.window = {7, -1};
@@ -243,5 +246,16 @@ int main() {
   const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
   CHECK_EQ(heads_per_section_backward(backward, 132), 16);
   CHECK_EQ(heads_per_section_backward(backward_params(causal_params(1, 8, 8, 16384, 256)), 132), 8);
+  // 16 query heads on one key head: four parts of each of four sequences.
+  const BackwardParams one_head_k = backward_params(causal_params(4, 16, 1, 4096, 128));
+  CHECK_EQ(heads_per_section_backward(one_head_k, 132), 16);
+  // A part has at most four heads, but there are at most 32 parts.
+  for (const auto& [group, parts] :
+       {std::pair{1, 1}, {4, 1}, {5, 2}, {8, 2}, {9, 3}, {128, 32}, {1000, 32}}) {
+    CHECK_EQ(group_parts(backward_params(causal_params(3, 2 * group, 2, 100, 64))), parts);
+  }
+  BackwardParams none = backward;
+  none.heads = none.heads_k = 0;
+  CHECK_EQ(group_parts(none), 1);
   return check::report();
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mutations import BACKWARD, MASK, ONE_BUFFER, ROWS, SCORE_MOD, Mutation
+from mutations import BACKWARD, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
 
 MAINLOOP = "sm80/bwd_mainloop.h"
 KERNEL = "sm80/bwd_kernel.h"
+PARTS = "sm80/bwd_parts.h"
 EPILOGUE = "sm80/bwd_epilogue.h"
 SCORES = "sm80/bwd_scores.h"
 ROW_PASS = "sm80/bwd_row_pass.h"
@@ -55,6 +56,7 @@ SYNCHRONISATION = (
     ),
     Mutation("no-wait-at-end", KERNEL, "cp_async_wait<0>();", after=END_MAINLOOP),
     Mutation("no-barrier-at-end", KERNEL, "__syncthreads(); // every warp has done with K and V"),
+    Mutation("no-barrier-for-part", PARTS, "__syncthreads(); // all of it is there", "", "tsan"),
     Mutation("no-barrier-in-gradient", EPILOGUE, "__syncthreads(); // the tile is complete"),
     Mutation("no-barrier-before-restoring", EPILOGUE, "__syncthreads(); // dV is there"),
     Mutation(
@@ -130,7 +132,8 @@ POSITIONS = (
         "ceil_div(static_cast<int>(end), block_m)",
         "static_cast<int>(end) / block_m",
     ),
-    Mutation("group-of-one-head", MAINLOOP, "head_ + group", "head_ + 1"),
+    Mutation("part-of-one-head", MAINLOOP, "first_head(block.part + 1)", "head_ + 1"),
+    Mutation("first-heads-in-all-parts", MAINLOOP, "first_head(block.part)", "first_head(0)"),
     Mutation(
         "hidden-block-visited",
         MAINLOOP,
@@ -244,6 +247,10 @@ ARITHMETIC = (
         "keep ? dp(row, col) : 0.0f",
     ),
     Mutation("dropout-not-scaled-in-dv", KERNEL, "params.dropout_threshold != 0", "false"),
+    Mutation("first-part-is-last", PARTS, "state % kNonfinite == params.group_parts", "true"),
+    Mutation("parts-overwritten", PARTS, "block.part * int64_t{kElements}", "0"),
+    Mutation("own-part-twice", PARTS, "cute::clear(acc_dk);"),
+    Mutation("nan-of-other-parts", PARTS, "smem.nonfinite_dout = state >= kNonfinite;"),
     Mutation("dk-not-scaled", KERNEL, "acc_dk(i) *= scale;"),
     Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= scale;"),
     Mutation(
@@ -265,6 +272,7 @@ OF_ROWS = (
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
+    Mutation("parts-done-not-zero", ROWS_SOURCE, "p.part_states[i] = 0;"),
     Mutation("dq-sum-not-zero", ROWS_SOURCE, "sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};"),
     Mutation(
         "slopes-of-one-batch", ROWS_SOURCE, "p.dalibi_slopes.stride.batch == 0 ? p.batch : 1", "1"
@@ -291,8 +299,16 @@ ONE_BUFFER_MUTATIONS = (
     ),
 )
 
+V_THERE = "cp_async_wait<0>(); __syncthreads(); // V is there"
+RELOADED_V_MUTATIONS = (
+    Mutation("no-barrier-for-v", MAINLOOP, V_THERE, "cp_async_wait<0>();"),
+    Mutation("no-wait-for-v", MAINLOOP, V_THERE, "__syncthreads();"),
+    Mutation("no-barrier-before-p", MAINLOOP, "__syncthreads(); // every warp has done with V"),
+)
+
 BACKWARD_MUTATIONS = (
     *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC),
     *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
+    *_of_unit(RELOADED_V, RELOADED_V_MUTATIONS),
     *_of_unit(ROWS, OF_ROWS),
 )

@@ -124,6 +124,16 @@ BACKWARD_PLAIN_CASES = backward(
     Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=k"),
     Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=k det=1"),
     Case(seqlen_q=300, seqlen_k=200, causal=1, more="nan=dout"),
+    # Groups in two and three parts.
+    Case(seqlen_q=40, seqlen_k=150, heads=12, heads_k=2, more="grad=fp32 dlse=1"),
+    Case(
+        seqlen_q=66,
+        seqlen_k=210,
+        heads=9,
+        causal=1,
+        more="cu_q=0,40,40,41,66 cu_k=0,65,125,125,210 used=60,3,0,80 nan=hidden",
+    ),
+    Case(seqlen_q=100, seqlen_k=40, heads=9, more="left=30 right=10 nan=dout"),
     Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=dout grad=fp32"),
     Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=v det=1"),
 )
@@ -198,6 +208,7 @@ FORWARD_RACES = (
 
 BACKWARD_RACES = backward(
     Case(seqlen_q=200, seqlen_k=140, causal=1, more="dlse=1"),
+    Case(seqlen_q=20, seqlen_k=140, heads=5, more="left=30 right=10 nan=dout"),
     Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="nan=hidden det=1"),
     Case(seqlen_q=140, seqlen_k=70, more="left=30 right=10 nan=k grad=fp32"),
     Case(seqlen_q=70, seqlen_k=140, heads=1, more="left=30 right=10 nan=k det=1"),
@@ -222,9 +233,9 @@ BACKWARD_RACES = backward(
 )
 
 
-def wide(cases: tuple[Case, ...]) -> list[Case]:
-    """For kernels of head dim 128 instead of 64."""
-    return [case._replace(head_dim=case.head_dim + 64) for case in cases]
+def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
+    """For kernels of head dim 128, say, instead of 64."""
+    return [case._replace(head_dim=case.head_dim + head_dim - 64) for case in cases]
 
 
 def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tuple[int, str]:

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
 # dim 128 has one buffer; the others have two. Of the forward's, the plain one of head dim 64 has
-# two; that of 128 for 228 KB of shared memory rescales lazily.
+# two; that of 128 for 228 KB of shared memory rescales lazily. The backward's of 256 for 99 KB has
+# V loaded with each tile.
 FORWARD = "sm80_forward_f16_d64"
 LAZY = "sm80_forward_f16_d128"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
+RELOADED_V = "sm80_backward_f16_d256"
 ROWS = "bwd_rows"
 
 

@@ -12,6 +12,7 @@ from emulated_driver import Case, backward, run
 CASES = backward(
     Case(seqlen_q=150, seqlen_k=400, more="dlse=1"),
     Case(seqlen_q=200, seqlen_k=290, more="left=150 right=100 alibi=0.05 sink=1"),
+    Case(seqlen_q=30, seqlen_k=400, heads=9, more="dlse=1"),  # three parts of a group
     Case(batch=2, seqlen_q=70, seqlen_k=200, more="bias=fp32 bias_axes=1h1k alibi=0.1 softcap=5"),
     Case(batch=2, seqlen_q=70, seqlen_k=200, more="bias=fp32 sink=1 dropout=0.2 dlse=1"),
     Case(

@@ -32,7 +32,15 @@ from emulated_driver import (
     run,
     wide,
 )
-from mutations import BACKWARD, FORWARD, FORWARD_MUTATIONS, LAZY, ONE_BUFFER, Mutation
+from mutations import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_MUTATIONS,
+    LAZY,
+    ONE_BUFFER,
+    RELOADED_V,
+    Mutation,
+)
 
 MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS + DECODE_MUTATIONS
 KERNELS = ROOT / "cpp" / "kernels"
@@ -104,9 +112,9 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
         return re.sub(rf".*decode_row<(?!.*{keep}).*\n", "", source)
-    if mutation.unit == LAZY:
-        rows = re.compile(r" *sm80::forward_row<[^(]*\([^)]*\),\n")
-        return rows.sub(lambda row: row[0] if "kWide" in row[0] else "", source)
+    if room := {LAZY: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
+        rows = re.compile(r" *sm80::(for|back)ward_row<[^(]*\([^)]*\),\n")
+        return rows.sub(lambda row: row[0] if room in row[0] else "", source)
     # Of the variants, the generic one knows all that the others do.
     backward = mutation.unit in (BACKWARD, ONE_BUFFER)
     if mutation.alone or mutation.unit == ONE_BUFFER or (backward and mutation.sanitizer):
@@ -186,6 +194,8 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         return list(GROWING_CASES)
     if unit == ONE_BUFFER:
         return wide(BACKWARD_RACES)
+    if unit == RELOADED_V:
+        return wide(BACKWARD_RACES[:2], 256)
     return [*BACKWARD_RACES, *BACKWARD_CASES]
 
 

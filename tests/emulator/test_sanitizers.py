@@ -27,8 +27,8 @@ from emulated_driver import (
 # Thread Sanitizer takes minutes for the lists of the others.
 FULL = os.environ.get("ANYFLASH_TEST_FULL") == "1"
 FORWARD = CASES if FULL else FORWARD_RACES
-PLAIN = BACKWARD_PLAIN_CASES if FULL else BACKWARD_RACES[:5]
-FEATURES = BACKWARD_FEATURE_CASES if FULL else BACKWARD_RACES[5:]
+PLAIN = BACKWARD_PLAIN_CASES if FULL else BACKWARD_RACES[:6]
+FEATURES = BACKWARD_FEATURE_CASES if FULL else BACKWARD_RACES[6:]
 
 # Longest first. The backward's generic kernel of head dim 128 has one buffer.
 RUNS = {

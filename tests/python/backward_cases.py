@@ -92,6 +92,28 @@ def _heads() -> Iterator[GradientCase]:
         yield make(f"heads{heads}-{heads_k}-bias-{dtype}", dtype=dtype, **shape, **features)
 
 
+def _parts() -> Iterator[GradientCase]:
+    """Groups of more heads than a CTA of a GPU takes."""
+    for (heads, heads_k), dtype in itertools.product(((6, 1), (18, 2)), ("fp16", "bf16", "fp32")):
+        shape = {"heads": heads, "heads_k": heads_k, "dtype": dtype, "sq": 33}
+        hiding = {"dout": "nan", "window": (9, 0), "poison": False}
+        yield make(f"parts{heads}-{heads_k}-{dtype}", **shape, sk=70, causal=True)
+        yield make(f"parts{heads}-{heads_k}-nan-{dtype}", **shape, **hiding)
+        packed = {"packed": Packed((33, 0, 20), (70, 9, 66), 3), "grad_dtype": "fp32"}
+        yield make(f"parts{heads}-{heads_k}-packed-{dtype}", **shape, **packed)
+    more: dict[str, dict[str, Any]] = {
+        "no-queries": {"sq": 0},
+        "no-keys": {"sk": 0},
+        "packed-no-queries": {"packed": Packed((0, 0), (70, 9), 3)},
+        "seqused": {"sq": 9, "batch": 3, "seqused_k": (33, 0, 90)},
+        "features": {"sq": 33, "bias": Bias(values="some_inf"), "dropout_p": 0.2, "alibi": "h"},
+        "most": {"heads": 270, "heads_k": 2, "sq": 3, "sk": 9, "everywhere": False},
+    }
+    more |= {f"d{d}": {"d": d, "dv": 128, "sq": 20} for d in (128, 192, 256)}
+    for (name, changes), dtype in itertools.product(more.items(), ("fp16", "fp32")):
+        yield make(f"parts-{name}-{dtype}", **{"heads": 5, "dtype": dtype} | changes)
+
+
 def _features() -> Iterator[GradientCase]:
     """One by one; of several together, those of every two are below."""
     for (name, changes), dtype in itertools.product(
@@ -327,6 +349,7 @@ def _smoke() -> Iterator[GradientCase]:
         yield make(f"smoke-packed-{order}", **common, packed=packed, causal=True, alibi="h")
         features = {"bias": Bias(axes="hk"), "dropout_p": 0.2, "sinks": "normal", "softcap": 4.0}
         yield make(f"smoke-features-{order}", **common, **features, grad_dtype="fp32")
+        yield make(f"smoke-parts-{order}", **common, sq=33, sk=150, heads=6, heads_k=1)
 
 
 def _many() -> Iterator[GradientCase]:
@@ -371,7 +394,7 @@ def _of_the_forward() -> Iterator[GradientCase]:
 
 
 GROUPS = (
-    *(_smoke, _lengths, _dims, _heads, _features, _biases, _varlen, _leaks, _blocks_and_dropout),
-    *(_dtypes, _layouts, _everything, _many, _of_the_forward),
+    *(_smoke, _lengths, _dims, _heads, _parts, _features, _biases, _varlen, _leaks),
+    *(_blocks_and_dropout, _dtypes, _layouts, _everything, _many, _of_the_forward),
 )
 BACKWARD_CASES = tuple(itertools.chain.from_iterable(group() for group in GROUPS))

@@ -21,6 +21,7 @@ SCORES = Features(softcap=4.0, alibi="bh", bias=Bias(values="some_inf"), sinks="
 # flash-attn 2158 and 2510 (GQA), 2549 (windows), 2562 (d 256) gave other bits in each run.
 CASES = {
     "gqa": BASE,
+    "parts": replace(BASE, heads=18, sq=33),
     "window": replace(BASE, features=Features(window=(40, 10)), causal=False),
     "d256": replace(BASE, d=256, heads=2, heads_k=1, batch=2),
     "scores": replace(BASE, features=SCORES),
@@ -100,7 +101,7 @@ def of_sequences(call: Call) -> dict[str, Array]:
     return {name: x.view for name, x in call.outputs().items() if name not in shared}
 
 
-@pytest.mark.parametrize("name", ["gqa", "window", "d256", "scores"])
+@pytest.mark.parametrize("name", ["gqa", "parts", "window", "d256", "scores"])
 @pytest.mark.parametrize("order", [(2, 0, 1), (1,), (0, 2)])
 def test_the_batch_does_not_change_bits(
     backend: Backend, name: str, order: tuple[int, ...]
@@ -119,14 +120,15 @@ def test_the_batch_does_not_change_bits(
         assert bits(x) == bits(expected[gradient][index]), f"{gradient} differs"
 
 
+@pytest.mark.parametrize("name", ["gqa", "parts"])
 @pytest.mark.parametrize("features", [Features(), replace(SCORES, bias=None)])
 def test_packed_gradients_are_those_of_the_sequence_alone(
-    backend: Backend, features: Features
+    backend: Backend, features: Features, name: str
 ) -> None:
     lengths = ((70, 150), (0, 9), (33, 64), (1, 70), (90, 20))
     packed = Packed(tuple(q for q, _ in lengths), tuple(k for _, k in lengths))
     features = replace(features, packed=packed, poison=False)
-    case = gradient_case("gqa", backend)
+    case = gradient_case(name, backend)
     case = replace(case, forward=replace(case.forward, features=features))
     call = case.call()
     run_call(backend, call)

@@ -11,6 +11,7 @@ struct BackwardBlock {
   Sequence sequence;
   int64_t batch;  // index of the sequence
   int head_k;
+  int part;  // of the query heads that share head_k
   int first_key;
 };
 

@@ -8,25 +8,28 @@
 #include "sm80/bwd_epilogue.h"
 #include "sm80/bwd_mainloop.h"
 #include "sm80/bwd_params.h"
+#include "sm80/bwd_parts.h"
 #include "sm80/traits.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
 
-// Grid: x = all blocks of keys of all (batch, K/V head) pairs. Pairs come in sections of
+// Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
 // heads_per_section; within a section the first blocks, which most rows see, start first.
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardBlock backward_block(const BackwardScratch& params, int index) {
   const int key_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;
-  const int pairs = static_cast<int>(params.batch) * params.heads_k;
+  const int heads = params.heads_k * params.group_parts;
+  const int triples = static_cast<int>(params.batch) * heads;
   const int section = index / (params.heads_per_section * key_blocks);
-  const int first_pair = section * params.heads_per_section;
-  const int section_pairs = min(params.heads_per_section, pairs - first_pair);
-  const int rest = index - first_pair * key_blocks;
-  const int pair = first_pair + rest % section_pairs;
-  const int64_t batch = pair / params.heads_k;
-  return BackwardBlock{sequence_of(params, batch), batch, pair % params.heads_k,
-                       rest / section_pairs * kBlockN};
+  const int first = section * params.heads_per_section;
+  const int section_triples = min(params.heads_per_section, triples - first);
+  const int rest = index - first * key_blocks;
+  const int triple = first + rest % section_triples;
+  const int64_t batch = triple / heads;
+  const int head = triple % heads;
+  return BackwardBlock{sequence_of(params, batch), batch, head / params.group_parts,
+                       head % params.group_parts, rest / section_triples * kBlockN};
 }
 
 template <class Traits, class Scores>
@@ -52,6 +55,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with K and V, and nothing is on its way there
+  if (params.part_sums != nullptr) {
+    if (!sum_parts<Traits>(params, block, smem, acc_dk, acc_dv)) return;
+  }
   const float scale = static_cast<float>(params.softmax_scale);
   const float scale_v = params.dropout_threshold != 0
                             ? Scores(params, block.sequence, block.batch, 0).dropout_scale()

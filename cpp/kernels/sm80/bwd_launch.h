@@ -1,6 +1,6 @@
 // Host side of the sm_80 backward kernels: one KernelRow per (dtype, head dims, variant).
 //
-//   prepare_rows      delta and LSE of every row; dq_sum = 0
+//   prepare_rows      delta and LSE of every row; dq_sum = 0 and part_states = 0
 //   backward_kernel   dK, dV; adds to dq_sum
 //   finish_dq_kernel  dQ from dq_sum;  deterministic: row_pass_kernel makes dQ instead
 //   dbias_kernel, row_pass_kernel, sum_*   the other gradients, where they are wanted
@@ -52,6 +52,14 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     take(rounded, heads * (packed ? p.total_q : p.seqlen_q) * columns);
     p.dout_rounded = rounded;
   }
+  if (p.group_parts > 1) {
+    constexpr int kBlockN = Traits::kBlockN;
+    p.key_blocks = packed ? p.total_k / kBlockN + p.batch : (p.seqlen_k + kBlockN - 1) / kBlockN;
+    p.part_tiles = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks;
+    take(p.part_states, p.part_tiles);
+    take(p.part_sums,
+         p.part_tiles * p.group_parts * kBlockN * (Traits::kHeadDim + Traits::kHeadDimV));
+  }
   if (p.dalibi_slopes.data != nullptr) {
     take(p.slope_sums, p.batch * p.heads * ((int64_t{p.seqlen_q} + 63) / 64));
   }
@@ -100,7 +108,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
     p.dout_stride = Strides{p.heads * rows * columns, columns, rows * columns, 1};
   }
   launch_blocks<backward_kernel<Traits, Scores>, Traits>(
-      blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k,
+      blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k * p.group_parts,
       sizeof(typename Traits::SharedStorage), stream, p);
   if (!p.deterministic) {
     launch_blocks<finish_dq_kernel<Traits>, Traits>(

@@ -1,5 +1,6 @@
-// The backward's main loop of one CTA: all tiles of query rows that see a block of keys, for every
-// query head that shares its K/V head (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+// The backward's main loop of one CTA: all tiles of query rows that see a block of keys, for the
+// query heads that share its K/V head, or a part of them (FlashAttention-2, arXiv 2307.08691,
+// section 3.1.2).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -25,9 +26,12 @@ class RowTiles {
  public:
   ANYFLASH_DEVICE RowTiles(const BackwardScratch& params, const BackwardBlock& block, MRange range)
       : params_(params), block_(block), range_(range), m_(range.begin) {
-    const int group = params.heads / params.heads_k;
-    head_ = block.head_k * group;
-    end_head_ = range.begin < range.end ? head_ + group : head_;
+    const int64_t group = params.heads / params.heads_k;
+    const auto first_head = [&](int part) {
+      return static_cast<int>(block.head_k * group + part * group / params.group_parts);
+    };
+    head_ = first_head(block.part);
+    end_head_ = range.begin < range.end ? first_head(block.part + 1) : head_;
     skip_hidden();
   }
 

@@ -28,6 +28,11 @@ struct BackwardScratch : BackwardParams {
   void* dout_rounded = nullptr;  // float32 dout as the kernels' type, (batch or 1, padded_rows,
                                  // heads, head_dim_v rounded up); null: dout is read as it is
   float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
+  // Where groups come in parts (bwd_parts.h), else null.
+  float* part_sums = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
+  int* part_states = nullptr;  // (batch or 1, heads_k, key_blocks)
+  int64_t part_tiles = 0;      // how many part_states
+  int64_t key_blocks = 0;      // of one head; packed: of all sequences together
   float lse_unit = 1.0f;
   float scale_log2 = 1.0f;  // softmax_scale log2(e)
 
@@ -36,6 +41,12 @@ struct BackwardScratch : BackwardParams {
     const int64_t first =
         cu_seqlens_q == nullptr ? 0 : (sequence.first_q + index * block_m) / block_m * block_m;
     return (sequence.batch * heads + head) * padded_rows + first;
+  }
+  // The sequence's first block of keys, counted over batch and heads.
+  ANYFLASH_HOST_DEVICE int64_t first_block(const Sequence& sequence, int64_t index, int head_k,
+                                           int block_n) const {
+    const int64_t first = cu_seqlens_k == nullptr ? 0 : sequence.first_k / block_n + index;
+    return (sequence.batch * heads_k + head_k) * key_blocks + first;
   }
 };
 
