@@ -56,7 +56,6 @@ SYNCHRONISATION = (
     ),
     Mutation("no-wait-at-end", KERNEL, "cp_async_wait<0>();", after=END_MAINLOOP),
     Mutation("no-barrier-at-end", KERNEL, "__syncthreads(); // every warp has done with K and V"),
-    Mutation("no-barrier-for-part", PARTS, "__syncthreads(); // all of it is there", "", "tsan"),
     Mutation("no-barrier-in-gradient", EPILOGUE, "__syncthreads(); // the tile is complete"),
     Mutation("no-barrier-before-restoring", EPILOGUE, "__syncthreads(); // dV is there"),
     Mutation(
@@ -247,10 +246,25 @@ ARITHMETIC = (
         "keep ? dp(row, col) : 0.0f",
     ),
     Mutation("dropout-not-scaled-in-dv", KERNEL, "params.dropout_threshold != 0", "false"),
-    Mutation("first-part-is-last", PARTS, "state % kNonfinite == params.group_parts", "true"),
-    Mutation("parts-overwritten", PARTS, "block.part * int64_t{kElements}", "0"),
-    Mutation("own-part-twice", PARTS, "cute::clear(acc_dk);"),
-    Mutation("nan-of-other-parts", PARTS, "smem.nonfinite_dout = state >= kNonfinite;"),
+    Mutation("parts-overwritten", PARTS, "first_part<Traits>(params, block) + block.part", "0"),
+    Mutation(
+        "last-part-forgotten",
+        PARTS,
+        "part < first + params.group_parts",
+        "part < first + params.group_parts - 1",
+    ),
+    Mutation(
+        "nan-of-other-parts",
+        PARTS,
+        "nonfinite_dout |= params.part_nonfinite_dout[part];",
+        "nonfinite_dout = params.part_nonfinite_dout[part];",
+    ),
+    Mutation(
+        "part-of-keys-not-used-not-written",
+        PARTS,
+        "block.first_key >= block.sequence.all_keys",
+        "block.first_key >= block.sequence.seqlen_k",
+    ),
     Mutation("dk-not-scaled", KERNEL, "acc_dk(i) *= scale;"),
     Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= scale;"),
     Mutation(
@@ -272,7 +286,6 @@ OF_ROWS = (
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
-    Mutation("parts-done-not-zero", ROWS_SOURCE, "p.part_states[i] = 0;"),
     Mutation("dq-sum-not-zero", ROWS_SOURCE, "sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};"),
     Mutation(
         "slopes-of-one-batch", ROWS_SOURCE, "p.dalibi_slopes.stride.batch == 0 ? p.batch : 1", "1"

@@ -116,11 +116,10 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
   }
 }
 
-// dK = softmax_scale * acc_dk and dV = acc_dv / (1 - p) of the CTA's keys, also of those that are
-// not used.
-template <class Traits, class Scores, class Out, class AccK, class AccV>
+// dK and dV of the CTA's keys, also of those that are not used.
+template <class Traits, class Scores, class Out, class Smem, class AccK, class AccV>
 ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
-                                         typename Traits::SharedStorage& smem, const AccK& acc_dk,
+                                         Smem& smem, bool nonfinite_dout, const AccK& acc_dk,
                                          const AccV& acc_dv) {
   const Sequence& sequence = block.sequence;
   const int64_t row = sequence.first_k + block.first_key;
@@ -132,9 +131,30 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const Ba
   const typename Traits::KeyMma mma;
   store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk, mma, acc_dk, smem.k);
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);
-  if (smem.nonfinite_dout != 0) {
+  if (nonfinite_dout) {
     __syncthreads();  // dV is there
     restore_nonfinite<Traits, Scores>(params, block, dv);
+  }
+}
+
+// The same of dK = softmax_scale * acc_dk and dV = acc_dv / (1 - p).
+template <class Traits, class Scores, class Smem, class AccK, class AccV>
+ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
+                                         Smem& smem, bool nonfinite_dout, AccK& acc_dk,
+                                         AccV& acc_dv) {
+  const float scale = static_cast<float>(params.softmax_scale);
+  const float scale_v = params.dropout_threshold != 0
+                            ? Scores(params, block.sequence, block.batch, 0).dropout_scale()
+                            : 1.0f;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc_dk); ++i) acc_dk(i) *= scale;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc_dv); ++i) acc_dv(i) *= scale_v;
+  if (params.grad_dtype == DType::kFloat32) {
+    store_key_gradients<Traits, Scores, float>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
+  } else {
+    store_key_gradients<Traits, Scores, typename Traits::Element>(params, block, smem,
+                                                                  nonfinite_dout, acc_dk, acc_dv);
   }
 }
 

@@ -55,22 +55,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with K and V, and nothing is on its way there
+  const bool nonfinite_dout = smem.nonfinite_dout != 0;
   if (params.part_sums != nullptr) {
-    if (!sum_parts<Traits>(params, block, smem, acc_dk, acc_dv)) return;
-  }
-  const float scale = static_cast<float>(params.softmax_scale);
-  const float scale_v = params.dropout_threshold != 0
-                            ? Scores(params, block.sequence, block.batch, 0).dropout_scale()
-                            : 1.0f;
-  CUTE_UNROLL
-  for (int i = 0; i < size(acc_dk); ++i) acc_dk(i) *= scale;
-  CUTE_UNROLL
-  for (int i = 0; i < size(acc_dv); ++i) acc_dv(i) *= scale_v;
-  if (params.grad_dtype == DType::kFloat32) {
-    store_key_gradients<Traits, Scores, float>(params, block, smem, acc_dk, acc_dv);
+    store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
   } else {
-    store_key_gradients<Traits, Scores, typename Traits::Element>(params, block, smem, acc_dk,
-                                                                  acc_dv);
+    write_key_gradients<Traits, Scores>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
   }
 }
 

@@ -1,7 +1,8 @@
 // Host side of the sm_80 backward kernels: one KernelRow per (dtype, head dims, variant).
 //
-//   prepare_rows      delta and LSE of every row; dq_sum = 0 and part_states = 0
+//   prepare_rows      delta and LSE of every row; dq_sum = 0
 //   backward_kernel   dK, dV; adds to dq_sum
+//   sum_parts_kernel  dK, dV, where the heads of a group come in parts
 //   finish_dq_kernel  dQ from dq_sum;  deterministic: row_pass_kernel makes dQ instead
 //   dbias_kernel, row_pass_kernel, sum_*   the other gradients, where they are wanted
 #pragma once
@@ -18,6 +19,7 @@
 #include "kernel.h"
 #include "sm80/bwd_kernel.h"
 #include "sm80/bwd_params.h"
+#include "sm80/bwd_parts.h"
 #include "sm80/bwd_row_pass.h"
 #include "sm80/bwd_rows.h"
 #include "sm80/bwd_scores.h"
@@ -55,10 +57,9 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
   if (p.group_parts > 1) {
     constexpr int kBlockN = Traits::kBlockN;
     p.key_blocks = packed ? p.total_k / kBlockN + p.batch : (p.seqlen_k + kBlockN - 1) / kBlockN;
-    p.part_tiles = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks;
-    take(p.part_states, p.part_tiles);
-    take(p.part_sums,
-         p.part_tiles * p.group_parts * kBlockN * (Traits::kHeadDim + Traits::kHeadDimV));
+    const int64_t parts = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks * p.group_parts;
+    take(p.part_sums, parts * kPartElements<Traits>);
+    take(p.part_nonfinite_dout, parts);
   }
   if (p.dalibi_slopes.data != nullptr) {
     take(p.slope_sums, p.batch * p.heads * ((int64_t{p.seqlen_q} + 63) / 64));
@@ -110,6 +111,11 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   launch_blocks<backward_kernel<Traits, Scores>, Traits>(
       blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k * p.group_parts,
       sizeof(typename Traits::SharedStorage), stream, p);
+  if (p.part_sums != nullptr) {
+    launch_blocks<sum_parts_kernel<Traits, Scores>, Traits>(
+        blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k, sizeof(PartsStorage<Traits>),
+        stream, p);
+  }
   if (!p.deterministic) {
     launch_blocks<finish_dq_kernel<Traits>, Traits>(
         blocks(p.seqlen_q, Traits::kBlockM) * pairs,

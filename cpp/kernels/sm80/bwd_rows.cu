@@ -2,7 +2,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "common/launch.h"
@@ -55,15 +54,10 @@ ANYFLASH_DEVICE float row_sum(float x) {
   return x;
 }
 
-// One CTA a tile of block_m rows of a (batch, head) pair, at least one.
+// One CTA a tile of block_m rows of a (batch, head) pair.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     prepare_rows_kernel(const __grid_constant__ BackwardScratch p) {
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.part_tiles; i += step) {
-    p.part_states[i] = 0;
-  }
-  if (p.seqlen_q == 0) return;
   const int row_blocks = (p.seqlen_q + p.block_m - 1) / p.block_m;
   const int row0 = static_cast<int>(blockIdx.x) % row_blocks * p.block_m;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
@@ -165,8 +159,8 @@ __global__ void __launch_bounds__(kThreads)
 void prepare_rows(const BackwardScratch& params, void* stream) {
   const int64_t blocks = (int64_t{params.seqlen_q} + params.block_m - 1) / params.block_m *
                          params.batch * params.heads;
-  if (blocks == 0 && params.part_tiles == 0) return;
-  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(blocks, 1)));
+  if (blocks == 0) return;
+  const dim3 grid(static_cast<unsigned>(blocks));
   if (params.dtype == DType::kFloat16) {
     launch<prepare_rows_kernel<__half>>(grid, dim3(kThreads), 0, stream, params);
   } else {
