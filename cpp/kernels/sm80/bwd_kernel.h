@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
       params.dq_sum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
   const float scale = static_cast<float>(params.softmax_scale);
   CUTE_UNROLL
-  for (int i = 0; i < size(acc); ++i) acc(i) = tile[dq_sum_place(i, Traits::kThreads)] * scale;
+  for (int i = 0; i < size(acc); ++i) acc(i) = tile[i * Traits::kThreads + threadIdx.x] * scale;
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride, sequence.batch,
                                                       head, sequence.first_q + row,

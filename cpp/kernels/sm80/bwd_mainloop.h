@@ -66,28 +66,11 @@ class RowTiles {
   int m_;
 };
 
-// dq_sum += acc. Every thread's sums lie where postprocess_dq() looks for them: side by side in a
-// warp, so that an atomic addition covers whole lines.
+// dq_sum += acc. A warp's sums lie side by side, so that an atomic addition covers whole lines.
 template <class Acc>
 ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(acc); i += 4) {
-    float4 sums{acc(i), acc(i + 1), acc(i + 2), acc(i + 3)};
-    atomicAdd(reinterpret_cast<float4*>(tile + i * threads) + threadIdx.x, sums);
-  }
-#else
   CUTE_UNROLL
   for (int i = 0; i < cute::size(acc); ++i) atomicAdd(tile + i * threads + threadIdx.x, acc(i));
-#endif
-}
-// Where that puts element i of a thread's fragment.
-ANYFLASH_DEVICE int dq_sum_place(int i, int threads) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  return (i / 4 * threads + static_cast<int>(threadIdx.x)) * 4 + i % 4;
-#else
-  return i * threads + static_cast<int>(threadIdx.x);
-#endif
 }
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without softmax_scale and the factor of

@@ -49,8 +49,8 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
 //
 // With one buffer each for K and V, a tile of K arrives while P V of the tile before runs, its tile
 // of V while its Q K^T does; with two, both during all of the tile before. KRange says in which
-// order tiles are visited. Waits are for everything that is on its way: the fence means something
-// to ptxas only, which spills less with it.
+// order tiles are visited. Waits are for everything that is on its way, so that a fence means
+// something to ptxas only (ForwardTile::fence).
 //
 // Returns whether this thread took NaN or infinity out of a partly hidden tile of V;
 // restore_nonfinite() then has to follow.
@@ -145,7 +145,6 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);
   load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, keys);
   if constexpr (kTwoBuffers) load_tile<true>(load_v, tVgV, tVsV, tVcV, columns_v, keys);
-  cp_async_fence();
   if (kQueriesInRegisters || q_factor != 1.0f) {
     cp_async_wait<0>();
     __syncthreads();  // Q has landed for every thread
@@ -171,7 +170,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       if (distance == 0) return;
       move(tKgK, params.k_stride, distance);
       load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
-      cp_async_fence();
+      if constexpr (Traits::kShape.fence) cp_async_fence();
     };
     cp_async_wait<0>();
     if constexpr (kTwoBuffers) clear_values();

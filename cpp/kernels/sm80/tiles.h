@@ -16,21 +16,22 @@ struct ForwardTile {
   // Whether the output is rescaled only where a maximum has grown much: pays where the output is
   // large, and there are registers for it.
   bool lazy_rescale;
+  bool fence;  // after loads of K: without one, ptxas spills more; where not so, it slows the loop
 };
 
 // Head dims are those of Q and K, and of V. 16 rows a warp where 32 would not leave eight warps an
 // SM: their accumulators fill the registers, or two CTAs the shared memory.
 constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, Room room) {
-  if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, false};
-  if (head_dim <= 64 && head_dim_v <= 64) return {{128, 64, 4, 2}, 2, true, false};
-  if (head_dim > 128 || head_dim_v > 128) return {{128, 64, 8, 1}, 1, false, false};
-  if (room == Room::kWide) return {{128, 64, 4, 2}, 2, false, true};
-  return {{128, 64, 4, 2}, 1, false, head_dim <= 96};
+  if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, false, false};
+  if (head_dim <= 64 && head_dim_v <= 64) return {{128, 64, 4, 2}, 2, true, false, false};
+  if (head_dim > 128 || head_dim_v > 128) return {{128, 64, 8, 1}, 1, false, false, true};
+  if (room == Room::kWide) return {{128, 64, 4, 2}, 2, false, true, false};
+  return {{128, 64, 4, 2}, 1, false, head_dim <= 96, head_dim > 96};
 }
 
 // With softcap and ALiBi, which want registers of their own.
 constexpr ForwardTile scored_forward_tile(int head_dim, int head_dim_v) {
-  return {forward_tile(head_dim, head_dim_v, Room::kUsual).tile, 1, false, false};
+  return {forward_tile(head_dim, head_dim_v, Room::kUsual).tile, 1, false, false, false};
 }
 
 // 16 rows a warp, because the features need registers of their own, and 64 a CTA: blocks of block-

@@ -72,7 +72,7 @@ struct ForwardTraits {
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool kGeneric = Variant::kGeneric;
   static constexpr ForwardTile kShape =
-      kGeneric ? ForwardTile{generic_forward_tile(kHeadDim, kHeadDimV), 1, false, false}
+      kGeneric ? ForwardTile{generic_forward_tile(kHeadDim, kHeadDimV), 1, false, false, false}
       : Variant::kFeatures != kNoFeatures ? scored_forward_tile(kHeadDim, kHeadDimV)
                                           : forward_tile(kHeadDim, kHeadDimV, kRoom);
   static constexpr Tile kTile = kShape.tile;
