@@ -245,7 +245,7 @@ ARITHMETIC = (
         "keep ? dp(row, col) * factor : 0.0f",
         "keep ? dp(row, col) : 0.0f",
     ),
-    Mutation("dropout-not-scaled-in-dv", KERNEL, "params.dropout_threshold != 0", "false"),
+    Mutation("dropout-not-scaled-in-dv", EPILOGUE, "params.dropout_threshold != 0", "false"),
     Mutation("parts-overwritten", PARTS, "first_part<Traits>(params, block) + block.part", "0"),
     Mutation(
         "last-part-forgotten",
@@ -253,19 +253,14 @@ ARITHMETIC = (
         "part < first + params.group_parts",
         "part < first + params.group_parts - 1",
     ),
-    Mutation(
-        "nan-of-other-parts",
-        PARTS,
-        "nonfinite_dout |= params.part_nonfinite_dout[part];",
-        "nonfinite_dout = params.part_nonfinite_dout[part];",
-    ),
+    Mutation("nan-of-parts", PARTS, "nonfinite_dout |= params.part_nonfinite_dout[part];"),
     Mutation(
         "part-of-keys-not-used-not-written",
         PARTS,
         "block.first_key >= block.sequence.all_keys",
         "block.first_key >= block.sequence.seqlen_k",
     ),
-    Mutation("dk-not-scaled", KERNEL, "acc_dk(i) *= scale;"),
+    Mutation("dk-not-scaled", EPILOGUE, "acc_dk(i) *= scale;"),
     Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= scale;"),
     Mutation(
         "dbias-of-one-head",

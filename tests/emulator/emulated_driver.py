@@ -131,7 +131,7 @@ BACKWARD_PLAIN_CASES = backward(
         seqlen_k=210,
         heads=9,
         causal=1,
-        more="cu_q=0,40,40,41,66 cu_k=0,65,125,125,210 used=60,3,0,80 nan=hidden",
+        more="cu_q=0,40,40,41,66 cu_k=0,65,125,125,210 used=60,0,0,80 nan=hidden",
     ),
     Case(seqlen_q=100, seqlen_k=40, heads=9, more="left=30 right=10 nan=dout"),
     Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=dout grad=fp32"),

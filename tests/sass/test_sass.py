@@ -58,9 +58,10 @@ def test_tensor_instructions(library: Library, kernel: str) -> None:
 
 
 def test_spills(library: Library, kernel: str) -> None:
-    """Of the plain kernels that an A100 runs: those with features have no counterpart to be measured
-    by, and those for more or less shared memory were chosen by their speed on such a GPU. (What is
-    recorded bounds them all.) Of decoding kernels, those that read 16-bit caches must do without."""
+    """Of the plain kernels that an A100 runs: those with features have no counterpart to be
+    measured by, those for more or less shared memory were chosen by their speed on such a GPU.
+    (recorded.json bounds them all.) Of decoding kernels, those that read 16-bit caches must do
+    without."""
     row = library.rows[kernel]
     if kernel.endswith(("_compact", "_wide")):
         return
