@@ -33,9 +33,8 @@ inline int heads_per_section(const ForwardParams& params, int multiprocessors) {
 }
 
 // Into how many parts the backward divides the query heads that share a K/V head: of at most four
-// heads each, so that few K/V heads keep a GPU busy, too, but no more parts than their sums are
-// worth the memory. It depends on the group alone, so that neither do a sequence's results on the
-// rest of the batch.
+// heads each, so that few K/V heads keep a GPU busy, too, but at most 32, because their sums take
+// memory. It depends on the group alone, so that a sequence's results do not depend on its batch.
 inline int group_parts(const BackwardParams& params) {
   constexpr int kHeads = 4;
   constexpr int kMostParts = 32;
@@ -43,10 +42,11 @@ inline int group_parts(const BackwardParams& params) {
   return std::clamp((group + kHeads - 1) / kHeads, 1, kMostParts);
 }
 
-// The same for the backward, whose grid is over blocks of keys of (batch, key head, part) triples,
-// each of which reads the Q and dO of its heads and adds to their dQ. Half as many, because all of
-// this passes the L2 cache. On an H200, causal, 4096 tokens, that is 1.05 (head dim 256) and 1.09
-// times (128) as fast as sections whose Q, dO and dQ fit in half of the cache.
+// How many (batch, key head, part) triples share a section of the backward's grid over blocks of
+// keys, as heads_per_section(). Each reads the Q and dO of its heads and adds to their dQ; at most
+// half as many as in the forward, because all of this passes the L2 cache. On an H200, causal, 4096
+// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and dQ
+// fit in half of the cache.
 inline int heads_per_section_backward(const BackwardParams& params, int multiprocessors) {
   const bool bounded = params.window.left >= 0 || params.window.right >= 0;
   if (!bounded) return 1;
