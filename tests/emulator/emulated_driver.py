@@ -208,10 +208,10 @@ FORWARD_RACES = (
 
 BACKWARD_RACES = backward(
     Case(seqlen_q=200, seqlen_k=140, causal=1, more="dlse=1"),
-    Case(seqlen_q=20, seqlen_k=140, heads=5, more="left=30 right=10 nan=dout"),
     Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="nan=hidden det=1"),
     Case(seqlen_q=140, seqlen_k=70, more="left=30 right=10 nan=k grad=fp32"),
     Case(seqlen_q=70, seqlen_k=140, heads=1, more="left=30 right=10 nan=k det=1"),
+    Case(seqlen_q=20, seqlen_k=140, heads=5, more="left=30 right=10 nan=dout"),
     Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="nan=dout"),
     Case(seqlen_q=140, seqlen_k=136, heads=1, more="bias=fp32 left=20 right=10 nan=k"),
     Case(
