@@ -116,7 +116,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
   }
 }
 
-// dK and dV of the CTA's keys, also of those that are not used.
+// Writes dK and dV of the CTA's keys, also of those that are not used, as Out.
 template <class Traits, class Scores, class Out, class Smem, class AccK, class AccV>
 ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
                                          Smem& smem, bool nonfinite_dout, const AccK& acc_dk,
@@ -137,7 +137,8 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const Ba
   }
 }
 
-// The same of dK = softmax_scale * acc_dk and dV = acc_dv / (1 - p).
+// Makes dK = softmax_scale * acc_dk and dV = acc_dv / (1 - p), and writes them in the dtype that is
+// wanted.
 template <class Traits, class Scores, class Smem, class AccK, class AccV>
 ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
                                          Smem& smem, bool nonfinite_dout, AccK& acc_dk,

@@ -30,7 +30,7 @@ struct BackwardScratch : BackwardParams {
   float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
   // Where groups come in parts (bwd_parts.h), else null.
   float* part_sums = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
-  bool* part_nonfinite_dout = nullptr;  // whether NaN or infinity was taken out of such a part's dO
+  bool* part_nonfinite_dout = nullptr;  // of each part, as SharedStorage::nonfinite_dout
   int64_t key_blocks = 0;               // of one head; packed: of all sequences together
   float lse_unit = 1.0f;
   float scale_log2 = 1.0f;  // softmax_scale log2(e)
