@@ -131,8 +131,8 @@ POSITIONS = (
         "ceil_div(static_cast<int>(end), block_m)",
         "static_cast<int>(end) / block_m",
     ),
-    Mutation("part-of-one-head", MAINLOOP, "first_head(block.part + 1)", "head_ + 1"),
-    Mutation("first-heads-in-all-parts", MAINLOOP, "first_head(block.part)", "first_head(0)"),
+    Mutation("head-of-larger-part-forgotten", MAINLOOP, "block.part < larger ? 1 : 0", "0"),
+    Mutation("first-heads-in-all-parts", MAINLOOP, "block.part * each", "0"),
     Mutation(
         "hidden-block-visited",
         MAINLOOP,

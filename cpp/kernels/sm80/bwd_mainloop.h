@@ -26,12 +26,12 @@ class RowTiles {
  public:
   ANYFLASH_DEVICE RowTiles(const BackwardScratch& params, const BackwardBlock& block, MRange range)
       : params_(params), block_(block), range_(range), m_(range.begin) {
-    const int64_t group = params.heads / params.heads_k;
-    const auto first_head = [&](int part) {
-      return static_cast<int>(block.head_k * group + part * group / params.group_parts);
-    };
-    head_ = first_head(block.part);
-    end_head_ = range.begin < range.end ? first_head(block.part + 1) : head_;
+    const int group = params.heads / params.heads_k;
+    const int each = group / params.group_parts;
+    const int larger = group % params.group_parts;  // so many parts have one head more
+    head_ = block.head_k * group + block.part * each + min(block.part, larger);
+    end_head_ = head_;
+    if (range.begin < range.end) end_head_ += each + (block.part < larger ? 1 : 0);
     skip_hidden();
   }
 
