@@ -47,9 +47,9 @@ SYNCHRONISATION = (
         "cp_async_wait<1>();",
         after="const int row0 = tiles.row();",
     ),
-    Mutation("no-flip-of-loads", MAINLOOP, "flip(tQsQ, tOsDO);"),
-    Mutation("no-flip-of-scores", MAINLOOP, "flip(tSsQ, tPsDO);"),
-    Mutation("no-flip-of-products", MAINLOOP, "flip(tKsQt, tVsDOt);"),
+    Mutation("no-flip-of-loads", MAINLOOP, "tQsQ.data() = tQsQ.data() + other_q;"),
+    Mutation("no-flip-of-scores", MAINLOOP, "q.move(other_q);"),
+    Mutation("no-flip-of-products", MAINLOOP, "dout_t.move(other_do);"),
     Mutation("flip-in-one-direction", MAINLOOP, "buffer ^= 1;"),
     Mutation(
         "no-barrier-for-block", KERNEL, "__syncthreads(); // read from there", sanitizer="tsan"

@@ -33,7 +33,7 @@ class Mutation(NamedTuple):
 MAINLOOP = "sm80/fwd_mainloop.h"
 EPILOGUE = "sm80/fwd_epilogue.h"
 KERNEL = "sm80/fwd_kernel.h"
-TRAITS = "sm80/traits.h"
+OPERAND = "sm80/operand.h"
 SOFTMAX = "common/softmax.h"
 MASK = "variant/mask.h"
 SEQUENCE = "variant/sequence.h"
@@ -68,7 +68,7 @@ SYNCHRONISATION = (
     Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
     Mutation("no-barrier-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("__syncthreads();", "")),
     Mutation("no-flip-of-loads", MAINLOOP, "tVsV.data() = tVsV.data() + to_other * size(sV);", ""),
-    Mutation("no-flip-of-v", MAINLOOP, "tOsVt.data() = tOsVt.data() + to_other * size(sV);", ""),
+    Mutation("no-flip-of-v", MAINLOOP, "v_t.move(to_other * size(sV));", ""),
     Mutation("no-flip-back", MAINLOOP, "to_other = -to_other;", ""),
     Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads(); // Q has landed", "", "tsan"),
     Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
@@ -129,11 +129,10 @@ POSITIONS = (
         alone=True,
     ),
     Mutation(
-        "v-read-with-another-swizzle",
-        TRAITS,
-        "composition( typename Tile::Layout{}",
-        "composition(cute::get_nonswizzle_portion(typename Tile::Layout{})",
-        alone=True,
+        "operand-read-with-another-swizzle",
+        OPERAND,
+        "Tile::offset(row, column ^ 16 << bit) - Tile::offset(row, column)",
+        "16 << bit",
     ),
 )
 

@@ -15,6 +15,7 @@
 #include "sm80/bwd_scores.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
+#include "sm80/operand.h"
 #include "variant/block_mask.h"
 #include "variant/mask.h"
 
@@ -106,11 +107,6 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
   auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::TileP::Layout{});
   auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::TileP::Layout{});
-  auto sQt = make_tensor(sQ.data(), typename Traits::SmemQt{});
-  auto sDOt = make_tensor(sDO.data(), typename Traits::SmemDOt{});
-  auto sKt = make_tensor(sK.data(), typename Traits::SmemKt{});
-  auto sPt = make_tensor(sP.data(), typename Traits::SmemPt{});
-  auto sDSt = make_tensor(sDS.data(), typename Traits::SmemPt{});
 
   // Global to shared memory.
   typename Traits::TileQ::Load load_q;
@@ -163,18 +159,11 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   // S = Q K^T and dP = dO V^T.
   typename Traits::ScoreMma mma;
   auto thread_mma = mma.get_thread_slice(thread);
-  auto tSrQ = thread_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
-  auto tSrK = thread_mma.partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K)
-  auto tPrDO = thread_mma.partition_fragment_A(sDO);  // (MMA, MMA_M, MMA_K)
-  auto tPrV = thread_mma.partition_fragment_B(sV);    // (MMA, MMA_N, MMA_K)
-  auto copy_a = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma);
-  auto copy_b = make_tiled_copy_B(typename Traits::LoadMatrix{}, mma);
-  auto thread_copy_a = copy_a.get_thread_slice(thread);
-  auto thread_copy_b = copy_b.get_thread_slice(thread);
-  auto tSsQ = thread_copy_a.partition_S(sQ);    // (COPY, MMA_M, MMA_K)
-  auto tSsK = thread_copy_b.partition_S(sK);    // (COPY, MMA_N, MMA_K)
-  auto tPsDO = thread_copy_a.partition_S(sDO);  // (COPY, MMA_M, MMA_K)
-  auto tPsV = thread_copy_b.partition_S(sV);    // (COPY, MMA_N, MMA_K)
+  using ScoreMma = typename Traits::ScoreMma;
+  Operand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), thread);
+  Operand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(), thread);
+  const Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
+  const Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), thread);
   auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
   auto thread_copy_c = copy_c.get_thread_slice(thread);
   auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
@@ -186,31 +175,19 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
 
   // dV += P^T dO and dK += dS^T Q.
   typename Traits::KeyMma mma_kv;
-  auto thread_mma_kv = mma_kv.get_thread_slice(thread);
-  auto tVrPt = thread_mma_kv.partition_fragment_A(sPt);    // (MMA, MMA_N, MMA_M)
-  auto tVrDOt = thread_mma_kv.partition_fragment_B(sDOt);  // (MMA, MMA_D, MMA_M)
-  auto tKrDSt = thread_mma_kv.partition_fragment_A(sDSt);  // (MMA, MMA_N, MMA_M)
-  auto tKrQt = thread_mma_kv.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M)
-  auto copy_kv_a = make_tiled_copy_A(typename Traits::LoadMatrixTransposed{}, mma_kv);
-  auto copy_kv_b = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma_kv);
-  auto thread_copy_kv_a = copy_kv_a.get_thread_slice(thread);
-  auto thread_copy_kv_b = copy_kv_b.get_thread_slice(thread);
-  auto tVsPt = thread_copy_kv_a.partition_S(sPt);    // (COPY, MMA_N, MMA_M)
-  auto tVsDOt = thread_copy_kv_b.partition_S(sDOt);  // (COPY, MMA_D, MMA_M)
-  auto tKsDSt = thread_copy_kv_a.partition_S(sDSt);  // (COPY, MMA_N, MMA_M)
-  auto tKsQt = thread_copy_kv_b.partition_S(sQt);    // (COPY, MMA_D, MMA_M)
+  using KeyMma = typename Traits::KeyMma;
+  constexpr bool kTransposed = true;
+  const Operand<KeyMma, Side::kA, typename Traits::TileP, kTransposed> p_t(smem.p(), thread);
+  const Operand<KeyMma, Side::kA, typename Traits::TileP, kTransposed> ds_t(smem.ds(), thread);
+  Operand<KeyMma, Side::kB, typename Traits::TileQ, kTransposed> q_t(smem.q[0].data(), thread);
+  Operand<KeyMma, Side::kB, typename Traits::TileDO, kTransposed> dout_t(smem.dout[0].data(),
+                                                                         thread);
 
   // dQ = dS K.
   typename Traits::QueryMma mma_q;
-  auto thread_mma_q = mma_q.get_thread_slice(thread);
-  auto tQrDS = thread_mma_q.partition_fragment_A(sDS);  // (MMA, MMA_M, MMA_N)
-  auto tQrKt = thread_mma_q.partition_fragment_B(sKt);  // (MMA, MMA_D, MMA_N)
-  auto copy_q_a = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma_q);
-  auto copy_q_b = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma_q);
-  auto thread_copy_q_a = copy_q_a.get_thread_slice(thread);
-  auto thread_copy_q_b = copy_q_b.get_thread_slice(thread);
-  auto tQsDS = thread_copy_q_a.partition_S(sDS);  // (COPY, MMA_M, MMA_N)
-  auto tQsKt = thread_copy_q_b.partition_S(sKt);  // (COPY, MMA_D, MMA_N)
+  using QueryMma = typename Traits::QueryMma;
+  const Operand<QueryMma, Side::kA, typename Traits::TileP> ds(smem.ds(), thread);
+  const Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), thread);
 
   load_keys();
   if constexpr (!Traits::kReloadV) load_values();
@@ -233,18 +210,14 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     }
     __syncthreads();  // the tile is there; every warp has done with the one before, P and dS
     tiles.advance();
-    // Moves the views of buffers to the other buffer.
-    const auto flip = [&](auto& view_q, auto& view_do) {
-      if constexpr (kStages == 2) {
-        constexpr int kQ = sizeof(smem.q[0]) / sizeof(Element);
-        constexpr int kDO = sizeof(smem.dout[0]) / sizeof(Element);
-        view_q.data() = view_q.data() + (buffer == 0 ? kQ : -kQ);
-        view_do.data() = view_do.data() + (buffer == 0 ? kDO : -kDO);
-      }
-    };
+    [[maybe_unused]] const int other_q = buffer == 0 ? size(sQ) : -size(sQ);
+    [[maybe_unused]] const int other_do = buffer == 0 ? size(sDO) : -size(sDO);
     const auto load_next = [&] {
       if (tiles.valid()) {
-        flip(tQsQ, tOsDO);
+        if constexpr (kStages == 2) {
+          tQsQ.data() = tQsQ.data() + other_q;
+          tOsDO.data() = tOsDO.data() + other_do;
+        }
         load_rows(tiles);
         cp_async_fence();
       }
@@ -267,8 +240,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         extra;
     const ScoreTile tile{mask, row0, block.first_key};
     variant.template prefetch<kMasked>(extra, coordinates, tile);
-    gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, copy_a, copy_b, thread_copy_a,
-                   thread_copy_b);
+    gemm_smem_smem(acc_s, acc_s, q, k, mma);
     variant.template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
     const auto store = [&](const auto& fragment, auto& target) {
       auto rounded = round_fragment<Element>(fragment);
@@ -289,8 +261,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       store_p();
     }
     const auto dp_init = variant.dp_init(acc_dp, stats);
-    gemm_smem_smem(acc_dp, dp_init, tPrDO, tPrV, tPsDO, tPsV, mma, copy_a, copy_b, thread_copy_a,
-                   thread_copy_b);
+    gemm_smem_smem(acc_dp, dp_init, dout, v, mma);
     if constexpr (Traits::kReloadV) {
       __syncthreads();  // every warp has done with V
       store_p();
@@ -300,16 +271,16 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     store(acc_dp, tCsDS);
     __syncthreads();  // P and dS are there
 
-    gemm_smem_smem(acc_dv, acc_dv, tVrPt, tVrDOt, tVsPt, tVsDOt, mma_kv, copy_kv_a, copy_kv_b,
-                   thread_copy_kv_a, thread_copy_kv_b);
-    gemm_smem_smem(acc_dk, acc_dk, tKrDSt, tKrQt, tKsDSt, tKsQt, mma_kv, copy_kv_a, copy_kv_b,
-                   thread_copy_kv_a, thread_copy_kv_b);
+    gemm_smem_smem(acc_dv, acc_dv, p_t, dout_t, mma_kv);
+    gemm_smem_smem(acc_dk, acc_dk, ds_t, q_t, mma_kv);
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has done with Q and dO
       load_next();
     } else {
-      flip(tSsQ, tPsDO);
-      flip(tKsQt, tVsDOt);
+      q.move(other_q);
+      q_t.move(other_q);
+      dout.move(other_do);
+      dout_t.move(other_do);
       buffer ^= 1;
     }
 
@@ -321,8 +292,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     }
     auto acc_dq = partition_fragment_C(mma_q, ShapeQ{});  // (MMA, MMA_M, MMA_D)
     clear(acc_dq);
-    gemm_smem_smem(acc_dq, acc_dq, tQrDS, tQrKt, tQsDS, tQsKt, mma_q, copy_q_a, copy_q_b,
-                   thread_copy_q_a, thread_copy_q_b);
+    gemm_smem_smem(acc_dq, acc_dq, ds, k_t, mma_q);
     add_to_dq_sum(params.dq_sum + stats_row * Traits::kHeadDim, acc_dq, Traits::kThreads);
     if (clear_keys) {
       __syncthreads();  // every warp has done with that K

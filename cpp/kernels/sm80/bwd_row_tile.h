@@ -12,6 +12,7 @@
 #include "sm80/bwd_scores.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
+#include "sm80/operand.h"
 #include "sm80/traits.h"
 #include "variant/mask.h"
 
@@ -35,7 +36,6 @@ struct RowPassTraits {
   using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
-  using SmemKt = SmemTransposed<TileK, kBlockN, kHeadDim>;
 
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
@@ -50,8 +50,6 @@ struct RowPassTraits {
       cute::TiledMMA<MmaAtom<Element>,
                      cute::Layout<cute::Shape<cute::Int<kTile.warps>, cute::_1, cute::_1>>,
                      cute::Tile<cute::Int<16 * kTile.warps>, cute::_16, cute::_16>>;
-  using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
-  using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
 };
 
 // One thread's view of the tiles in shared memory.
@@ -141,17 +139,12 @@ class RowTile {
   // acc += dS K.
   template <class Acc, class AccS>
   ANYFLASH_DEVICE void add_product(Acc& acc, const AccS& acc_ds) const {
-    using namespace cute;
-    typename Traits::TiledMma mma;
-    auto thread_mma = mma.get_thread_slice(thread_index());
-    auto sKt = make_tensor(make_smem_ptr(smem_.k.data()), typename Traits::SmemKt{});
-    auto tQrKt = thread_mma.partition_fragment_B(sKt);  // (MMA, MMA_D, MMA_N)
-    auto copy_b = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma);
-    auto thread_copy_b = copy_b.get_thread_slice(thread_index());
-    auto tQsKt = thread_copy_b.partition_S(sKt);  // (COPY, MMA_D, MMA_N)
+    using Mma = typename Traits::TiledMma;
+    const Operand<Mma, Side::kB, typename Traits::TileK, /*kTransposed=*/true> k_t(smem_.k.data(),
+                                                                                   thread_index());
     auto rounded = round_fragment<Element>(acc_ds);
-    auto tQrDS = make_tensor(rounded.data(), accumulator_as_operand_a(acc_ds.layout()));
-    gemm_register_smem(acc, tQrDS, tQrKt, tQsKt, mma, copy_b, thread_copy_b);
+    auto tQrDS = cute::make_tensor(rounded.data(), accumulator_as_operand_a(acc_ds.layout()));
+    gemm_register_smem(acc, tQrDS, k_t, Mma{});
   }
 
  private:
@@ -175,20 +168,10 @@ class RowTile {
   template <class TileA, class TileB, class Acc, class Init, class BufferA, class BufferB>
   ANYFLASH_DEVICE static void multiply(Acc& acc, const Init& init, const BufferA& a,
                                        const BufferB& b) {
-    using namespace cute;
-    auto sA = make_tensor(make_smem_ptr(a.data()), typename TileA::Layout{});
-    auto sB = make_tensor(make_smem_ptr(b.data()), typename TileB::Layout{});
-    typename Traits::TiledMma mma;
-    auto thread_mma = mma.get_thread_slice(thread_index());
-    auto tCrA = thread_mma.partition_fragment_A(sA);  // (MMA, MMA_M, MMA_K)
-    auto tCrB = thread_mma.partition_fragment_B(sB);  // (MMA, MMA_N, MMA_K)
-    auto copy_a = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma);
-    auto copy_b = make_tiled_copy_B(typename Traits::LoadMatrix{}, mma);
-    auto thread_copy_a = copy_a.get_thread_slice(thread_index());
-    auto thread_copy_b = copy_b.get_thread_slice(thread_index());
-    gemm_smem_smem(acc, init, tCrA, tCrB, thread_copy_a.partition_S(sA),
-                   thread_copy_b.partition_S(sB), mma, copy_a, copy_b, thread_copy_a,
-                   thread_copy_b);
+    using Mma = typename Traits::TiledMma;
+    const Operand<Mma, Side::kA, TileA> operand_a(a.data(), thread_index());
+    const Operand<Mma, Side::kB, TileB> operand_b(b.data(), thread_index());
+    gemm_smem_smem(acc, init, operand_a, operand_b, Mma{});
   }
 
   const BackwardScratch& params_;

@@ -38,10 +38,6 @@ struct BackwardTraits {
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
-  using SmemQt = SmemTransposed<TileQ, kBlockM, kHeadDim>;
-  using SmemDOt = SmemTransposed<TileDO, kBlockM, kHeadDimV>;
-  using SmemKt = SmemTransposed<TileK, kBlockN, kHeadDim>;
-  using SmemPt = SmemTransposed<TileP, kBlockM, kBlockN>;
 
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
@@ -68,8 +64,6 @@ struct BackwardTraits {
   using KeyMma = WarpGrid<Element, kShape.key_warps, kWarps / kShape.key_warps, 16>;
   using QueryMma = WarpGrid<Element, kShape.query_warps, kWarps / kShape.query_warps, 16>;
 
-  using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
-  using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };
 

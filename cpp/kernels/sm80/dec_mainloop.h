@@ -16,6 +16,7 @@
 #include "sm80/copy.h"
 #include "sm80/dec_block.h"
 #include "sm80/dec_loader.h"
+#include "sm80/operand.h"
 #include "variant/auxiliary.h"
 #include "variant/mask.h"
 #include "variant/score_mod.h"
@@ -181,7 +182,9 @@ ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
 template <class Traits>
 class DecodeWarp {
   using Element = typename Traits::Element;
-  static constexpr int kBlocks = Traits::kHeadDim / 16;  // of Q K^T's columns
+  using Mma = typename Traits::TiledMma;
+  using TileKv = typename Traits::TileKv;
+  using Queries = Operand<Mma, Side::kA, typename Traits::TileQ>;
 
  public:
   ANYFLASH_DEVICE DecodeWarp(const KvCacheParams& params, typename Traits::SharedStorage& smem)
@@ -208,12 +211,10 @@ class DecodeWarp {
 
   // The fragment of Q, loaded if it is held.
   ANYFLASH_DEVICE auto queries() const {
-    auto tSrQ = cute::TiledMMA(typename Traits::TiledMma{})
-                    .get_thread_slice(thread_)
-                    .partition_fragment_A(queries_in_smem());  // (MMA, MMA_M, MMA_K)
+    auto tSrQ = Queries::fragment();  // (MMA, MMA_M, MMA_K)
     if constexpr (Traits::kHoldsQ) {
       CUTE_UNROLL
-      for (int k = 0; k < kBlocks; ++k) copy_q_block(tSrQ, k);
+      for (int k = 0; k < Queries::kBlocks; ++k) copy_q_block(tSrQ, k);
     }
     return tSrQ;
   }
@@ -222,17 +223,13 @@ class DecodeWarp {
   template <bool kInt8, class Acc, class FragQ>
   ANYFLASH_DEVICE void scores_of(Acc& acc, FragQ& tSrQ, int stage) const {
     using namespace cute;
-    typename Traits::TiledMma mma;
-    auto sK = make_tensor(make_smem_ptr(smem_.buffers.k[stage] + group_ * Traits::kWarpOffset),
-                          typename Traits::WarpKeys{});
-    auto tSrK = mma.get_thread_slice(thread_).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K)
-    auto copy_k = make_tiled_copy_B(typename Traits::LoadMatrix{}, mma);
-    auto thread_copy = copy_k.get_thread_slice(thread_);
-    auto tSsK = thread_copy.partition_S(sK);      // (COPY, MMA_N, MMA_K)
-    auto tSrK_copy = thread_copy.retile_D(tSrK);  // (COPY, MMA_N, MMA_K)
+    const Mma mma;
+    const Operand<Mma, Side::kB, TileKv, /*kTransposed=*/false, Traits::kWarpKeys> keys(
+        smem_.buffers.k[stage] + group_ * Traits::kWarpOffset, thread_);
+    auto tSrK = keys.fragment();  // (MMA, MMA_N, MMA_K)
     CUTE_UNROLL
-    for (int k = 0; k < size<2>(tSrK); ++k) {
-      copy(copy_k, tSsK(_, _, k), tSrK_copy(_, _, k));
+    for (int k = 0; k < keys.kBlocks; ++k) {
+      keys.load(tSrK, k);
       if constexpr (!Traits::k8Bit) {
         load_q_block(tSrQ, k);
         gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), acc);
@@ -254,17 +251,13 @@ class DecodeWarp {
   template <bool kInt8, class Acc, class FragP>
   ANYFLASH_DEVICE void output_of(Acc& acc, const FragP& tOrP, int stage) const {
     using namespace cute;
-    typename Traits::TiledMma mma;
-    auto sVt = make_tensor(make_smem_ptr(smem_.buffers.v[stage] + group_ * Traits::kWarpOffset),
-                           typename Traits::WarpKeysTransposed{});
-    auto tOrV = mma.get_thread_slice(thread_).partition_fragment_B(sVt);  // (MMA, MMA_N, MMA_K)
-    auto copy_v = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma);
-    auto thread_copy = copy_v.get_thread_slice(thread_);
-    auto tOsV = thread_copy.partition_S(sVt);     // (COPY, MMA_N, MMA_K)
-    auto tOrV_copy = thread_copy.retile_D(tOrV);  // (COPY, MMA_N, MMA_K)
+    const Mma mma;
+    const Operand<Mma, Side::kB, TileKv, /*kTransposed=*/true, Traits::kWarpKeys> values(
+        smem_.buffers.v[stage] + group_ * Traits::kWarpOffset, thread_);
+    auto tOrV = values.fragment();  // (MMA, MMA_N, MMA_K)
     CUTE_UNROLL
-    for (int k = 0; k < size<2>(tOrV); ++k) {
-      copy(copy_v, tOsV(_, _, k), tOrV_copy(_, _, k));
+    for (int k = 0; k < values.kBlocks; ++k) {
+      values.load(tOrV, k);
       if constexpr (!Traits::k8Bit) {
         gemm(mma, tOrP(_, _, k), tOrV(_, _, k), acc);
       } else {  // even columns, odd columns
@@ -278,12 +271,6 @@ class DecodeWarp {
     }
   }
 
-  ANYFLASH_DEVICE auto queries_in_smem() const {
-    using namespace cute;
-    auto sQ = make_tensor(make_smem_ptr(smem_.q), typename Traits::TileQ::Layout{});
-    return make_tensor(sQ.data(),
-                       composition(sQ.layout(), make_tile(_, typename Traits::QColumns{})));
-  }
   template <class FragQ>
   ANYFLASH_DEVICE void load_q_block(FragQ& tSrQ, int k) const {
     if constexpr (!Traits::kHoldsQ) copy_q_block(tSrQ, k);
@@ -291,13 +278,18 @@ class DecodeWarp {
   template <class FragQ>
   ANYFLASH_DEVICE void copy_q_block(FragQ& tSrQ, int k) const {
     using namespace cute;
-    using Atom =
-        std::conditional_t<Traits::k8Bit, typename Traits::LoadPair, typename Traits::LoadMatrix>;
-    auto copy_q = make_tiled_copy_A(Atom{}, typename Traits::TiledMma{});
-    auto thread_copy = copy_q.get_thread_slice(thread_);
-    auto tSsQ = thread_copy.partition_S(queries_in_smem());  // (COPY, MMA_M, MMA_K)
-    auto tSrQ_copy = thread_copy.retile_D(tSrQ);             // (COPY, MMA_M, MMA_K)
-    copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k));
+    if constexpr (!Traits::k8Bit) {
+      Queries(smem_.q, thread_).load(tSrQ, k);
+    } else {
+      auto sQ = make_tensor(make_smem_ptr(smem_.q), typename Traits::TileQ::Layout{});
+      auto ordered = make_tensor(
+          sQ.data(), composition(sQ.layout(), make_tile(_, typename Traits::QColumns{})));
+      auto copy_q = make_tiled_copy_A(typename Traits::LoadPair{}, Mma{});
+      auto thread_copy = copy_q.get_thread_slice(thread_);
+      auto tSsQ = thread_copy.partition_S(ordered);  // (COPY, MMA_M, MMA_K)
+      auto tSrQ_copy = thread_copy.retile_D(tSrQ);   // (COPY, MMA_M, MMA_K)
+      copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k));
+    }
   }
 
   typename Traits::SharedStorage& smem_;

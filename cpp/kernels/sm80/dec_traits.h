@@ -36,13 +36,6 @@ struct DecodeTraits {
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileKv = SmemTile<Element, kThreads, kBlockN, kStoredDim>;
-  // The keys of one warp, and V transposed: rows of the tile that begin at a multiple of 16.
-  using WarpKeys = decltype(cute::composition(
-      typename TileKv::Layout{}, cute::make_tile(cute::Layout<cute::Int<kWarpKeys>>{},
-                                                 cute::Layout<cute::Int<kStoredDim>>{})));
-  using WarpKeysTransposed = decltype(cute::composition(
-      WarpKeys{}, cute::make_layout(cute::Shape<cute::Int<kStoredDim>, cute::Int<kWarpKeys>>{},
-                                    cute::GenRowMajor{})));
   static constexpr int kWarpOffset = kWarpKeys * TileKv::kPage;
   static constexpr int kTileElements = cute::cosize_v<typename TileKv::Layout>;
 
@@ -71,8 +64,6 @@ struct DecodeTraits {
       cute::TiledMMA<MmaAtom<Element>,
                      cute::Layout<cute::Shape<cute::Int<kBlockM / 16>, cute::_1, cute::_1>>,
                      cute::Tile<cute::Int<kBlockM>, cute::_16, cute::_16>>;
-  using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
-  using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
   using LoadPair = cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>;
 
   // 8-bit K: a lane gets four neighbouring columns of every 16 at once, which mma.sync takes for

@@ -12,6 +12,7 @@
 #include "params.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
+#include "sm80/operand.h"
 #include "sm80/variants.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
@@ -90,7 +91,6 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::TileQ::Layout{});
   auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
-  auto sVt = make_tensor(sV.data(), typename Traits::SmemVt{});
 
   typename Traits::TileQ::Load load_q;
   typename Traits::TileK::Load load_k;
@@ -120,22 +120,14 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   const ColumnGuard<decltype(size<2>(tKsK))::value> columns(tKcK, params.head_dim);
   const ColumnGuard<decltype(size<2>(tVsV))::value> columns_v(tVcV, params.head_dim_v);
 
-  typename Traits::TiledMma mma;
-  auto thread_mma = mma.get_thread_slice(thread);
-  auto tSrQ = thread_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
-  auto tSrK = thread_mma.partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K)
-  auto tOrVt = thread_mma.partition_fragment_B(sVt);  // (MMA, MMA_N, MMA_K)
-  auto smem_copy_q = make_tiled_copy_A(typename Traits::LoadMatrix{}, mma);
-  auto smem_copy_k = make_tiled_copy_B(typename Traits::LoadMatrix{}, mma);
-  auto smem_copy_v = make_tiled_copy_B(typename Traits::LoadMatrixTransposed{}, mma);
-  auto thread_copy_q = smem_copy_q.get_thread_slice(thread);
-  auto thread_copy_k = smem_copy_k.get_thread_slice(thread);
-  auto thread_copy_v = smem_copy_v.get_thread_slice(thread);
-  auto tSsQ = thread_copy_q.partition_S(sQ);    // (COPY, MMA_M, MMA_K)
-  auto tSsK = thread_copy_k.partition_S(sK);    // (COPY, MMA_N, MMA_K)
-  auto tOsVt = thread_copy_v.partition_S(sVt);  // (COPY, MMA_N, MMA_K)
+  using Mma = typename Traits::TiledMma;
+  const Mma mma;
+  const Operand<Mma, Side::kA, typename Traits::TileQ> q(smem.q.data(), thread);
+  Operand<Mma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
+  Operand<Mma, Side::kB, typename Traits::TileV, /*kTransposed=*/true> v_t(smem.v.data(), thread);
   auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});
-  auto tScS = thread_mma.partition_C(  // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse
+  // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse.
+  auto tScS = mma.get_thread_slice(thread).partition_C(
       make_tensor(cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
   auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
@@ -153,7 +145,11 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     multiply_tile<Traits>(sQ, q_factor, thread);
     if (kQueriesInRegisters) __syncthreads();  // Q is there
   }
-  if constexpr (kQueriesInRegisters) copy(smem_copy_q, tSsQ, thread_copy_q.retile_D(tSrQ));
+  auto tSrQ = q.fragment();  // (MMA, MMA_M, MMA_K)
+  if constexpr (kQueriesInRegisters) {
+    CUTE_UNROLL
+    for (int i = 0; i < q.kBlocks; ++i) q.load(tSrQ, i);
+  }
 
   bool found_nonfinite = false;
   int to_other = 1;  // in tiles: where the other buffer is
@@ -195,10 +191,9 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       }
     }
     if constexpr (kQueriesInRegisters) {
-      gemm_register_smem(acc_s, tSrQ, tSrK, tSsK, mma, smem_copy_k, thread_copy_k);
+      gemm_register_smem(acc_s, tSrQ, k, mma);
     } else {
-      gemm_smem_smem(acc_s, acc_s, tSrQ, tSrK, tSsQ, tSsK, mma, smem_copy_q, smem_copy_k,
-                     thread_copy_q, thread_copy_k);
+      gemm_smem_smem(acc_s, acc_s, q, k, mma);
     }
 
     if constexpr (kTwoBuffers) {
@@ -226,10 +221,10 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     }
     auto probabilities = round_fragment<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
-    gemm_register_smem(acc_o, tOrP, tOrVt, tOsVt, mma, smem_copy_v, thread_copy_v);
+    gemm_register_smem(acc_o, tOrP, v_t, mma);
     if constexpr (kTwoBuffers) {
-      tSsK.data() = tSsK.data() + to_other * size(sK);
-      tOsVt.data() = tOsVt.data() + to_other * size(sV);
+      k.move(to_other * size(sK));
+      v_t.move(to_other * size(sV));
       to_other = -to_other;
     }
   };

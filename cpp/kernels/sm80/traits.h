@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "common/macros.h"
 #include "sm80/block.h"
 #include "sm80/tiles.h"
 
@@ -20,19 +21,35 @@ using MmaAtom = cute::MMA_Atom<
                        cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
 
 // A swizzled (kRows, kColumns) tile in shared memory, and its copies from and to global memory.
-template <class Element, int kThreads, int kRows, int kColumns>
+template <class Element_, int kThreads, int kRows_, int kColumns_>
 struct SmemTile {
+  using Element = Element_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
   using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>;
   // 16 bytes are what cp.async, ldmatrix rows and output stores move.
   static constexpr int kVector = 16 / sizeof(Element);
   // Rows are stored in pages of 64 columns (128 bytes, all 32 banks), or 32 where 64 do not divide.
   static constexpr int kPage = kColumns % 64 == 0 ? 64 : 32;
+  static constexpr int kPageElements = kRows * kPage;
   using Atom =
       decltype(cute::composition(cute::Swizzle<(kPage == 64 ? 3 : 2), 3, 3>{},
                                  cute::Layout<cute::Shape<cute::_8, cute::Int<kPage>>,
                                               cute::Stride<cute::Int<kPage>, cute::_1>>{}));
   using Layout =
       decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
+
+  // What Layout says, in numbers: element (row, column) lies at offset(), as the bits of swizzle()
+  // change places within a page.
+  ANYFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
+    return row * kPage / 64 % (kPage / kVector) * kVector;
+  }
+  ANYFLASH_HOST_DEVICE static constexpr int page_offset(int row, int column) {
+    return column / kPage * kPageElements + row * kPage;
+  }
+  ANYFLASH_HOST_DEVICE static constexpr int offset(int row, int column) {
+    return page_offset(row, column) + (column % kPage ^ swizzle(row));
+  }
 
   // Neighbouring threads on neighbouring 16-byte pieces of one page.
   static constexpr int kThreadsPerRow = kPage / kVector;
@@ -46,12 +63,6 @@ struct SmemTile {
   using Store = decltype(cute::make_tiled_copy(
       cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{}, Threads{}, Vector{}));
 };
-
-// The transpose of a tile in shared memory, to be read by transposing ldmatrix.
-template <class Tile, int kRows, int kColumns>
-using SmemTransposed = decltype(cute::composition(
-    typename Tile::Layout{},
-    cute::make_layout(cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>{}, cute::GenRowMajor{})));
 
 // Key j of a tile lies in row KeyOrder(j) of shared memory and is column KeyOrder(j) of the scores.
 //
@@ -89,8 +100,6 @@ struct ForwardTraits {
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
-  // V as the (head_dim, key) operand of P V: the same memory, read by transposing ldmatrix.
-  using SmemVt = SmemTransposed<TileV, kBlockN, kHeadDimV>;
 
   struct SharedStorage {
     alignas(
@@ -105,8 +114,6 @@ struct ForwardTraits {
                                   cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
                                   cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
 
-  using LoadMatrix = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;
-  using LoadMatrixTransposed = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };
 

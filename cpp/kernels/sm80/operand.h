@@ -1,0 +1,100 @@
+// Operands of mma.m16n8k16 that ldmatrix brings from tiles in shared memory.
+//
+// CuTe's partitions by TiledCopy are the same views, by thousands of instantiations each: with them
+// nvcc took twice the time and memory.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "common/macros.h"
+
+namespace anyflash::sm80 {
+
+// Of a product A B^T: rows of A are rows of the product, rows of B its columns.
+enum class Side { kA, kB };
+
+// The rows of one warp, in groups of 16, and blocks of 16 along the sum. They lie in the first
+// kTileRows rows of a Tile at `tile`; if kTransposed, the tile's columns are the operand's rows.
+template <class Mma, Side kSide, class Tile, bool kTransposed = false, int kTileRows = Tile::kRows>
+class Operand {
+  static constexpr bool kIsA = kSide == Side::kA;
+  static constexpr int kWarpsM = decltype(cute::size<1>(typename Mma::ThrLayoutVMNK{}))::value;
+  static constexpr int kWarpsN = decltype(cute::size<2>(typename Mma::ThrLayoutVMNK{}))::value;
+  static constexpr int kWarps = kIsA ? kWarpsM : kWarpsN;
+  static constexpr int kMmaRows = decltype(cute::tile_size<kIsA ? 0 : 1>(Mma{}))::value;
+  static constexpr int kRun = kMmaRows / kWarps;  // so many neighbouring rows are one warp's
+  static constexpr int kRows = kTransposed ? Tile::kColumns : kTileRows;
+  static constexpr int kDepth = kTransposed ? kTileRows : Tile::kColumns;
+  static constexpr int kGroups = kRows / (16 * kWarps);
+  static constexpr int kAtomRows = kIsA ? 16 : 8;
+  static_assert(kRun % 16 == 0 && kRows % kMmaRows == 0 && kDepth % 16 == 0);
+
+ public:
+  using Element = typename Tile::Element;
+  static constexpr int kBlocks = kDepth / 16;
+
+  ANYFLASH_DEVICE Operand(const Element* tile, int thread) {
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    const int first = (kIsA ? warp % kWarpsM : warp / kWarpsM) * kRun;
+    // Each lane names a row of eight elements of one of four 8x8 matrices, which go to registers in
+    // this order: of A the lower eight rows come before the next eight of the sum, of B after them.
+    const int low = lane % 16;
+    const int high = lane % 8 + lane / 16 * 8;
+    const bool rows_first = kIsA != kTransposed;
+    const int row = (rows_first ? low : high) + (kTransposed ? 0 : first);
+    const int column = (rows_first ? lane / 16 : lane / 8 % 2) * 8 + (kTransposed ? first : 0);
+    at_ = tile + Tile::offset(row, column);
+    CUTE_UNROLL
+    for (int bit = 0; bit < kBits; ++bit) {
+      strides_[bit] = Tile::offset(row, column ^ 16 << bit) - Tile::offset(row, column);
+    }
+  }
+
+  // Registers for all of it: (MMA, MMA_M or MMA_N, MMA_K).
+  ANYFLASH_DEVICE static auto fragment() {
+    using Rows = cute::Int<kGroups * 16 / kAtomRows>;
+    return cute::make_tensor<Element>(
+        cute::Shape<cute::Int<kAtomRows / 2>, Rows, cute::Int<kBlocks>>{});
+  }
+
+  // Loads block `k` of the sum.
+  template <class Fragment>
+  ANYFLASH_DEVICE void load(Fragment& fragment, int k) const {
+    auto* const words = reinterpret_cast<uint32_t*>(fragment.data()) + k * kGroups * 4;
+    CUTE_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      const int first = 16 * group % kRun + 16 * group / kRun * kMmaRows;
+      const int row = kTransposed ? 16 * k : first;
+      const int column = kTransposed ? first : 16 * k;
+      // In this order, so that only what depends on the lane needs a register.
+      const Element* const from = at_ + swizzled(column) + Tile::page_offset(row, column);
+      uint32_t* const to = words + group * 4;
+      LoadMatrix::copy(*reinterpret_cast<const cute::uint128_t*>(from), to[0], to[1], to[2], to[3]);
+    }
+  }
+
+  // Goes on to a tile that lies so many elements behind this one.
+  ANYFLASH_DEVICE void move(int elements) { at_ += elements; }
+
+ private:
+  using LoadMatrix =
+      std::conditional_t<kTransposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
+  static constexpr int kBits = Tile::kPage == 64 ? 2 : 1;  // of columns / 16 within a page
+
+  // Where a column of its page has gone to.
+  ANYFLASH_DEVICE int swizzled(int column) const {
+    int distance = 0;
+    CUTE_UNROLL
+    for (int bit = 0; bit < kBits; ++bit) distance += (column >> (4 + bit) & 1) * strides_[bit];
+    return distance;
+  }
+
+  const Element* at_;
+  int strides_[kBits];  // by 16 and 32 columns, which the swizzle turns to a step back in some rows
+};
+
+}  // namespace anyflash::sm80
