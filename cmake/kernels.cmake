@@ -25,11 +25,15 @@ set(ANYFLASH_SM80_HEAD_DIMS_minimal 64)
 # rounded up to one of these.
 set(ANYFLASH_SM80_DECODE_HEAD_DIMS 64 128 256)
 
-# Which units have one more kernel, what it does, and for whose shared memory it is (tiles.h).
-set(ANYFLASH_SM80_MORE_forward_128 PlainVariant Wide)
-set(ANYFLASH_SM80_MORE_forward_256 PlainVariant Compact)
-set(ANYFLASH_SM80_MORE_backward_192 GenericScores Compact)
-set(ANYFLASH_SM80_MORE_backward_256 GenericScores Compact)
+# Which units have more kernels, for whose shared memory (tiles.h): of the forward plain ones, of the
+# backward generic ones.
+set(ANYFLASH_SM80_MORE_forward_64 Compact)
+set(ANYFLASH_SM80_MORE_forward_128 Wide Compact)
+set(ANYFLASH_SM80_MORE_forward_256 Compact)
+set(ANYFLASH_SM80_MORE_backward_192 Compact)
+set(ANYFLASH_SM80_MORE_backward_256 Compact)
+set(ANYFLASH_SM80_MORE_VARIANT_forward PlainVariant)
+set(ANYFLASH_SM80_MORE_VARIANT_backward GenericScores)
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
@@ -136,16 +140,11 @@ function(anyflash_generate_kernels output folder)
       set(row sm80_${op}_${dtype}_d${head_dims})
       set(arguments "${element}, ${head_dim}, ${head_dim_v}, sm80::")
       set(more "")
-      if(ANYFLASH_SM80_MORE_${op}_${head_dims})
-        list(GET ANYFLASH_SM80_MORE_${op}_${head_dims} 0 variant)
-        list(GET ANYFLASH_SM80_MORE_${op}_${head_dims} 1 room)
+      foreach(room IN LISTS ANYFLASH_SM80_MORE_${op}_${head_dims})
         string(TOLOWER ${room} suffix)
-        string(
-          CONCAT more
-          "    sm80::${op}_row<${arguments}${variant}, sm80::Room::k${room}>(\n"
-          "        \"${row}_${suffix}\"),\n"
-        )
-      endif()
+        set(template "${arguments}${ANYFLASH_SM80_MORE_VARIANT_${op}}, sm80::Room::k${room}")
+        string(APPEND more "    sm80::${op}_row<${template}>(\n        \"${row}_${suffix}\"),\n")
+      endforeach()
       set(units ${row})
       if(op STREQUAL "backward" AND ARG_EXTENSION STREQUAL "cu")
         list(APPEND units ${row}_generic)

@@ -45,8 +45,12 @@ void check(cudaError_t status, const char* what) {
 DeviceProperties query(int index) {
   cudaDeviceProp p{};
   check(cudaGetDeviceProperties(&p, index), "cudaGetDeviceProperties");
-  return {p.name, p.major * 10 + p.minor, p.multiProcessorCount, p.sharedMemPerBlockOptin,
-          p.sharedMemPerMultiprocessor};
+  return {p.name,
+          p.major * 10 + p.minor,
+          p.multiProcessorCount,
+          p.sharedMemPerBlockOptin,
+          p.sharedMemPerMultiprocessor,
+          p.multiProcessorCount};
 }
 
 }  // namespace

@@ -54,6 +54,11 @@ bool has_better_tile(int64_t rows, const KernelRow& a, const KernelRow& b) {
   return fits_a ? a.tile.block_m < b.tile.block_m : a.tile.block_m > b.tile.block_m;
 }
 
+// How many CTAs the forward's grid has.
+int64_t grid_size(const Problem& problem, const Tile& tile) {
+  return (problem.rows + tile.block_m - 1) / tile.block_m * problem.pairs;
+}
+
 // Of two rows that can run a problem, the one that does less besides, or that suits the GPU.
 bool is_closer(const Problem& problem, const DeviceProperties& device, const KernelRow& a,
                const KernelRow& b) {
@@ -66,6 +71,12 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   const std::size_t features_a = std::bitset<32>(a.features).count();
   const std::size_t features_b = std::bitset<32>(b.features).count();
   if (features_a != features_b) return features_a < features_b;
+  if (problem.op == Op::kForward && a.tile.block_m != b.tile.block_m) {
+    // Smaller tiles where larger ones would leave multiprocessors idle.
+    const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
+    const int64_t ctas = grid_size(problem, a_is_smaller ? b.tile : a.tile);
+    if (ctas < device.full_grid) return a_is_smaller;
+  }
   // A multiprocessor holds as many of its CTAs as the row is made for.
   const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
   const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
@@ -166,7 +177,11 @@ CpuIsa best_isa() {
 }
 
 Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa) {
-  return {op, q.device, q.dtype, params.head_dim, params.head_dim_v, features_of(params), cpu_isa};
+  const unsigned features = features_of(params);
+  Problem problem{op, q.device, q.dtype, params.head_dim, params.head_dim_v, features, cpu_isa};
+  problem.rows = params.seqlen_q;
+  problem.pairs = params.batch * params.heads;
+  return problem;
 }
 
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa) {

@@ -34,7 +34,8 @@ struct Problem {
   int head_dim_v;
   unsigned features;  // bits of Feature
   CpuIsa cpu_isa;
-  int64_t rows = 0;  // decode: query rows that share the keys of a head
+  int64_t rows = 0;   // of queries; decode: those that share the keys of a head
+  int64_t pairs = 0;  // of batch and head
 };
 
 // The problem of a call whose parameters are valid.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,18 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> ModuleType | None:
     if jax is not None and isinstance(arrays[0], jax.Array):
         return _of_jax(jax, arrays)
     return None
+
+
+def direct_of(q: Any, k: Any, v: Any, softmax_scale: Any) -> Callable[..., Any] | None:
+    """The forward (anyflash.torch._direct) of tensors of PyTorch that are what the kernels take,
+    and that no adapter has to see."""
+    module: Any = sys.modules.get("anyflash.torch._direct")
+    if module is None:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(q, torch.Tensor):
+            return None
+        from anyflash.torch import _direct as module
+    return module.forward if module.is_free(q, k, v, softmax_scale) else None
 
 
 def refuse(operation: str, **targets: Any) -> None:

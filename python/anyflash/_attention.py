@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._adapters import adapter_of, refuse
+from anyflash._adapters import adapter_of, direct_of, refuse
 from anyflash._forward import Forward
 from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 
@@ -159,6 +159,21 @@ def attention(
     >>> bool((again == result.out).all())
     True
     """
+    if (
+        window_size is UNBOUNDED
+        and softcap is NO_SOFTCAP
+        and dropout_p is NO_DROPOUT
+        and alibi_slopes is bias is block_mask is sinks is seqused_k is None
+        and seed is rng_state is out is out_dtype is stream is None
+        and not (return_max_logits or return_dropout_mask or return_result)
+    ):  # to read all options takes longer
+        direct = direct_of(q, k, v, softmax_scale)
+        if direct is not None:
+            tensors = (q, k, v, None)
+            result, lse = direct(
+                "anyflash.attention", *tensors, softmax_scale, bool(causal), UNBOUNDED, return_lse
+            )
+            return (result, lse) if return_lse else result
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:

@@ -33,6 +33,12 @@ constexpr KernelRow decode_row(const char* name, int head_dim, int block_m, unsi
   return row;
 }
 
+constexpr KernelRow tile_row(const char* name, int block_m, std::size_t smem_bytes) {
+  KernelRow row = sm80_row(name, 80, 80, kNoFeatures, smem_bytes);
+  row.tile.block_m = block_m;
+  return row;
+}
+
 constexpr unsigned kScores = kSoftcap | kAlibi;
 
 constexpr KernelRow cpu_row(const char* name, Op op) {
@@ -57,6 +63,9 @@ constexpr KernelRow kRows[] = {
     sm80_row("d128", 128, 128, kNoFeatures, 80000),
     sm80_row("d192_v128", 192, 128, kNoFeatures, 95000),
     sm80_row("d64", 64, 64, kNoFeatures, 40000),
+    tile_row("d80_compact", 64, 30000),
+    tile_row("d80", 128, 60000),
+    tile_row("d80_wide", 128, 200000),
     cpu_row("cpu", Op::kForward),
     cpu_row("cpu_decode", Op::kDecode),
     decode_row("decode_d128_m64_8bit", 128, 64, kScores | kQuantizedCache, 90000),
@@ -131,6 +140,26 @@ void check_choice() {
   CHECK_EQ(selected_on_cpu(Op::kBackward), "cpu_backward");
   CHECK_EQ(selected(64, 64, 0, DType::kFloat16, Op::kBackward), "backward_d64");
   CHECK_EQ(selected(64, 64, kAlibi, DType::kFloat16, Op::kBackward), "backward_d128_generic");
+}
+
+// Smaller tiles where a grid of larger ones would be smaller than the GPU.
+void check_small_grids() {
+  const auto with = [](int64_t rows, int64_t pairs) {
+    Problem problem{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, 80, 80, 0,
+                    CpuIsa::kAuto};
+    problem.rows = rows;
+    problem.pairs = pairs;
+    return std::string(select_kernel(problem).name);
+  };
+  gpu = {"test GPU", 80, 108, 163840, 167936, 108};
+  CHECK_EQ(with(1, 107), "d80_compact");
+  CHECK_EQ(with(1, 108), "d80");
+  CHECK_EQ(with(128, 107), "d80_compact");
+  CHECK_EQ(with(129, 54), "d80");
+  CHECK_EQ(with(129, 53), "d80_compact");
+  gpu.smem_per_block = 227 * 1024;
+  CHECK_EQ(with(128, 107), "d80_compact");
+  CHECK_EQ(with(128, 108), "d80_wide");
 }
 
 // Rows for GPUs with less or more shared memory: first those as many of whose CTAs a multiprocessor
@@ -278,6 +307,7 @@ void check_names() {
 
 int main() {
   check_choice();
+  check_small_grids();
   check_rooms();
   check_decode_choice();
   check_errors();

@@ -131,8 +131,8 @@ POSITIONS = (
     Mutation(
         "operand-read-with-another-swizzle",
         OPERAND,
-        "Tile::offset(row, column ^ 16 << bit) - Tile::offset(row, column)",
-        "16 << bit",
+        "Tile::offset(row, column ^ 16 * i)",
+        "Tile::offset(row, column) + 16 * i",
     ),
 )
 

@@ -11,7 +11,7 @@ import pytest
 from capi import Backend
 from cases import Bias, Blocks, Case, Features, Packed
 from gradient_case import GradientCase
-from running import verify
+from running import assert_same_bits, run, verify
 from running_backward import verify_backward
 
 A100_SMEM = 166912
@@ -26,10 +26,11 @@ def emulated() -> Iterator[ctypes.CDLL]:
     library.emu_set_options.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_size_t]
     yield library
     library.emulated_set_compute_capability(80)
+    library.emulated_set_full_grid(1)
     library.emu_set_options(0, -1, A100_SMEM)
 
 
-def run(head_dim: int = 64) -> set[str]:
+def launched(head_dim: int = 64) -> set[str]:
     """The kernels that were launched."""
     backend = capi.backend("emulated-sm80")
     before = backend.library.launches()
@@ -40,14 +41,14 @@ def run(head_dim: int = 64) -> set[str]:
 @pytest.mark.parametrize("capability", [80, 86, 89])
 def test_code_for_8_0_runs_on_8_x(emulated: ctypes.CDLL, capability: int) -> None:
     emulated.emulated_set_compute_capability(capability)
-    run()
+    launched()
 
 
 @pytest.mark.parametrize("capability", [75, 90, 120])
 def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: int) -> None:
     emulated.emulated_set_compute_capability(capability)
     with pytest.raises(capi.CallError) as caught:
-        run()
+        launched()
     assert caught.value.status == capi.UNSUPPORTED
     assert f"{capability // 10}.{capability % 10}" in caught.value.message
     assert "sm_80" in caught.value.message
@@ -58,7 +59,7 @@ def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None
     with pytest.raises(
         capi.CallError, match=r"head dim is 256.*32768 bytes.*up to (64|96)"
     ) as caught:
-        run(256)
+        launched(256)
     assert caught.value.status == capi.UNSUPPORTED
 
 
@@ -105,28 +106,61 @@ def test_backward_on_99_kilobytes(
     verify_backward(backend, GradientCase(case, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("values", ["normal", "falling", "nan_v"])
-@pytest.mark.parametrize("name", ["plain", "causal", "window", "packed", "one key"])
+def on_emulated_gpu(head_dim: int, kernel: str, name: str, values: str) -> None:
+    features = {
+        "window": Features(window=(70, 40), max_logits=True),
+        "packed": Features(packed=Packed((130, 0, 33), (200, 5, 64))),
+    }
+    keys = 1 if name == "one key" else 333
+    case = Case("tiles", "fp16", 1, 150, keys, 2, 1, head_dim, causal=name == "causal")
+    case = replace(case, values=values, features=features.get(name, Features()))
+    backend = replace(capi.backend("emulated-sm80"), expected=f"sm80_forward_f16_d{kernel}")
+    verify(backend, case)
+
+
+VALUES = pytest.mark.parametrize("values", ["normal", "falling", "nan_v"])
+NAMES = pytest.mark.parametrize("name", ["plain", "causal", "window", "packed", "one key"])
+
+
+@VALUES
+@NAMES
 @pytest.mark.parametrize(("head_dim", "kernel"), [(128, "128_wide"), (200, "256_compact")])
 def test_forward_on_227_kilobytes(
     emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
 ) -> None:
     """Where an SM has room for two CTAs with more buffers, or with smaller tiles."""
     emulated.emu_set_options(0, -1, LARGE_SMEM)
-    features = {
-        "window": Features(window=(70, 40), max_logits=True),
-        "packed": Features(packed=Packed((130, 0, 33), (200, 5, 64))),
-    }
-    keys = 1 if name == "one key" else 333
-    case = Case("large", "fp16", 1, 150, keys, 2, 1, head_dim, causal=name == "causal")
-    case = replace(case, values=values, features=features.get(name, Features()))
-    backend = replace(capi.backend("emulated-sm80"), expected=f"sm80_forward_f16_d{kernel}")
-    verify(backend, case)
+    on_emulated_gpu(head_dim, kernel, name, values)
 
 
-def test_usual_tiles_on_99_kilobytes(small_gpu: Backend) -> None:
+@VALUES
+@NAMES
+@pytest.mark.parametrize(("head_dim", "kernel"), [(60, "64"), (128, "128"), (256, "256")])
+def test_small_problems(
+    emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
+) -> None:
+    """Smaller tiles where larger ones would leave multiprocessors idle."""
+    emulated.emulated_set_full_grid(108)
+    on_emulated_gpu(head_dim, f"{kernel}_compact", name, values)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("smem", [A100_SMEM, LARGE_SMEM])
+def test_tiles_do_not_change_bits(
+    emulated: ctypes.CDLL, smem: int, causal: bool, head_dim: int
+) -> None:
+    emulated.emu_set_options(0, -1, smem)
+    backend = capi.backend("emulated-sm80")
+    case = Case("tiles", "fp16", 1, 200, 300, 2, 1, head_dim, causal=causal, values="falling")
+    large = run(backend, case)
+    emulated.emulated_set_full_grid(108)
+    assert_same_bits(run(backend, case), large)
+
+
+def test_usual_problems_on_99_kilobytes(small_gpu: Backend) -> None:
     case = Case("small", "fp16", 1, 70, 90, 4, 2, 128)
-    verify(replace(small_gpu, expected="sm80_forward_f16_d128_wide"), case)
+    verify(replace(small_gpu, expected="sm80_forward_f16_d128_compact"), case)
     generic = replace(small_gpu, expected="sm80_backward_f16_d128_generic")
     verify_backward(generic, GradientCase(case))
 

@@ -47,11 +47,8 @@ class Operand {
     const bool rows_first = kIsA != kTransposed;
     const int row = (rows_first ? low : high) + (kTransposed ? 0 : first);
     const int column = (rows_first ? lane / 16 : lane / 8 % 2) * 8 + (kTransposed ? first : 0);
-    at_ = tile + Tile::offset(row, column);
     CUTE_UNROLL
-    for (int bit = 0; bit < kBits; ++bit) {
-      strides_[bit] = Tile::offset(row, column ^ 16 << bit) - Tile::offset(row, column);
-    }
+    for (int i = 0; i < kInPage; ++i) at_[i] = tile + Tile::offset(row, column ^ 16 * i);
   }
 
   // Registers for all of it: (MMA, MMA_M or MMA_N, MMA_K).
@@ -70,31 +67,24 @@ class Operand {
       const int first = 16 * group % kRun + 16 * group / kRun * kMmaRows;
       const int row = kTransposed ? 16 * k : first;
       const int column = kTransposed ? first : 16 * k;
-      // In this order, so that only what depends on the lane needs a register.
-      const Element* const from = at_ + swizzled(column) + Tile::page_offset(row, column);
+      const Element* const from = at_[column / 16 % kInPage] + Tile::page_offset(row, column);
       uint32_t* const to = words + group * 4;
       LoadMatrix::copy(*reinterpret_cast<const cute::uint128_t*>(from), to[0], to[1], to[2], to[3]);
     }
   }
 
   // Goes on to a tile that lies so many elements behind this one.
-  ANYFLASH_DEVICE void move(int elements) { at_ += elements; }
+  ANYFLASH_DEVICE void move(int elements) {
+    CUTE_UNROLL
+    for (int i = 0; i < kInPage; ++i) at_[i] += elements;
+  }
 
  private:
   using LoadMatrix =
       std::conditional_t<kTransposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
-  static constexpr int kBits = Tile::kPage == 64 ? 2 : 1;  // of columns / 16 within a page
+  static constexpr int kInPage = Tile::kPage / 16;
 
-  // Where a column of its page has gone to.
-  ANYFLASH_DEVICE int swizzled(int column) const {
-    int distance = 0;
-    CUTE_UNROLL
-    for (int bit = 0; bit < kBits; ++bit) distance += (column >> (4 + bit) & 1) * strides_[bit];
-    return distance;
-  }
-
-  const Element* at_;
-  int strides_[kBits];  // by 16 and 32 columns, which the swizzle turns to a step back in some rows
+  const Element* at_[kInPage];  // the first row's columns 0, 16, ..., as the swizzle places them
 };
 
 }  // namespace anyflash::sm80

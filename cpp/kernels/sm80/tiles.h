@@ -6,7 +6,9 @@
 namespace anyflash::sm80 {
 
 // For whose shared memory a kernel is made: an A100's 164 KB, the 100 KB of consumer GPUs (compute
-// capability 8.6, 8.9 and 12.0), or the 228 KB of compute capability 9.0 and 10.0.
+// capability 8.6, 8.9 and 12.0), or the 228 KB of compute capability 9.0 and 10.0. What fits little
+// memory also serves small problems: dispatch.cpp takes the forward's smaller tiles for grids that
+// would leave multiprocessors idle.
 enum class Room { kUsual, kCompact, kWide };
 
 struct ForwardTile {
@@ -20,13 +22,16 @@ struct ForwardTile {
 };
 
 // Head dims are those of Q and K, and of V. 16 rows a warp where 32 would not leave eight warps an
-// SM: their accumulators fill the registers, or two CTAs the shared memory.
+// SM: their accumulators fill the registers, or two CTAs the shared memory. All tiles of a head dim
+// hold as many keys and rescale alike, so that a row has the same bits in each.
 constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, Room room) {
-  if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, false, false};
-  if (head_dim <= 64 && head_dim_v <= 64) return {{128, 64, 4, 2}, 2, true, false, false};
-  if (head_dim > 128 || head_dim_v > 128) return {{128, 64, 8, 1}, 1, false, false, true};
-  if (room == Room::kWide) return {{128, 64, 4, 2}, 2, false, true, false};
-  return {{128, 64, 4, 2}, 1, false, head_dim <= 96, head_dim > 96};
+  const bool small = head_dim <= 64 && head_dim_v <= 64;
+  const bool large = head_dim > 128 || head_dim_v > 128;
+  const bool lazy = !small && !large;
+  if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, lazy, false};
+  if (small) return {{128, 64, 4, 2}, 2, true, lazy, false};
+  if (large) return {{128, 64, 8, 1}, 1, false, lazy, true};
+  return {{128, 64, 4, 2}, room == Room::kWide ? 2 : 1, false, lazy, false};
 }
 
 // With softcap and ALiBi, which want registers of their own.

@@ -102,9 +102,7 @@ def attention(
     (torch.Size([1, 4, 2, 8]), torch.Size([4, 4]))
     """
     if (
-        isinstance(q, Tensor)
-        and not is_traced(q)
-        and window_size is UNBOUNDED
+        window_size is UNBOUNDED
         and softcap is NO_SOFTCAP
         and dropout_p is NO_DROPOUT
         and alibi_slopes is bias is block_mask is sinks is seqused_k is None
@@ -112,9 +110,7 @@ def attention(
         and rng_state is None
         and out_dtype is None
         and not (return_max_logits or return_dropout_mask or return_result)
-        and _direct.is_direct(q, k, v, softmax_scale)
-        and not is_recorded(q, k, v)
-        and not torch._C._is_any_autocast_enabled()
+        and _direct.is_free(q, k, v, softmax_scale)
     ):  # to read all options takes longer
         tensors = (q, k, v, None)
         out, lse = _direct.forward(

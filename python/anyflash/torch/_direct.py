@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflash import _core
 from anyflash._frameworks import framework_of
 from anyflash._options import UNBOUNDED
-from anyflash.torch._watched import PLAIN
+from anyflash.torch._watched import PLAIN, is_recorded, is_traced
 
 _HALF = (torch.float16, torch.bfloat16)
 _CPU = (torch.float64, torch.float32, *_HALF)
@@ -33,6 +33,17 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, scale: Any) -> bool:
         if not (x.is_cpu if on_cpu else x.is_cuda):
             return False
     return scale is None or (type(scale) is float and math.isfinite(scale))
+
+
+def is_free(q: Any, k: Any, v: Any, scale: Any) -> bool:
+    """Whether q, k and v are direct tensors, and neither traced, recorded nor cast by anyone."""
+    return (
+        isinstance(q, Tensor)
+        and not is_traced(q)
+        and is_direct(q, k, v, scale)
+        and not is_recorded(q, k, v)
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
 def forward(  # noqa: PLR0917 (its callers count time)

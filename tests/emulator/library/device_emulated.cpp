@@ -10,10 +10,14 @@
 namespace {
 
 int compute_capability = 80;
+int full_grid = 1;  // nothing is too small for the kernels of large problems
 
 }  // namespace
 
-// Lets a test ask what another GPU would be told.
+// Let a test ask what another GPU would be told, or run.
+extern "C" __attribute__((visibility("default"))) void emulated_set_full_grid(int value) {
+  full_grid = value;
+}
 extern "C" __attribute__((visibility("default"))) void emulated_set_compute_capability(int value) {
   compute_capability = value;
 }
@@ -31,7 +35,7 @@ const DeviceProperties& device_properties(int index) {
   // which is reserved.
   thread_local DeviceProperties properties;
   const std::size_t smem = emu::options().shared_memory_limit;
-  properties = {"emulated GPU", compute_capability, 108, smem, smem + 1024};
+  properties = {"emulated GPU", compute_capability, 108, smem, smem + 1024, full_grid};
   return properties;
 }
 
