@@ -1,9 +1,9 @@
 # THE table of kernels: which units exist. A unit is one source file, generated from the table, with the
 # variants of one (architecture, operation, dtype, head dim); kernel_table.cpp lists all units.
 #
-# Why this grouping: nvcc's front end takes 20 of a unit's 27 s; a further instantiation costs 4 s in
-# the same unit and 23 s in one of its own. For nvcc, the backward's variants have a unit each, which
-# takes long enough: after a change of one kernel a build should be done in a minute and a half.
+# Why this grouping: a unit's kernels share what nvcc's front end takes for the headers and for their
+# layouts. For nvcc, the backward's variants have a unit each, which takes long enough, and memory:
+# after a change of one kernel a build should be done in a minute and a half, and a job in 5 GB.
 
 set(ANYFLASH_SM80_DTYPES_full f16 bf16)
 set(ANYFLASH_SM80_DTYPES_ci ${ANYFLASH_SM80_DTYPES_full})

@@ -98,7 +98,7 @@ def test_backward_is_as_lean_as_flash_attn_2(library: Library, kernel: str) -> N
 
 def test_occupancy(library: Library, kernel: str) -> None:
     row = library.rows[kernel]
-    if kernel.endswith(("_compact", "_wide")):  # an A100 runs others
+    if kernel.endswith(("_compact", "_wide")):  # an A100 runs others, or these for small problems
         return
     if row["op"] == "decode":  # an A100's shared memory goes to tiles on their way instead
         warps = library.figures(kernel)["ctas"] * row["warps"]
