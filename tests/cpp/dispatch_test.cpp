@@ -126,8 +126,8 @@ void check_choice() {
   gpu = {"test GPU", 80, 108, 163840};
   CHECK_EQ(selected(64, 64, 0), "d64");
   CHECK_EQ(selected(1, 1, 0), "d64");
-  CHECK_EQ(selected(65, 64, 0), "d128");
-  CHECK_EQ(selected(64, 65, 0), "d128");
+  CHECK_EQ(selected(81, 64, 0), "d128");
+  CHECK_EQ(selected(64, 81, 0), "d128");
   CHECK_EQ(selected(192, 128, 0), "d192_v128");
   CHECK_EQ(selected(128, 192, 0), "d192");
   CHECK_EQ(selected(200, 192, 0), "d256");
