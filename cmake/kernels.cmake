@@ -38,9 +38,15 @@ set(ANYFLASH_SM80_MORE_VARIANT_backward GenericScores)
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
 
+include(CheckCXXCompilerFlag)
+
 # Instruction sets of the CPU kernels and the flags of their units.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|i686)$" AND NOT MSVC)
   set(cpu_isas baseline avx2 avx512)
+  check_cxx_compiler_flag(-mamx-bf16 ANYFLASH_COMPILER_KNOWS_AMX)
+  if(ANYFLASH_COMPILER_KNOWS_AMX)
+    list(APPEND cpu_isas amx)
+  endif()
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   set(cpu_isas neon)
 else()
@@ -62,10 +68,14 @@ set(
   -mavx512dq
   -mprefer-vector-width=512
 )
+set(ANYFLASH_CPU_FLAGS_amx ${ANYFLASH_CPU_FLAGS_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
 set(ANYFLASH_CPU_ENUM_baseline kBaseline)
 set(ANYFLASH_CPU_ENUM_avx2 kAvx2)
 set(ANYFLASH_CPU_ENUM_avx512 kAvx512)
 set(ANYFLASH_CPU_ENUM_neon kNeon)
+set(ANYFLASH_CPU_ENUM_amx kAmx)
+set(ANYFLASH_CPU_OPS forward backward decode)
+set(ANYFLASH_CPU_OPS_amx forward) # what else there is runs as for AVX-512
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
@@ -104,7 +114,11 @@ function(anyflash_generate_kernels output folder)
   set(archs "")
   foreach(isa IN LISTS ARG_CPU_ISAS)
     set(enum ${ANYFLASH_CPU_ENUM_${isa}})
-    foreach(op forward backward decode)
+    set(ops ${ANYFLASH_CPU_OPS})
+    if(DEFINED ANYFLASH_CPU_OPS_${isa})
+      set(ops ${ANYFLASH_CPU_OPS_${isa}})
+    endif()
+    foreach(op IN LISTS ops)
       set(unit cpu_${op}_${isa})
       set(file "${folder}/${unit}.cpp")
       configure_file("${ANYFLASH_UNIT_TEMPLATES}/cpu_unit.cpp.in" "${file}" @ONLY)

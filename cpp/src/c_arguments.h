@@ -37,7 +37,7 @@ void read_options(const Options* given, const char* type, Options& known) {
 }
 
 inline ForwardOptions options_of(const anyflash_forward_options& c) {
-  if (c.cpu_isa < ANYFLASH_CPU_AUTO || c.cpu_isa > ANYFLASH_CPU_NEON) {
+  if (c.cpu_isa < ANYFLASH_CPU_AUTO || c.cpu_isa > ANYFLASH_CPU_AMX) {
     throw Error(ErrorCode::kInvalidValue, "options.cpu_isa is " + std::to_string(c.cpu_isa) +
                                               "; a value of anyflash_cpu_isa is allowed");
   }

@@ -1,6 +1,37 @@
 #include "cpu_features.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace anyflash {
+
+namespace {
+
+// Whether the processor has AMX with bfloat16 and AVX512_BF16, and Linux lets this process use the
+// tiles' registers, which it has to be asked for (not where a thread's alternative signal stack is
+// too small for them).
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  constexpr unsigned kAmxTile = 1u << 24;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0) return false;
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  if ((a & kAvx512Bf16) == 0) return false;
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
 
 const char* name(CpuIsa isa) {
   switch (isa) {
@@ -14,6 +45,8 @@ const char* name(CpuIsa isa) {
       return "avx512";
     case CpuIsa::kNeon:
       return "neon";
+    case CpuIsa::kAmx:
+      return "amx";
   }
   return "unknown";
 }
@@ -37,9 +70,14 @@ bool cpu_has(CpuIsa isa) {
       return cpu_has(CpuIsa::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512dq");
+    case CpuIsa::kAmx: {
+      static const bool has = cpu_has(CpuIsa::kAvx512) && has_amx();
+      return has;
+    }
 #else
     case CpuIsa::kAvx2:
     case CpuIsa::kAvx512:
+    case CpuIsa::kAmx:
       return false;
 #endif
   }

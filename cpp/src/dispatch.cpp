@@ -85,18 +85,25 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
 }
 
+const KernelRow* find_cpu_row(const Problem& problem, CpuIsa isa) {
+  for (const KernelRow* row : registry().rows) {
+    if (row->arch == Arch::kCpu && row->op == problem.op && row->isa == isa &&
+        row->dtype == problem.dtype) {
+      return row;
+    }
+  }
+  return nullptr;
+}
+
 const KernelRow& select_cpu(const Problem& problem) {
   const CpuIsa isa = problem.cpu_isa == CpuIsa::kAuto ? best_isa() : problem.cpu_isa;
   if (!cpu_has(isa)) {
     throw Error(ErrorCode::kUnsupported,
                 std::string("cpu_isa is ") + name(isa) + ", which this processor does not have");
   }
-  for (const KernelRow* row : registry().rows) {
-    if (row->arch == Arch::kCpu && row->op == problem.op && row->isa == isa &&
-        row->dtype == problem.dtype) {
-      return *row;
-    }
-  }
+  const KernelRow* row = find_cpu_row(problem, isa);
+  if (row == nullptr && isa == CpuIsa::kAmx) row = find_cpu_row(problem, CpuIsa::kAvx512);
+  if (row != nullptr) return *row;
   throw Error(ErrorCode::kUnsupported, std::string("this build has no CPU ") + name(problem.op) +
                                            " kernels for " + name(isa));
 }

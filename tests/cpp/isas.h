@@ -15,7 +15,8 @@ inline std::vector<anyflash::CpuIsa> isas() {
   static const std::map<std::string, CpuIsa> names = {{"baseline", CpuIsa::kBaseline},
                                                       {"avx2", CpuIsa::kAvx2},
                                                       {"avx512", CpuIsa::kAvx512},
-                                                      {"neon", CpuIsa::kNeon}};
+                                                      {"neon", CpuIsa::kNeon},
+                                                      {"amx", CpuIsa::kAmx}};
   const anyflash::BuildInfo info = anyflash::build_info();
   const CpuIsa best = names.at(info.cpu_isa);
   std::vector<CpuIsa> result;

@@ -51,6 +51,11 @@ void check_table() {
   }
 }
 
+// AMX has tiles of bfloat16; what else there is runs as for AVX-512.
+bool is_row_of(const std::string& isa, const std::string& op, DType dtype) {
+  return isa != "amx" || (op == "forward" && dtype == DType::kBFloat16);
+}
+
 // Every instruction set of the build has every operation and dtype, once.
 void check_cpu_rows() {
   const BuildInfo info = anyflash::build_info();
@@ -70,9 +75,10 @@ void check_cpu_rows() {
         for (const KernelInfo& kernel : anyflash::kernels()) {
           count += kernel.arch == "cpu-" + isa && kernel.op == op && kernel.dtype == dtype;
         }
-        CHECK_MSG(count == 1,
+        const int expected = is_row_of(isa, op, dtype);
+        CHECK_MSG(count == expected,
                   isa + ", " + op + ", dtype " + std::to_string(static_cast<int>(dtype)));
-        ++cpu_rows;
+        cpu_rows += static_cast<std::size_t>(expected);
       }
     }
   }
@@ -134,9 +140,10 @@ void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
 void check_counters() {
   constexpr int kThreads = 4;
   constexpr int kCalls = 25;
-  const std::string arch = "cpu-" + anyflash::build_info().cpu_isa;
+  const std::string best = anyflash::build_info().cpu_isa;
   for (const std::string op : kOps) {
     for (const DType dtype : test::kDTypes) {
+      const std::string arch = "cpu-" + (is_row_of(best, op, dtype) ? best : "avx512");
       std::map<std::string, std::uint64_t> expected = launches();
       for (const KernelInfo& kernel : anyflash::kernels()) {
         if (kernel.arch == arch && kernel.op == op && kernel.dtype == dtype) {

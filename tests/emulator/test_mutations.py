@@ -118,7 +118,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     # Of the variants, the generic one knows all that the others do.
     backward = mutation.unit in (BACKWARD, ONE_BUFFER)
     if mutation.alone or mutation.unit == ONE_BUFFER or (backward and mutation.sanitizer):
-        return re.sub(r".*ward_row<(?!.*Generic).*\n", "", source)
+        return re.sub(r'.*ward_row<((?!Generic)[^"])*".*\n', "", source)
     return source
 
 

@@ -30,10 +30,11 @@ from abi import (
 )
 from cuda_driver import CudaDriver, DriverError
 from memory import CudaMemory, HostMemory
+from oracle import DTYPES
 from tensors import ALIGNMENT, CANARY, GUARD, Tensor, aligned_bytes
 
 OK, INVALID_VALUE, INVALID_TYPE, UNSUPPORTED, DEVICE_ERROR, INTERNAL_ERROR = range(6)
-CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4}
+CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4, "amx": 5}
 KDL_CPU, KDL_CUDA = 1, 2
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
 VARIANTS = ("plain", "scored", "generic")  # each does what the ones before it do
@@ -193,7 +194,12 @@ class Backend:
 
     def rows(self, op: str = "forward") -> list[Row]:
         """The kernels of this backend."""
-        return [row for row in self.library.rows if (row.arch, row.op) == (self.arch, op)]
+        rows = [row for row in self.library.rows if (row.arch, row.op) == (self.arch, op)]
+        if self.arch == "amx":  # what it has no kernel for runs as for AVX-512
+            dtypes = {row.dtype for row in rows}
+            others = (row for row in self.library.rows if (row.arch, row.op) == ("avx512", op))
+            rows += [row for row in others if row.dtype not in dtypes]
+        return rows
 
     def row(
         self, dtype: str, head_dim: int, head_dim_v: int, variant: str, op: str = "forward"
@@ -326,9 +332,9 @@ def _emulated() -> Library:
 
 @functools.cache
 def best_isa() -> str:
-    """The instruction set that `auto` takes on this machine: seen, not asked for."""
+    """The instruction set that `auto` takes on this machine for bfloat16: seen, not asked for."""
     backend = Backend("cpu", _native(), HostMemory(), (KDL_CPU, 0))
-    one = [Tensor(aligned_bytes(4).view(np.float32), (1, 1, 1, 1), (1, 1, 1, 1), 0)] * 4
+    one = [Tensor(aligned_bytes(2).view(DTYPES["bf16"]), (1, 1, 1, 1), (1, 1, 1, 1), 0)] * 4
     before = backend.library.launches()
     backend.forward(*one)
     (name,) = (name for name, n in backend.library.launches().items() if n != before[name])
@@ -338,9 +344,9 @@ def best_isa() -> str:
 def cpu_isas() -> list[str]:
     """The instruction sets of this build that this machine can run."""
     best = best_isa()
-    below = {"avx512": ["avx2", "baseline"], "avx2": ["baseline"], "neon": ["baseline"]}
+    order = ["neon", "amx", "avx512", "avx2", "baseline"]
     built = {row.arch for row in _native().rows}
-    return [best, *(isa for isa in below.get(best, []) if isa in built)]
+    return [best, *(isa for isa in order[order.index(best) + 1 :] if isa in built)]
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def expected_kernel(backend: Backend, case: CacheCase) -> str:
     """The name of the kernel that must take it."""
     kind = case.dtype.replace("fp", "f")
     if backend.is_cpu:
-        return f"cpu_{backend.arch}_decode_{kind}"
+        return next(row.name for row in backend.rows("decode") if row.dtype == case.dtype)
     head_dim = min(d for d in HEAD_DIMS if d >= max(case.d, case.head_dim_v))
     rows = case.heads // case.heads_k * case.sq
     tile = next((m for m in (16, 32) if rows <= m), 64)

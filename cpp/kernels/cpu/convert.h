@@ -156,6 +156,20 @@ inline void load_row(const E* src, std::int64_t stride, int n, T* dst) {
   }
 }
 
+// The same without a conversion.
+template <typename E>
+inline void copy_row(const E* src, std::int64_t stride, int n, E* dst) {
+  if (stride == 1) {
+    // Parts of a constant size need no call of a function.
+    constexpr int kPart = kVectorBytes / static_cast<int>(sizeof(E));
+    int i = 0;
+    for (; i + kPart <= n; i += kPart) std::memcpy(dst + i, src + i, kVectorBytes);
+    for (; i < n; ++i) dst[i] = src[i];
+    return;
+  }
+  for (int i = 0; i < n; ++i) dst[i] = src[i * stride];
+}
+
 // dst[i * stride] = src[i], rounded to nearest even
 template <typename E, typename T>
 inline void store_row(const T* src, int n, E* dst, std::int64_t stride) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/simd.h"
+#include "cpu/tiles.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -46,6 +47,15 @@ struct Exp2Parts {
 };
 
 template <typename T>
+ANYFLASH_CPU_INLINE typename Simd<T>::Vec polynomial(typename Simd<T>::Vec f) {
+  using C = Exp2Constants<T>;
+  typename Simd<T>::Vec q = Simd<T>::broadcast(C::kTerm[C::kTerms - 1]);
+  ANYFLASH_CPU_UNROLL
+  for (int i = C::kTerms - 2; i >= 0; --i) q = q * f + C::kTerm[i];
+  return q;
+}
+
+template <typename T>
 ANYFLASH_CPU_INLINE Exp2Parts<T> exp2_parts(typename Simd<T>::Vec x) {
   using S = Simd<T>;
   using C = Exp2Constants<T>;
@@ -56,21 +66,28 @@ ANYFLASH_CPU_INLINE Exp2Parts<T> exp2_parts(typename Simd<T>::Vec x) {
   const Vec shifted = x + magic;
   // magic holds the bias too, which cancels here.
   const Vec f = x - (shifted - magic);
-  Vec q = S::broadcast(C::kTerm[C::kTerms - 1]);
-  ANYFLASH_CPU_UNROLL
-  for (int i = C::kTerms - 2; i >= 0; --i) {
-    q = q * f + C::kTerm[i];
-  }
-  return {S::from_bits(S::bits(shifted) << C::kMantissaBits), f, q};
+  return {S::from_bits(S::bits(shifted) << C::kMantissaBits), f, polynomial<T>(f)};
 }
 
 // 2^x for x <= 0, -inf and NaN. Results below the normal numbers are 0; NaN stays NaN, because 2^n
 // multiplies 2^f (an addition to the exponent's bits could make a number of it).
+#if ANYFLASH_CPU_TILES
+// Two instructions of AVX-512 for seven (GCC 12 warns about their forms without a mask). Results
+// may be subnormal, which P in bfloat16 is not.
+template <typename T>
+ANYFLASH_CPU_INLINE Simd<float>::Vec exp2_nonpositive(Simd<float>::Vec x) {
+  using Vec = Simd<float>::Vec;
+  const Vec f = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, 0);
+  const Vec y = polynomial<float>(f) * f + 1.0f;
+  return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)y, (__m512)(x - f));
+}
+#else
 template <typename T>
 ANYFLASH_CPU_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec x) {
   const Exp2Parts<T> parts = exp2_parts<T>(x);
   return (parts.q * parts.f + T(1)) * parts.power;
 }
+#endif
 
 // tanh |x| = -e / (2 + e),  e = exp(-2 |x|) - 1 = 2^n f q(f) + (2^n - 1).
 // Near 0 n is 0, so that nothing cancels: a few units of the last place for every x.

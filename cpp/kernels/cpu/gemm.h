@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "cpu/simd.h"
+#include "cpu/tiles.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -21,8 +22,9 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // All 16 are in use, which SSE2 cannot do (no FMA: each product needs one too) and Clang 20 does
 // not (it spills a sum in each round): there 8 sums and 2 vectors. Float32, head_dim 64 and 128,
 // 2048 keys on an AMD EPYC (Zen 4 or later): GCC SSE2 +20 %, Clang AVX2 +40 %, but GCC AVX2 -10 %.
-#if ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__AVX512F__) && \
-    (!defined(__FMA__) || defined(__clang__))
+// By tiles (tiles.h) four sums of two by two take all registers.
+#if ANYFLASH_CPU_TILES || (ANYFLASH_CPU_VECTORS && defined(__SSE2__) && \
+    !defined(__AVX512F__) && (!defined(__FMA__) || defined(__clang__)))
 inline constexpr int kMaxVectors = 2;
 #else
 inline constexpr int kMaxVectors = 3;
@@ -123,6 +125,18 @@ ANYFLASH_CPU_INLINE Sums<T, NV> dot_part(const T* k, const T* q, std::int64_t ld
   return sums;
 }
 
+// Stores the scores of a vector of rows and a key, -inf where a row does not see it.
+template <typename T, int NV, typename Visible>
+ANYFLASH_CPU_INLINE void finish_score(typename Simd<T>::Vec score, const Visible& visible,
+                                      int vector, int key, T* s, ScoreRange<T, NV>& range) {
+  using S = Simd<T>;
+  const auto x =
+      visible.template select<T>(vector, key, score, S::broadcast(T(-kInfinity)));
+  S::store(s, x);
+  range.max[vector] = S::max(x, range.max[vector]);  // leaves out a NaN, which makes its p NaN
+  if constexpr (Visible::kAll) range.min[vector] = S::min(x, range.min[vector]);
+}
+
 // One group of keys:  s[j][i] = scale * sum_c k[j][c] q[c][i], -inf where row i does not see key j
 template <typename T, int NV, typename Visible>
 ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T scale, int first_key,
@@ -131,7 +145,6 @@ ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T sca
   using Vec = typename S::Vec;
   constexpr int kScalars = scalar_group(NV);
   constexpr int kRows = NV * S::kLanes;
-  const Vec hidden = S::broadcast(T(-kInfinity));
   int c = 0;
   for (; c + kChain < head_dim; c += kChain) {
     const Sums<T, NV> part = dot_part<T, NV>(k, q, head_dim, c, c + kChain);
@@ -151,10 +164,7 @@ ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T sca
     for (int n = 0; n < NV; ++n) {
       T* const at = s + r * kRows + n * S::kLanes;
       const Vec dot = c == 0 ? part.at[r][n] : S::load(at) + part.at[r][n];
-      const Vec x = visible.template select<T>(n, first_key + r, dot * scale, hidden);
-      S::store(at, x);
-      range.max[n] = S::max(x, range.max[n]);  // a NaN score is left out, and makes its p NaN
-      if constexpr (Visible::kAll) range.min[n] = S::min(x, range.min[n]);
+      finish_score<T, NV>(dot * scale, visible, n, first_key + r, at, range);
     }
   }
 }

@@ -227,6 +227,11 @@ class TaskRows {
     load_row(key_row(x, key), x.stride.col, x.columns, to);
   }
 
+  // The same as it is.
+  void copy_key(const KeyTensor& x, int key, E* to) const {
+    copy_row(key_row(x, key), x.stride.col, x.columns, to);
+  }
+
   // Rows [first, keys) of a block of k or v, of `padded` columns: as they lie in memory where that
   // will do, else a copy in `packed`.
   Keys key_rows(const KeyTensor& x, int block, int first, int keys, int padded, T* packed) const {
@@ -253,10 +258,15 @@ class TaskRows {
     const double sink = read_sink(params, row.head);
     const RowEnd end = end_row(m, static_cast<double>(scratch.l[r]), sink);
     const double kept = (65536.0 - params.dropout_threshold) / 65536.0;
-    const T divisor = static_cast<T>(end.divisor * kept);
     // + 0: a block without a visible key turns -0 into 0, and whether a row meets one depends on
     // its neighbours.
-    for (int c = 0; c < params.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
+    if constexpr (sizeof(E) < sizeof(T)) {
+      const T factor = static_cast<T>(1.0 / (end.divisor * kept));
+      for (int c = 0; c < params.head_dim_v; ++c) o[c] = o[c] * factor + T(0);
+    } else {
+      const T divisor = static_cast<T>(end.divisor * kept);
+      for (int c = 0; c < params.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
+    }
     store_result<E>(params, {task.sequence.batch, task.sequence.first_q, row.head, row.query}, o,
                     end.lse);
   }

@@ -82,7 +82,7 @@ template <typename T>
 inline bool load_bias(const ScoreModifier<T>& modifier, const QueryRow<T>* rows, int width,
                       int first_key, int begin, int end, T* tile, int ld) {
   using S = Simd<T>;
-  T part[S::kLanes][kBlockN] = {};
+  T part[S::kLanes][kPanelKeys] = {};
   bool visible = false;
   for (int first = 0; first < width; first += S::kLanes) {
     for (int r = 0; r < S::kLanes; ++r) {

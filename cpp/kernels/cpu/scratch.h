@@ -51,10 +51,11 @@ struct Scratch {
   // In a panel                                  With few rows
   T* q;     // (panel, head_dim, rows)           (rows, head_dim padded)
   T* o;     // (panel, head_dim_v, rows)         (rows, head_dim_v padded)
-  T* s;     // (kBlockN, rows)                   (kBlockN): scores, then probabilities
-  T* bias;  // (kBlockN, rows)                   (kBlockN)
-  T* k;     // (kBlockN, head_dim)               (kBlockN, head_dim padded)
-  T* v;     // (head_dim_v / 8, kBlockN, 8)      (kBlockN, head_dim_v padded)
+  T* s;     // (kPanelKeys, rows)                (kBlockN): scores, then probabilities
+  T* p;     // of a panel by tiles: (kPanelKeys / 2, rows, 2) in bfloat16
+  T* bias;  // (kPanelKeys, rows)                (kBlockN)
+  T* k;     // (kPanelKeys, head_dim)            (kBlockN, head_dim padded)
+  T* v;     // (head_dim_v / 8, kPanelKeys, 8)   (kBlockN, head_dim_v padded)
   T* m;     // row maxima
   T* l;     // row sums
   T* row;   // one row of any tensor
@@ -71,7 +72,7 @@ struct Scratch {
 
   static Scratch carve(const ForwardParams& p, char* base) {
     constexpr int kRows = kTaskPanels<T> * kPanelRows<T>;
-    constexpr std::int64_t kBlock = std::int64_t{kBlockN} * kPanelRows<T>;
+    constexpr std::int64_t kBlock = std::int64_t{kPanelKeys} * kPanelRows<T>;
     const std::int64_t d = round_up(p.head_dim, Simd<T>::kLanes);
     const std::int64_t dv = round_up(p.head_dim_v, kColumnPad<T>);
     const bool block_mask = p.block_mask.data != nullptr;
@@ -80,9 +81,10 @@ struct Scratch {
     carver.take(x.q, kRows * d);
     carver.take(x.o, kRows * dv);
     carver.take(x.s, kBlock);
+    carver.take(x.p, kPanelKeys > kBlockN ? kBlock / 2 : 0);
     carver.take(x.bias, p.bias.data != nullptr ? kBlock : 0);
-    carver.take(x.k, kBlockN * d);
-    carver.take(x.v, kBlockN * dv);
+    carver.take(x.k, kPanelKeys * d);
+    carver.take(x.v, kPanelKeys * dv);
     carver.take(x.m, kRows);
     carver.take(x.l, kRows);
     carver.take(x.row, d > dv ? d : dv);

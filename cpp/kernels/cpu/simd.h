@@ -247,4 +247,21 @@ struct Simd {
   }
 };
 
+// to[c][r] = from[r][c]; both counts are multiples of the vector length.
+template <typename T>
+inline void transpose_block(const T* from, std::int64_t from_ld, int rows, int columns, T* to,
+                            std::int64_t to_ld) {
+  using S = Simd<T>;
+  for (int r = 0; r < rows; r += S::kLanes) {
+    for (int c = 0; c < columns; c += S::kLanes) {
+      typename S::Vec x[S::kLanes];
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < S::kLanes; ++i) x[i] = S::load(from + (r + i) * from_ld + c);
+      S::transpose(x);
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < S::kLanes; ++i) S::store(to + (c + i) * to_ld + r, x[i]);
+    }
+  }
+}
+
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -6,6 +6,7 @@
 #include "cpu/gemm.h"
 #include "cpu/simd.h"
 #include "cpu/thin.h"
+#include "cpu/tiles.h"
 #include "params.h"
 #include "variant/sequence.h"
 
@@ -15,8 +16,14 @@
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
-inline constexpr int kBlockN = 64;     // keys of a step
-inline constexpr int kTaskRows = 192;  // query rows of a task, where there are enough of them
+inline constexpr int kBlockN = 64;  // keys of a step; blocks of a block mask are multiples of it
+#if ANYFLASH_CPU_TILES
+inline constexpr int kPanelKeys = 128;  // keys of a panel's step where there is no block mask
+inline constexpr int kTaskRows = 512;   // query rows of a task, where there are enough of them
+#else
+inline constexpr int kPanelKeys = kBlockN;
+inline constexpr int kTaskRows = 192;
+#endif
 
 // Rows of a panel, and panels of a task.
 template <typename T>
@@ -72,13 +79,13 @@ class Split {
   std::int64_t tasks() const { return tasks_; }
   int rows_per_task() const { return rows_per_task_; }
 
-  // Last tiles first: under a causal mask they see the most keys, and a long task at the end would
-  // leave the other threads idle.
+  // The tiles of a head follow each other, since they read the same keys; the last ones first: under
+  // a causal mask they see the most keys, and a long task at the end would leave the other threads
+  // idle.
   Task task(std::int64_t number) const {
     const bool packed = p_->cu_seqlens_q != nullptr;
-    const std::int64_t columns = packed ? units_ : p_->batch * units_;
-    const std::int64_t column = number % columns;
-    std::int64_t tile = tiles_ - 1 - number / columns;
+    const std::int64_t column = number / tiles_;
+    std::int64_t tile = tiles_ - 1 - number % tiles_;
     Task t;
     t.index = packed ? sequence_at(tile) : column / units_;
     if (packed) tile -= first_tile(t.index);
