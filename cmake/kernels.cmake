@@ -75,7 +75,7 @@ set(ANYFLASH_CPU_ENUM_avx512 kAvx512)
 set(ANYFLASH_CPU_ENUM_neon kNeon)
 set(ANYFLASH_CPU_ENUM_amx kAmx)
 set(ANYFLASH_CPU_OPS forward backward decode)
-set(ANYFLASH_CPU_OPS_amx forward) # what else there is runs as for AVX-512
+set(ANYFLASH_CPU_OPS_amx forward backward) # what else there is runs as for AVX-512
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 

@@ -20,7 +20,7 @@ class Blocks {
   using T = typename Compute<E>::Type;
 
   Blocks(const BackwardParams& p, const RowSums<T>& sums, const BackwardScratch<T>& scratch)
-      : p_(p), sums_(sums), modifier_(p), ld_(scratch.ld), ld_v_(scratch.ld_v) {}
+      : p_(p), sums_(sums), modifier_(p), scratch_(scratch), ld_(scratch.ld), ld_v_(scratch.ld_v) {}
 
   const ScoreModifier<T>& modifier() const { return modifier_; }
 
@@ -40,9 +40,19 @@ class Blocks {
     block->first_row = first_row;
     block->count = rest < kBlockM ? rest : kBlockM;
     block->width = round_up(block->count, kColumnPad<T>);
+    block->in_floats = false;
+    block->in_tiles = load_tiles(block);
+    if (!block->in_tiles) load_floats(block);
+    describe_rows(block);
+  }
+
+  // q and dO in the compute type, if they are not yet.
+  void load_floats(RowBlock<T>* block) const {
+    if (block->in_floats) return;
+    block->in_floats = true;
     const int padding = block->width - block->count;
-    load<E>(p_.q, p_.q_stride, row(first_row), head, block->count, padding, p_.head_dim, ld_,
-            block->q);
+    load<E>(p_.q, p_.q_stride, row(block->first_row), block->head, block->count, padding,
+            p_.head_dim, ld_, block->q);
     if (p_.dout_dtype == DType::kFloat32) {
       load_dout<float>(block, padding);
     } else {
@@ -51,7 +61,6 @@ class Blocks {
     transpose_block(block->q, ld_, block->width, static_cast<int>(ld_), block->q_across, kBlockM);
     transpose_block(block->dout, ld_v_, block->width, static_cast<int>(ld_v_), block->dout_across,
                     kBlockM);
-    describe_rows(block);
   }
 
   void load_keys(int head_k, int first_key, KeyBlock<T>* block) const {
@@ -59,11 +68,21 @@ class Blocks {
     block->first_key = first_key;
     block->count = rest < 0 ? 0 : rest < kBlockN ? rest : kBlockN;
     block->padded = round_up(block->count, kGroupPad);
+    block->head_k = head_k;
+    block->in_floats = false;
+    block->in_tiles = load_tiles(block);
+    if (!block->in_tiles) load_floats(block);
+  }
+
+  // k and v in the compute type, if they are not yet.
+  void load_floats(KeyBlock<T>* block) const {
+    if (block->in_floats) return;
+    block->in_floats = true;
     const int padding = block->padded - block->count;
-    load<E>(p_.k, p_.k_stride, key(first_key), head_k, block->count, padding, p_.head_dim, ld_,
-            block->k);
-    load<E>(p_.v, p_.v_stride, key(first_key), head_k, block->count, padding, p_.head_dim_v, ld_v_,
-            block->v);
+    load<E>(p_.k, p_.k_stride, key(block->first_key), block->head_k, block->count, padding,
+            p_.head_dim, ld_, block->k);
+    load<E>(p_.v, p_.v_stride, key(block->first_key), block->head_k, block->count, padding,
+            p_.head_dim_v, ld_v_, block->v);
   }
 
   // dQ = scale sum(dS K)
@@ -86,6 +105,49 @@ class Blocks {
   }
 
  private:
+#if ANYFLASH_CPU_TILES
+  // False where a product by tiles would not do: NaN and infinity of what is hidden must not meet
+  // the zeros that stand for it.
+  bool load_tiles(RowBlock<T>* block) const {
+    if (p_.dout_dtype == DType::kFloat32) return false;
+    const RowTiles& tiles = block->tiles;
+    const std::int64_t first = row(block->first_row);
+    BFloat16* const rows = scratch_.tiles.block;
+    if (!load_block(rows_of(p_.q, p_.q_stride, first, block->head), p_.q_stride, block->count,
+                    p_.head_dim, rows)) {
+      return false;
+    }
+    pair_rows(rows, p_.head_dim, tiles.q);
+    pair_columns(rows, p_.head_dim, tiles.q_across);
+    if (!load_block(rows_of(p_.dout, p_.dout_stride, first, block->head), p_.dout_stride,
+                    block->count, p_.head_dim_v, rows)) {
+      return false;
+    }
+    pair_rows(rows, p_.head_dim_v, tiles.dout);
+    pair_columns(rows, p_.head_dim_v, tiles.dout_across);
+    return true;
+  }
+
+  bool load_tiles(KeyBlock<T>* block) const {
+    const KeyTiles& tiles = block->tiles;
+    const std::int64_t first = key(block->first_key);
+    const bool finite =
+        load_block(rows_of(p_.k, p_.k_stride, first, block->head_k), p_.k_stride, block->count,
+                   p_.head_dim, tiles.k) &&
+        load_block(rows_of(p_.v, p_.v_stride, first, block->head_k), p_.v_stride, block->count,
+                   p_.head_dim_v, tiles.v);
+    pair_rows(tiles.k, p_.head_dim, tiles.k_pairs);
+    return finite;
+  }
+
+  const E* rows_of(const void* data, const Strides& stride, std::int64_t first, int head) const {
+    return static_cast<const E*>(data) + element(stride, first, head);
+  }
+#else
+  bool load_tiles(RowBlock<T>* /*block*/) const { return false; }
+  bool load_tiles(KeyBlock<T>* /*block*/) const { return false; }
+#endif
+
   std::int64_t row(int row) const { return sequence_.first_q + row; }
   std::int64_t key(int key) const { return sequence_.first_k + key; }
 
@@ -150,6 +212,7 @@ class Blocks {
   const BackwardParams& p_;
   const RowSums<T> sums_;
   const ScoreModifier<T> modifier_;
+  const BackwardScratch<T>& scratch_;
   std::int64_t ld_;
   std::int64_t ld_v_;
   std::int64_t index_ = 0;

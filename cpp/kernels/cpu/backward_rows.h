@@ -16,9 +16,11 @@ constexpr KernelRow backward_row(const char* name, DType dtype) {
 }
 
 constexpr KernelRow kBackwardRows[] = {
+#if !ANYFLASH_CPU_TILES  // what has no tiles runs as for AVX-512
     backward_row<double>(ANYFLASH_CPU_NAME("backward", "f64"), DType::kFloat64),
     backward_row<float>(ANYFLASH_CPU_NAME("backward", "f32"), DType::kFloat32),
     backward_row<Half>(ANYFLASH_CPU_NAME("backward", "f16"), DType::kFloat16),
+#endif
     backward_row<BFloat16>(ANYFLASH_CPU_NAME("backward", "bf16"), DType::kBFloat16),
 };
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/backward_tiles.h"
 #include "cpu/scratch.h"
 #include "cpu/simd.h"
 #include "cpu/tasks.h"
@@ -16,9 +17,10 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // Rows of a tile of scores; its keys are kBlockN. Blocks of a block mask are multiples of both, so
 // that one of its elements decides on a whole tile.
 inline constexpr int kBlockM = 64;
+static_assert(kBlockM == kTileBlock && kBlockN == kTileBlock);
 
 // Blocks of a task: each block of the other kind that it visits is packed once for all of them.
-inline constexpr int kTaskBlocks = 2;
+inline constexpr int kTaskBlocks = kHasTiles ? 4 : 2;
 
 // What a row adds to all its tiles: (heads, rows of all sequences).
 template <typename T>
@@ -70,6 +72,10 @@ struct RowBlock {
   // Keys that all of them see.
   int full_first;
   int full_end;
+
+  RowTiles tiles;
+  bool in_tiles;   // where there are tiles: q and dout are in them
+  bool in_floats;  // q, dout, q_across and dout_across hold them
 };
 
 // A block of keys of one kv head, and its gradients.
@@ -81,8 +87,13 @@ struct KeyBlock {
   T* dv;  // (kBlockN, ld_v)
 
   int first_key;
+  int head_k;
   int count;  // keys that are used
   int padded;
+
+  KeyTiles tiles;
+  bool in_tiles;
+  bool in_floats;
 };
 
 template <typename T>
@@ -95,6 +106,7 @@ struct BackwardScratch {
   T* bias;  // if there is one
   T* kept;  // what dropout multiplies probabilities by, if there is dropout
   T* sum;   // of dbias, if it is wanted
+  ProductTiles tiles;
   std::int64_t ld;
   std::int64_t ld_v;
   std::size_t size;
@@ -106,6 +118,8 @@ struct BackwardScratch {
     BackwardScratch x;
     x.ld = round_up(p.head_dim, kColumnPad<T>);
     x.ld_v = round_up(p.head_dim_v, kColumnPad<T>);
+    const int line = tile_line(p.head_dim);
+    const int line_v = tile_line(p.head_dim_v);
     for (RowBlock<T>& block : x.row_blocks) {
       carver.take(block.q, kBlockM * x.ld);
       carver.take(block.dout, kBlockM * x.ld_v);
@@ -119,12 +133,14 @@ struct BackwardScratch {
       carver.take(block.end, kBlockM);
       carver.take(block.rows, kBlockM);
       carver.take(block.slope_sum, kBlockM);
+      if (kHasTiles) block.tiles.carve(carver, line, line_v);
     }
     for (KeyBlock<T>& block : x.key_blocks) {
       carver.take(block.k, kBlockN * x.ld);
       carver.take(block.v, kBlockN * x.ld_v);
       carver.take(block.dk, kBlockN * x.ld);
       carver.take(block.dv, kBlockN * x.ld_v);
+      if (kHasTiles) block.tiles.carve(carver, line, line_v);
     }
     constexpr int kTile = kBlockM * kBlockN;
     carver.take(x.s, kTile);
@@ -132,6 +148,7 @@ struct BackwardScratch {
     carver.take(x.bias, p.bias.data != nullptr ? kTile : 0);
     carver.take(x.kept, p.dropout_threshold != 0 ? kTile : 0);
     carver.take(x.sum, p.dbias.data != nullptr ? kTile : 0);
+    if (kHasTiles) x.tiles.carve(carver, line, line_v);
     x.size = carver.size();
     return x;
   }

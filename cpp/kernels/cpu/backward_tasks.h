@@ -110,7 +110,7 @@ class BackwardTasks {
     for (int block = all.begin; block < all.end; ++block) {
       bool loaded = false;
       for (int i = 0; i < count; ++i) {
-        const KeyBlock<T>& keys = scratch_.key_blocks[i];
+        KeyBlock<T>& keys = scratch_.key_blocks[i];
         if (!ranges[i].holds(block) || !tile_.kept(head, block * kBlockM, keys.first_key)) continue;
         if (!loaded) blocks_.load_rows(head, block * kBlockM, &rows);
         loaded = true;
@@ -133,7 +133,7 @@ class BackwardTasks {
     for (int block = all.begin; block < all.end; ++block) {
       bool loaded = false;
       for (int i = 0; i < count; ++i) {
-        const RowBlock<T>& rows = scratch_.row_blocks[i];
+        RowBlock<T>& rows = scratch_.row_blocks[i];
         if (!ranges[i].holds(block) || !tile_.kept(head, rows.first_row, block * kBlockN)) continue;
         if (!loaded) blocks_.load_keys(blocks_.head_k(head), block * kBlockN, &keys);
         loaded = true;

@@ -57,7 +57,7 @@ class BackwardTile {
 
   // P kept and dS0 or dS. With kProduct, what the rows add to dalibi_slopes is added to their sums.
   // False: the bias hides all.
-  bool compute(const RowBlock<T>& rows, const KeyBlock<T>& keys, GradientOf of) {
+  bool compute(RowBlock<T>& rows, KeyBlock<T>& keys, GradientOf of) {
     if (modifier_.has_bias() && !load_bias(modifier_, rows.rows, rows.width, keys.first_key, 0,
                                            keys.count, scratch_.bias, kBlockM)) {
       return false;
@@ -66,10 +66,17 @@ class BackwardTile {
     const bool masked = keys.first_key < rows.full_first || end_key > rows.full_end;
     hides_ = masked || modifier_.has_bias();
     if (p_.dropout_threshold != 0) draw(rows, keys);
-    product(RowMajor<T>{keys.k, scratch_.ld}, keys.padded, p_.head_dim,
-            Columns<T>{rows.q_across, kBlockM, rows.width}, false, scratch_.s, kBlockM);
-    product(RowMajor<T>{keys.v, scratch_.ld_v}, keys.padded, p_.head_dim_v,
-            Columns<T>{rows.dout_across, kBlockM, rows.width}, false, scratch_.ds, kBlockM);
+    by_tiles_ = rows.in_tiles && keys.in_tiles;
+    if (by_tiles_) {
+      multiply_tiles(rows, keys);
+    } else {
+      blocks_.load_floats(&rows);
+      blocks_.load_floats(&keys);
+      product(RowMajor<T>{keys.k, scratch_.ld}, keys.padded, p_.head_dim,
+              Columns<T>{rows.q_across, kBlockM, rows.width}, false, scratch_.s, kBlockM);
+      product(RowMajor<T>{keys.v, scratch_.ld_v}, keys.padded, p_.head_dim_v,
+              Columns<T>{rows.dout_across, kBlockM, rows.width}, false, scratch_.ds, kBlockM);
+    }
     if (!modifier_.active() && p_.dropout_threshold == 0) {
       if (masked) {
         finish(rows, keys, of, TileKind<true, false>{});
@@ -87,6 +94,7 @@ class BackwardTile {
   // Of the tile computed last.
   // dV += (P kept)^T dO,  dK += dS0^T Q
   void add_to_keys(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
+    if (by_tiles_) return add_tiles_to_keys(rows, keys);
     const RowMajor<T> p{scratch_.s, kBlockM};
     const RowMajor<T> ds{scratch_.ds, kBlockM};
     add(p, p, keys.padded, rows.count, of_rows(rows.dout, scratch_.ld_v), keys.dv);
@@ -95,6 +103,7 @@ class BackwardTile {
 
   // dQ += dS0 K
   void add_to_rows(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
+    if (by_tiles_) return add_tiles_to_rows(rows, keys);
     const ColumnMajor<T> p{scratch_.s, kBlockM};
     const ColumnMajor<T> ds{scratch_.ds, kBlockM};
     add(ds, p, rows.width, keys.count, of_rows(keys.k, scratch_.ld), rows.dq);
@@ -115,6 +124,43 @@ class BackwardTile {
       product(a, rows, terms, b, true, c, b.ld);
     }
   }
+
+#if ANYFLASH_CPU_TILES
+  // The products of backward_tiles.h.
+  void multiply_tiles(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
+    const int line = tile_line(p_.head_dim);
+    const int line_v = tile_line(p_.head_dim_v);
+    const int count = round_up(keys.padded, kTileRows);
+    tile_product(keys.tiles.k, line, count, rows.tiles.q_across, kBlockM, rows.width,
+                 line / kTileTerms, false, scratch_.s, kBlockM);
+    tile_product(keys.tiles.v, line_v, count, rows.tiles.dout_across, kBlockM, rows.width,
+                 line_v / kTileTerms, false, scratch_.ds, kBlockM);
+  }
+
+  void add_tiles_to_keys(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
+    const ProductTiles& tiles = scratch_.tiles;
+    const int count = round_up(keys.padded, kTileRows);
+    const int steps = tile_line(rows.width) / kTileTerms;
+    pack_tile(scratch_.s, keys.padded, rows.width, tiles.p);
+    pack_tile(scratch_.ds, keys.padded, rows.width, tiles.ds);
+    tile_product(tiles.p, kBlockM, count, rows.tiles.dout, tile_line(p_.head_dim_v),
+                 static_cast<int>(scratch_.ld_v), steps, true, keys.dv, scratch_.ld_v);
+    tile_product(tiles.ds, kBlockM, count, rows.tiles.q, tile_line(p_.head_dim),
+                 static_cast<int>(scratch_.ld), steps, true, keys.dk, scratch_.ld);
+  }
+
+  void add_tiles_to_rows(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
+    const ProductTiles& tiles = scratch_.tiles;
+    pack_tile_across(scratch_.ds, keys.padded, rows.width, tiles);
+    tile_product(tiles.ds_across, kBlockN, rows.width, keys.tiles.k_pairs, tile_line(p_.head_dim),
+                 static_cast<int>(scratch_.ld), tile_line(keys.padded) / kTileTerms, true, rows.dq,
+                 scratch_.ld);
+  }
+#else
+  void multiply_tiles(const RowBlock<T>&, const KeyBlock<T>&) const {}
+  void add_tiles_to_keys(const RowBlock<T>&, const KeyBlock<T>&) const {}
+  void add_tiles_to_rows(const RowBlock<T>&, const KeyBlock<T>&) const {}
+#endif
 
   // kept^T of the tile.
   void draw(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
@@ -231,6 +277,10 @@ class BackwardTile {
   const BackwardScratch<T>& scratch_;
   T scale_;
   bool hides_ = false;
+  bool by_tiles_ = false;
+#if ANYFLASH_CPU_TILES
+  const TileRegisters registers_;
+#endif
 };
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

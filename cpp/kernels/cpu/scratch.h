@@ -81,7 +81,7 @@ struct Scratch {
     carver.take(x.q, kRows * d);
     carver.take(x.o, kRows * dv);
     carver.take(x.s, kBlock);
-    carver.take(x.p, kPanelKeys > kBlockN ? kBlock / 2 : 0);
+    carver.take(x.p, kHasTiles ? kBlock / 2 : 0);
     carver.take(x.bias, p.bias.data != nullptr ? kBlock : 0);
     carver.take(x.k, kPanelKeys * d);
     carver.take(x.v, kPanelKeys * dv);

@@ -51,20 +51,7 @@ class TileProducts : public PanelProducts<Rows> {
       copy_row(rows_.query_row(panel * Base::kPanel + r), p_.q_stride.col, p_.head_dim,
                rows + r * padded);
     }
-    for (int r = 0; r < width; r += S::kLanes) {
-      for (int c = 0; c < padded; c += 2 * S::kLanes) {
-        Vec x[S::kLanes];  // pairs of columns
-        ANYFLASH_CPU_UNROLL
-        for (int i = 0; i < S::kLanes; ++i) {
-          std::memcpy(&x[i], rows + (r + i) * padded + c, sizeof(x[i]));
-        }
-        S::transpose(x);
-        ANYFLASH_CPU_UNROLL
-        for (int i = 0; i < S::kLanes; ++i) {
-          std::memcpy(q(panel) + 2 * ((c / 2 + i) * width + r), &x[i], sizeof(x[i]));
-        }
-      }
-    }
+    transpose_words(rows, padded, width, padded, q(panel), 2 * width);
   }
 
   void load_keys(int block, int first, int keys) {
@@ -85,8 +72,9 @@ class TileProducts : public PanelProducts<Rows> {
     constexpr int kRows = NV * S::kLanes;
     const int padded = padded_dim();
     const int begin = zones.begin / kTileRows * kTileRows;
-    tile_product<NV>(k() + begin * padded, padded, round_up(zones.end, kTileRows) - begin, q(panel),
-                     padded / kTileTerms, /*add=*/false, scratch_.s + begin * kRows);
+    tile_product(k() + begin * padded, padded, round_up(zones.end, kTileRows) - begin, q(panel),
+                 kRows, kRows, padded / kTileTerms, /*add=*/false, scratch_.s + begin * kRows,
+                 kRows);
     finish();
     ScoreRange<T, NV> range = range_out;
     T* const s = scratch_.s;
@@ -115,13 +103,14 @@ class TileProducts : public PanelProducts<Rows> {
     pack_probabilities<NV>(zones, begin, begin + steps * kTileTerms);
     T* const o = Base::o_panel(panel);
     rescale<NV>(alpha, Base::padded_dim_v(), o);
-    pending_ = {NV, begin, steps, o};
+    pending_ = {NV * S::kLanes, begin, steps, o};
   }
 
   void finish() {
-    if (pending_.vectors == 1) add_pending<1>();
-    if (pending_.vectors == 2) add_pending<2>();
-    pending_.vectors = 0;
+    if (pending_.steps == 0) return;
+    tile_product(v() + pending_.first_key, kPanelKeys, Base::padded_dim_v(), p(), pending_.width,
+                 pending_.width, pending_.steps, /*add=*/true, pending_.o, pending_.width);
+    pending_.steps = 0;
   }
 
  private:
@@ -157,8 +146,8 @@ class TileProducts : public PanelProducts<Rows> {
         ANYFLASH_CPU_UNROLL
         for (int i = 0; i < S::kLanes; ++i) {
           const BFloat16* const low = rows + (j + 2 * i) * padded + c;
-          const UIntVec pair = load_words(low) | load_words(low + padded) << 16;
-          exponents |= (pair & 0x7f807f80u) + 0x00800080u;  // carries out of one of all ones
+          const UIntVec pair = load_pairs(low, low + padded);
+          exponents |= exponent_carries(pair);
           x[i] = S::from_bits(pair);
         }
         S::transpose(x);
@@ -168,23 +157,10 @@ class TileProducts : public PanelProducts<Rows> {
         }
       }
     }
-    return _mm512_test_epi32_mask((__m512i)exponents, _mm512_set1_epi32(0x80008000)) == 0;
+    return !any_carry(exponents);
   }
 
-  static ANYFLASH_CPU_INLINE UIntVec load_words(const BFloat16* from) {
-    typedef std::uint16_t Words __attribute__((vector_size(2 * S::kLanes)));
-    Words words;
-    std::memcpy(&words, from, sizeof(words));
-    return __builtin_convertvector(words, UIntVec);
-  }
-
-  template <int NV>
-  void add_pending() const {
-    tile_product<NV>(v() + pending_.first_key, kPanelKeys, Base::padded_dim_v(), p(),
-                     pending_.steps, /*add=*/true, pending_.o);
-  }
-
-  // Of keys [begin, end); zeros outside the zones and for hidden keys.
+  // P^T of keys [begin, end), zeros outside the zones and for hidden keys.
   template <int NV>
   void pack_probabilities(const Zones& zones, int begin, int end) const {
     constexpr int kRows = NV * S::kLanes;
@@ -224,9 +200,9 @@ class TileProducts : public PanelProducts<Rows> {
   }
 
   struct Product {
-    int vectors;  // of rows; 0: none
+    int width;  // of the panel
     int first_key;
-    int steps;
+    int steps;  // 0: there is none
     T* o;
   };
 

@@ -13,13 +13,18 @@
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include <immintrin.h>
-
 #define ANYFLASH_CPU_TILES 1
+#else
+#define ANYFLASH_CPU_TILES 0
+#endif
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
+inline constexpr bool kHasTiles = ANYFLASH_CPU_TILES;
 inline constexpr int kTileRows = 16;
 inline constexpr int kTileTerms = 32;
+
+#if ANYFLASH_CPU_TILES
 
 // The shapes of the tile registers, for as long as this lives; of the thread that made it.
 class TileRegisters {
@@ -40,7 +45,13 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// Rounded to nearest even: (low[0], high[0], low[1], high[1], ...).
+// Rounded to nearest even: (low[0], low[1], ..., high[0], ...).
+ANYFLASH_CPU_INLINE void store_halves(Simd<float>::Vec low, Simd<float>::Vec high, BFloat16* to) {
+  const __m512bh words = _mm512_cvtne2ps_pbh(high, low);
+  std::memcpy(to, &words, sizeof(words));
+}
+
+// The same in pairs: (low[0], high[0], low[1], high[1], ...).
 ANYFLASH_CPU_INLINE void store_pairs(Simd<float>::Vec low, Simd<float>::Vec high, BFloat16* to) {
   typedef std::uint16_t Words __attribute__((vector_size(64)));
   const __m512bh halves = _mm512_cvtne2ps_pbh(high, low);
@@ -52,75 +63,120 @@ ANYFLASH_CPU_INLINE void store_pairs(Simd<float>::Vec low, Simd<float>::Vec high
   std::memcpy(to, &words, sizeof(words));
 }
 
-#if !defined(__SANITIZE_ADDRESS__)
-
-// One tile of rows of a and c, or two.
-template <int NV, bool kTwo>
-inline void tile_rows(const BFloat16* a, std::int64_t lda, const BFloat16* b, int steps, bool add,
-                      float* c) {
-  constexpr int kColumns = NV * kTileRows;
-  constexpr int kLine = kColumns * 4;  // bytes, of b and c
-  float* const next = c + kTileRows * kColumns;
-  if (add) {
-    _tile_loadd(0, c, kLine);
-    if constexpr (NV > 1) _tile_loadd(1, c + 16, kLine);
-    if constexpr (kTwo) _tile_loadd(2, next, kLine);
-    if constexpr (kTwo && NV > 1) _tile_loadd(3, next + 16, kLine);
-  } else {
-    _tile_zero(0);
-    if constexpr (NV > 1) _tile_zero(1);
-    if constexpr (kTwo) _tile_zero(2);
-    if constexpr (kTwo && NV > 1) _tile_zero(3);
-  }
-  for (int step = 0; step < steps; ++step) {
-    _tile_loadd(6, b, kLine);
-    _tile_loadd(4, a, lda * 2);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (NV > 1) {
-      _tile_loadd(7, b + 32, kLine);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (kTwo) {
-      _tile_loadd(5, a + kTileRows * lda, lda * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      if constexpr (NV > 1) _tile_dpbf16ps(3, 5, 7);
-    }
-    a += kTileTerms;
-    b += kTileTerms * kColumns;
-  }
-  _tile_stored(0, c, kLine);
-  if constexpr (NV > 1) _tile_stored(1, c + 16, kLine);
-  if constexpr (kTwo) _tile_stored(2, next, kLine);
-  if constexpr (kTwo && NV > 1) _tile_stored(3, next + 16, kLine);
+// (low[0], high[0], low[1], high[1], ...)
+ANYFLASH_CPU_INLINE Simd<float>::UIntVec load_pairs(const BFloat16* low, const BFloat16* high) {
+  using UIntVec = Simd<float>::UIntVec;
+  typedef std::uint16_t Words __attribute__((vector_size(32)));
+  Words words[2];
+  std::memcpy(&words[0], low, sizeof(words[0]));
+  std::memcpy(&words[1], high, sizeof(words[1]));
+  return __builtin_convertvector(words[0], UIntVec) | __builtin_convertvector(words[1], UIntVec)
+                                                          << 16;
 }
 
-// a: (rows, 32 steps), rows a multiple of 16, lines of `lda`; b: (16 steps, 16 NV, 2);
-// c: (rows, 16 NV).
-template <int NV>
-inline void tile_product(const BFloat16* a, std::int64_t lda, int rows, const BFloat16* b,
-                         int steps, bool add, float* c) {
-  static_assert(NV <= 2, "eight registers: 2 NV sums, NV of b, two of a");
-  int row = 0;
-  for (; row + 2 * kTileRows <= rows; row += 2 * kTileRows) {
-    tile_rows<NV, true>(a + row * lda, lda, b, steps, add, c + row * NV * kTileRows);
+// Carries out of exponents of all ones, those of infinities and NaN.
+ANYFLASH_CPU_INLINE Simd<float>::UIntVec exponent_carries(Simd<float>::UIntVec pairs) {
+  return (pairs & 0x7f807f80u) + 0x00800080u;
+}
+ANYFLASH_CPU_INLINE bool any_carry(Simd<float>::UIntVec carries) {
+  return _mm512_test_epi32_mask((__m512i)carries, _mm512_set1_epi32(0x80008000)) != 0;
+}
+
+// Pairs of columns, lines of `ld` and `to_ld` numbers: to[c / 2][r] = from[r][c / 2]; rows and pairs
+// are multiples of 16.
+inline void transpose_words(const BFloat16* from, std::int64_t ld, int rows, int columns,
+                            BFloat16* to, std::int64_t to_ld) {
+  using S = Simd<float>;
+  for (int r = 0; r < rows; r += S::kLanes) {
+    for (int c = 0; c < columns; c += 2 * S::kLanes) {
+      S::Vec x[S::kLanes];
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < S::kLanes; ++i) std::memcpy(&x[i], from + (r + i) * ld + c, sizeof(x[i]));
+      S::transpose(x);
+      ANYFLASH_CPU_UNROLL
+      for (int i = 0; i < S::kLanes; ++i) {
+        std::memcpy(to + (c / 2 + i) * to_ld + 2 * r, &x[i], sizeof(x[i]));
+      }
+    }
   }
-  if (row < rows) tile_rows<NV, false>(a + row * lda, lda, b, steps, add, c + row * NV * kTileRows);
+}
+
+#if !defined(__SANITIZE_ADDRESS__)
+
+// One tile of rows of a and c, or two, and as many of columns of b and c.
+template <int kRows, int kColumns>
+inline void tile_block(const BFloat16* a, std::int64_t lda, const BFloat16* b, std::int64_t ldb,
+                       int steps, bool add, float* c, std::int64_t ldc) {
+  constexpr bool kDown = kRows == 2;
+  constexpr bool kAcross = kColumns == 2;
+  const std::int64_t line_a = lda * 2;  // in bytes
+  const std::int64_t line_b = ldb * 4;
+  const std::int64_t line_c = ldc * 4;
+  float* const below = c + kTileRows * ldc;
+  if (add) {
+    _tile_loadd(0, c, line_c);
+    if constexpr (kAcross) _tile_loadd(1, c + kTileRows, line_c);
+    if constexpr (kDown) _tile_loadd(2, below, line_c);
+    if constexpr (kDown && kAcross) _tile_loadd(3, below + kTileRows, line_c);
+  } else {
+    _tile_zero(0);
+    if constexpr (kAcross) _tile_zero(1);
+    if constexpr (kDown) _tile_zero(2);
+    if constexpr (kDown && kAcross) _tile_zero(3);
+  }
+  for (int step = 0; step < steps; ++step) {
+    _tile_loadd(6, b, line_b);
+    _tile_loadd(4, a, line_a);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kAcross) {
+      _tile_loadd(7, b + 2 * kTileRows, line_b);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kDown) {
+      _tile_loadd(5, a + kTileRows * lda, line_a);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kAcross) _tile_dpbf16ps(3, 5, 7);
+    }
+    a += kTileTerms;
+    b += kTileTerms * ldb;
+  }
+  _tile_stored(0, c, line_c);
+  if constexpr (kAcross) _tile_stored(1, c + kTileRows, line_c);
+  if constexpr (kDown) _tile_stored(2, below, line_c);
+  if constexpr (kDown && kAcross) _tile_stored(3, below + kTileRows, line_c);
 }
 
 #else
 
 // The same without tiles. AddressSanitizer sees no access of theirs: it gets this one.
-template <int NV>
-inline void tile_product(const BFloat16* a, std::int64_t lda, int rows, const BFloat16* b,
-                         int steps, bool add, float* c) {
-  constexpr int kColumns = NV * kTileRows;
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < kColumns; ++j) {
-      float sum = add ? c[i * kColumns + j] : 0.0f;
+template <int kRows, int kColumns>
+inline void tile_block(const BFloat16* a, std::int64_t lda, const BFloat16* b, std::int64_t ldb,
+                       int steps, bool add, float* c, std::int64_t ldc) {
+  for (int i = 0; i < kRows * kTileRows; ++i) {
+    for (int j = 0; j < kColumns * kTileRows; ++j) {
+      float sum = add ? c[i * ldc + j] : 0.0f;
       for (int t = 0; t < steps * kTileTerms; ++t) {
-        sum += to_compute(a[i * lda + t]) * to_compute(b[(t / 2 * kColumns + j) * 2 + t % 2]);
+        sum += to_compute(a[i * lda + t]) * to_compute(b[(t / 2 * ldb + j) * 2 + t % 2]);
       }
-      c[i * kColumns + j] = sum;
+      c[i * ldc + j] = sum;
+    }
+  }
+}
+
+#endif
+
+// a: (rows, 32 steps), lines of `lda`; b: (16 steps, columns, 2), lines of 2 `ldb`; c: (rows,
+// columns), lines of `ldc`. Rows and columns are multiples of 16.
+inline void tile_product(const BFloat16* a, std::int64_t lda, int rows, const BFloat16* b,
+                         std::int64_t ldb, int columns, int steps, bool add, float* c,
+                         std::int64_t ldc) {
+  for (int column = 0; column < columns; column += 2 * kTileRows) {
+    const bool across = column + kTileRows < columns;
+    for (int row = 0; row < rows; row += 2 * kTileRows) {
+      const bool down = row + kTileRows < rows;
+      const auto block = down ? (across ? tile_block<2, 2> : tile_block<2, 1>)
+                              : (across ? tile_block<1, 2> : tile_block<1, 1>);
+      block(a + row * lda, lda, b + 2 * column, ldb, steps, add, c + row * ldc + column, ldc);
     }
   }
 }
@@ -128,5 +184,3 @@ inline void tile_product(const BFloat16* a, std::int64_t lda, int rows, const BF
 #endif
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA
-
-#endif
