@@ -41,6 +41,7 @@ BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h"}
 EXTERNAL = {
     "std": re.compile(r"[a-z_]+|(stddef|stdint|math|string|limits)\.h"),
     "openmp": re.compile(r"omp\.h"),
+    "processor": re.compile(r"cpuid\.h|sys/syscall\.h|unistd\.h"),
     "intrinsics": re.compile(r"immintrin\.h|intrin\.h|arm_neon\.h"),
     "dlpack": re.compile(r"dlpack/dlpack\.h"),
     "cuda_runtime_api": re.compile(r"cuda_runtime_api\.h"),
@@ -85,7 +86,7 @@ def layers(root: Path) -> list[Layer]:
         Layer(
             "cpp/src/",
             (PUBLIC, "cpp/src/"),
-            external=frozenset({"std", "dlpack", "openmp", "cuda_runtime_api"}),
+            external=frozenset({"std", "dlpack", "openmp", "processor", "cuda_runtime_api"}),
         ),
         Layer(common, (PUBLIC, common), kernel_headers, DEVICE),
         Layer(variant, shared, kernel_headers, DEVICE),

@@ -9,8 +9,8 @@
 
 namespace anyflash {
 
-// Instruction sets of the CPU kernels. kAuto takes the best that is built and that the CPU has. kAmx
-// has the forward of bfloat16 and takes kAvx512's kernels for the rest.
+// Instruction sets of the CPU kernels. kAuto takes the best that is built and that the CPU has.
+// kAmx has the forward and the backward of bfloat16 and takes kAvx512's kernels for the rest.
 enum class CpuIsa : int { kAuto, kBaseline, kAvx2, kAvx512, kNeon, kAmx };
 
 // In this order a score of query i and key j is made:

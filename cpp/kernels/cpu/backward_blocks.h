@@ -131,11 +131,10 @@ class Blocks {
   bool load_tiles(KeyBlock<T>* block) const {
     const KeyTiles& tiles = block->tiles;
     const std::int64_t first = key(block->first_key);
-    const bool finite =
-        load_block(rows_of(p_.k, p_.k_stride, first, block->head_k), p_.k_stride, block->count,
-                   p_.head_dim, tiles.k) &&
-        load_block(rows_of(p_.v, p_.v_stride, first, block->head_k), p_.v_stride, block->count,
-                   p_.head_dim_v, tiles.v);
+    const bool finite = load_block(rows_of(p_.k, p_.k_stride, first, block->head_k), p_.k_stride,
+                                   block->count, p_.head_dim, tiles.k) &&
+                        load_block(rows_of(p_.v, p_.v_stride, first, block->head_k), p_.v_stride,
+                                   block->count, p_.head_dim_v, tiles.v);
     pair_rows(tiles.k, p_.head_dim, tiles.k_pairs);
     return finite;
   }

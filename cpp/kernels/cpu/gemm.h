@@ -23,8 +23,8 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // not (it spills a sum in each round): there 8 sums and 2 vectors. Float32, head_dim 64 and 128,
 // 2048 keys on an AMD EPYC (Zen 4 or later): GCC SSE2 +20 %, Clang AVX2 +40 %, but GCC AVX2 -10 %.
 // By tiles (tiles.h) four sums of two by two take all registers.
-#if ANYFLASH_CPU_TILES || (ANYFLASH_CPU_VECTORS && defined(__SSE2__) && \
-    !defined(__AVX512F__) && (!defined(__FMA__) || defined(__clang__)))
+#if ANYFLASH_CPU_TILES || (ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__AVX512F__) && \
+                           (!defined(__FMA__) || defined(__clang__)))
 inline constexpr int kMaxVectors = 2;
 #else
 inline constexpr int kMaxVectors = 3;
@@ -130,8 +130,7 @@ template <typename T, int NV, typename Visible>
 ANYFLASH_CPU_INLINE void finish_score(typename Simd<T>::Vec score, const Visible& visible,
                                       int vector, int key, T* s, ScoreRange<T, NV>& range) {
   using S = Simd<T>;
-  const auto x =
-      visible.template select<T>(vector, key, score, S::broadcast(T(-kInfinity)));
+  const auto x = visible.template select<T>(vector, key, score, S::broadcast(T(-kInfinity)));
   S::store(s, x);
   range.max[vector] = S::max(x, range.max[vector]);  // leaves out a NaN, which makes its p NaN
   if constexpr (Visible::kAll) range.min[vector] = S::min(x, range.min[vector]);

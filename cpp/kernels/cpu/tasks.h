@@ -79,9 +79,9 @@ class Split {
   std::int64_t tasks() const { return tasks_; }
   int rows_per_task() const { return rows_per_task_; }
 
-  // The tiles of a head follow each other, since they read the same keys; the last ones first: under
-  // a causal mask they see the most keys, and a long task at the end would leave the other threads
-  // idle.
+  // The tiles of a head follow each other, since they read the same keys; the last ones first:
+  // under a causal mask they see the most keys, and a long task at the end would leave the other
+  // threads idle.
   Task task(std::int64_t number) const {
     const bool packed = p_->cu_seqlens_q != nullptr;
     const std::int64_t column = number / tiles_;

@@ -1,5 +1,5 @@
-// The two products of a panel by tiles (tiles.h), where q, k and v are bfloat16 and the processor has
-// them: query rows in the columns of b.
+// The two products of a panel by tiles (tiles.h), where q, k and v are bfloat16 and the processor
+// has them: query rows in the columns of b.
 //   S^T = K Q^T    a = k  (keys, head_dim)     b = q  (head_dim / 2, rows, 2)
 //   O^T = V^T P^T  a = v  (head_dim_v, keys)   b = p  (keys / 2, rows, 2)
 // Head dims are padded with zeros, q's and k's to 32, v's to 16. P is rounded to bfloat16, as on a

@@ -82,8 +82,8 @@ ANYFLASH_CPU_INLINE bool any_carry(Simd<float>::UIntVec carries) {
   return _mm512_test_epi32_mask((__m512i)carries, _mm512_set1_epi32(0x80008000)) != 0;
 }
 
-// Pairs of columns, lines of `ld` and `to_ld` numbers: to[c / 2][r] = from[r][c / 2]; rows and pairs
-// are multiples of 16.
+// Pairs of columns, lines of `ld` and `to_ld` numbers: to[c / 2][r] = from[r][c / 2]; rows and
+// pairs are multiples of 16.
 inline void transpose_words(const BFloat16* from, std::int64_t ld, int rows, int columns,
                             BFloat16* to, std::int64_t to_ld) {
   using S = Simd<float>;

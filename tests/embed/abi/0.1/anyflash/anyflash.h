@@ -30,7 +30,8 @@ typedef enum {
   ANYFLASH_CPU_BASELINE = 1,
   ANYFLASH_CPU_AVX2 = 2,
   ANYFLASH_CPU_AVX512 = 3,
-  ANYFLASH_CPU_NEON = 4
+  ANYFLASH_CPU_NEON = 4,
+  ANYFLASH_CPU_AMX = 5
 } anyflash_cpu_isa;
 
 /* What the fields mean, shapes and types: options.h. New fields are only ever added at the end;
