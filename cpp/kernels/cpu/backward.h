@@ -36,8 +36,11 @@ class BackwardRunner {
     BlockSplit keys;
     BlockSplit rows;
     BiasSplit bias;
+    bool whole;  // the tasks of `keys` take whole sequences, there are none of `rows`
 
-    std::int64_t tasks() const { return keys.tasks() + rows.tasks() + bias.tasks(); }
+    std::int64_t tasks() const {
+      return keys.tasks() + (whole ? 0 : rows.tasks()) + bias.tasks();
+    }
   };
 
   BackwardRunner(const BackwardParams& p, const Splits& splits, const RowSums<T>& sums,
@@ -48,6 +51,7 @@ class BackwardRunner {
     if (number < splits_.bias.tasks()) return tasks_.bias(splits_.bias.task(number));
     number -= splits_.bias.tasks();
     const BlockSplit& keys = splits_.keys;
+    if (splits_.whole) return tasks_.whole(keys.task(number));
     if (number < keys.tasks()) return tasks_.keys(keys.task(number), keys.per_task());
     number -= keys.tasks();
     const BlockSplit& rows = splits_.rows;
@@ -64,8 +68,9 @@ std::size_t backward_scratch_bytes(const BackwardParams& p, int num_threads) {
   using T = typename Compute<E>::Type;
   Carver carver(nullptr);
   RowSums<T>::carve(p, carver);
-  return carver.size() +
-         BackwardScratch<T>::bytes(p) * static_cast<std::size_t>(num_threads < 1 ? 1 : num_threads);
+  const int threads = num_threads < 1 ? 1 : num_threads;
+  return carver.size() + BackwardScratch<T>::bytes(p, whole_rows<T>(p, threads)) *
+                             static_cast<std::size_t>(threads);
 }
 
 template <typename E>
@@ -75,14 +80,18 @@ void backward(const BackwardParams& p, const LaunchContext& context) {
   Carver carver(static_cast<char*>(context.scratch));
   const RowSums<T> sums = RowSums<T>::carve(p, carver);
   char* const base = static_cast<char*>(context.scratch) + carver.size();
+  const std::int64_t whole = whole_rows<T>(p, threads);
+  const std::size_t size = BackwardScratch<T>::bytes(p, whole);
   const auto scratch = [&](int thread) {
-    return BackwardScratch<T>::carve(p, base + BackwardScratch<T>::bytes(p) * thread);
+    return BackwardScratch<T>::carve(p, whole, base + size * thread);
   };
   run_tasks(DeltaTasks<E>::tasks(p, sums), threads,
             [&](int thread) { return DeltaTasks<E>(p, sums, scratch(thread)); });
   const typename BackwardRunner<E>::Splits splits{
-      BlockSplit(p.cu_seqlens_k, p.batch, p.seqlen_k, p.heads_k, kBlockN, threads),
-      BlockSplit(p.cu_seqlens_q, p.batch, p.seqlen_q, p.heads, kBlockM, threads), BiasSplit(p)};
+      whole > 0 ? BlockSplit::whole(p.batch, p.heads_k)
+                : BlockSplit(p.cu_seqlens_k, p.batch, p.seqlen_k, p.heads_k, kBlockN, threads),
+      BlockSplit(p.cu_seqlens_q, p.batch, p.seqlen_q, p.heads, kBlockM, threads), BiasSplit(p),
+      whole > 0};
   run_tasks(splits.tasks(), threads,
             [&](int thread) { return BackwardRunner<E>(p, splits, sums, scratch(thread)); });
   if (p.dsinks.data == nullptr && p.dalibi_slopes.data == nullptr) return;

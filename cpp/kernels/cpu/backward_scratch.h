@@ -106,14 +106,17 @@ struct BackwardScratch {
   T* bias;  // if there is one
   T* kept;  // what dropout multiplies probabilities by, if there is dropout
   T* sum;   // of dbias, if it is wanted
+  T* dq;    // (whole_rows, ld)
   ProductTiles tiles;
   std::int64_t ld;
   std::int64_t ld_v;
   std::size_t size;
 
-  static std::size_t bytes(const BackwardParams& p) { return carve(p, nullptr).size; }
+  static std::size_t bytes(const BackwardParams& p, std::int64_t whole_rows) {
+    return carve(p, whole_rows, nullptr).size;
+  }
 
-  static BackwardScratch carve(const BackwardParams& p, char* base) {
+  static BackwardScratch carve(const BackwardParams& p, std::int64_t whole_rows, char* base) {
     Carver carver(base);
     BackwardScratch x;
     x.ld = round_up(p.head_dim, kColumnPad<T>);
@@ -148,6 +151,7 @@ struct BackwardScratch {
     carver.take(x.bias, p.bias.data != nullptr ? kTile : 0);
     carver.take(x.kept, p.dropout_threshold != 0 ? kTile : 0);
     carver.take(x.sum, p.dbias.data != nullptr ? kTile : 0);
+    carver.take(x.dq, whole_rows * x.ld);
     if (kHasTiles) x.tiles.carve(carver, line, line_v);
     x.size = carver.size();
     return x;

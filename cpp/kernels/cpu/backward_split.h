@@ -29,6 +29,14 @@ class BlockSplit {
     }
   }
 
+  // Every sequence of a head is one task.
+  static BlockSplit whole(std::int64_t batch, int heads) {
+    BlockSplit split(nullptr, batch, 0, heads, 1, 1);
+    split.per_task_ = 1;
+    split.tiles_ = batch;
+    return split;
+  }
+
   std::int64_t tasks() const { return tiles_ * heads_; }
   int per_task() const { return per_task_; }
 
@@ -66,6 +74,25 @@ class BlockSplit {
   int per_task_ = 1;
   std::int64_t tiles_ = 0;
 };
+
+// Where there are enough of them to keep all threads busy, a task takes a whole sequence of a kv
+// head, and each tile is made once, for dK, dV and dQ. That needs memory for sums of dQ, so many
+// rows of them (0: tasks are blocks). Both ways make the same sums.
+template <typename T>
+std::int64_t whole_rows(const BackwardParams& p, int threads) {
+  constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const std::int64_t tasks = p.batch * p.heads_k;
+  const std::int64_t rounds = (tasks + threads - 1) / threads;
+  // A tile made once is five products instead of seven. Packed sequences may differ in length.
+  const bool busy = packed ? tasks >= 4 * threads : 7 * tasks >= 5 * rounds * threads;
+  if (!busy || p.dalibi_slopes.data != nullptr) return 0;
+  const std::int64_t sequence = packed ? p.total_q : p.seqlen_q;
+  const std::int64_t padded = (sequence + kBlockM - 1) / kBlockM * kBlockM;
+  const std::int64_t rows = p.heads / p.heads_k * padded;
+  const std::int64_t row_bytes = round_up(p.head_dim, kColumnPad<T>) * std::int64_t{sizeof(T)};
+  return rows <= kMostBytes / row_bytes ? rows : 0;
+}
 
 // Indices [begin, end) of an axis: all of those that broadcast onto index `at` of a tensor with
 // `extent` of them.

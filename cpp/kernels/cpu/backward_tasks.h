@@ -31,13 +31,29 @@ class BackwardTasks {
   // of rows.
   void keys(const BlockSplit::Task& task, int per_task) {
     blocks_.begin(task.index);
-    const int count = blocks_in(task.first, per_task, blocks_.sequence().all_keys, kBlockN);
-    for (int i = 0; i < count; ++i) begin_keys(task, i);
+    visit_keys_of(task, per_task, /*dq=*/nullptr);
+  }
+
+  // dK, dV and dQ of a kv head: the same for all its keys, and dQ over blocks of keys.
+  void whole(BlockSplit::Task task) {
+    blocks_.begin(task.index);
+    const Sequence& sequence = blocks_.sequence();
     const int group = p_.heads / p_.heads_k;
-    for (int head = task.head * group; head < (task.head + 1) * group; ++head) {
-      visit_rows(head, count);
+    zero(scratch_.dq, group * dq_size());
+    constexpr int kPerTask = kTaskBlocks * kBlockN;
+    for (task.first = 0; task.first < sequence.all_keys; task.first += kPerTask) {
+      visit_keys_of(task, kPerTask, scratch_.dq);
     }
-    for (int i = 0; i < count; ++i) blocks_.store_keys(task.head, scratch_.key_blocks[i]);
+    RowBlock<T>& rows = scratch_.row_blocks[0];
+    for (int i = 0; i < group; ++i) {
+      rows.head = task.head * group + i;
+      for (rows.first_row = 0; rows.first_row < sequence.seqlen_q; rows.first_row += kBlockM) {
+        const int rest = sequence.seqlen_q - rows.first_row;
+        rows.count = rest < kBlockM ? rest : kBlockM;
+        rows.dq = scratch_.dq + i * dq_size() + rows.first_row * scratch_.ld;
+        blocks_.store_rows(rows);
+      }
+    }
   }
 
   // dQ of rows [task.first, ...) of a head: over blocks of keys.
@@ -82,6 +98,22 @@ class BackwardTasks {
     for (std::int64_t i = 0; i < count; ++i) at[i] = T(0);
   }
 
+  // Elements of the sums of dQ of a head.
+  std::int64_t dq_size() const {
+    return round_up(blocks_.sequence().seqlen_q, kBlockM) * scratch_.ld;
+  }
+
+  // `dq`: sums of the heads of the group, to be added to; null: none.
+  void visit_keys_of(const BlockSplit::Task& task, int per_task, T* dq) {
+    const int count = blocks_in(task.first, per_task, blocks_.sequence().all_keys, kBlockN);
+    for (int i = 0; i < count; ++i) begin_keys(task, i);
+    const int group = p_.heads / p_.heads_k;
+    for (int i = 0; i < group; ++i) {
+      visit_rows(task.head * group + i, count, dq == nullptr ? nullptr : dq + i * dq_size());
+    }
+    for (int i = 0; i < count; ++i) blocks_.store_keys(task.head, scratch_.key_blocks[i]);
+  }
+
   void begin_keys(const BlockSplit::Task& task, int i) {
     KeyBlock<T>& keys = scratch_.key_blocks[i];
     blocks_.load_keys(task.head, static_cast<int>(task.first) + i * kBlockN, &keys);
@@ -97,7 +129,7 @@ class BackwardTasks {
   }
 
   // All rows of a head for the first `count` key blocks.
-  void visit_rows(int head, int count) {
+  void visit_rows(int head, int count, T* dq) {
     const Mask mask = blocks_.mask();
     Range ranges[kTaskBlocks];
     Range all{0, 0};
@@ -114,7 +146,11 @@ class BackwardTasks {
         if (!ranges[i].holds(block) || !tile_.kept(head, block * kBlockM, keys.first_key)) continue;
         if (!loaded) blocks_.load_rows(head, block * kBlockM, &rows);
         loaded = true;
-        if (tile_.compute(rows, keys, GradientOf::kProduct)) tile_.add_to_keys(rows, keys);
+        if (!tile_.compute(rows, keys, GradientOf::kProduct)) continue;
+        tile_.add_to_keys(rows, keys);
+        if (dq == nullptr) continue;
+        rows.dq = dq + rows.first_row * scratch_.ld;
+        tile_.add_to_rows(rows, keys);
       }
     }
   }
