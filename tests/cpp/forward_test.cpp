@@ -102,8 +102,8 @@ double textbook_row(const Problem& p, const ForwardOptions& o, const Index& row,
   return end == 0 ? maximum : maximum + std::log(sum);
 }
 
-// Errors: half a unit of the last place of the result, that of sums in the type of computation, and,
-// as products by tiles take bfloat16, of probabilities: 2^-9 of values up to `largest`.
+// Errors: half a unit of the last place of the result, that of sums in the type of computation,
+// and, as products by tiles take bfloat16, of probabilities: 2^-9 of values up to `largest`.
 bool close(double got, double expected, DType dtype, double largest) {
   if (!std::isfinite(expected)) return got == expected;
   const double half_ulp = dtype == DType::kFloat16    ? std::ldexp(1.0, -11)

@@ -38,9 +38,7 @@ class BackwardRunner {
     BiasSplit bias;
     bool whole;  // the tasks of `keys` take whole sequences, there are none of `rows`
 
-    std::int64_t tasks() const {
-      return keys.tasks() + (whole ? 0 : rows.tasks()) + bias.tasks();
-    }
+    std::int64_t tasks() const { return keys.tasks() + (whole ? 0 : rows.tasks()) + bias.tasks(); }
   };
 
   BackwardRunner(const BackwardParams& p, const Splits& splits, const RowSums<T>& sums,
