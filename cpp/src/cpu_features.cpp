@@ -8,6 +8,7 @@
 
 namespace anyflash {
 
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 namespace {
 
 // Whether the processor has AMX with bfloat16 and AVX512_BF16, and Linux lets this process use the
@@ -32,6 +33,7 @@ bool has_amx() {
 }
 
 }  // namespace
+#endif
 
 const char* name(CpuIsa isa) {
   switch (isa) {

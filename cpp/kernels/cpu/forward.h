@@ -12,12 +12,12 @@
 //     l     = l + e^(z - m)
 //     out   = O / (l (1 - p)),  lse = m + ln l.
 // Where nothing is done to q.k but the scale, S and m are in units of log2 e, so that the
-// exponential is 2^x.
+// exponential is 2^x. By tiles (tile_products.h) m is replaced only where m' exceeds it by kSlack.
 //
 // A task is up to kTaskPanels panels of query rows of one (sequence, kv head); a panel is what fits
 // the registers (panels.h). Where a sequence has very few rows they go one by one (thin_rows.h).
 //
-// What a row gets depends on its own scores, on the block borders (multiples of kBlockN) and on
+// What a row gets depends on its own scores, on the block borders (multiples of kPanelKeys) and on
 // whether its sequence is a thin one (seqlen_q, heads / heads_k), hence neither on the other rows,
 // nor on the batch, nor on the number of threads.
 #pragma once
