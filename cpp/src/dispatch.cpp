@@ -85,27 +85,25 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
 }
 
-const KernelRow* find_cpu_row(const Problem& problem, CpuIsa isa) {
-  for (const KernelRow* row : registry().rows) {
-    if (row->arch == Arch::kCpu && row->op == problem.op && row->isa == isa &&
-        row->dtype == problem.dtype) {
-      return row;
-    }
-  }
-  return nullptr;
-}
-
+// The best instruction set that has a kernel; AMX has some only, and AVX-512 the others.
 const KernelRow& select_cpu(const Problem& problem) {
-  const CpuIsa isa = problem.cpu_isa == CpuIsa::kAuto ? best_isa() : problem.cpu_isa;
-  if (!cpu_has(isa)) {
+  const CpuIsa wanted = problem.cpu_isa;
+  if (!cpu_has(wanted)) {
     throw Error(ErrorCode::kUnsupported,
-                std::string("cpu_isa is ") + name(isa) + ", which this processor does not have");
+                std::string("cpu_isa is ") + name(wanted) + ", which this processor does not have");
   }
-  const KernelRow* row = find_cpu_row(problem, isa);
-  if (row == nullptr && isa == CpuIsa::kAmx) row = find_cpu_row(problem, CpuIsa::kAvx512);
-  if (row != nullptr) return *row;
+  const auto is_allowed = [wanted](CpuIsa isa) {
+    if (wanted == CpuIsa::kAuto) return cpu_has(isa);
+    return isa == wanted || (wanted == CpuIsa::kAmx && isa == CpuIsa::kAvx512);
+  };
+  const KernelRow* best = nullptr;
+  for (const KernelRow* row : registry().rows) {
+    if (row->arch != Arch::kCpu || row->op != problem.op || row->dtype != problem.dtype) continue;
+    if (is_allowed(row->isa) && (best == nullptr || row->isa > best->isa)) best = row;
+  }
+  if (best != nullptr) return *best;
   throw Error(ErrorCode::kUnsupported, std::string("this build has no CPU ") + name(problem.op) +
-                                           " kernels for " + name(isa));
+                                           " kernels for " + name(wanted));
 }
 
 std::string built_archs() {
