@@ -6,6 +6,7 @@
 
 #include "anyflash/error.h"
 #include "check.h"
+#include "cpu_features.h"
 #include "device.h"
 #include "kernel_table.h"
 
@@ -41,9 +42,9 @@ constexpr KernelRow tile_row(const char* name, int block_m, std::size_t smem_byt
 
 constexpr unsigned kScores = kSoftcap | kAlibi;
 
-constexpr KernelRow cpu_row(const char* name, Op op) {
-  return {name, Arch::kCpu, CpuIsa::kBaseline, op, DType::kFloat32, 0, 0, kAllFeatures, Tile{}, 0,
-          {},   {}};
+constexpr KernelRow cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
+                            DType dtype = DType::kFloat32) {
+  return {name, Arch::kCpu, isa, op, dtype, 0, 0, kAllFeatures, Tile{}, 0, {}, {}};
 }
 
 // The order is of no consequence: larger ones and those with features come first here.
@@ -67,6 +68,9 @@ constexpr KernelRow kRows[] = {
     tile_row("d80", 128, 60000),
     tile_row("d80_wide", 128, 200000),
     cpu_row("cpu", Op::kForward),
+    cpu_row("cpu_f64", Op::kForward, CpuIsa::kBaseline, DType::kFloat64),
+    cpu_row("cpu_avx2_f64", Op::kForward, CpuIsa::kAvx2, DType::kFloat64),
+    cpu_row("cpu_avx512_backward", Op::kBackward, CpuIsa::kAvx512),
     cpu_row("cpu_decode", Op::kDecode),
     decode_row("decode_d128_m64_8bit", 128, 64, kScores | kQuantizedCache, 90000),
     decode_row("decode_d128_m64", 128, 64, kScores, 90000),
@@ -112,6 +116,10 @@ std::string selected_on_cpu(Op op) {
   return select_kernel({op, {}, DType::kFloat32, 1000, 7, kAllFeatures, CpuIsa::kBaseline}).name;
 }
 
+std::string selected_on_cpu(Op op, CpuIsa isa, DType dtype) {
+  return select_kernel({op, {}, dtype, 64, 64, kNoFeatures, isa}).name;
+}
+
 void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
                  const std::string& words, Op op = Op::kForward) {
   try {
@@ -140,6 +148,16 @@ void check_choice() {
   CHECK_EQ(selected_on_cpu(Op::kBackward), "cpu_backward");
   CHECK_EQ(selected(64, 64, 0, DType::kFloat16, Op::kBackward), "backward_d64");
   CHECK_EQ(selected(64, 64, kAlibi, DType::kFloat16, Op::kBackward), "backward_d128_generic");
+}
+
+// The best instruction set that has a kernel, not the best that has some.
+void check_cpu_choice() {
+  CHECK_EQ(selected_on_cpu(Op::kForward, CpuIsa::kAuto, DType::kFloat32), "cpu");
+  CHECK_EQ(selected_on_cpu(Op::kForward, CpuIsa::kAuto, DType::kFloat64),
+           cpu_has(CpuIsa::kAvx2) ? "cpu_avx2_f64" : "cpu_f64");
+  CHECK_EQ(selected_on_cpu(Op::kForward, CpuIsa::kBaseline, DType::kFloat64), "cpu_f64");
+  if (!cpu_has(CpuIsa::kAmx)) return;
+  CHECK_EQ(selected_on_cpu(Op::kBackward, CpuIsa::kAmx, DType::kFloat32), "cpu_avx512_backward");
 }
 
 // Smaller tiles where a grid of larger ones would be smaller than the GPU.
@@ -307,6 +325,7 @@ void check_names() {
 
 int main() {
   check_choice();
+  check_cpu_choice();
   check_small_grids();
   check_rooms();
   check_decode_choice();

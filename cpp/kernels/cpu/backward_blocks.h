@@ -135,7 +135,7 @@ class Blocks {
                                    block->count, p_.head_dim, tiles.k) &&
                         load_block(rows_of(p_.v, p_.v_stride, first, block->head_k), p_.v_stride,
                                    block->count, p_.head_dim_v, tiles.v);
-    pair_rows(tiles.k, p_.head_dim, tiles.k_pairs);
+    if (finite) pair_rows(tiles.k, p_.head_dim, tiles.k_pairs);
     return finite;
   }
 

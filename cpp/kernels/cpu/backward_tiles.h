@@ -98,7 +98,7 @@ inline void pair_rows(const BFloat16* from, int columns, BFloat16* to) {
 
 // (rows, columns) as (columns / 2, rows, 2)
 inline void pair_columns(const BFloat16* from, int columns, BFloat16* to) {
-  transpose_words(from, tile_line(columns), kTileBlock, tile_line(columns), to, 2 * kTileBlock);
+  transpose_pairs(from, tile_line(columns), kTileBlock, tile_line(columns), to, 2 * kTileBlock);
 }
 
 // A tile of float32, (keys, rows), of which the first ones are used, as bfloat16.
@@ -126,7 +126,7 @@ inline void pack_tile_across(const float* from, int keys, int rows, const Produc
       store_pairs(at(j), at(j + 1), tiles.pairs + j * kTileBlock + 2 * lane);
     }
   }
-  transpose_words(tiles.pairs, 2 * kTileBlock, kTileBlock / 2, 2 * rows, tiles.ds_across,
+  transpose_pairs(tiles.pairs, 2 * kTileBlock, kTileBlock / 2, 2 * rows, tiles.ds_across,
                   kTileBlock);
 }
 

@@ -51,7 +51,7 @@ class TileProducts : public PanelProducts<Rows> {
       copy_row(rows_.query_row(panel * Base::kPanel + r), p_.q_stride.col, p_.head_dim,
                rows + r * padded);
     }
-    transpose_words(rows, padded, width, padded, q(panel), 2 * width);
+    transpose_pairs(rows, padded, width, padded, q(panel), 2 * width);
   }
 
   void load_keys(int block, int first, int keys) {

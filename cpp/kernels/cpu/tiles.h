@@ -83,22 +83,11 @@ ANYFLASH_CPU_INLINE bool any_carry(Simd<float>::UIntVec carries) {
 }
 
 // Pairs of columns, lines of `ld` and `to_ld` numbers: to[c / 2][r] = from[r][c / 2]; rows and
-// pairs are multiples of 16.
-inline void transpose_words(const BFloat16* from, std::int64_t ld, int rows, int columns,
+// pairs are multiples of 16. A pair moves as a float does.
+inline void transpose_pairs(const BFloat16* from, std::int64_t ld, int rows, int columns,
                             BFloat16* to, std::int64_t to_ld) {
-  using S = Simd<float>;
-  for (int r = 0; r < rows; r += S::kLanes) {
-    for (int c = 0; c < columns; c += 2 * S::kLanes) {
-      S::Vec x[S::kLanes];
-      ANYFLASH_CPU_UNROLL
-      for (int i = 0; i < S::kLanes; ++i) std::memcpy(&x[i], from + (r + i) * ld + c, sizeof(x[i]));
-      S::transpose(x);
-      ANYFLASH_CPU_UNROLL
-      for (int i = 0; i < S::kLanes; ++i) {
-        std::memcpy(to + (c / 2 + i) * to_ld + 2 * r, &x[i], sizeof(x[i]));
-      }
-    }
-  }
+  transpose_block(reinterpret_cast<const float*>(from), ld / 2, rows, columns / 2,
+                  reinterpret_cast<float*>(to), to_ld / 2);
 }
 
 #if !defined(__SANITIZE_ADDRESS__)
