@@ -71,16 +71,16 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   const std::size_t features_a = std::bitset<32>(a.features).count();
   const std::size_t features_b = std::bitset<32>(b.features).count();
   if (features_a != features_b) return features_a < features_b;
+  // A multiprocessor holds as many of its CTAs as the row is made for.
+  const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
+  const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
+  if (suits_a != suits_b) return suits_a;
   if (problem.op == Op::kForward && a.tile.block_m != b.tile.block_m) {
     // Smaller tiles where larger ones would leave multiprocessors idle.
     const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
     const int64_t ctas = grid_size(problem, a_is_smaller ? b.tile : a.tile);
     if (ctas < device.full_grid) return a_is_smaller;
   }
-  // A multiprocessor holds as many of its CTAs as the row is made for.
-  const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
-  const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
-  if (suits_a != suits_b) return suits_a;
   if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
   return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
 }

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
 # dim 128 has one buffer; the others have two. Of the forward's, the plain one of head dim 64 has
-# two; that of 128 for 228 KB of shared memory rescales lazily. The backward's of 256 for 99 KB has
-# V loaded with each tile.
+# two; for 228 KB of shared memory, that of 128 rescales lazily, and in that of 256 two warps share
+# their rows. The backward's of 256 for 99 KB has V loaded with each tile.
 FORWARD = "sm80_forward_f16_d64"
 LAZY = "sm80_forward_f16_d128"
+PAIRED = "sm80_forward_f16_d256"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
 RELOADED_V = "sm80_backward_f16_d256"
@@ -47,12 +48,15 @@ WAIT_K = (
     " __syncthreads(); // K_n is there"
 )
 WAIT_V = "cp_async_wait<0>(); clear_values(); __syncthreads(); // V_n is there"
-LOAD_Q = "load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);"
+LOAD_Q = (
+    "load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,"
+    " sequence.seqlen_q - block.first_row);"
+)
 LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, keys);"
 FIRST_V = "if constexpr (kTwoBuffers) load_tile<true>(load_v, tVgV, tVsV, tVcV, columns_v, keys);"
 LOAD_V = "load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);"
 NO_MAXIMUM = "max_(row) == -INFINITY ? 0.0f : max_(row)"
-LAZY_OUTPUT = "out(row, col) *= rescale(row);"
+LAZY_OUTPUT = "out(i, col) *= rescale(i);"
 RESTORE = "__syncthreads_or(found_nonfinite)"
 END_KEY = "clamp(row + last_ + 1)"
 FIRST_KEY = "clamp(row + first_)"
@@ -71,6 +75,9 @@ SYNCHRONISATION = (
     Mutation("no-flip-of-v", MAINLOOP, "v_t.move(to_other * size(sV));", ""),
     Mutation("no-flip-back", MAINLOOP, "to_other = -to_other;", ""),
     Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads(); // Q has landed", "", "tsan"),
+    Mutation("no-barrier-for-joined", MAINLOOP, "sync_pair(); // both warps'", "", unit=PAIRED),
+    Mutation("no-barrier-for-p-of-pair", MAINLOOP, "sync_pair(); // P is there", "", unit=PAIRED),
+    Mutation("no-wait-for-q-of-no-keys", MAINLOOP, "cp_async_wait<0>(); // the output goes", ""),
     Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
     Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads(); // the whole tile is in", ""),
     Mutation("no-barrier-before-restoring", EPILOGUE, RESTORE, "true"),
@@ -97,6 +104,10 @@ POSITIONS = (
     ),
     Mutation("left-zone-visited-twice", MAINLOOP, "n > range.left", "n > range.begin"),
     Mutation("left-zone-visited-twice-plain", MAINLOOP, "n - range.left", "n - range.begin"),
+    Mutation(
+        "keys-of-half-the-rows", MAINLOOP, "block.first_row + kLateRows - 1", "block.first_row"
+    ),
+    Mutation("early-half-of-rows", MAINLOOP, "(kBlockM - kLateRows) * TileQ::kPage", "0"),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
     Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
     Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),
@@ -177,10 +188,12 @@ BOUNDS = (
 
 ARITHMETIC = (
     Mutation("quad-not-reduced", SOFTMAX, "x = op(x, __shfl_xor_sync(0xffffffffu, x, 2));", ""),
-    Mutation("output-not-rescaled", SOFTMAX, "out(row, col) *= rescale;", ""),
+    Mutation("output-not-rescaled", SOFTMAX, "out(i, col) *= rescale;", ""),
     Mutation("sum-not-rescaled", SOFTMAX, "sum *= rescale;", ""),
     Mutation("output-not-rescaled-lazily", SOFTMAX, LAZY_OUTPUT, "", unit=LAZY),
-    Mutation("sum-not-rescaled-lazily", SOFTMAX, "sum_(row) *= rescale(row);", "", unit=LAZY),
+    Mutation("sum-not-rescaled-lazily", SOFTMAX, "sum_(kFirst + i) *= rescale(i);", "", unit=LAZY),
+    Mutation("maxima-not-joined", SOFTMAX, "join(maxima);", "", unit=PAIRED),
+    Mutation("sums-not-joined", SOFTMAX, "join(sum_);", "", unit=PAIRED),
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),

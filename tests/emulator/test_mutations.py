@@ -38,6 +38,7 @@ from mutations import (
     FORWARD_MUTATIONS,
     LAZY,
     ONE_BUFFER,
+    PAIRED,
     RELOADED_V,
     Mutation,
 )
@@ -112,7 +113,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
         return re.sub(rf".*decode_row<(?!.*{keep}).*\n", "", source)
-    if room := {LAZY: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
+    if room := {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
         rows = re.compile(r" *sm80::(for|back)ward_row<[^(]*\([^)]*\),\n")
         return rows.sub(lambda row: row[0] if room in row[0] else "", source)
     # Of the variants, the generic one knows all that the others do.
@@ -192,6 +193,10 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in seeds for case in CASES]
     if unit == LAZY:
         return list(GROWING_CASES)
+    if unit == PAIRED:
+        return [
+            case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in wide(GROWING_CASES, 192)
+        ]
     if unit == ONE_BUFFER:
         return wide(BACKWARD_RACES)
     if unit == RELOADED_V:

@@ -124,11 +124,13 @@ NAMES = pytest.mark.parametrize("name", ["plain", "causal", "window", "packed", 
 
 @VALUES
 @NAMES
-@pytest.mark.parametrize(("head_dim", "kernel"), [(128, "128_wide"), (200, "256_compact")])
+@pytest.mark.parametrize(
+    ("head_dim", "kernel"), [(128, "128_wide"), (200, "256_wide"), (256, "256_wide")]
+)
 def test_forward_on_227_kilobytes(
     emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
 ) -> None:
-    """Where an SM has room for two CTAs with more buffers, or with smaller tiles."""
+    """Where an SM has room for two CTAs with more buffers, or where warps share rows."""
     emulated.emu_set_options(0, -1, LARGE_SMEM)
     on_emulated_gpu(head_dim, kernel, name, values)
 

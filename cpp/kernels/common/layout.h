@@ -29,4 +29,14 @@ ANYFLASH_HOST_DEVICE auto accumulator_as_operand_a(Layout layout) {
   return make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l));
 }
 
+// Of a fragment (MMA, MMA_M, ...) the part from kFirst on along MMA_M.
+template <int kFirst, class Engine, class Layout>
+ANYFLASH_HOST_DEVICE auto fragment_from(cute::Tensor<Engine, Layout>& fragment) {
+  using namespace cute;
+  const auto layout = fragment.layout();
+  const auto rest = Int<decltype(size<1>(layout))::value - kFirst>{};
+  return make_tensor(fragment.data() + kFirst * stride<1>(layout),
+                     replace<1>(layout, make_layout(rest, stride<1>(layout))));
+}
+
 }  // namespace anyflash

@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/macros.h"
 
@@ -31,6 +32,12 @@ ANYFLASH_DEVICE float quad_reduce(float x, Op op) {
 // Probabilities up to 2^8: float16 has as many digits for these as for 1.
 inline constexpr float kLazyLimit = 8.0f;
 
+// Joins values of rows with those of other warps that share them; of a warp alone, nothing.
+struct NoJoin {
+  template <class Rows>
+  ANYFLASH_DEVICE void operator()(Rows&) const {}
+};
+
 // Rows of a thread: kRows. Tensors passed in are (row, col) views of accumulators.
 template <int kRows, bool kLazy = false>
 class OnlineSoftmax {
@@ -44,18 +51,27 @@ class OnlineSoftmax {
     cute::fill(sum_, 0.0f);
   }
 
-  // Turns scores into probabilities in place and rescales `out` to the new maximum.
-  // kWide: c * s may overflow.
-  template <bool kWide, class Scores, class Out>
-  ANYFLASH_DEVICE void update(Scores& scores, Out& out) {
-    if constexpr (kLazy) {
-      static_assert(!kWide);
-      move_references(scores, out);
+  // Turns scores into probabilities in place and rescales `out` to the new maximum; both hold the
+  // rows from kFirst on, the others see none of these scores. kWide: c * s may overflow.
+  // join(maxima) makes the rows' maxima of this warp's.
+  template <bool kWide, int kFirst = 0, class Scores, class Out, class Join = NoJoin>
+  ANYFLASH_DEVICE void update(Scores& scores, Out& out, const Join& join = {}) {
+    static_assert(!(kLazy && kWide));
+    const auto maximum_of = [&](int i) { return maximum(scores, i, max_(kFirst + i)); };
+    Rows maxima;
+    if constexpr (kLazy && std::is_same_v<Join, NoJoin>) {
+      move_references<kFirst>(maximum_of, out);  // row by row: fewer registers
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows - kFirst; ++i) maxima(i) = maximum_of(i);
+      join(maxima);
+      if constexpr (kLazy) move_references<kFirst>([&](int i) { return maxima(i); }, out);
     }
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
+    for (int i = 0; i < kRows - kFirst; ++i) {
+      const int row = kFirst + i;
       const float previous = max_(row);
-      if constexpr (!kLazy) max_(row) = maximum(scores, row);
+      if constexpr (!kLazy) max_(row) = maxima(i);
 
       // -inf means that nothing was visible yet: then every score is -inf and P must be 0, not NaN.
       const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
@@ -69,16 +85,28 @@ class OnlineSoftmax {
         sum *= rescale;
         CUTE_UNROLL
         for (int col = 0; col < cute::size<1>(out); ++col) {
-          out(row, col) *= rescale;
+          out(i, col) *= rescale;
         }
       }
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(scores); ++col) {
-        scores(row, col) = probability(scores(row, col));
-        sum += scores(row, col);
+        scores(i, col) = probability(scores(i, col));
+        sum += scores(i, col);
       }
       sum_(row) = sum;
     }
+  }
+
+  // Before finish(), where warps share rows: join(sums) makes the rows' sums of this warp's.
+  template <class Join>
+  ANYFLASH_DEVICE void join_sums(const Join& join) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      sum_(row) = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
+    }
+    join(sum_);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) sum_(row) *= 0.25f;  // finish() adds four lanes'
   }
 
   // Normalises `out`, times `factor`, and returns each row's log-sum-exp; rows that saw nothing
@@ -113,41 +141,42 @@ class OnlineSoftmax {
   ANYFLASH_DEVICE float max_score(int row) const { return max_(row) * unit_; }
 
  private:
-  // Of the row's scores so far and these.
+  // Of a row's scores before and these.
   template <class Scores>
-  ANYFLASH_DEVICE float maximum(const Scores& scores, int row) const {
-    float result = max_(row);
+  ANYFLASH_DEVICE static float maximum(const Scores& scores, int i, float previous) {
+    float result = previous;
     CUTE_UNROLL
     for (int col = 0; col < cute::size<1>(scores); ++col) {
-      result = fmaxf(result, scores(row, col));
+      result = fmaxf(result, scores(i, col));
     }
     return quad_reduce(result, [](float a, float b) { return fmaxf(a, b); });
   }
 
   // Whether a row's reference moves depends on its own scores alone; other rows only decide whether
   // the multiplications by 1 are left out.
-  template <class Scores, class Out>
-  ANYFLASH_DEVICE void move_references(const Scores& scores, Out& out) {
+  template <int kFirst, class MaximumOf, class Out>
+  ANYFLASH_DEVICE void move_references(const MaximumOf& maximum_of, Out& out) {
     Rows rescale;
     bool any_moves = false;
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
+    for (int i = 0; i < kRows - kFirst; ++i) {
+      const int row = kFirst + i;
       const float previous = max_(row);
-      const float larger = maximum(scores, row);
+      const float larger = maximum_of(i);
       const bool moves = !((larger - previous) * scale_log2_ <= limit_);
       if (moves) max_(row) = larger;
       // Before anything was visible, 0: of -inf - -inf is nothing left but NaN.
       const float exponent = previous == -INFINITY ? -INFINITY : (previous - larger) * scale_log2_;
-      rescale(row) = moves ? exp2f(exponent) : 1.0f;
+      rescale(i) = moves ? exp2f(exponent) : 1.0f;
       any_moves |= moves;
     }
     if (!__any_sync(0xffffffffu, any_moves)) return;
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      sum_(row) *= rescale(row);
+    for (int i = 0; i < kRows - kFirst; ++i) {
+      sum_(kFirst + i) *= rescale(i);
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(out); ++col) {
-        out(row, col) *= rescale(row);
+        out(i, col) *= rescale(i);
       }
     }
   }

@@ -7,15 +7,6 @@
 
 namespace anyflash::sm80 {
 
-// kWarpsM x kWarpsN warps; each owns kColumns neighbouring columns of every kColumns * kWarpsN.
-template <class Element, int kWarpsM, int kWarpsN, int kColumns>
-using WarpGrid = cute::TiledMMA<
-    MmaAtom<Element>, cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,
-    cute::Tile<cute::Int<16 * kWarpsM>,
-               cute::Layout<cute::Shape<cute::_8, cute::Int<kWarpsN>, cute::Int<kColumns / 8>>,
-                            cute::Stride<cute::_1, cute::Int<kColumns>, cute::_8>>,
-               cute::_16>>;
-
 template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, Room kRoom>
 struct BackwardTraits {
   using Element = Element_;

@@ -9,31 +9,31 @@
 #include "params.h"
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
+#include "sm80/grid.h"
 #include "sm80/variants.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
 
-// Grid: x = all blocks of query rows of all (batch, head) pairs. Pairs come in sections of
-// heads_per_section; within a section the last row blocks, which see the most keys, start first.
+// What the forward kernels are told beside ForwardParams.
+struct ForwardLaunch : ForwardParams {
+  GridOrder order{};      // of (batch, head) pairs; members of a group share K and V
+  float q_factor = 1.0f;  // what Q is multiplied by: 1, or the scale's sign or 0 (scale_log2)
+};
+
+// Grid: x = all blocks of query rows, in the order of params.order. A head's last row blocks, which
+// see the most keys, start first.
 template <int kBlockM>
-ANYFLASH_DEVICE ForwardBlock forward_block(const ForwardParams& params, int index) {
+ANYFLASH_DEVICE ForwardBlock forward_block(const ForwardLaunch& params, int index) {
+  const GridOrder::Place place = params.order.place(index);
   const int row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const int pairs = static_cast<int>(params.batch) * params.heads;
-  const int section = index / (params.heads_per_section * row_blocks);
-  const int first_pair = section * params.heads_per_section;
-  const int section_pairs = min(params.heads_per_section, pairs - first_pair);
-  const int rest = index - first_pair * row_blocks;
-  const int pair = first_pair + rest % section_pairs;
-  const int head = pair % params.heads;
-  return ForwardBlock{sequence_of(params, pair / params.heads), pair / params.heads, head,
-                      head / (params.heads / params.heads_k),
-                      (row_blocks - 1 - rest / section_pairs) * kBlockM};
+  return ForwardBlock{sequence_of(params, place.batch), place.batch, place.head, place.group,
+                      (row_blocks - 1 - place.block) * kBlockM};
 }
 
 template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
-    forward_kernel(const __grid_constant__ ForwardParams params) {
+    forward_kernel(const __grid_constant__ ForwardLaunch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   ForwardBlock block = forward_block<Traits::kBlockM>(params, blockIdx.x);
@@ -42,8 +42,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
 
   // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
   const float scale_log2 = Variant::kGeneric ? kLog2E : params.scale_log2;
-  const double scale = Variant::kGeneric ? 1.0 : params.softmax_scale;
-  const float q_factor = scale > 0.0 ? 1.0f : scale < 0.0 ? -1.0f : 0.0f;
+  const float q_factor = Variant::kGeneric ? 1.0f : params.q_factor;
 
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});

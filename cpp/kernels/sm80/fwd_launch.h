@@ -9,6 +9,7 @@
 #include "common/launch.h"
 #include "kernel.h"
 #include "sm80/fwd_kernel.h"
+#include "sm80/grid.h"
 #include "sm80/traits.h"
 #include "sm80/variants.h"
 
@@ -28,12 +29,16 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
     throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(bias_stride) +
                                              " along the keys; the CUDA kernels take 32 bits");
   }
-  ForwardParams prepared = params;
+  ForwardLaunch prepared{params};
   // What 16-bit numbers make of such a scale is 0, but units of it (ScoreMod) may be infinite.
   constexpr double kLeastScale = 1e-20;
   if (std::fabs(params.softmax_scale) < kLeastScale) prepared.softmax_scale = 0.0;
   prepared.scale_log2 = static_cast<float>(std::fabs(prepared.softmax_scale)) * kLog2E;
   if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
+  prepared.q_factor =
+      static_cast<float>((prepared.softmax_scale > 0.0) - (prepared.softmax_scale < 0.0));
+  prepared.order = GridOrder(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
+                             params.heads_per_section);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);

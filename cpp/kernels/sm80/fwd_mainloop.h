@@ -10,6 +10,7 @@
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "params.h"
+#include "sm80/barrier.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 #include "sm80/operand.h"
@@ -64,9 +65,27 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr bool kTwoBuffers = Traits::kStages == 2;
+  constexpr bool kPaired = Traits::kKeyWarps == 2;
   constexpr bool kQueriesInRegisters = Traits::kShape.queries_in_registers;
   const int thread = threadIdx.x;
   const Sequence& sequence = block.sequence;
+  using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
+  using ShapeK = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
+  using ShapeV = Shape<Int<kBlockN>, Int<Traits::kHeadDimV>>;
+
+  // Q first: its tile arrives while the range of keys is found.
+  auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::TileQ::Layout{});
+  {
+    typename Traits::TileQ::Load load_q;
+    auto thread_q = load_q.get_thread_slice(thread);
+    auto gQ = gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, block.head,
+                                 sequence.first_q + block.first_row);
+    auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));  // (VECTOR, ROWS, PAGES)
+    const ColumnGuard<decltype(size<2>(tQcQ))::value> columns(tQcQ, params.head_dim);
+    load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,
+                    sequence.seqlen_q - block.first_row);
+  }
+
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
   const Variant variant(params, block, kBlockN);
 
@@ -77,31 +96,24 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     return n;
   };
   int n = visited(range.first());
-  if (n < 0) return false;
+  if (n < 0) {
+    cp_async_wait<0>();  // the output goes where Q is
+    return false;
+  }
 
-  using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
-  using ShapeK = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
-  using ShapeV = Shape<Int<kBlockN>, Int<Traits::kHeadDimV>>;
-  auto gQ = gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, block.head,
-                               sequence.first_q + block.first_row);
   auto gK = gmem_tile<Element>(ShapeK{}, params.k, params.k_stride, sequence.batch, block.head_k,
                                sequence.first_k);
   auto gV = gmem_tile<Element>(ShapeV{}, params.v, params.v_stride, sequence.batch, block.head_k,
                                sequence.first_k);
-  auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::TileQ::Layout{});
   auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
 
-  typename Traits::TileQ::Load load_q;
   typename Traits::TileK::Load load_k;
   typename Traits::TileV::Load load_v;
-  auto thread_q = load_q.get_thread_slice(thread);
   auto thread_k = load_k.get_thread_slice(thread);
   auto thread_v = load_v.get_thread_slice(thread);
-  auto tQgQ = thread_q.partition_S(gQ);  // (VECTOR, ROWS, PAGES)
   auto tKgK = thread_k.partition_S(gK);  // (VECTOR, ROWS, PAGES)
   auto tVgV = thread_v.partition_S(gV);  // (VECTOR, ROWS, PAGES)
-  auto tQsQ = thread_q.partition_D(sQ);  // (VECTOR, ROWS, PAGES)
   const auto by_key = [](const auto& smem_tile) {
     return make_tensor(smem_tile.data(),
                        composition(smem_tile.layout(), make_tile(typename Traits::KeyOrder{}, _)));
@@ -114,7 +126,6 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   };
   move(tKgK, params.k_stride, n);
   move(tVgV, params.v_stride, n);
-  auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));  // (VECTOR, ROWS, PAGES)
   auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));  // (VECTOR, ROWS, PAGES)
   auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));  // (VECTOR, ROWS, PAGES)
   const ColumnGuard<decltype(size<2>(tKsK))::value> columns(tKcK, params.head_dim);
@@ -122,19 +133,22 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
 
   using Mma = typename Traits::TiledMma;
   const Mma mma;
-  const Operand<Mma, Side::kA, typename Traits::TileQ> q(smem.q.data(), thread);
+  // Keys that only the later half of the rows sees, as under a causal mask, are multiplied with it.
+  constexpr bool kHalves = decltype(size<1>(acc_o))::value == 2 && kBlockM >= 2 * kBlockN;
+  constexpr int kLateRows = kHalves ? kBlockM / 2 : kBlockM;
+  using TileQ = typename Traits::TileQ;
+  const Operand<Mma, Side::kA, TileQ> q(smem.q.data(), thread);
+  const Operand<Mma, Side::kA, TileQ, false, kLateRows> q_late(
+      smem.q.data() + (kBlockM - kLateRows) * TileQ::kPage, thread);
   Operand<Mma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
   Operand<Mma, Side::kB, typename Traits::TileV, /*kTransposed=*/true> v_t(smem.v.data(), thread);
   auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});
   // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse.
   auto tScS = mma.get_thread_slice(thread).partition_C(
       make_tensor(cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
-  auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
-  auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
 
-  // Q and the first tiles of K and V; only these tiles can hold rows that do not exist.
+  // Only the first tiles can hold keys that do not exist.
   const int keys = sequence.seqlen_k - n * kBlockN;
-  load_tile<true>(load_q, tQgQ, tQsQ, tQcQ, columns, sequence.seqlen_q - block.first_row);
   load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, keys);
   if constexpr (kTwoBuffers) load_tile<true>(load_v, tVgV, tVsV, tVcV, columns_v, keys);
   if (kQueriesInRegisters || q_factor != 1.0f) {
@@ -151,12 +165,34 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     for (int i = 0; i < q.kBlocks; ++i) q.load(tSrQ, i);
   }
 
+  // P of warps that share rows, and how they join a value of each of these: a row of `places` each.
+  using TileP = typename Traits::TileP;
+  auto sP = make_tensor(make_smem_ptr(smem.p.data()), typename TileP::Layout{});
+  [[maybe_unused]] const Operand<Mma, Side::kA, TileP> p(smem.p.data(), thread);
+  [[maybe_unused]] const auto sync_pair = [&] { sync_some(thread / 64, 64); };
+  [[maybe_unused]] const auto join = [&](auto& rows, const auto& places,
+                                         const auto& combine) ANYFLASH_INLINE_LAMBDA {
+    const int own = thread / 32 % 2 * kBlockM;
+    CUTE_UNROLL
+    for (int i = 0; i < size(rows); ++i) {
+      if (thread % 4 == 0) smem.joined[own + get<0>(places(i, 0))] = rows(i);
+    }
+    sync_pair();  // both warps' values are there
+    CUTE_UNROLL
+    for (int i = 0; i < size(rows); ++i) {
+      rows(i) = combine(rows(i), smem.joined[kBlockM - own + get<0>(places(i, 0))]);
+    }
+  };
+
   bool found_nonfinite = false;
   int to_other = 1;  // in tiles: where the other buffer is
-  // S = Q K_n^T; P = exp2(S - max); O += P V_n, and the loads that follow. `distance` leads to the
-  // next tile, 0 after the last.
-  const auto step = [&](auto masked, auto part, int distance) ANYFLASH_INLINE_LAMBDA {
+  // S = Q K_n^T; P = exp2(S - max); O += P V_n, and the loads that follow, for accumulators from
+  // `first` on along MMA_M: 1 for the later half of the rows. `distance` leads to the next tile, 0
+  // after the last.
+  const auto step = [&](auto masked, auto part, auto first, int distance) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
+    constexpr int kFirst = decltype(first)::value;
+    constexpr int kStepRows = kFirst == 0 ? kBlockM : kLateRows;
     constexpr ScorePart kPart = decltype(part)::value;
     constexpr bool kAll = kPart == ScorePart::kAll;
     const auto clear_values = [&] {  // this thread's own pieces
@@ -180,9 +216,13 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     }
     move(tVgV, params.v_stride, distance);
 
-    auto acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
+    auto acc_s = partition_fragment_C(mma, Shape<Int<kStepRows>, Int<kBlockN>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
     auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
+    const auto tCcS = fragment_from<kFirst>(tScS);
+    const auto coordinates = make_tensor(tCcS.data(), accumulator_as_matrix(tCcS.layout()));
+    auto out = fragment_from<kFirst>(acc_o);
+    auto out_matrix = make_tensor(out.data(), accumulator_as_matrix(out.layout()));
     [[maybe_unused]] auto biases = make_tensor<uint32_t>(shape(scores));
     if constexpr (Variant::kGeneric) {
       if constexpr (kAll) {
@@ -191,7 +231,9 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       }
     }
     if constexpr (kQueriesInRegisters) {
-      gemm_register_smem(acc_s, tSrQ, k, mma);
+      gemm_register_smem(acc_s, fragment_from<kFirst>(tSrQ), k, mma);
+    } else if constexpr (kFirst > 0) {
+      gemm_smem_smem(acc_s, acc_s, q_late, k, mma);
     } else {
       gemm_smem_smem(acc_s, acc_s, q, k, mma);
     }
@@ -213,15 +255,29 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     if constexpr (kMasked) {
       apply_mask(scores, coordinates, mask, block.first_row, n * kBlockN);
     }
-    softmax.template update<kAll>(scores, out_matrix);
+    if constexpr (kPaired) {
+      softmax.template update<kAll>(scores, out_matrix, [&](auto& maxima) ANYFLASH_INLINE_LAMBDA {
+        join(maxima, coordinates, [](float a, float b) { return fmaxf(a, b); });
+      });
+    } else {
+      softmax.template update<kAll, 2 * kFirst>(scores, out_matrix);
+    }
     if constexpr (Variant::kGeneric) {
       if (kAll && variant.dropout.active()) {
         apply_dropout(scores, variant.dropout, coordinates, block.first_row, n * kBlockN);
       }
     }
     auto probabilities = round_fragment<Element>(acc_s);
-    auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
-    gemm_register_smem(acc_o, tOrP, v_t, mma);
+    if constexpr (kPaired) {
+      const auto copy_p = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
+      const auto thread_copy_p = copy_p.get_thread_slice(thread);
+      copy(copy_p, thread_copy_p.retile_S(probabilities), thread_copy_p.partition_D(sP));
+      sync_pair();  // P is there
+      gemm_smem_smem(out, out, p, v_t, mma);
+    } else {
+      auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
+      gemm_register_smem(out, tOrP, v_t, mma);
+    }
     if constexpr (kTwoBuffers) {
       k.move(to_other * size(sK));
       v_t.move(to_other * size(sV));
@@ -229,23 +285,34 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     }
   };
   using Part = ScorePartTag<Variant::kPart>;
-  while (n >= 0 && range.needs_mask(n)) {
+  const auto masked_step = [&](auto first) ANYFLASH_INLINE_LAMBDA {
     const int next = visited(range.next(n));
-    step(std::true_type{}, Part{}, next < 0 ? 0 : next - n);
+    step(std::true_type{}, Part{}, first, next < 0 ? 0 : next - n);
     n = next;
+  };
+  if constexpr (kHalves) {
+    const int seen = mask.end_key(block.first_row + kLateRows - 1);  // by the other half
+    while (n >= 0 && n * kBlockN >= seen) masked_step(_1{});
   }
+  while (n >= 0 && range.needs_mask(n)) masked_step(_0{});
   if constexpr (Variant::kPart == ScorePart::kNone) {
     // Tiles count from the first unmasked one from here on, which saves a register.
     for (n = n < 0 ? n : n - range.left; n >= 0; --n) {
-      step(std::false_type{}, Part{}, n > 0 ? -1 : 0);
+      step(std::false_type{}, Part{}, _0{}, n > 0 ? -1 : 0);
     }
   } else {
     variant.with_part([&](auto part) ANYFLASH_INLINE_LAMBDA {
       while (n >= 0) {
         const int next = visited(n > range.left ? n - 1 : -1);
-        step(std::false_type{}, part, next < 0 ? 0 : next - n);
+        step(std::false_type{}, part, _0{}, next < 0 ? 0 : next - n);
         n = next;
       }
+    });
+  }
+  if constexpr (kPaired) {
+    const auto places = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
+    softmax.join_sums([&](auto& sums) ANYFLASH_INLINE_LAMBDA {
+      join(sums, places, [](float a, float b) { return a + b; });
     });
   }
   return found_nonfinite;

@@ -24,6 +24,10 @@ class Operand {
   static constexpr int kWarpsM = decltype(cute::size<1>(typename Mma::ThrLayoutVMNK{}))::value;
   static constexpr int kWarpsN = decltype(cute::size<2>(typename Mma::ThrLayoutVMNK{}))::value;
   static constexpr int kWarps = kIsA ? kWarpsM : kWarpsN;
+  // Whether neighbouring warps have different rows of this operand.
+  static constexpr bool kInnermost =
+      kWarps > 1 &&
+      decltype(cute::stride<kIsA ? 1 : 2>(typename Mma::ThrLayoutVMNK{}))::value == 32;
   static constexpr int kMmaRows = decltype(cute::tile_size<kIsA ? 0 : 1>(Mma{}))::value;
   static constexpr int kRun = kMmaRows / kWarps;  // so many neighbouring rows are one warp's
   static constexpr int kRows = kTransposed ? Tile::kColumns : kTileRows;
@@ -39,7 +43,7 @@ class Operand {
   ANYFLASH_DEVICE Operand(const Element* tile, int thread) {
     const int lane = thread % 32;
     const int warp = thread / 32;
-    const int first = (kIsA ? warp % kWarpsM : warp / kWarpsM) * kRun;
+    const int first = (kInnermost ? warp % kWarps : warp / (kWarpsM * kWarpsN / kWarps)) * kRun;
     // Each lane names a row of eight elements of one of four 8x8 matrices, which go to registers in
     // this order: of A the lower eight rows come before the next eight of the sum, of B after them.
     const int low = lane % 16;

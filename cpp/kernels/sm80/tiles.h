@@ -19,17 +19,21 @@ struct ForwardTile {
   // large, and there are registers for it.
   bool lazy_rescale;
   bool fence;  // after loads of K: without one, ptxas spills more; where not so, it slows the loop
+  // 2: pairs of warps share 32 rows. Each multiplies them with half of a tile's keys and makes half
+  // of the output's columns. So it reads half of K and V: shared memory bounds large head dims.
+  int key_warps = 1;
 };
 
 // Head dims are those of Q and K, and of V. 16 rows a warp where 32 would not leave eight warps an
-// SM: their accumulators fill the registers, or two CTAs the shared memory. All tiles of a head dim
-// hold as many keys and rescale alike, so that a row has the same bits in each.
+// SM: their accumulators fill the registers, or two CTAs the shared memory. Tiles that a GPU takes
+// by turns hold as many keys and rescale alike, so that a row has the same bits in each.
 constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, Room room) {
   const bool small = head_dim <= 64 && head_dim_v <= 64;
   const bool large = head_dim > 128 || head_dim_v > 128;
   const bool lazy = !small && !large;
-  if (room == Room::kCompact) return {{64, 64, 4, 2}, 1, false, lazy, false};
+  if (room == Room::kCompact) return {{64, 64, 4, large ? 1 : 2}, 1, false, lazy, false};
   if (small) return {{128, 64, 4, 2}, 2, true, lazy, false};
+  if (large && room == Room::kWide) return {{64, 64, 4, 2}, 1, false, true, false, 2};
   if (large) return {{128, 64, 8, 1}, 1, false, lazy, true};
   return {{128, 64, 4, 2}, room == Room::kWide ? 2 : 1, false, lazy, false};
 }

@@ -20,6 +20,17 @@ using MmaAtom = cute::MMA_Atom<
     std::conditional_t<std::is_same_v<Element, cutlass::half_t>, cute::SM80_16x8x16_F32F16F16F32_TN,
                        cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
 
+// kWarpsM x kWarpsN warps; each owns kColumns neighbouring columns of every kColumns * kWarpsN.
+template <class Element, int kWarpsM, int kWarpsN, int kColumns,
+          class WarpStride = cute::Stride<cute::_1, cute::Int<kWarpsM>, cute::_1>>
+using WarpGrid = cute::TiledMMA<
+    MmaAtom<Element>,
+    cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>, WarpStride>,
+    cute::Tile<cute::Int<16 * kWarpsM>,
+               cute::Layout<cute::Shape<cute::_8, cute::Int<kWarpsN>, cute::Int<kColumns / 8>>,
+                            cute::Stride<cute::_1, cute::Int<kColumns>, cute::_8>>,
+               cute::_16>>;
+
 // A swizzled (kRows, kColumns) tile in shared memory, and its copies from and to global memory.
 template <class Element_, int kThreads, int kRows_, int kColumns_>
 struct SmemTile {
@@ -91,6 +102,8 @@ struct ForwardTraits {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kKeyWarps = kShape.key_warps;
+  static constexpr int kRowWarps = kWarps / kKeyWarps;
   static constexpr int kStages = kShape.stages;
   static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
   using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
@@ -99,6 +112,7 @@ struct ForwardTraits {
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
+  using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
   using TileO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
 
   struct SharedStorage {
@@ -106,13 +120,16 @@ struct ForwardTraits {
         128) cute::array<Element, cute::cosize_v<typename TileQ::Layout>> q;  // later the output
     alignas(128) cute::array<Element, kStages * cute::cosize_v<typename TileK::Layout>> k;
     alignas(128) cute::array<Element, kStages * cute::cosize_v<typename TileV::Layout>> v;
+    alignas(
+        128) cute::array<Element, kKeyWarps == 1 ? 0 : cute::cosize_v<typename TileP::Layout>> p;
+    cute::array<float, kKeyWarps == 1 ? 0 : kKeyWarps * kBlockM> joined;  // (key warp, row)
     ForwardBlock block;
   };
 
-  // Each warp owns 16 rows of every 16 * kWarps; K and V are shared by all warps.
-  using TiledMma = cute::TiledMMA<MmaAtom<Element>,
-                                  cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
-                                  cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
+  // A warp owns 16 rows of every 16 * kRowWarps and 16 columns of every 16 * kKeyWarps; all share K
+  // and V. Warps with the same rows are neighbours, which different schedulers run.
+  using TiledMma = WarpGrid<Element, kRowWarps, kKeyWarps, 16,
+                            cute::Stride<cute::Int<kKeyWarps>, cute::_1, cute::_1>>;
 
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };
