@@ -107,7 +107,7 @@ POSITIONS = (
     Mutation(
         "keys-of-half-the-rows", MAINLOOP, "block.first_row + kLateRows - 1", "block.first_row"
     ),
-    Mutation("early-half-of-rows", MAINLOOP, "(kBlockM - kLateRows) * TileQ::kPage", "0"),
+    Mutation("early-half", MAINLOOP, "(kBlockM - kLateRows) * TileQ::kPage", "0", unit=LAZY),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
     Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
     Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),

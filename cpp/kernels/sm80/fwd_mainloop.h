@@ -77,7 +77,10 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   auto sQ = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::TileQ::Layout{});
   {
     typename Traits::TileQ::Load load_q;
-    auto thread_q = load_q.get_thread_slice(thread);
+    // With one buffer, ptxas spills in the loop if it keeps for K what it finds for Q here.
+    int own = thread;
+    if constexpr (!kTwoBuffers && !kPaired) asm volatile("" : "+r"(own));
+    auto thread_q = load_q.get_thread_slice(own);
     auto gQ = gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, block.head,
                                  sequence.first_q + block.first_row);
     auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));  // (VECTOR, ROWS, PAGES)
