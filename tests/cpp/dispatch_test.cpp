@@ -34,9 +34,11 @@ constexpr KernelRow decode_row(const char* name, int head_dim, int block_m, unsi
   return row;
 }
 
-constexpr KernelRow tile_row(const char* name, int block_m, std::size_t smem_bytes) {
-  KernelRow row = sm80_row(name, 80, 80, kNoFeatures, smem_bytes);
+constexpr KernelRow tile_row(const char* name, int head_dim, int block_m, std::size_t smem_bytes,
+                             int ctas = 1) {
+  KernelRow row = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
   row.tile.block_m = block_m;
+  row.tile.ctas = ctas;
   return row;
 }
 
@@ -64,9 +66,11 @@ constexpr KernelRow kRows[] = {
     sm80_row("d128", 128, 128, kNoFeatures, 80000),
     sm80_row("d192_v128", 192, 128, kNoFeatures, 95000),
     sm80_row("d64", 64, 64, kNoFeatures, 40000),
-    tile_row("d80_compact", 64, 30000),
-    tile_row("d80", 128, 60000),
-    tile_row("d80_wide", 128, 200000),
+    tile_row("d80_compact", 80, 64, 30000),
+    tile_row("d80", 80, 128, 60000),
+    tile_row("d80_wide", 80, 128, 200000),
+    tile_row("d72_wide", 72, 64, 85000, 2),
+    tile_row("d72", 72, 128, 80000),
     cpu_row("cpu", Op::kForward),
     cpu_row("cpu_f64", Op::kForward, CpuIsa::kBaseline, DType::kFloat64),
     cpu_row("cpu_avx2_f64", Op::kForward, CpuIsa::kAvx2, DType::kFloat64),
@@ -160,10 +164,11 @@ void check_cpu_choice() {
   CHECK_EQ(selected_on_cpu(Op::kBackward, CpuIsa::kAmx, DType::kFloat32), "cpu_avx512_backward");
 }
 
-// Smaller tiles where a grid of larger ones would be smaller than the GPU.
+// Smaller tiles where a grid of larger ones would be smaller than the GPU, if as many CTAs as they
+// are made for fit a multiprocessor.
 void check_small_grids() {
-  const auto with = [](int64_t rows, int64_t pairs) {
-    Problem problem{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, 80, 80, 0,
+  const auto with = [](int64_t rows, int64_t pairs, int head_dim = 80) {
+    Problem problem{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, head_dim, head_dim, 0,
                     CpuIsa::kAuto};
     problem.rows = rows;
     problem.pairs = pairs;
@@ -178,6 +183,10 @@ void check_small_grids() {
   gpu.smem_per_block = 227 * 1024;
   CHECK_EQ(with(128, 107), "d80_compact");
   CHECK_EQ(with(128, 108), "d80_wide");
+  CHECK_EQ(with(1, 107, 72), "d72");
+  gpu.smem_per_multiprocessor = 228 * 1024;
+  CHECK_EQ(with(1, 107, 72), "d72_wide");
+  CHECK_EQ(with(128, 108, 72), "d72_wide");
 }
 
 // Rows for GPUs with less or more shared memory: first those as many of whose CTAs a multiprocessor
