@@ -60,7 +60,7 @@ class OnlineSoftmax {
     const auto maximum_of = [&](int i) { return maximum(scores, i, max_(kFirst + i)); };
     Rows maxima;
     if constexpr (kLazy && std::is_same_v<Join, NoJoin>) {
-      move_references<kFirst>(maximum_of, out);  // row by row: fewer registers
+      move_references<kFirst>(maximum_of, out);
     } else {
       CUTE_UNROLL
       for (int i = 0; i < kRows - kFirst; ++i) maxima(i) = maximum_of(i);

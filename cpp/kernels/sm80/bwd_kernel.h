@@ -15,7 +15,8 @@
 namespace anyflash::sm80 {
 
 // Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
-// heads_per_section; within a section the first blocks, which most rows see, start first.
+// heads_per_section; within a section the first blocks, which most rows see, start first. (The
+// forward's GridOrder gains nothing here: CONTRIBUTING, Speed.)
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardBlock backward_block(const BackwardScratch& params, int index) {
   const int key_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;

@@ -52,7 +52,8 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
 // With one buffer each for K and V, a tile of K arrives while P V of the tile before runs, its tile
 // of V while its Q K^T does; with two, both during all of the tile before. KRange says in which
 // order tiles are visited. Waits are for everything that is on its way, so that a fence means
-// something to ptxas only (ForwardTile::fence).
+// something to ptxas only (ForwardTile::fence). Where warps share rows (ForwardTile::paired), P
+// goes through shared memory.
 //
 // Returns whether this thread took NaN or infinity out of a partly hidden tile of V;
 // restore_nonfinite() then has to follow.
@@ -65,7 +66,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr bool kTwoBuffers = Traits::kStages == 2;
-  constexpr bool kPaired = Traits::kKeyWarps == 2;
+  constexpr bool kPaired = Traits::kPaired;
   constexpr bool kQueriesInRegisters = Traits::kShape.queries_in_registers;
   const int thread = threadIdx.x;
   const Sequence& sequence = block.sequence;

@@ -19,9 +19,9 @@ struct ForwardTile {
   // large, and there are registers for it.
   bool lazy_rescale;
   bool fence;  // after loads of K: without one, ptxas spills more; where not so, it slows the loop
-  // 2: pairs of warps share 32 rows. Each multiplies them with half of a tile's keys and makes half
-  // of the output's columns. So it reads half of K and V: shared memory bounds large head dims.
-  int key_warps = 1;
+  // Pairs of warps share 32 rows. Each multiplies them with half of a tile's keys and makes half of
+  // the output's columns. So it reads half of K and V: shared memory bounds large head dims.
+  bool paired = false;
 };
 
 // Head dims are those of Q and K, and of V. 16 rows a warp where 32 would not leave eight warps an
@@ -33,7 +33,7 @@ constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, Room room) {
   const bool lazy = !small && !large;
   if (room == Room::kCompact) return {{64, 64, 4, large ? 1 : 2}, 1, false, lazy, false};
   if (small) return {{128, 64, 4, 2}, 2, true, lazy, false};
-  if (large && room == Room::kWide) return {{64, 64, 4, 2}, 1, false, true, false, 2};
+  if (large && room == Room::kWide) return {{64, 64, 4, 2}, 1, false, true, false, true};
   if (large) return {{128, 64, 8, 1}, 1, false, lazy, true};
   return {{128, 64, 4, 2}, room == Room::kWide ? 2 : 1, false, lazy, false};
 }

@@ -102,7 +102,8 @@ struct ForwardTraits {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kKeyWarps = kShape.key_warps;
+  static constexpr bool kPaired = kShape.paired;
+  static constexpr int kKeyWarps = kPaired ? 2 : 1;
   static constexpr int kRowWarps = kWarps / kKeyWarps;
   static constexpr int kStages = kShape.stages;
   static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
@@ -120,9 +121,8 @@ struct ForwardTraits {
         128) cute::array<Element, cute::cosize_v<typename TileQ::Layout>> q;  // later the output
     alignas(128) cute::array<Element, kStages * cute::cosize_v<typename TileK::Layout>> k;
     alignas(128) cute::array<Element, kStages * cute::cosize_v<typename TileV::Layout>> v;
-    alignas(
-        128) cute::array<Element, kKeyWarps == 1 ? 0 : cute::cosize_v<typename TileP::Layout>> p;
-    cute::array<float, kKeyWarps == 1 ? 0 : kKeyWarps * kBlockM> joined;  // (key warp, row)
+    alignas(128) cute::array<Element, kPaired ? cute::cosize_v<typename TileP::Layout> : 0> p;
+    cute::array<float, kPaired ? kKeyWarps * kBlockM : 0> joined;  // (key warp, row)
     ForwardBlock block;
   };
 

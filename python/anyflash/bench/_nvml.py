@@ -22,20 +22,20 @@ class Nvml:
     """One GPU. What the driver does not tell is None; construction raises OSError without NVML."""
 
     def __init__(self, uuid: str | None) -> None:
-        self.library: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        self.nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
         self.device = ctypes.c_void_p()
-        if self.library.nvmlInit_v2():
+        if self.nvml.nvmlInit_v2():
             raise OSError("nvmlInit failed")
         found = 1
         if uuid:
             name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            found = self.library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(self.device))
-        if found and self.library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)):
+            found = self.nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(self.device))
+        if found and self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)):
             raise OSError("NVML does not know the GPU")
 
     def _number(self, function: str, *arguments: int, wide: bool = False) -> int | None:
         value = ctypes.c_ulonglong() if wide else ctypes.c_uint()
-        call = getattr(self.library, function, None)
+        call = getattr(self.nvml, function, None)
         if call is None or call(self.device, *arguments, ctypes.byref(value)):
             return None
         return int(value.value)
@@ -46,7 +46,7 @@ class Nvml:
 
     def driver(self) -> str | None:
         text = ctypes.create_string_buffer(96)
-        if self.library.nvmlSystemGetDriverVersion(text, 96):
+        if self.nvml.nvmlSystemGetDriverVersion(text, 96):
             return None
         return text.value.decode()
 
