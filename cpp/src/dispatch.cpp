@@ -10,6 +10,7 @@
 #include "device.h"
 #include "heuristics.h"
 #include "kernel_table.h"
+#include "prefer_kernel.h"
 
 namespace anyflash {
 
@@ -54,9 +55,9 @@ bool has_better_tile(int64_t rows, const KernelRow& a, const KernelRow& b) {
   return fits_a ? a.tile.block_m < b.tile.block_m : a.tile.block_m > b.tile.block_m;
 }
 
-// How many CTAs the forward's grid has.
-int64_t grid_size(const Problem& problem, const Tile& tile) {
-  return (problem.rows + tile.block_m - 1) / tile.block_m * problem.pairs;
+// Whether a grid of CTAs of so many rows would leave multiprocessors idle.
+bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& device) {
+  return (problem.rows + tile_rows - 1) / tile_rows * problem.pairs < device.full_grid;
 }
 
 // Of two rows that can run a problem, the one that does less besides, or that suits the GPU.
@@ -78,8 +79,8 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   if (problem.op == Op::kForward && a.tile.block_m != b.tile.block_m) {
     // Smaller tiles where larger ones would leave multiprocessors idle.
     const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
-    const int64_t ctas = grid_size(problem, a_is_smaller ? b.tile : a.tile);
-    if (ctas < device.full_grid) return a_is_smaller;
+    const int larger = a_is_smaller ? b.tile.block_m : a.tile.block_m;
+    if (leaves_idle(problem, larger, device)) return a_is_smaller;
   }
   if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
   return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
@@ -123,22 +124,30 @@ std::string with_features(unsigned features) {
   return text;
 }
 
-const KernelRow& select_cuda(const Problem& problem) {
-  check_built_for(problem.device.index);
-  const DeviceProperties& device = device_properties(problem.device.index);
-  const KernelRow* best = nullptr;
+bool is_cuda_row(const KernelRow& row, const Problem& problem) {
+  return row.arch == Arch::kSm80 && row.op == problem.op && row.dtype == problem.dtype;
+}
+
+// Has all features, and fits the GPU.
+bool suffices(const KernelRow& row, const Problem& problem, const DeviceProperties& device) {
+  return (problem.features & ~row.features) == 0 && row.smem_bytes <= device.smem_per_block;
+}
+
+bool can_run(const KernelRow& row, const Problem& problem, const DeviceProperties& device) {
+  return is_cuda_row(row, problem) && suffices(row, problem, device) &&
+         row.head_dim >= problem.head_dim && row.head_dim_v >= problem.head_dim_v;
+}
+
+[[noreturn]] void refuse(const Problem& problem, const DeviceProperties& device) {
   bool built = false;
   int largest = 0;
   for (const KernelRow* row : registry().rows) {
-    if (row->arch != Arch::kSm80 || row->op != problem.op || row->dtype != problem.dtype) continue;
+    if (!is_cuda_row(*row, problem)) continue;
     built = true;
-    if ((problem.features & ~row->features) != 0) continue;
-    if (row->smem_bytes > device.smem_per_block) continue;
-    largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
-    if (row->head_dim < problem.head_dim || row->head_dim_v < problem.head_dim_v) continue;
-    if (best == nullptr || is_closer(problem, device, *row, *best)) best = row;
+    if (suffices(*row, problem, device)) {
+      largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
+    }
   }
-  if (best != nullptr) return *best;
   if (!built) {
     throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
                                              "; the CUDA " + name(problem.op) +
@@ -150,6 +159,46 @@ const KernelRow& select_cuda(const Problem& problem) {
                   name(problem.dtype) + with_features(problem.features) + " that fit " +
                   device.name + "'s " + std::to_string(device.smem_per_block) +
                   " bytes of shared memory take head dims up to " + std::to_string(largest));
+}
+
+// Instead of the row that the rules chose, a plain one that was measured to be faster.
+const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
+                       const KernelRow& chosen) {
+  const auto has_dims = [&chosen](const auto& x) {
+    return x.head_dim == chosen.head_dim && x.head_dim_v == chosen.head_dim_v;
+  };
+  const bool small_grid = leaves_idle(problem, kGridTile, device);
+  for (const TunedTile* tile = kTunedTiles; tile->compute_capability != 0; ++tile) {
+    if (tile->compute_capability != device.compute_capability || tile->op != problem.op ||
+        !has_dims(*tile) || tile->bounded != problem.bounded || tile->small_grid != small_grid) {
+      continue;
+    }
+    for (const KernelRow* row : registry().rows) {
+      if (row->room == tile->room && row->features == kNoFeatures && has_dims(*row) &&
+          can_run(*row, problem, device)) {
+        return *row;
+      }
+    }
+  }
+  return chosen;
+}
+
+// What prefer_kernel() was told; kNoRow can run nothing.
+constexpr KernelRow kNoRow{};
+std::atomic<const KernelRow*> preferred{nullptr};
+
+const KernelRow& select_cuda(const Problem& problem) {
+  check_built_for(problem.device.index);
+  const DeviceProperties& device = device_properties(problem.device.index);
+  const KernelRow* const wanted = preferred.load(std::memory_order_relaxed);
+  if (wanted != nullptr && can_run(*wanted, problem, device)) return *wanted;
+  const KernelRow* best = nullptr;
+  for (const KernelRow* row : registry().rows) {
+    if (!can_run(*row, problem, device)) continue;
+    if (best == nullptr || is_closer(problem, device, *row, *best)) best = row;
+  }
+  if (best == nullptr) refuse(problem, device);
+  return wanted == &kNoRow ? *best : tuned(problem, device, *best);
 }
 
 }  // namespace
@@ -184,8 +233,14 @@ CpuIsa best_isa() {
 Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa) {
   const unsigned features = features_of(params);
   Problem problem{op, q.device, q.dtype, params.head_dim, params.head_dim_v, features, cpu_isa};
-  problem.rows = params.seqlen_q;
-  problem.pairs = params.batch * params.heads;
+  if (op == Op::kBackward) {
+    problem.rows = params.seqlen_k;
+    problem.pairs = params.batch * params.heads_k * group_parts(params);
+  } else {
+    problem.rows = params.seqlen_q;
+    problem.pairs = params.batch * params.heads;
+  }
+  problem.bounded = params.window.left >= 0 || params.window.right >= 0;
   return problem;
 }
 
@@ -198,6 +253,23 @@ Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_
 
 const KernelRow& select_kernel(const Problem& problem) {
   return problem.device.type == DeviceType::kCpu ? select_cpu(problem) : select_cuda(problem);
+}
+
+void prefer_kernel(const char* name) {
+  const std::string wanted = name == nullptr ? "" : name;
+  const KernelRow* found = name == nullptr ? nullptr : &kNoRow;
+  std::string names;
+  for (const KernelRow* row : registry().rows) {
+    if (row->arch != Arch::kSm80) continue;
+    if (row->name == wanted) found = row;
+    names += (names.empty() ? "" : ", ") + std::string(row->name);
+  }
+  if (!wanted.empty() && found == &kNoRow) {
+    throw Error(ErrorCode::kInvalidValue, "there is no CUDA kernel \"" + wanted +
+                                              "\"; this build has " +
+                                              (names.empty() ? std::string("none") : names));
+  }
+  preferred.store(found, std::memory_order_relaxed);
 }
 
 bool built_for(int compute_capability) {
@@ -242,6 +314,18 @@ const char* name(Op op) {
       return "backward";
     case Op::kDecode:
       return "decode";
+  }
+  return "unknown";
+}
+
+const char* name(Room room) {
+  switch (room) {
+    case Room::kUsual:
+      return "";
+    case Room::kCompact:
+      return "compact";
+    case Room::kWide:
+      return "wide";
   }
   return "unknown";
 }

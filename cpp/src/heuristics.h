@@ -35,7 +35,7 @@ inline int heads_per_section(const ForwardParams& params, int multiprocessors) {
 // Into how many parts the backward divides the query heads that share a K/V head: of at most four
 // heads each, so that few K/V heads keep a GPU busy, too, but at most 32, because their sums take
 // memory. It depends on the group alone, so that a sequence's results do not depend on its batch.
-inline int group_parts(const BackwardParams& params) {
+inline int group_parts(const ForwardParams& params) {
   constexpr int kHeads = 4;
   constexpr int kMostParts = 32;
   const int group = params.heads / std::max(params.heads_k, 1);

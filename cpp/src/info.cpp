@@ -51,7 +51,7 @@ std::vector<KernelInfo> kernels() {
   for (const CountedKernel& kernel : counted_kernels()) {
     const KernelRow& row = *kernel.row;
     result.push_back({row.name, arch_name(row), name(row.op), row.dtype, row.head_dim,
-                      row.head_dim_v, feature_names(row.features), row.tile.block_m,
+                      row.head_dim_v, feature_names(row.features), name(row.room), row.tile.block_m,
                       row.tile.block_n, row.tile.warps, row.smem_bytes, kernel.launches});
   }
   return result;

@@ -28,6 +28,9 @@ enum Feature : unsigned {
 inline constexpr unsigned kNoFeatures = 0;
 inline constexpr unsigned kAllFeatures = 31;  // of attention without a cache
 
+// Of kernels that do the same, for which GPUs or problems one is made (sm80/tiles.h).
+enum class Room : int { kUsual, kCompact, kWide };
+
 struct Tile {
   int block_m = 0;  // query rows of a CTA (CPU: of a task)
   int block_n = 0;  // keys of one step
@@ -64,6 +67,7 @@ struct KernelRow {
   Entry<ForwardParams> forward{};  // of the row's operation only
   Entry<BackwardParams> backward{};
   Entry<KvCacheParams> decode{};
+  Room room = Room::kUsual;
 };
 
 struct KernelRows {

@@ -34,18 +34,36 @@ struct Problem {
   int head_dim_v;
   unsigned features;  // bits of Feature
   CpuIsa cpu_isa;
-  int64_t rows = 0;   // of queries; decode: those that share the keys of a head
-  int64_t pairs = 0;  // of batch and head
+  // Of queries; decode: those that share the keys of a head; backward: keys.
+  int64_t rows = 0;
+  int64_t pairs = 0;     // of batch and head; backward: and key head and part of its group
+  bool bounded = false;  // a mask hides keys: causal, or a window
 };
 
 // The problem of a call whose parameters are valid.
 Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa);
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa);
 
+// A measurement (tuned_tiles.cpp): which of the plain kernels for these head dims is the fastest on
+// GPUs of a compute capability. On a small grid, CTAs of kGridTile rows (the backward: keys) would
+// leave multiprocessors idle.
+struct TunedTile {
+  int compute_capability;  // 90 for 9.0; 0 ends the table
+  Op op;
+  int head_dim;  // the kernel's
+  int head_dim_v;
+  bool bounded;  // as Problem's
+  bool small_grid;
+  Room room;
+};
+inline constexpr int kGridTile = 128;
+extern const TunedTile kTunedTiles[];
+
 // The row that runs the problem; throws Error(kUnsupported) that lists what was built.
 const KernelRow& select_kernel(const Problem& problem);
 
-const char* name(Op op);  // "forward"
+const char* name(Op op);      // "forward"
+const char* name(Room room);  // "compact"; the usual one: ""
 // Names of a set of features: "softcap", ...
 std::vector<std::string> feature_names(unsigned features);
 

@@ -1,6 +1,7 @@
 // The module anyflash._core: signatures, error mapping, the GIL. Everything else is C++ or Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <array>
 #include <cstddef>
@@ -20,6 +21,7 @@
 #include "named_call.h"
 #include "option_names.h"
 #include "options.h"
+#include "prefer_kernel.h"
 #include "xla_ffi.h"
 
 namespace nb = nanobind;
@@ -280,6 +282,10 @@ void named_check(const char* operation, const char* function, const nb::dict& te
   named(operation, [&] { check_call(function, tensors, numbers); });
 }
 
+void named_prefer_kernel(std::optional<std::string> name) {
+  named("prefer_kernel", [&] { prefer_kernel(name ? name->c_str() : nullptr); });
+}
+
 nb::tuple named_describe(nb::handle object) {
   return named(nullptr, [&] { return describe(object); });
 }
@@ -312,5 +318,6 @@ NB_MODULE(_core, m) {
   m.def("check_call", &named_check, "operation"_a, "function"_a, "tensors"_a, "numbers"_a);
   m.def("xla_handlers", &xla_handlers);
   m.def("build_info", &build_info_dict);
+  m.def("prefer_kernel", &named_prefer_kernel, "name"_a.none());
   m.attr("version") = ANYFLASH_VERSION_STRING;
 }

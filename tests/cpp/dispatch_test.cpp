@@ -97,6 +97,8 @@ const char* const kCudaArchs[] = {"sm_80", nullptr};
 
 const DeviceProperties& device_properties(int) { return gpu; }
 
+const TunedTile kTunedTiles[] = {{}};
+
 }  // namespace anyflash
 
 using namespace anyflash;
@@ -280,9 +282,24 @@ void check_problem() {
   CHECK(plain.op == Op::kBackward && plain.device == q.device && plain.dtype == q.dtype);
   CHECK(plain.head_dim == 24 && plain.head_dim_v == 40 && plain.cpu_isa == CpuIsa::kAvx2);
   CHECK_EQ(plain.features, unsigned{kNoFeatures});
+  CHECK(!plain.bounded);
+
+  // How large the grid is: the backward's over keys, with parts of a group that is large.
+  params.batch = 3;
+  params.heads = 16;
+  params.heads_k = 2;
+  params.seqlen_q = 100;
+  params.seqlen_k = 700;
+  const Problem forward = problem_of(Op::kForward, q, params, CpuIsa::kAuto);
+  CHECK(forward.rows == 100 && forward.pairs == 48);
+  const Problem backward = problem_of(Op::kBackward, q, params, CpuIsa::kAuto);
+  CHECK(backward.rows == 700 && backward.pairs == 12);
 
   const auto features = [&] { return problem_of(Op::kForward, q, params, CpuIsa::kAuto).features; };
-  params.window = {3, 0};  // in every kernel
+  for (const Window window : {Window{3, -1}, Window{-1, 0}, Window{3, 0}}) {
+    params.window = window;  // in every kernel
+    CHECK(problem_of(Op::kForward, q, params, CpuIsa::kAuto).bounded);
+  }
   params.sinks.data = &params;
   CHECK_EQ(features(), unsigned{kNoFeatures});
   params.softcap = 1.0;

@@ -38,6 +38,9 @@ void check_table() {
     CHECK_EQ(kernel.name, std::string(anyflash_kernel_name(i)));
     CHECK_MSG(std::find(std::begin(kOps), std::end(kOps), kernel.op) != std::end(kOps), kernel.op);
     CHECK_MSG(check::contains(kernel.name, "_" + kernel.op + "_"), kernel.name);
+    for (const std::string room : {"compact", "wide"}) {
+      CHECK_MSG(check::contains(kernel.name, "_" + room) == (kernel.room == room), kernel.name);
+    }
     CHECK_MSG(kernel.block_m > 0 && kernel.block_n > 0, kernel.name);
     const bool cpu = kernel.arch.rfind("cpu-", 0) == 0;
     CHECK_MSG(cpu == (kernel.head_dim == 0 && kernel.head_dim_v == 0 && kernel.warps == 0 &&

@@ -35,7 +35,7 @@ KERNEL_CONTRACT = {
     "params.h",
     "side_outputs.h",
 }
-BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h"}
+BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h", "prefer_kernel.h"}
 
 # Angle-bracket headers, by what they belong to; what matches nothing is unknown and never allowed.
 EXTERNAL = {

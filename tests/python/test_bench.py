@@ -81,6 +81,10 @@ def test_flop_and_bytes_are_counted_as_in_the_paper():
     assert replace(cell, heads_k=2).flop == cell.flop
     assert replace(cell, lengths=(100, 200), seqlen=200).flop == 4 * 8 * (100**2 + 200**2) * 64
     assert replace(cell, feature="window 512").flop == 0
+    other = replace(cell, d_v=32)
+    assert other.labels["d"] == "64/32"
+    assert other.flop == 2 * 3 * 8 * 1000 * 1000 * (64 + 32)
+    assert replace(other, op="backward").flop == 2 * 3 * 8 * 1000 * 1000 * (3 * 64 + 2 * 32)
     step = Cell("decode", 4, 2, 8, 64, "float16", heads_k=2, seqlen_k=100)
     assert step.bytes == 2 * (2 * 4 * 100 * 2 * 64 + 2 * 4 * 2 * 8 * 64)
 
@@ -94,6 +98,13 @@ def test_numpy_alone(op, causal):
     assert results["anyflash"]["q1"] <= results["anyflash"]["seconds"] <= results["anyflash"]["q3"]
     assert len(results["anyflash"]["samples"]) >= SHORT.fewest
     assert ("seconds" in results["deterministic"]) == (op == "backward")
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_a_head_dim_of_v_alone(op):
+    call = _measure._own.own(_measure.Problem(replace(TINY, op=op, d_v=8), NumpyWorld()))
+    dims = [x.shape[-1] for x in call.outputs(call.run(0))]
+    assert dims == ([16, 16, 8] if op == "backward" else [8])
 
 
 @pytest.mark.parametrize("op", ["forward", "backward", "both"])

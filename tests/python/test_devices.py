@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,12 +12,15 @@ import pytest
 from capi import Backend
 from cases import Bias, Blocks, Case, Features, Packed
 from gradient_case import GradientCase
-from running import assert_same_bits, run, verify
-from running_backward import verify_backward
+from running import assert_same_bits, bits, run, verify
+from running_backward import backward, verify_backward
+
+from anyflash.bench._tuned_tiles import Key, rows
 
 A100_SMEM = 166912
 SMALL_SMEM = 101376  # compute capability 8.6 and 8.9
 LARGE_SMEM = 232448  # 9.0 and 10.0
+SMEM = {80: A100_SMEM, 90: LARGE_SMEM, 100: LARGE_SMEM} | dict.fromkeys((86, 89, 120), SMALL_SMEM)
 
 
 @pytest.fixture
@@ -27,6 +31,7 @@ def emulated() -> Iterator[ctypes.CDLL]:
     yield library
     library.emulated_set_compute_capability(80)
     library.emulated_set_full_grid(1)
+    library.emulated_prefer_kernel(None)
     library.emu_set_options(0, -1, A100_SMEM)
 
 
@@ -158,6 +163,74 @@ def test_tiles_do_not_change_bits(
     large = run(backend, case)
     emulated.emulated_set_full_grid(108)
     assert_same_bits(run(backend, case), large)
+
+
+# What a GPU may take by turns for an operation and head dims (names of rooms, kernel.h).
+SAME_BITS = {
+    ("forward", 64, 64): {"", "compact"},
+    ("forward", 128, 128): {"", "compact", "wide"},
+    ("forward", 256, 256): {"", "compact"},
+}
+
+
+def results(family: tuple[str, int, int], causal: bool) -> tuple[str, dict[str, bytes]]:
+    """The kernel's room ("generic" and so on, if it is no plain one), and the results' bits."""
+    op, d, d_v = family
+    emulated = capi.backend("emulated-sm80")
+    library = emulated.library
+    case = Case("tiles", "fp16", 1, 200, 300, 2, 1, d, d_v, causal=causal, values="falling")
+    before = library.launches()
+    if op == "forward":
+        tensors = run(emulated, case)._asdict()
+        found = {name: tensors[name] for name in ("out", "lse")}
+    else:
+        found = backward(emulated, GradientCase(case, deterministic=True)).outputs()
+    (name,) = (name for name, n in library.launches().items() if n != before[name])
+    variant = capi.Row.parse(name).variant
+    room = "" if variant == "plain" else variant
+    return room, {name: bits(tensor.view) for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("family", SAME_BITS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rooms_with_the_same_bits(
+    emulated: ctypes.CDLL, family: tuple[str, int, int], causal: bool
+) -> None:
+    emulated.emu_set_options(0, -1, LARGE_SMEM)
+    name = f"sm80_{family[0]}_f16_d{'_'.join(dict.fromkeys(map(str, family[1:])))}"
+    found = {}
+    for room in SAME_BITS[family]:
+        emulated.emulated_prefer_kernel("_".join([name, *([room] if room else [])]).encode())
+        ran, found[room] = results(family, causal)
+        assert ran == room
+    expected = found.pop("")
+    assert found
+    for other in found.values():
+        assert other == expected
+
+
+def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
+    """Of what a GPU takes for some head dims, by the table or by the rules. The table's head dims
+    that the emulator lacks must all have one room."""
+    table = rows((capi.REPOSITORY / "cpp/src/tuned_tiles.cpp").read_text())
+    capabilities = {cc for cc, _ in table}
+    assert capabilities <= SMEM.keys(), "SMEM lacks a GPU's shared memory"
+    library = capi.backend("emulated-sm80").library
+    has = {(row.op, row.head_dim, row.head_dim_v) for row in library.rows if row.dtype == "fp16"}
+    for capability, family in itertools.product(
+        SMEM, {*SAME_BITS, *(key.family for _, key in table)}
+    ):
+        emulated.emu_set_options(0, -1, SMEM[capability])
+        emulated.emulated_prefer_kernel(b"")
+        taken = set()
+        for bounded, small_grid in itertools.product((False, True), (False, True)):
+            emulated.emulated_set_full_grid(10**6 if small_grid else 1)
+            room = table.get((capability, Key(*family, bounded, small_grid)))
+            if room is None:
+                room = results(family, bounded)[0] if family in has else "what the rules choose"
+            taken.add(room)
+        alike = len(taken) == 1 or taken <= SAME_BITS.get(family, set())
+        assert alike, f"{capability}, {family}: {taken}"
 
 
 def test_usual_problems_on_99_kilobytes(small_gpu: Backend) -> None:

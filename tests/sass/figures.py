@@ -99,8 +99,7 @@ def kernel_key(mangled: str) -> KernelKey | None:
 def row_key(row: Row) -> KernelKey:
     dims = row["head_dim"], row["head_dim_v"]
     block_m = row["block_m"] if row["op"] == "decode" else 0
-    room = next((room for room in ROOMS[1:] if row["name"].endswith(room)), "")
-    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, room)
+    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, row["room"])
 
 
 def plain_name(name: str) -> str:

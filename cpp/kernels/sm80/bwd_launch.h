@@ -156,6 +156,8 @@ constexpr KernelRow backward_row(const char* name) {
       std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>),
       {},
       {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>},
+      {},
+      kRoom,
   };
 }
 

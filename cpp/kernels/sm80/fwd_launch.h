@@ -62,6 +62,8 @@ constexpr KernelRow forward_row(const char* name) {
       sizeof(typename Traits::SharedStorage),
       {no_scratch, launch_forward<Traits, Variant>},
       {},
+      {},
+      kRoom,
   };
 }
 

@@ -5,11 +5,10 @@
 
 namespace anyflash::sm80 {
 
-// For whose shared memory a kernel is made: an A100's 164 KB, the 100 KB of consumer GPUs (compute
-// capability 8.6, 8.9 and 12.0), or the 228 KB of compute capability 9.0 and 10.0. What fits little
-// memory also serves small problems: dispatch.cpp takes the forward's smaller tiles for grids that
-// would leave multiprocessors idle.
-enum class Room { kUsual, kCompact, kWide };
+// A Room (kernel.h) is whose shared memory a kernel is made for: an A100's 164 KB, the 100 KB of
+// consumer GPUs (compute capability 8.6, 8.9 and 12.0), or the 228 KB of 9.0 and 10.0. What fits
+// little memory also serves small problems: dispatch.cpp takes the forward's smaller tiles where
+// larger ones would leave multiprocessors idle, and any that was measured to be faster.
 
 struct ForwardTile {
   Tile tile;

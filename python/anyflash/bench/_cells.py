@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-PRODUCTS = {"forward": 2, "backward": 5, "both": 7}  # matrix products, of 2 * pairs * d each
+# Matrix products, of 2 * pairs * d each, with the head dims of q and k, and of v.
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> float:
@@ -44,6 +45,7 @@ class Cell:
     framework: str = ""
     timing: str = "events"  # or "graph": replayed from a CUDA graph; "memory": bytes, not seconds
     unit: str = "TFLOP/s"  # or "GFLOP/s", "ms", "us", "MiB"
+    d_v: int = 0  # of v; 0: as q's
 
     @property
     def kv_heads(self) -> int:
@@ -52,6 +54,10 @@ class Cell:
     @property
     def keys(self) -> int:
         return self.seqlen_k or self.seqlen
+
+    @property
+    def value_dim(self) -> int:
+        return self.d_v or self.d
 
     @property
     def labels(self) -> dict[str, str]:
@@ -63,7 +69,7 @@ class Cell:
             "dtype": self.dtype,
             "feature": self.feature,
             "heads": f"{self.heads}/{self.kv_heads}" if grouped else str(self.heads),
-            "d": str(self.d),
+            "d": f"{self.d}/{self.d_v}" if self.d_v else str(self.d),
             "mask": "causal" if self.causal else "full",
             "packing": self.packing,
             "cache": f"pages of {self.page_size}" if self.page_size else "",
@@ -93,7 +99,8 @@ class Cell:
             pairs = sum(visible_pairs(n, n, self.causal) for n in self.lengths)
         else:
             pairs = self.batch * visible_pairs(self.seqlen, self.keys, self.causal)
-        return 2 * PRODUCTS[self.op] * pairs * self.heads * self.d
+        with_d, with_d_v = PRODUCTS[self.op]
+        return 2 * pairs * self.heads * (with_d * self.d + with_d_v * self.value_dim)
 
     @property
     def bytes(self) -> int:

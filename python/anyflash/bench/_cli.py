@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
-from anyflash.bench import _report
+from anyflash.bench import _report, _tune
 from anyflash.bench._ceilings import measure_ceilings
 from anyflash.bench._cells import ITEM_SIZES
 from anyflash.bench._compare import compare
@@ -27,6 +27,10 @@ from anyflash.bench._worlds import NumpyWorld, World, default_backend, world_for
 FORMAT = 1
 QUICK_SECONDS = 40.0
 QUICK = Budget(contender_seconds=0.1, fewest=3, most=10)
+TUNE = "tune"
+NOT_FOR_TUNE = (
+    "backend", "peers", "only", "seconds", "cold", "json", "markdown", "plot", "compare", "load",
+)  # fmt: skip
 DTYPES = {"cuda": ("bfloat16",), "cpu": ("float32",)}
 
 EPILOG = """presets:
@@ -40,6 +44,7 @@ examples:
   python -m anyflash bench paper --json new.json --plot speed.svg --compare old.json
   python -m anyflash bench paper --only op=forward --only d=64,128 --peers flash,cudnn
   python -m anyflash bench --load new.json --plot speed.png --markdown speed.md
+  python -m anyflash bench tune --write cpp/src/tuned_tiles.cpp
 
 GPU times are those of CUDA events around several calls; of CUDA graphs for decode and half of
 overhead. Contenders take turns. A cell is a median; "spread" is half of the distance between the
@@ -50,7 +55,9 @@ quartiles, in percent, the largest of a row. A causal mask counts half of the ar
 
 def add_parser(commands: Any) -> None:
     """The command's arguments, for `anyflash.__main__`."""
-    presets = "\n".join(f"  {name:<14}{preset.about}" for name, preset in PRESETS.items())
+    abouts = {name: preset.about for name, preset in PRESETS.items()}
+    abouts[TUNE] = "for developers: each kernel's tiles for other GPUs, beside those chosen here"
+    presets = "\n".join(f"  {name:<14}{about}" for name, about in abouts.items())
     peers = "\n".join(f"  {name:<14}{peer.about}" for name, peer in PEERS.items())
     parser = commands.add_parser(
         "bench",
@@ -60,7 +67,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG.format(presets=presets, peers=peers),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("preset", nargs="?", choices=PRESETS, metavar="PRESET")
+    parser.add_argument("preset", nargs="?", choices=[*PRESETS, TUNE], metavar="PRESET")
     parser.add_argument("--backend", choices=("cuda", "cpu"), help="default: cuda where it is")
     parser.add_argument(
         "--peers",
@@ -85,6 +92,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--load", type=Path, metavar="FILE.json", help="show that run; measure none"
     )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE",
+        help="tune: put the fastest tiles into cpp/src/tuned_tiles.cpp of a checkout",
+    )  # fmt: skip
 
 
 def _only(texts: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -164,6 +175,20 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     return document
 
 
+def _tuned(arguments: argparse.Namespace) -> None:
+    for name in NOT_FOR_TUNE:
+        if getattr(arguments, name) not in (None, "", [], False):
+            raise ValueError(f"--{name} is not for tune")
+    try:
+        world = world_for("cuda")
+    except ValueError as error:
+        raise ValueError(f"tune measures a GPU's kernels; {error}") from None
+    monitor = Monitor(world)
+    budget = QUICK if arguments.quick else Budget()
+    bench = Bench(world, (), _timers(world, monitor, cold=False), budget, monitor)
+    _tune.run(_dtypes(arguments.dtype, "cuda", TUNE), arguments, bench)
+
+
 def _as_json(document: dict[str, Any]) -> str:
     """A cell a line."""
     text = json.dumps({**document, "cells": []}, indent=1)
@@ -195,6 +220,11 @@ def main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     """Run the command and return its exit status: 1 if anyflash failed in a cell, 2 where the
     arguments ask for what is not there."""
     try:
+        if arguments.preset == TUNE:
+            _tuned(arguments)
+            return 0
+        if arguments.write is not None:
+            raise ValueError("--write is for tune")
         _check_outputs(arguments)
         old = _loaded(arguments.compare) if arguments.compare else None
         document = _loaded(arguments.load) if arguments.load else measured(arguments, command)

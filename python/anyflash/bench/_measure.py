@@ -18,7 +18,7 @@ from anyflash.bench._machine import Monitor
 from anyflash.bench._own import Call
 from anyflash.bench._peers import PEERS
 from anyflash.bench._problem import Problem
-from anyflash.bench._timing import Budget, Timer, take_turns
+from anyflash.bench._timing import Budget, Samples, Timer, take_turns
 from anyflash.bench._worlds import Unsupported, World
 
 OWN = "anyflash"
@@ -155,6 +155,15 @@ def measure(cell: Cell, bench: Bench) -> dict[str, Any]:
     return {**entry, "gpu": told} if told else entry
 
 
+def timed(calls: dict[str, Call], cell: Cell, bench: Bench) -> Samples:
+    timer = bench.timers["host" if cell.op == "call" else cell.timing]
+    budget = bench.budget
+    if cell.timing == "graph":
+        seconds = min(GRAPH_SECONDS, budget.contender_seconds)
+        budget = replace(budget, contender_seconds=seconds)
+    return take_turns(calls, timer, budget)
+
+
 def _results(
     cell: Cell, bench: Bench
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
@@ -172,12 +181,7 @@ def _results(
             except Exception as error:
                 refused[name] = refusal(error)
     elif calls:
-        timer = bench.timers["host" if cell.op == "call" else cell.timing]
-        budget = bench.budget
-        if cell.timing == "graph":
-            seconds = min(GRAPH_SECONDS, budget.contender_seconds)
-            budget = replace(budget, contender_seconds=seconds)
-        samples = take_turns(calls, timer, budget)
+        samples = timed(calls, cell, bench)
         results = {name: _summary(seconds) for name, seconds in samples.seconds.items() if seconds}
         refused |= {name: refusal(error) for name, error in samples.errors.items()}
     return results, refused

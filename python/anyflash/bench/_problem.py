@@ -26,26 +26,26 @@ class Problem:
         self.cell, self.world = cell, world
         world.seed()
 
-    def _tokens(self, heads: int, seqlen: int) -> Any:
+    def _tokens(self, heads: int, seqlen: int, d: int) -> Any:
         cell = self.cell
         lead = (sum(cell.lengths),) if cell.lengths else (cell.batch, seqlen)
-        return self.world.normal((*lead, heads, cell.d), cell.dtype)
+        return self.world.normal((*lead, heads, d), cell.dtype)
 
     @cached_property
     def q(self) -> Any:
-        return self._tokens(self.cell.heads, self.cell.seqlen)
+        return self._tokens(self.cell.heads, self.cell.seqlen, self.cell.d)
 
     @cached_property
     def k(self) -> Any:
-        return self._tokens(self.cell.kv_heads, self.cell.keys)
+        return self._tokens(self.cell.kv_heads, self.cell.keys, self.cell.d)
 
     @cached_property
     def v(self) -> Any:
-        return self._tokens(self.cell.kv_heads, self.cell.keys)
+        return self._tokens(self.cell.kv_heads, self.cell.keys, self.cell.value_dim)
 
     @cached_property
     def dout(self) -> Any:
-        return self._tokens(self.cell.heads, self.cell.seqlen)
+        return self._tokens(self.cell.heads, self.cell.seqlen, self.cell.value_dim)
 
     @cached_property
     def starts(self) -> Any:

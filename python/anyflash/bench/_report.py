@@ -218,18 +218,23 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def aligned(table: Table) -> list[str]:
+    """Lines of text."""
+    widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+    lines = [table.title]
+    for row in (table.header, *table.rows):
+        cells = [
+            text.ljust(width) if i < table.words else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return [*lines, *table.notes]
+
+
 def plain(document: dict[str, Any]) -> str:
     lines = about_lines(document)
     for table in tables(document):
-        widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-        lines += ["", table.title]
-        for row in (table.header, *table.rows):
-            cells = [
-                text.ljust(width) if i < table.words else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        lines += list(table.notes)
+        lines += ["", *aligned(table)]
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@
 #include "anyflash/error.h"
 #include "device.h"
 #include "emu.hpp"
+#include "prefer_kernel.h"
 
 namespace {
 
@@ -20,6 +21,9 @@ extern "C" __attribute__((visibility("default"))) void emulated_set_full_grid(in
 }
 extern "C" __attribute__((visibility("default"))) void emulated_set_compute_capability(int value) {
   compute_capability = value;
+}
+extern "C" __attribute__((visibility("default"))) void emulated_prefer_kernel(const char* name) {
+  anyflash::prefer_kernel(name);
 }
 
 namespace anyflash {

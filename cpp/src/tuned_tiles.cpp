@@ -1,0 +1,14 @@
+// Which tiles are the fastest, where the rules of dispatch.cpp choose others: measurements of the
+// compute capabilities that `python -m anyflash bench tune --write` ran on. A row (TunedTile) is
+// {compute capability, operation, head dims, the mask is bounded, the grid is small, room}.
+#include "kernel_table.h"
+
+namespace anyflash {
+
+// clang-format off
+const TunedTile kTunedTiles[] = {
+    {},
+};
+// clang-format on
+
+}  // namespace anyflash

@@ -1,0 +1,224 @@
+"""`python -m anyflash bench tune`: which tiles are the fastest on this GPU.
+
+Plain kernels of some head dims exist several times, with tiles for other sizes of shared memory:
+their rooms (KernelRow::room). dispatch.cpp chooses by rules; where another room is measured to be
+faster, a row of cpp/src/tuned_tiles.cpp says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyflash
+from anyflash import _core
+from anyflash.bench import _own
+from anyflash.bench._cells import Cell
+from anyflash.bench._measure import Bench, timed
+from anyflash.bench._own import Call
+from anyflash.bench._presets import MASKS
+from anyflash.bench._problem import Problem
+from anyflash.bench._report import Table, aligned, geometric_mean, number
+from anyflash.bench._tuned_tiles import LEAST_GAIN, Key, Measured, alike, chosen, rewritten
+
+GRID_TILE = 128  # kGridTile of kernel_table.h
+TOKENS, HIDDEN = 16384, 2048  # as in the paper's grid
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+ALONE = (128, 256, 512, 1024, 2048, 4096)  # of one sequence
+QUICK_SEQLENS, QUICK_ALONE = (1024, 8192), (128, 512)
+
+Rooms = Mapping[str, str]  # the kernels' names
+Family = tuple[str, int, int]  # operation, head dims
+
+
+def families(dtype: str) -> dict[Family, dict[str, str]]:
+    """Plain GPU kernels of which there are several for the same head dims, by room."""
+    found: dict[Family, dict[str, str]] = {}
+    for kernel in anyflash.build_info()["kernels"]:
+        if kernel["arch"] == "sm80" and kernel["dtype"] == dtype and not kernel["features"]:
+            family = kernel["op"], kernel["head_dim"], kernel["head_dim_v"]
+            found.setdefault(family, {})[kernel["room"]] = kernel["name"]
+    return {family: rooms for family, rooms in found.items() if len(rooms) > 1}
+
+
+def cells(
+    family: Family, dtype: str, multiprocessors: int, quick: bool
+) -> Iterator[tuple[Key, Cell]]:
+    """The problems of each key: the paper's, which fill a GPU; one sequence of few tokens, which do
+    not, by graphs, since the host would take longer; and the shortest one that does."""
+    op, d, d_v = family
+    heads = HIDDEN // d
+    for causal in MASKS:
+        cell = Cell(op, 1, 0, heads, d, dtype, causal=causal, d_v=d_v if d_v != d else 0)
+        for seqlen in QUICK_SEQLENS if quick else SEQLENS:
+            key = Key(*family, causal, small_grid=False)
+            yield key, replace(cell, batch=TOKENS // seqlen, seqlen=seqlen)
+        for seqlen in QUICK_ALONE if quick else ALONE:
+            small_grid = -(-seqlen // GRID_TILE) * heads < multiprocessors
+            key = Key(*family, causal, small_grid)
+            yield key, replace(cell, seqlen=seqlen, timing="graph")
+            if not small_grid:
+                break
+
+
+@contextlib.contextmanager
+def preferring(name: str) -> Iterator[None]:
+    """The kernel of this name runs what it can; "": what the rules choose."""
+    _core.prefer_kernel(name)
+    try:
+        yield
+    finally:
+        _core.prefer_kernel(None)
+
+
+def launches() -> dict[str, int]:
+    return {kernel["name"]: kernel["launches"] for kernel in anyflash.build_info()["kernels"]}
+
+
+def ran(call: Call) -> tuple[str, tuple[Any, ...]]:
+    """The kernel that a call launches, and its results."""
+    before = launches()
+    with call.context():
+        outputs = call.outputs(call.run(0))
+    (name,) = (name for name, count in launches().items() if count != before[name])
+    return name, outputs
+
+
+@dataclass(frozen=True)
+class Result:
+    """A problem as measured, and the room that is chosen for it now."""
+
+    measured: Measured
+    cell: Cell
+    now: str
+
+
+def measure(key: Key, cell: Cell, rooms: Rooms, bench: Bench) -> Result | None:
+    """None where another kernel runs the problem, since the GPU has too little shared memory."""
+    with bench.world.apart() if cell.timing == "graph" else nullcontext():
+        call = _own.own(Problem(cell, bench.world))
+        named = {name: room for room, name in rooms.items()}
+        now, _ = ran(call)
+        rules, _ = ran(_preferred(call, ""))
+        if now not in named or rules not in named:
+            return None
+        calls: dict[str, Call] = {}
+        results: dict[str, tuple[Any, ...]] = {}
+        for room, name in rooms.items():
+            preferred = _preferred(call, name)
+            launched, outputs = ran(preferred)
+            if launched == name:  # else it does not fit
+                # The sums of a backward's dq come in any order.
+                calls[room], results[room] = preferred, outputs[1:] or outputs
+        samples = timed(calls, cell, bench)
+    for error in samples.errors.values():
+        raise error
+    seconds = {room: statistics.median(samples.seconds[room]) for room in calls}
+    measured = Measured(key, seconds, named[rules], _numbered(results, bench.world.difference))
+    return Result(measured, cell, named[now])
+
+
+def _preferred(call: Call, name: str) -> Call:
+    return replace(call, context=lambda: preferring(name))
+
+
+def _numbered(
+    results: Mapping[str, tuple[Any, ...]], difference: Callable[[Any, Any], float]
+) -> dict[str, int]:
+    """The same number for the same bits."""
+    kinds: list[tuple[Any, ...]] = []
+    numbers: dict[str, int] = {}
+    for room, outputs in results.items():
+        for i, known in enumerate(kinds):
+            if all(difference(a, b) == 0.0 for a, b in zip(known, outputs, strict=True)):
+                numbers[room] = i
+                break
+        else:
+            numbers[room] = len(kinds)
+            kinds.append(outputs)
+    return numbers
+
+
+def table(results: Sequence[Result], written: Mapping[Key, str]) -> Table:
+    """A line for each kernel and key: its speed, and who chooses it."""
+    rows = []
+    for key in dict.fromkeys(result.measured.key for result in results):
+        mine = [result for result in results if result.measured.key == key]
+        speeds = {
+            room: geometric_mean([r.cell.flop / r.measured.seconds[room] for r in mine])
+            for room in mine[0].measured.seconds
+        }
+        for room, speed in speeds.items():
+            chooses = ["now"] if any(r.now == room for r in mine) else []
+            chooses += ["rules"] if any(r.measured.rules == room for r in mine) else []
+            chooses += ["tuned"] if written.get(key) == room else []
+            dims = str(key.d) if key.d == key.d_v else f"{key.d}/{key.d_v}"
+            words = [key.op, dims, "causal" if key.bounded else "full"]
+            words += ["small" if key.small_grid else "large", room or "usual", ", ".join(chooses)]
+            rows.append([*words, number(speed / 1e12), f"{speed / max(speeds.values()):.3f}"])
+    header = ["op", "d", "mask", "grid", "tiles", "chosen", "TFLOP/s", "of best"]
+    return Table("geometric means", header, rows, _notes(results, written), 6)
+
+
+def _notes(results: Sequence[Result], written: Mapping[Key, str]) -> list[str]:
+    notes = [
+        f"{len(written)} rows for the table: more than {100 * (LEAST_GAIN - 1):.0f} % faster than "
+        "what the rules choose, or in one with what is"
+    ]
+    for family in dict.fromkeys(result.measured.key.family for result in results):
+        groups = alike([r.measured for r in results if r.measured.key.family == family])
+        if len(groups) > 1:
+            told = " | ".join(", ".join(room or "usual" for room in sorted(g)) for g in groups)
+            dims = "/".join(dict.fromkeys(map(str, family[1:])))
+            notes.append(f"{family[0]} d {dims}: not the same bits, so that only one of: {told}")
+    return notes
+
+
+def tune(dtypes: Sequence[str], quick: bool, bench: Bench) -> list[Result]:
+    """All results; what is measured is told to stderr."""
+    properties = importlib.import_module("torch").cuda.get_device_properties(0)
+    results = []
+    for dtype in dtypes:
+        for family, rooms in families(dtype).items():
+            for key, cell in cells(family, dtype, properties.multi_processor_count, quick):
+                result = measure(key, cell, rooms, bench)
+                bench.world.release()
+                if result is not None:
+                    results.append(result)
+                    seconds = result.measured.seconds.items()
+                    told = ", ".join(f"{room or 'usual'} {1e6 * s:.1f} us" for room, s in seconds)
+                    print(f"{cell.key}: {told}", file=sys.stderr, flush=True)
+    if not results:
+        raise ValueError(
+            f"tune: this build has one plain GPU kernel for each head dim in {', '.join(dtypes)}"
+        )
+    return results
+
+
+def run(dtypes: Sequence[str], arguments: argparse.Namespace, bench: Bench) -> None:
+    """Measure, print, and write where that is asked for."""
+    path: Path | None = arguments.write
+    if path is not None:
+        rewritten(_read(path), 0, {})  # before anything is measured: it is the table
+    results = tune(dtypes, arguments.quick, bench)
+    rooms = chosen([result.measured for result in results])
+    print("\n".join(aligned(table(results, rooms))))
+    if path is not None:
+        major, minor = importlib.import_module("torch").cuda.get_device_capability(0)
+        path.write_text(rewritten(_read(path), 10 * major + minor, rooms))
+        print(f"wrote {path}: build anew", file=sys.stderr)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ValueError(f"--write {path}: {error.strerror}") from None

@@ -1,0 +1,122 @@
+"""The table of the fastest tiles (cpp/src/tuned_tiles.cpp): what to write there, and how."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from anyflash.bench._report import geometric_mean
+
+LEAST_GAIN = 1.02  # below, noise decides
+
+
+class Key(NamedTuple):
+    """What a row of the table is about: problems of plain kernels for these head dims."""
+
+    op: str
+    d: int
+    d_v: int
+    bounded: bool  # by a causal mask, or a window
+    small_grid: bool
+
+    @property
+    def family(self) -> tuple[str, int, int]:
+        return self.op, self.d, self.d_v
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A problem: seconds of each room (the tiles of a kernel, KernelRow::room), which one the rules
+    choose, and which ones gave the same bits: those with the same number."""
+
+    key: Key
+    seconds: Mapping[str, float]
+    rules: str
+    bits: Mapping[str, int]
+
+
+def chosen(measured: Iterable[Measured]) -> dict[Key, str]:
+    """The rooms to write: those that gain on what the rules choose, in the geometric mean of a
+    key's problems. All that a GPU takes for some head dims must give a row the same bits: the size
+    of a grid depends on the batch."""
+    ordered = sorted(measured, key=lambda m: m.key)
+    found: dict[Key, str] = {}
+    for _, grouped in itertools.groupby(ordered, lambda m: m.key.family):
+        family = list(grouped)
+        best: dict[Key, str] = {}
+        most = 0.0
+        for rooms in alike(family):
+            wanted, gain = _fastest(rooms, family)
+            if all(m.rules in rooms for m in family):
+                gain *= LEAST_GAIN  # where others are faster by less, nothing changes
+            if gain > most:
+                best, most = wanted, gain
+        found |= best
+    return found
+
+
+def alike(family: Sequence[Measured]) -> list[set[str]]:
+    """Rooms that gave the same bits in all problems."""
+    rooms = set.intersection(*(set(m.seconds) for m in family))
+    groups: dict[tuple[int, ...], set[str]] = {}
+    for room in sorted(rooms):
+        groups.setdefault(tuple(m.bits[room] for m in family), set()).add(room)
+    return list(groups.values())
+
+
+def _fastest(rooms: set[str], family: Sequence[Measured]) -> tuple[dict[Key, str], float]:
+    """Of these rooms, the one for each key that the rules would not choose, and how many times as
+    fast as the rules' all keys then are."""
+    wanted: dict[Key, str] = {}
+    gains = []
+    for key, grouped in itertools.groupby(family, lambda m: m.key):
+        cells = list(grouped)
+        by_room = {
+            room: geometric_mean([m.seconds[m.rules] / m.seconds[room] for m in cells])
+            for room in sorted(rooms)
+        }
+        room = max(by_room, key=by_room.__getitem__)
+        if all(m.rules in rooms for m in cells) and by_room[room] <= LEAST_GAIN:
+            gains.append(1.0)
+        else:
+            wanted[key] = room
+            gains.append(by_room[room])
+    return wanted, geometric_mean(gains)
+
+
+ROW = re.compile(
+    r"^ *\{(\d+), Op::k(\w+), (\d+), (\d+), (true|false), (true|false), Room::k(\w+)\},$"
+)
+END = re.compile(r"^ *\{\},$")
+
+
+def rows(text: str) -> dict[tuple[int, Key], str]:
+    """Rooms, by compute capability (90 for 9.0) and key."""
+    found = {}
+    for line in text.splitlines():
+        if match := ROW.match(line):
+            capability, op, d, d_v, bounded, small_grid, room = match.groups()
+            key = Key(op.lower(), int(d), int(d_v), bounded == "true", small_grid == "true")
+            found[int(capability), key] = "" if room == "Usual" else room.lower()
+    return found
+
+
+def rewritten(text: str, capability: int, rooms: Mapping[Key, str]) -> str:
+    """The file with these rows, instead of those that it has for this compute capability."""
+    lines = text.splitlines()
+    ends = [i for i, line in enumerate(lines) if END.match(line)]
+    if len(ends) != 1:
+        raise ValueError("it is not the table of tiles, cpp/src/tuned_tiles.cpp: no row ends it")
+    table = {(cc, key): room for (cc, key), room in rows(text).items() if cc != capability}
+    table |= {(capability, key): room for key, room in rooms.items()}
+    made = [
+        f"    {{{cc}, Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, {str(key.bounded).lower()}, "
+        f"{str(key.small_grid).lower()}, Room::k{room.capitalize() or 'Usual'}}},"
+        for (cc, key), room in sorted(table.items())
+    ]
+    before, after = lines[: ends[0]], lines[ends[0] :]
+    kept = [line for line in before if not ROW.match(line)]
+    return "\n".join([*kept, *made, *after]) + "\n"
