@@ -282,6 +282,12 @@ def test_a_file_that_is_not_the_table_is_refused_first(monkeypatch, tmp_path, ca
     assert not gpu.ran
 
 
+def test_kernels_have_rooms():
+    for kernel in anyflash.build_info()["kernels"]:
+        rooms = [room for room in ("compact", "wide") if kernel["name"].endswith(f"_{room}")]
+        assert kernel["room"] == "".join(rooms)
+
+
 @pytest.mark.parametrize("name", ["sm80_forward_bf16_d65", "cpu_baseline_forward_f32"])
 def test_preferring_names_kernels_of_a_gpu(name):
     with pytest.raises(ValueError, match=f'there is no CUDA kernel "{name}"; this build has '):

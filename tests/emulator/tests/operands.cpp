@@ -11,6 +11,7 @@
 
 namespace {
 
+using anyflash::Room;
 using namespace anyflash::sm80;
 using Element = cutlass::half_t;
 
