@@ -170,8 +170,8 @@ def table(results: Sequence[Result], written: Mapping[Key, str]) -> Table:
 
 def _notes(results: Sequence[Result], written: Mapping[Key, str]) -> list[str]:
     notes = [
-        f"{len(written)} rows for the table: more than {100 * (LEAST_GAIN - 1):.0f} % faster than "
-        "what the rules choose, or in one with what is"
+        f"tuned: {len(written)} rows for the table, where what the rules choose is slower by more "
+        f"than {100 * (LEAST_GAIN - 1):.0f} %, or has other bits than what is chosen elsewhere"
     ]
     for family in dict.fromkeys(result.measured.key.family for result in results):
         groups = alike([r.measured for r in results if r.measured.key.family == family])
