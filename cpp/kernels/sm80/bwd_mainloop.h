@@ -79,7 +79,7 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
 //
 // A step takes one tile. With two buffers the next tile arrives during all of it, else during the
 // last product. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
-// was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
+// was. With kRereadP, dS is made of the rounded P. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
 // tile of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
@@ -187,7 +187,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   typename Traits::QueryMma mma_q;
   using QueryMma = typename Traits::QueryMma;
   const Operand<QueryMma, Side::kA, typename Traits::TileP> ds(smem.ds(), thread);
-  const Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), thread);
+  Operand<QueryMma, Side::kB, typename Traits::TilePartK, kTransposed> k_t(smem.k.data(), thread);
 
   load_keys();
   if constexpr (!Traits::kReloadV) load_values();
@@ -266,6 +266,12 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       __syncthreads();  // every warp has done with V
       store_p();
     }
+    if constexpr (Traits::kRereadP) {
+      auto rounded = make_tensor<Element>(acc_s.layout());
+      copy(tCsP, thread_copy_c.retile_D(rounded));  // this thread's own
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc_s); ++i) acc_s(i) = static_cast<float>(rounded(i));
+    }
     variant.template gradients<kMasked>(dp, scores, extra, stats);
     variant.chain(dp, extra);
     store(acc_dp, tCsDS);
@@ -290,10 +296,20 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       clear_nonfinite(tKsK);
       __syncthreads();  // K without NaN and infinity
     }
-    auto acc_dq = partition_fragment_C(mma_q, ShapeQ{});  // (MMA, MMA_M, MMA_D)
-    clear(acc_dq);
-    gemm_smem_smem(acc_dq, acc_dq, ds, k_t, mma_q);
-    add_to_dq_sum(params.dq_sum + stats_row * Traits::kHeadDim, acc_dq, Traits::kThreads);
+    float* dq_sum = params.dq_sum + stats_row * Traits::kHeadDim;
+    constexpr int kParts = Traits::kQueryParts;
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      using ShapePart = Shape<Int<kBlockM>, Int<Traits::kPartColumns>>;
+      auto acc_dq = partition_fragment_C(mma_q, ShapePart{});  // (MMA, MMA_M, MMA_D)
+      clear(acc_dq);
+      gemm_smem_smem(acc_dq, acc_dq, ds, k_t, mma_q);
+      add_to_dq_sum(dq_sum, acc_dq, Traits::kThreads);
+      dq_sum += kBlockM * Traits::kPartColumns;
+      if constexpr (kParts > 1) {
+        k_t.move((part + 1 < kParts ? 1 : 1 - kParts) * kBlockN * Traits::kPartColumns);
+      }
+    }
     if (clear_keys) {
       __syncthreads();  // every warp has done with that K
       load_keys();

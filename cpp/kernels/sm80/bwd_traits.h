@@ -12,9 +12,8 @@ struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardTile kShape = kRoom == Room::kCompact ? compact_backward_tile(kHeadDim)
-                                         : kGeneric              ? generic_backward_tile(kHeadDim)
-                                                                 : backward_tile(kHeadDim);
+  static constexpr BackwardTile kShape =
+      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kRoom);
   static constexpr Tile kTile = kShape.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -22,6 +21,8 @@ struct BackwardTraits {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kShape.stages;
   static constexpr bool kReloadV = kShape.reload_v;
+  static constexpr bool kRereadP = kShape.reread_p;
+  static constexpr int kQueryParts = kShape.query_parts;
   using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
@@ -29,6 +30,10 @@ struct BackwardTraits {
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
+  // The columns of K that a part of dQ is made of, and dQ's.
+  static constexpr int kPartColumns = kHeadDim / kQueryParts;
+  using TilePartK = SmemTile<Element, kThreads, kBlockN, kPartColumns>;
+  static_assert(kQueryParts == 1 || kPartColumns % TileK::kPage == 0, "a part is whole pages of K");
 
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;

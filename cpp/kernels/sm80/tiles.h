@@ -61,26 +61,33 @@ struct BackwardTile {
   int query_warps;        // dS K: (block_m, head dim)
   int stages;             // buffers of Q and of dO
   bool reload_v = false;  // P and dS lie where V was, which comes again with every tile of rows
+  bool reread_p = false;  // P is read from there, rounded: registers for one tile of scores, not two
+  int query_parts = 1;    // dQ is made by so many parts of its columns, for the same reason
 };
 
-// As much as fits an A100's 163 KB of shared memory and the registers of eight warps.
-constexpr BackwardTile backward_tile(int head_dim) {
-  if (head_dim <= 64) return {{128, 128, 8}, 4, 4, 4, 2};
+// Two CTAs of four warps, which wait at different times, or one of eight where their tiles would be
+// too small for what they read from shared memory. As much as fits the registers, and an A100's 163
+// KB of shared memory, or 227 KB. What a GPU takes by turns rounds P alike, so that dK and dV have
+// the same bits.
+constexpr BackwardTile backward_tile(int head_dim, Room room) {
+  if (room == Room::kWide) {
+    if (head_dim <= 128) return {{128, 128, 8}, 4, 2, 4, 1, false, true};
+    return {{128, 64, 8}, 4, 2, head_dim <= 192 ? 2 : 4, 1, false, false, head_dim / 64};
+  }
+  if (room == Room::kCompact) return {{64, 64, 4, 2}, 2, 2, 2, 1, false, true};
+  if (head_dim <= 32) return {{128, 128, 8}, 4, 4, 4, 2};
+  if (head_dim <= 64) return {{64, 128, 4, 2}, 2, 2, 2, 1, false, true};
   if (head_dim <= 96) return {{64, 128, 8}, 2, 4, 4, 2};
   if (head_dim <= 128) return {{64, 128, 8}, 2, 2, 2, 2};
   return {{64, 64, 8}, 4, 2, 2, head_dim <= 192 ? 2 : 1};
 }
 
 // 64 by 64, because blocks of block-sparse attention are multiples of that, and so small that head
-// dims up to 128 fit the 99 KB of consumer GPUs.
-constexpr BackwardTile generic_backward_tile(int head_dim) {
+// dims up to 128 fit the 99 KB of consumer GPUs; for 192 and 256 there are tiles that do.
+constexpr BackwardTile generic_backward_tile(int head_dim, Room room) {
+  if (room == Room::kCompact) return {{64, 32, 4}, 4, 2, 2, 1, head_dim > 192};
   const int key_warps = head_dim <= 96 ? 4 : 2;
   return {{64, 64, 8}, 4, key_warps, key_warps, head_dim <= 96 ? 2 : 1};
-}
-
-// Where what stands above does not fit consumer GPUs: the generic backward of 192 and 256.
-constexpr BackwardTile compact_backward_tile(int head_dim) {
-  return {{64, 32, 4}, 4, 2, 2, 1, head_dim > 192};
 }
 
 // Decoding: tiles of 16, 32 or 64 rows, which are queries and heads of one group. Warps that share
