@@ -37,6 +37,16 @@ set(ANYFLASH_SM80_MORE_backward_256 Compact)
 set(ANYFLASH_SM80_MORE_VARIANT_forward PlainVariant)
 set(ANYFLASH_SM80_MORE_VARIANT_backward GenericScores)
 
+# The backward's variants; all but the plain one are suffixes, too.
+set(
+  ANYFLASH_SM80_BACKWARD_SCORES
+  Plain
+  Alibi
+  Softcap
+  Dropout
+  Generic
+)
+
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
 
@@ -163,22 +173,23 @@ function(anyflash_generate_kernels output folder)
       endforeach()
       set(units ${row})
       if(op STREQUAL "backward" AND ARG_EXTENSION STREQUAL "cu")
-        list(APPEND units ${row}_generic)
+        list(APPEND units ${row}_alibi ${row}_softcap ${row}_dropout ${row}_generic)
       endif()
+      list(GET units -1 last)
       foreach(unit IN LISTS units)
         set(backward_rows "")
-        if(unit STREQUAL row)
-          string(
-            APPEND backward_rows
-            "    sm80::backward_row<${arguments}PlainScores>(\"${row}\"),\n"
-          )
-        endif()
-        list(GET units -1 last)
+        foreach(scores IN LISTS ANYFLASH_SM80_BACKWARD_SCORES)
+          string(TOLOWER "${row}_${scores}" name)
+          string(REGEX REPLACE "_plain$" "" name ${name})
+          if(units STREQUAL row OR unit STREQUAL name)
+            string(
+              APPEND backward_rows
+              "    sm80::backward_row<${arguments}${scores}Scores>(\"${name}\"),\n"
+            )
+          endif()
+        endforeach()
         if(unit STREQUAL last)
-          string(
-            APPEND backward_rows
-            "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${more}"
-          )
+          string(APPEND backward_rows "${more}")
         endif()
         set(file "${folder}/${unit}.${ARG_EXTENSION}")
         configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)

@@ -7,7 +7,8 @@
 
 namespace anyflash::sm80 {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, Room kRoom>
+// kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys.
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, Room kRoom>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -22,7 +23,7 @@ struct BackwardTraits {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kShape.stages;
   static constexpr bool kReloadV = kShape.reload_v;
-  using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+  using KeyOrder = std::conditional_t<kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
