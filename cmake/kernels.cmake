@@ -25,17 +25,28 @@ set(ANYFLASH_SM80_HEAD_DIMS_minimal 64)
 # rounded up to one of these.
 set(ANYFLASH_SM80_DECODE_HEAD_DIMS 64 128 256)
 
-# Which units have more kernels, for whose shared memory (tiles.h): of the forward plain ones, of the
-# backward generic ones.
-set(ANYFLASH_SM80_MORE_forward_64 Compact)
-set(ANYFLASH_SM80_MORE_forward_128 Wide Compact)
-set(ANYFLASH_SM80_MORE_forward_192 Wide)
-set(ANYFLASH_SM80_MORE_forward_192_128 Wide)
-set(ANYFLASH_SM80_MORE_forward_256 Wide Compact)
-set(ANYFLASH_SM80_MORE_backward_192 Compact)
-set(ANYFLASH_SM80_MORE_backward_256 Compact)
-set(ANYFLASH_SM80_MORE_VARIANT_forward PlainVariant)
-set(ANYFLASH_SM80_MORE_VARIANT_backward GenericScores)
+# Which units have more kernels: of a variant, for whose shared memory (tiles.h).
+set(ANYFLASH_SM80_MORE_forward_64 Plain-Compact)
+set(ANYFLASH_SM80_MORE_forward_128 Plain-Wide Plain-Compact)
+set(ANYFLASH_SM80_MORE_forward_192 Plain-Wide)
+set(ANYFLASH_SM80_MORE_forward_192_128 Plain-Wide)
+set(ANYFLASH_SM80_MORE_forward_256 Plain-Wide Plain-Compact)
+set(ANYFLASH_SM80_MORE_backward_128 Plain-Wide Plain-Compact)
+set(ANYFLASH_SM80_MORE_backward_192 Plain-Wide Generic-Compact)
+set(ANYFLASH_SM80_MORE_backward_192_128 Plain-Wide)
+set(ANYFLASH_SM80_MORE_backward_256 Plain-Wide Generic-Compact)
+set(ANYFLASH_SM80_VARIANTS_forward Variant)
+set(ANYFLASH_SM80_VARIANTS_backward Scores)
+
+# The backward's variants; all but the plain one are suffixes, too.
+set(
+  ANYFLASH_SM80_BACKWARD_SCORES
+  Plain
+  Alibi
+  Softcap
+  Dropout
+  Generic
+)
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
@@ -156,30 +167,35 @@ function(anyflash_generate_kernels output folder)
       set(row sm80_${op}_${dtype}_d${head_dims})
       set(arguments "${element}, ${head_dim}, ${head_dim_v}, sm80::")
       set(more "")
-      foreach(room IN LISTS ANYFLASH_SM80_MORE_${op}_${head_dims})
+      foreach(scores IN LISTS ANYFLASH_SM80_BACKWARD_SCORES)
+        set(more_${scores} "")
+      endforeach()
+      foreach(kernel IN LISTS ANYFLASH_SM80_MORE_${op}_${head_dims})
+        string(REGEX MATCH "^(.+)-(.+)$" kernel ${kernel})
+        set(variant ${CMAKE_MATCH_1})
+        set(room ${CMAKE_MATCH_2})
         string(TOLOWER ${room} suffix)
-        set(template "${arguments}${ANYFLASH_SM80_MORE_VARIANT_${op}}, Room::k${room}")
-        string(APPEND more "    sm80::${op}_row<${template}>(\n        \"${row}_${suffix}\"),\n")
+        set(template "${arguments}${variant}${ANYFLASH_SM80_VARIANTS_${op}}, Room::k${room}")
+        set(line "    sm80::${op}_row<${template}>(\n        \"${row}_${suffix}\"),\n")
+        string(APPEND more "${line}")
+        string(APPEND more_${variant} "${line}")
       endforeach()
       set(units ${row})
       if(op STREQUAL "backward" AND ARG_EXTENSION STREQUAL "cu")
-        list(APPEND units ${row}_generic)
+        list(APPEND units ${row}_alibi ${row}_softcap ${row}_dropout ${row}_generic)
       endif()
       foreach(unit IN LISTS units)
         set(backward_rows "")
-        if(unit STREQUAL row)
-          string(
-            APPEND backward_rows
-            "    sm80::backward_row<${arguments}PlainScores>(\"${row}\"),\n"
-          )
-        endif()
-        list(GET units -1 last)
-        if(unit STREQUAL last)
-          string(
-            APPEND backward_rows
-            "    sm80::backward_row<${arguments}GenericScores>(\"${row}_generic\"),\n${more}"
-          )
-        endif()
+        foreach(scores IN LISTS ANYFLASH_SM80_BACKWARD_SCORES)
+          string(TOLOWER "${row}_${scores}" name)
+          string(REGEX REPLACE "_plain$" "" name ${name})
+          if(units STREQUAL row OR unit STREQUAL name)
+            string(
+              APPEND backward_rows
+              "    sm80::backward_row<${arguments}${scores}Scores>(\"${name}\"),\n${more_${scores}}"
+            )
+          endif()
+        endforeach()
         set(file "${folder}/${unit}.${ARG_EXTENSION}")
         configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
         list(APPEND sources "${file}")

@@ -29,6 +29,7 @@ std::vector<const KernelRow*> all_rows() {
 unsigned features_of(const ForwardParams& p) {
   unsigned features = kNoFeatures;
   if (p.softcap != 0.0) features |= kSoftcap;
+  if (p.softcap > kAccurateSoftcap) features |= kLargeSoftcap;
   if (p.alibi_slopes.data != nullptr) features |= kAlibi;
   if (p.bias.data != nullptr) features |= kBias;
   if (p.block_mask.data != nullptr) features |= kBlockMask;
@@ -330,6 +331,7 @@ const char* name(Room room) {
   return "unknown";
 }
 
+// kLargeSoftcap is none that users ask for.
 std::vector<std::string> feature_names(unsigned features) {
   static constexpr struct {
     Feature feature;

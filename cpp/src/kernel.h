@@ -24,9 +24,12 @@ enum Feature : unsigned {
   kBlockMask = 8,
   kDropout = 16,
   kQuantizedCache = 32,  // int8 or float8_e4m3fn keys and values
+  kLargeSoftcap = 64,    // one above kAccurateSoftcap; kSoftcap is there, too
 };
 inline constexpr unsigned kNoFeatures = 0;
-inline constexpr unsigned kAllFeatures = 31;  // of attention without a cache
+// Of attention without a cache.
+inline constexpr unsigned kAllFeatures =
+    kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kDropout;
 
 // Of kernels that do the same, for which GPUs or problems one is made (sm80/tiles.h).
 enum class Room : int { kUsual, kCompact, kWide };

@@ -29,6 +29,9 @@ struct Window {
   int64_t right = -1;
 };
 
+// A softcap so large that its 2^-24th part counts.
+inline constexpr double kAccurateSoftcap = 256.0;
+
 struct ForwardParams {
   const void* q = nullptr;
   const void* k = nullptr;

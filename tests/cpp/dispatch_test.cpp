@@ -53,6 +53,7 @@ constexpr KernelRow cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBasel
 constexpr KernelRow kRows[] = {
     sm80_row("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
     sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
+    sm80_row("backward_d64_softcap", 64, 64, kSoftcap, 60000, Op::kBackward),
     room_row("backward_d256", 1, 150000),
     room_row("backward_d256_compact", 2, 98000),
     room_row("backward_d256_wide", 2, 110000),
@@ -154,6 +155,9 @@ void check_choice() {
   CHECK_EQ(selected_on_cpu(Op::kBackward), "cpu_backward");
   CHECK_EQ(selected(64, 64, 0, DType::kFloat16, Op::kBackward), "backward_d64");
   CHECK_EQ(selected(64, 64, kAlibi, DType::kFloat16, Op::kBackward), "backward_d128_generic");
+  CHECK_EQ(selected(64, 64, kSoftcap, DType::kFloat16, Op::kBackward), "backward_d64_softcap");
+  CHECK_EQ(selected(64, 64, kSoftcap | kLargeSoftcap, DType::kFloat16, Op::kBackward),
+           "backward_d128_generic");
 }
 
 // The best instruction set that has a kernel, not the best that has some.

@@ -9,6 +9,7 @@ KERNEL = "sm80/bwd_kernel.h"
 PARTS = "sm80/bwd_parts.h"
 EPILOGUE = "sm80/bwd_epilogue.h"
 SCORES = "sm80/bwd_scores.h"
+SCORED = "sm80/bwd_scored.h"
 ROW_PASS = "sm80/bwd_row_pass.h"
 ROW_TILE = "sm80/bwd_row_tile.h"
 ROWS_SOURCE = "sm80/bwd_rows.cu"
@@ -245,7 +246,12 @@ ARITHMETIC = (
         "keep ? dp(row, col) * factor : 0.0f",
         "keep ? dp(row, col) : 0.0f",
     ),
-    Mutation("dropout-not-scaled-in-dv", EPILOGUE, "params.dropout_threshold != 0", "false"),
+    Mutation(
+        "dropout-not-scaled-in-dv",
+        SCORES,
+        "return dropout_scale(params.dropout_threshold);",
+        "return 1.0f;",
+    ),
     Mutation("parts-overwritten", PARTS, "first_part<Traits>(params, block) + block.part", "0"),
     Mutation(
         "last-part-forgotten",
@@ -260,13 +266,61 @@ ARITHMETIC = (
         "block.first_key >= block.sequence.all_keys",
         "block.first_key >= block.sequence.seqlen_k",
     ),
-    Mutation("dk-not-scaled", EPILOGUE, "acc_dk(i) *= scale;"),
-    Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= scale;"),
+    Mutation("dk-not-scaled", EPILOGUE, "acc_dk(i) *= params.ds_scale;"),
+    Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= params.ds_scale;"),
     Mutation(
         "dbias-of-one-head",
         ROW_PASS,
         "broadcast ? Span{0, count} : Span{index, index + 1}",
         "Span{index, index + 1}",
+    ),
+)
+
+# Of the kernels with one feature.
+ONE_FEATURE = (
+    Mutation(
+        "tile-on-diagonal-as-beside-it",
+        SCORED,
+        "diagonal > -kBlockM && diagonal < kBlockN",
+        "false",
+    ),
+    Mutation(
+        "first-tile-above-diagonal-as-below",
+        SCORED,
+        "diagonal > -kBlockM && diagonal < kBlockN",
+        "diagonal > 0 && diagonal < kBlockN",
+    ),
+    Mutation("side-of-diagonal", SCORED, "tile.row0 + shift_ > tile.col0", "true"),
+    Mutation("distance-of-another-row", SCORED, "diagonal + row_offset", "diagonal"),
+    Mutation("alibi-mask-forgotten", SCORED, "kMasked && (j < first || j >= end) ? 0.0f : p", "p"),
+    Mutation(
+        "slope-of-alibi-kernel",
+        SCORED,
+        "-fabsf(static_cast<float>(row + shift_ - col))",
+        "static_cast<float>(row + shift_ - col)",
+    ),
+    Mutation("slope-of-softcap-kernel", SCORED, "t - t * t", "t"),
+    Mutation("capped-p-not-scaled", SCORED, "return 0.25f;", "return 1.0f;"),
+    Mutation("hidden-p-of-softcap", SCORED, "hidden ? -0.0f : exp2f(p)", "exp2f(p)"),
+    Mutation(
+        "nan-of-hidden-softcap", SCORED, "hidden ? -0.0f : both[k] * slope", "both[k] * slope"
+    ),
+    Mutation("nan-of-hidden-dp-of-softcap", SCORED, "__float_as_uint(p(i)) == kHidden", "false"),
+    Mutation("dropped-p-stored", SCORED, "keep ? p : 0.0f", "p"),
+    Mutation("dropped-p-not-marked", SCORED, "keep ? p : -p", "p"),
+    Mutation("dropout-delta-not-scaled", SCORED, "init.data()[i] *= kept_;"),
+    Mutation("dropped-delta-not-scaled", SCORED, "stats(row).delta * kept_", "stats(row).delta"),
+    Mutation(
+        "nan-of-hidden-dropout",
+        SCORED,
+        "kMasked && p(row, col) == 0.0f ? 0.0f : ds",
+        "ds",
+    ),
+    Mutation(
+        "dropped-infinity-of-dropout",
+        SCORED,
+        "!dropout_.keep(dropout_.draws(row, col / 8)[col % 8])",
+        "false",
     ),
 )
 
@@ -315,7 +369,7 @@ RELOADED_V_MUTATIONS = (
 )
 
 BACKWARD_MUTATIONS = (
-    *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC),
+    *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + ONE_FEATURE),
     *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
     *_of_unit(RELOADED_V, RELOADED_V_MUTATIONS),
     *_of_unit(ROWS, OF_ROWS),

@@ -162,6 +162,17 @@ BACKWARD_FEATURE_CASES = backward(
     ),
     Case(seqlen_q=140, seqlen_k=140, causal=1, more="dropout=0.25 dlse=1 keyless=1"),
     Case(seqlen_q=140, seqlen_k=140, more="dropout=0.25 left=20 right=10 nan=dout"),
+    # Tiles on both sides of the diagonal, with both signs of slopes.
+    Case(seqlen_q=300, seqlen_k=290, heads=1, more="alibi=0.05 dlse=1"),
+    Case(
+        seqlen_q=300, seqlen_k=200, heads=1, more="alibi=-0.05 left=100 right=80 det=1 nan=hidden"
+    ),
+    Case(seqlen_q=300, seqlen_k=200, heads=1, more="softcap=2 dlse=1"),
+    Case(seqlen_q=200, seqlen_k=290, causal=1, more="softcap=0.5 nan=hidden"),
+    Case(seqlen_q=150, seqlen_k=200, more="softcap=5 left=30 right=10 nan=v"),
+    Case(seqlen_q=150, seqlen_k=200, more="softcap=5 left=30 right=10 nan=dout det=1"),
+    Case(seqlen_q=300, seqlen_k=290, heads=1, more="dropout=0.4 dlse=1"),
+    Case(seqlen_q=150, seqlen_k=200, more="dropout=0.25 left=30 right=10 nan=v"),
     Case(seqlen_q=140, seqlen_k=140, more="bias=fp32 left=20 right=10 nan=k"),
     Case(seqlen_q=140, seqlen_k=140, more="bias=fp32 left=20 right=10 nan=k det=1"),
     Case(
@@ -223,6 +234,9 @@ BACKWARD_RACES = backward(
         batch=2, seqlen_q=70, seqlen_k=72, heads=1, more="bias=fp16 bias_axes=1hq1 sink=1 nan=dout"
     ),
     Case(seqlen_q=70, seqlen_k=139, heads=1, more="bias=fp16 dropout=0.2"),
+    Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="dropout=0.2"),
+    Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="softcap=2"),
+    Case(seqlen_q=130, seqlen_k=140, heads=1, causal=1, more="alibi=0.1"),
     Case(
         seqlen_q=136,
         seqlen_k=205,

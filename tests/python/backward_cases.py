@@ -6,36 +6,18 @@ Those below are small, for the emulator; the forward's cases follow, for the CPU
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import varlen_cases
 from auxiliary import CHANGES
-from cases import FULL, Bias, Blocks, Case, Features, Layouts, Packed
+from cases import FULL, Bias, Blocks, Layouts, Packed
 from feature_cases import FEATURE_CASES, HIDING, SINGLE
 from forward_cases import FORWARD_CASES
-from gradient_case import GradientCase, GradientLayouts
+from gradient_case import GradientCase, GradientLayouts, make
+from one_feature_cases import one_feature
 from tensors import LAYOUTS, WRITABLE_LAYOUTS
-
-FIELDS = frozenset(GradientCase.__dataclass_fields__) - {"forward", "layouts"}
-FIELDS_OF_CASE = frozenset(Case.__dataclass_fields__)
-BASE: dict[str, Any] = {"sq": 70, "sk": 90, "heads": 2, "heads_k": 1, "dtype": "fp16"}
-
-
-def make(name: str, **changes: Any) -> GradientCase:
-    """`changes` are fields of GradientCase (gradient_layouts its layouts), Case, and Features."""
-    # dq is made in one pass or in a second one of its own: half of the cases each.
-    changes = {"deterministic": zlib.crc32(name.encode()) % 2 == 1} | BASE | changes
-    if changes["dtype"] == "fp64":  # whose oracle is slow
-        changes = {"d": 8} | changes
-    own = {field: x for field, x in changes.items() if field in FIELDS}
-    if "gradient_layouts" in changes:
-        own["layouts"] = changes.pop("gradient_layouts")
-    of_case = {field: x for field, x in changes.items() if field in FIELDS_OF_CASE}
-    features = {n: x for n, x in changes.items() if n not in own and n not in of_case}
-    return GradientCase(Case(name, **of_case, features=Features(**features)), **own)
 
 
 def _lengths() -> Iterator[GradientCase]:
@@ -395,6 +377,6 @@ def _of_the_forward() -> Iterator[GradientCase]:
 
 GROUPS = (
     *(_smoke, _lengths, _dims, _heads, _parts, _features, _biases, _varlen, _leaks),
-    *(_blocks_and_dropout, _dtypes, _layouts, _everything, _many, _of_the_forward),
+    *(_blocks_and_dropout, one_feature, _dtypes, _layouts, _everything, _many, _of_the_forward),
 )
 BACKWARD_CASES = tuple(itertools.chain.from_iterable(group() for group in GROUPS))

@@ -36,7 +36,8 @@ OK, INVALID_VALUE, INVALID_TYPE, UNSUPPORTED, DEVICE_ERROR, INTERNAL_ERROR = ran
 CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4, "amx": 5}
 KDL_CPU, KDL_CUDA = 1, 2
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
-VARIANTS = ("plain", "scored", "generic")  # each does what the ones before it do
+# "generic" does what all others do. Of the forward: "scored"; of the backward: one feature each.
+VARIANTS = ("plain", "scored", "alibi", "softcap", "dropout", "generic")
 WANTED = os.environ.get("ANYFLASH_TEST_BACKENDS")  # names of backends; the default is all
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -57,8 +58,7 @@ class Row(NamedTuple):
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
-    # "plain", "scored" or "generic", for some GPUs "compact" or "wide"; of decoding on a GPU "m16",
-    # "m32_8bit", ...
+    # One of VARIANTS; for some GPUs "compact" or "wide"; of decoding on a GPU "m16", ...
     variant: str = "plain"
 
     @classmethod
@@ -210,7 +210,7 @@ class Backend:
             if row.head_dim == 0:
                 return True
             large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
-            return large_enough and VARIANTS.index(row.variant) >= VARIANTS.index(variant)
+            return large_enough and row.variant in (variant, "generic")
 
         def size(row: Row) -> tuple[int, int]:
             return row.head_dim + row.head_dim_v, VARIANTS.index(row.variant)

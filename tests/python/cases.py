@@ -62,6 +62,9 @@ class Packed(NamedTuple):
     spare: int = 0  # by which max_seqlen_q and max_seqlen_k are larger than need be
 
 
+LARGE_SOFTCAP = 256.0  # above it, the backward's own kernel for softcaps would be too imprecise
+
+
 @dataclass(frozen=True)
 class Features:
     window: tuple[int | None, int | None] = (None, None)
@@ -83,10 +86,19 @@ class Features:
 
     @property
     def variant(self) -> str:
-        """Of the sm_80 kernels, the one with the fewest features that can do it."""
+        """Of the sm_80 forward kernels, the one with the fewest features that can do it."""
         if self.bias or self.blocks or self.dropout_p:
             return "generic"
         return "scored" if self.softcap or self.alibi else "plain"
+
+    @property
+    def backward_variant(self) -> str:
+        """Of the backward kernels."""
+        asked = {"alibi": self.alibi, "softcap": self.softcap, "dropout": self.dropout_p}
+        features = [name for name, value in asked.items() if value]
+        if self.bias or self.blocks or len(features) > 1 or self.softcap > LARGE_SOFTCAP:
+            return "generic"
+        return features[0] if features else "plain"
 
 
 NO_FEATURES = Features(max_logits=False, poison=False)

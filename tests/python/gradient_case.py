@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from cases import FULL, Case
+from cases import FULL, Case, Features
 from gradients import Bound, Given, gradient_bounds
 from oracle import truth
 from problem import DTYPES, Array, unseeing_queries
@@ -164,3 +164,22 @@ DOUT: dict[str, Callable[[Array], object]] = {
     "nan": lambda x: x[..., 5, :, :].fill(np.nan),
     "nan_element": lambda x: x[..., 5, :1, 3].fill(np.nan),
 }
+
+
+FIELDS = frozenset(GradientCase.__dataclass_fields__) - {"forward", "layouts"}
+FIELDS_OF_CASE = frozenset(Case.__dataclass_fields__)
+BASE: dict[str, Any] = {"sq": 70, "sk": 90, "heads": 2, "heads_k": 1, "dtype": "fp16"}
+
+
+def make(name: str, **changes: Any) -> GradientCase:
+    """`changes` are fields of GradientCase (gradient_layouts its layouts), Case, and Features."""
+    # dq is made in one pass or in a second one of its own: half of the cases each.
+    changes = {"deterministic": zlib.crc32(name.encode()) % 2 == 1} | BASE | changes
+    if changes["dtype"] == "fp64":  # whose oracle is slow
+        changes = {"d": 8} | changes
+    own = {field: x for field, x in changes.items() if field in FIELDS}
+    if "gradient_layouts" in changes:
+        own["layouts"] = changes.pop("gradient_layouts")
+    of_case = {field: x for field, x in changes.items() if field in FIELDS_OF_CASE}
+    features = {n: x for n, x in changes.items() if n not in own and n not in of_case}
+    return GradientCase(Case(name, **of_case, features=Features(**features)), **own)

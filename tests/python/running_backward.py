@@ -44,7 +44,7 @@ def supports_backward(name: str, case: GradientCase) -> bool:
 
 def backward_row(backend: Backend, case: GradientCase) -> capi.Row | None:
     forward = case.forward
-    variant = forward.features.variant
+    variant = forward.features.backward_variant
     return backend.row(forward.dtype, forward.d, forward.head_dim_v, variant, "backward")
 
 

@@ -61,9 +61,15 @@ class KernelKey(NamedTuple):
     room: str = ""  # "compact" or "wide": for GPUs with less or more shared memory
 
 
-# By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h).
+# Of the plain backward's sim that those with one feature in its tiles must reach.
+ONE_FEATURE_SHARE = 0.75
+
+# By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h, sm80/bwd_scored.h).
 FEATURES = {
     "Plain": (),
+    "Alibi": ("alibi",),
+    "Softcap": ("softcap",),
+    "Dropout": ("dropout",),
     "Scored": ("softcap", "alibi"),
     "Generic": ("softcap", "alibi", "bias", "block_mask", "dropout"),
 }
@@ -87,7 +93,7 @@ def kernel_key(mangled: str) -> KernelKey | None:
         r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E",
         mangled,
     )
-    variant = re.search(r"\d(Plain|Scored|Generic)(?:Variant|Scores)E", mangled)
+    variant = re.search(rf"\d({'|'.join(FEATURES)})(?:Variant|Scores)E", mangled)
     room = re.search(r"4RoomE([012])E", mangled)
     if not (found and variant and room):
         return None
@@ -104,7 +110,7 @@ def row_key(row: Row) -> KernelKey:
 
 def plain_name(name: str) -> str:
     """Of the kernel without features."""
-    return name.removesuffix("_generic")
+    return re.sub("_(generic|scored|alibi|softcap|dropout)$", "", name)
 
 
 class Library:

@@ -17,6 +17,7 @@ from figures import (
     COMPARED,
     GENERIC_SHARE,
     MIN_WARPS_PER_SM,
+    ONE_FEATURE_SHARE,
     SPILL_LIMITS,
     Library,
     compare,
@@ -81,6 +82,17 @@ def test_generic_keeps_half_of_the_tensor_cores(library: Library, kernel: str) -
     generic_sim, plain_sim = library.figures(kernel)["sim"], library.figures(plain)["sim"]
     if generic_sim < GENERIC_SHARE * plain_sim:
         message = f"sim is {generic_sim}; at least half of {plain}'s {plain_sim} is required"
+        fail(message, library, kernel)
+
+
+def test_backward_with_one_feature_is_nearly_as_fast(library: Library, kernel: str) -> None:
+    row = library.rows[kernel]
+    if row["op"] != "backward" or len(row["features"]) != 1:
+        return
+    plain = plain_name(kernel)
+    sim, plain_sim = library.figures(kernel)["sim"], library.figures(plain)["sim"]
+    if sim < ONE_FEATURE_SHARE * plain_sim:
+        message = f"sim is {sim}; {ONE_FEATURE_SHARE} of {plain}'s {plain_sim} are required"
         fail(message, library, kernel)
 
 
@@ -152,10 +164,12 @@ def test_kernels_are_found_by_their_template_arguments() -> None:
     key = kernel_key(name.format("10bfloat16_t", 192, 128, "13Scored", 1))
     assert key == ("forward", "bfloat16", 192, 128, ("softcap", "alibi"), 0, "compact")
     name = (
-        "_ZN8anyflash4sm8015backward_kernelINS0_14BackwardTraitsIN7cutlass6half_tELi64ELi32ELb0E"
+        "_ZN8anyflash4sm8015backward_kernelINS0_14BackwardTraitsIN7cutlass6half_tELi64ELi32ELb0ELb0E"
         "LNS_4RoomE2EEENS0_11PlainScoresEEEvNS0_15BackwardScratchE"
     )
     assert kernel_key(name) == ("backward", "float16", 64, 32, (), 0, "wide")
+    dropout = name.replace("11PlainScores", "13DropoutScores")
+    assert kernel_key(dropout) == ("backward", "float16", 64, 32, ("dropout",), 0, "wide")
     assert kernel_key(name.replace("15backward_kernel", "16finish_dq_kernel")) is None
     name = (
         "_ZN8anyflash4sm8013decode_kernelINS0_12DecodeTraitsIN7cutlass{}ELi128ELi{}ELb{}EEEEEv"

@@ -13,7 +13,7 @@ constexpr KernelRow decode_row(const char* name, DType dtype) {
   using T = typename Compute<E>::Type;
   const Tile tile{kTaskPanels<T> * kPanelRows<T>, kBlockN, /*warps=*/0};
   KernelRow row = kernel_row(name, Op::kDecode, dtype, tile, {}, {});
-  row.features = kSoftcap | kAlibi | kQuantizedCache;
+  row.features = kSoftcap | kLargeSoftcap | kAlibi | kQuantizedCache;
   row.decode = {&decode_scratch_bytes<E>, &decode<E>};
   return row;
 }

@@ -95,7 +95,9 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
     for (int m = range.begin; m < range.end; ++m) {
-      const bool cleared = Scores::kGeneric || range.needs_mask(m);
+      const bool cleared =
+          range.needs_mask(m) || Scores::template special<kBlockM, Traits::kBlockN>(
+                                     params, sequence, m * kBlockM, block.first_key);
       if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
       for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {
@@ -137,20 +139,16 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const Ba
   }
 }
 
-// Makes dK = softmax_scale * acc_dk and dV = acc_dv / (1 - p), and writes them in the dtype that is
-// wanted.
+// Scales acc_dk and acc_dv, and writes them as dK and dV in the dtype that is wanted.
 template <class Traits, class Scores, class Smem, class AccK, class AccV>
 ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
                                          Smem& smem, bool nonfinite_dout, AccK& acc_dk,
                                          AccV& acc_dv) {
-  const float scale = static_cast<float>(params.softmax_scale);
-  const float scale_v = params.dropout_threshold != 0
-                            ? Scores(params, block.sequence, block.batch, 0).dropout_scale()
-                            : 1.0f;
+  const float p_scale = Scores::p_scale(params);
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(acc_dk); ++i) acc_dk(i) *= scale;
+  for (int i = 0; i < cute::size(acc_dk); ++i) acc_dk(i) *= params.ds_scale;
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(acc_dv); ++i) acc_dv(i) *= scale_v;
+  for (int i = 0; i < cute::size(acc_dv); ++i) acc_dv(i) *= p_scale;
   if (params.grad_dtype == DType::kFloat32) {
     store_key_gradients<Traits, Scores, float>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
   } else {

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   }
 }
 
-// dQ = softmax_scale * dq_sum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
+// dQ = ds_scale * dq_sum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
 // pairs.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
@@ -84,9 +84,10 @@ __global__ void __launch_bounds__(Traits::kThreads)
   auto acc = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
   const float* const tile =
       params.dq_sum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
-  const float scale = static_cast<float>(params.softmax_scale);
   CUTE_UNROLL
-  for (int i = 0; i < size(acc); ++i) acc(i) = tile[i * Traits::kThreads + threadIdx.x] * scale;
+  for (int i = 0; i < size(acc); ++i) {
+    acc(i) = tile[i * Traits::kThreads + threadIdx.x] * params.ds_scale;
+  }
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride, sequence.batch,
                                                       head, sequence.first_q + row,

@@ -22,6 +22,7 @@
 #include "sm80/bwd_parts.h"
 #include "sm80/bwd_row_pass.h"
 #include "sm80/bwd_rows.h"
+#include "sm80/bwd_scored.h"
 #include "sm80/bwd_scores.h"
 #include "sm80/bwd_traits.h"
 
@@ -54,6 +55,7 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     take(rounded, heads * (packed ? p.total_q : p.seqlen_q) * columns);
     p.dout_rounded = rounded;
   }
+  if (p.alibi_slopes.data != nullptr) take(p.slopes_log2, p.batch * p.heads);
   if (p.group_parts > 1) {
     constexpr int kBlockN = Traits::kBlockN;
     p.key_blocks = packed ? p.total_k / kBlockN + p.batch : (p.seqlen_k + kBlockN - 1) / kBlockN;
@@ -97,6 +99,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   if (std::fabs(p.softmax_scale) < kLeastScale) p.softmax_scale = 0.0;
   p.scale_log2 = static_cast<float>(p.softmax_scale) * kLog2E;
   p.lse_unit = Scores::kGeneric ? 1.0f : kLog2E;
+  p.ds_scale = static_cast<float>(p.softmax_scale) * Scores::ds_factor(p);
 
   void* const stream = context.stream;
   const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
@@ -126,7 +129,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
         blocks(p.seqlen_q, RowTraits::kBlockM) * pairs, sizeof(typename RowTraits::SharedStorage),
         stream, p);
   }
-  if constexpr (Scores::kGeneric) {
+  if constexpr ((Scores::kFeatures & kBias) != 0) {
     if (p.dbias.data != nullptr) {
       const Strides& stride = p.dbias.stride;
       const int64_t tiles = (stride.row == 0 ? 1 : blocks(p.dbias_rows, RowTraits::kBlockM)) *
@@ -134,14 +137,15 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
       launch_blocks<dbias_kernel<RowTraits, Scores>, RowTraits>(
           p.dbias_batch * p.dbias_heads * tiles, kDbiasBytes<RowTraits>, stream, p);
     }
-    if (p.dalibi_slopes.data != nullptr) sum_dalibi_slopes(p, stream);
   }
+  if (p.dalibi_slopes.data != nullptr) sum_dalibi_slopes(p, stream);
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Scores, Room kRoom = Room::kUsual>
 constexpr KernelRow backward_row(const char* name) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, kRoom>;
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
+                                Scores::kOneP, kRoom>;
   using RowTraits = RowPassTraits<Element, kHeadDim, kHeadDimV>;
   return KernelRow{
       name,

@@ -22,7 +22,7 @@
 namespace anyflash::sm80 {
 
 // The tiles that a CTA visits, head by head. In each head a few tiles need a mask.
-template <class Scores, int kBlockM>
+template <class Scores, int kBlockM, int kBlockN>
 class RowTiles {
  public:
   ANYFLASH_DEVICE RowTiles(const BackwardScratch& params, const BackwardBlock& block, MRange range)
@@ -37,7 +37,10 @@ class RowTiles {
   }
 
   ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
-  ANYFLASH_DEVICE bool needs_mask() const { return range_.needs_mask(m_); }
+  ANYFLASH_DEVICE bool needs_mask() const {
+    return range_.needs_mask(m_) || Scores::template special<kBlockM, kBlockN>(
+                                        params_, block_.sequence, row(), block_.first_key);
+  }
   ANYFLASH_DEVICE int head() const { return head_; }
   ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
   ANYFLASH_DEVICE void advance() {
@@ -74,8 +77,8 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
   for (int i = 0; i < cute::size(acc); ++i) atomicAdd(tile + i * threads + threadIdx.x, acc(i));
 }
 
-// acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without softmax_scale and the factor of
-// dropout; and dS K to dq_sum, where there is one.
+// acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scales of dS and of P; and dS K
+// to dq_sum, where there is one.
 //
 // A step takes one tile. With two buffers the next tile arrives during all of it, else during the
 // last product. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
@@ -93,7 +96,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const int thread = threadIdx.x;
   const Sequence& sequence = block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-  RowTiles<Scores, kBlockM> tiles(params, block, mask.m_range(block.first_key, kBlockN, kBlockM));
+  RowTiles<Scores, kBlockM, kBlockN> tiles(params, block,
+                                           mask.m_range(block.first_key, kBlockN, kBlockM));
   if (!tiles.valid()) return;
 
   using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
@@ -129,7 +133,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PAGES)
   auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PAGES)
   auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PAGES)
-  const auto load_rows = [&](const RowTiles<Scores, kBlockM>& at) {
+  const auto load_rows = [&](const RowTiles<Scores, kBlockM, kBlockN>& at) {
     const int64_t first = sequence.first_q + at.row();
     auto gQ =
         gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, at.head(), first);
@@ -235,7 +239,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     clear(acc_s);
     auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
     auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
-    typename Scores::template Extra<decltype(size<0>(scores))::value,
+    typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
                                     decltype(size<1>(scores))::value>
         extra;
     const ScoreTile tile{mask, row0, block.first_key};
@@ -250,8 +254,10 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       if constexpr (Scores::kGeneric) {
         const auto kept = variant.dropped(scores, extra, coordinates, tile);
         store(make_tensor(kept.data(), acc_s.layout()), tCsP);
-      } else {
+      } else if constexpr (Scores::kOneP) {
         store(acc_s, tCsP);
+      } else {
+        copy(copy_c, thread_copy_c.retile_S(make_tensor(extra.p.data(), acc_s.layout())), tCsP);
       }
     };
     if constexpr (Traits::kReloadV) {
@@ -316,9 +322,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       cp_async_fence();
     }
   };
-  // Generic scores may be hidden anywhere.
   while (tiles.valid()) {
-    while (tiles.valid() && (Scores::kGeneric || tiles.needs_mask())) step(std::true_type{});
+    while (tiles.valid() && tiles.needs_mask()) step(std::true_type{});
     if constexpr (!Scores::kGeneric) {
       while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{});
     }

@@ -28,12 +28,14 @@ struct BackwardScratch : BackwardParams {
   void* dout_rounded = nullptr;  // float32 dout as the kernels' type, (batch or 1, padded_rows,
                                  // heads, head_dim_v rounded up); null: dout is read as it is
   float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
+  float* slopes_log2 = nullptr;  // ALiBi's, times log2(e), (batch, heads); null: there are none
   // Where groups come in parts (bwd_parts.h), else null.
   float* part_sums = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
   bool* part_nonfinite_dout = nullptr;  // of each part, as SharedStorage::nonfinite_dout
   int64_t key_blocks = 0;               // of one head; packed: of all sequences together
   float lse_unit = 1.0f;
   float scale_log2 = 1.0f;  // softmax_scale log2(e)
+  float ds_scale = 1.0f;    // of sums of dS: softmax_scale, and what Scores leave out of dS
 
   // Padded row of the sequence's row 0, counted over batch and heads.
   ANYFLASH_HOST_DEVICE int64_t first_row(const Sequence& sequence, int64_t index, int head) const {

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       const auto ds = tiles.gradients(
           variant, mask, stats, row0, col0,
           [&](const auto& gradient, const auto& places) ANYFLASH_INLINE_LAMBDA {
-            if constexpr (Scores::kGeneric) {
+            if constexpr ((Scores::kFeatures & kAlibi) != 0) {
               if (params.slope_sums == nullptr) return;
               CUTE_UNROLL
               for (int i = 0; i < size(gradient); ++i) {
@@ -76,9 +76,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     if (threadIdx.x == 0) params.slope_sums[pair * blocks + row0 / 64] = sum;
   }
   if (!params.deterministic || row0 >= sequence.seqlen_q) return;
-  const float scale = static_cast<float>(params.softmax_scale);
   CUTE_UNROLL
-  for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= scale;
+  for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.ds_scale;
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with Q, also if there were no keys
   const auto store = [&](auto type) {

@@ -110,14 +110,14 @@ class RowTile {
     auto acc_dp = partition_fragment_C(mma, ShapeS{});
     auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
     auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
-    typename Scores::template Extra<decltype(size<0>(scores))::value,
+    typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
                                     decltype(size<1>(scores))::value>
         extra;
     variant.template prefetch<true>(extra, places, tile);
     clear(acc_s);
     multiply<typename Traits::TileQ, typename Traits::TileK>(acc_s, acc_s, smem_.q, smem_.k);
     variant.template probabilities<true>(scores, extra, rows, places, tile);
-    variant.dropped(scores, extra, places, tile);
+    if constexpr (Scores::kGeneric) variant.dropped(scores, extra, places, tile);
     multiply<typename Traits::TileDO, typename Traits::TileV>(acc_dp, variant.dp_init(acc_dp, rows),
                                                               smem_.dout, smem_.v);
     variant.template gradients<true>(dp, scores, extra, rows);

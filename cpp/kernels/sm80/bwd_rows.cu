@@ -7,6 +7,7 @@
 #include "common/launch.h"
 #include "common/macros.h"
 #include "common/reduce.h"
+#include "common/softmax.h"
 #include "sm80/bwd_rows.h"
 #include "variant/auxiliary.h"
 #include "variant/sequence.h"
@@ -109,6 +110,11 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     p.stats[padded + r] = stats;
+  }
+  if (p.slopes_log2 != nullptr && row0 == 0 && threadIdx.x == 0) {
+    const Strides& stride = p.alibi_slopes.stride;
+    p.slopes_log2[pair] =
+        load_float(p.alibi_slopes, batch * stride.batch + head * stride.head) * kLog2E;
   }
   if (p.dq_sum == nullptr) return;
   auto* const sums = reinterpret_cast<float4*>(p.dq_sum + padded * p.dq_columns);

@@ -6,7 +6,7 @@
 
 namespace anyflash::sm80 {
 
-// stats; dq_sum = 0 and dout_rounded, where there are such.
+// stats; slopes_log2, dq_sum = 0 and dout_rounded, where there are such.
 void prepare_rows(const BackwardScratch& params, void* stream);
 
 // dsinks = -sum over batch and rows of exp(sink - lse) delta, in a fixed order.

@@ -4,7 +4,8 @@
 //   dS = P (kept dP - delta) dS/d(q.k)     0 where hidden, whatever dP is; without softmax_scale
 //
 // kept is 0 or 1 / (1 - p) with dropout, else 1. Tensors are (row, col) views of accumulators,
-// `coordinates` places relative to (row0, col0).
+// `coordinates` places relative to (row0, col0). Here is what every kernel has, and the generic
+// one; those with one feature are in bwd_scored.h.
 #pragma once
 
 #include <cmath>
@@ -45,10 +46,21 @@ struct ScoreTile {
 // Masks by position only. The LSE is in units of log 2: one FFMA and one MUFU a score.
 class PlainScores {
  public:
-  static constexpr bool kGeneric = false;
+  static constexpr bool kGeneric = false;   // with the generic kernel's tiles
+  static constexpr bool kQuadKeys = false;  // QuadKeyOrder
+  static constexpr bool kOneP = true;       // else Extra has the P of dV's product, rounded
   static constexpr unsigned kFeatures = kNoFeatures;
-  template <int kRows, int kCols>
+  template <class Element, int kRows, int kCols>
   struct Extra {};  // what is kept beside a tile of scores
+
+  // Whether a tile needs the masked loop for another reason than its masks.
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence&, int, int) {
+    return false;
+  }
+  // What the sum of P^T dO is multiplied by, and that of dS beside softmax_scale.
+  ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 1.0f; }
+  static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
   ANYFLASH_DEVICE PlainScores(const BackwardScratch& params, const Sequence&, int64_t, int)
       : scale_log2_(params.scale_log2) {}
@@ -57,7 +69,6 @@ class PlainScores {
   ANYFLASH_DEVICE bool hides() const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
   ANYFLASH_DEVICE bool drops(int, int) const { return false; }
-  ANYFLASH_DEVICE float dropout_scale() const { return 1.0f; }
 
   // Before the products, so that it arrives meanwhile.
   template <bool kEdge, class Extra, class Coordinates>
@@ -79,13 +90,6 @@ class PlainScores {
         scores(row, col) = kMasked && (j < first || j >= end) ? 0.0f : p;
       }
     }
-  }
-
-  // The probabilities with dropout, but for the factor on what is kept.
-  template <class Scores, class Extra, class Coordinates>
-  ANYFLASH_DEVICE const Scores& dropped(const Scores& p, Extra&, const Coordinates&,
-                                        const ScoreTile&) const {
-    return p;
   }
 
   // What the product dO V^T is added to: -delta, which costs nothing there.
@@ -118,7 +122,7 @@ class PlainScores {
   template <class Scores, class Extra>
   ANYFLASH_DEVICE void chain(Scores&, const Extra&) const {}
 
- private:
+ protected:
   float scale_log2_;
 };
 
@@ -126,14 +130,26 @@ class PlainScores {
 class GenericScores {
  public:
   static constexpr bool kGeneric = true;
+  static constexpr bool kQuadKeys = true;
+  static constexpr bool kOneP = true;
   static constexpr unsigned kFeatures = kAllFeatures;
-  template <int kRows, int kCols>
+  template <class Element, int kRows, int kCols>
   struct Extra {
     using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kCols>>;
     decltype(cute::make_tensor<uint32_t>(Shape{})) biases;
     decltype(cute::make_tensor<float>(Shape{})) slopes;              // of the softcap
     decltype(cute::make_tensor<uint32_t>(cute::Int<kRows>{})) kept;  // a bit a column
   };
+
+  // A bias may hide keys anywhere.
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence&, int, int) {
+    return true;
+  }
+  ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
+    return dropout_scale(params.dropout_threshold);
+  }
+  static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
   ANYFLASH_DEVICE GenericScores(const BackwardScratch& params, const Sequence& sequence,
                                 int64_t batch, int head)
@@ -145,7 +161,6 @@ class GenericScores {
   ANYFLASH_DEVICE bool drops(int row, int col) const {
     return dropout_.active() && !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
-  ANYFLASH_DEVICE float dropout_scale() const { return dropout_.scale(); }
 
   template <bool kEdge, class Extra, class Coordinates>
   ANYFLASH_DEVICE void prefetch(Extra& extra, const Coordinates& coordinates,
@@ -173,6 +188,7 @@ class GenericScores {
     }
   }
 
+  // The probabilities with dropout, but for the factor on what is kept.
   template <class Scores, class Extra, class Coordinates>
   ANYFLASH_DEVICE auto dropped(const Scores& p, Extra& extra, const Coordinates& coordinates,
                                const ScoreTile& tile) const {

@@ -7,13 +7,16 @@
 
 namespace anyflash::sm80 {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, Room kRoom>
+// kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys; kOneP: dS is made of
+// the P of dV's product.
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, bool kOneP,
+          Room kRoom>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr BackwardTile kShape =
-      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kRoom);
+      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kOneP, kRoom);
   static constexpr Tile kTile = kShape.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -23,7 +26,7 @@ struct BackwardTraits {
   static constexpr bool kReloadV = kShape.reload_v;
   static constexpr bool kRereadP = kShape.reread_p;
   static constexpr int kQueryParts = kShape.query_parts;
-  using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+  using KeyOrder = std::conditional_t<kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
@@ -53,6 +56,7 @@ struct BackwardTraits {
     }
     ANYFLASH_DEVICE Element* ds() { return p() + cute::cosize_v<typename TileP::Layout>; }
   };
+  static_assert(!kRereadP || kOneP);
   static_assert(!kReloadV || 2 * kBlockM <= kHeadDimV, "P and dS fit where V was");
 
   // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.

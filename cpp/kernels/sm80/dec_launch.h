@@ -81,7 +81,7 @@ constexpr KernelRow decode_row(const char* name) {
       kElementType<Element>,
       kHeadDim,
       kHeadDim,
-      kSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures),
+      kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures),
       Traits::kTile,
       sizeof(typename Traits::SharedStorage),
       {},

@@ -37,7 +37,7 @@ struct PlainVariant {
 // What follows from a score and its place alone: the plain kernel with a few more instructions.
 struct ScoredVariant : PlainVariant {
   static constexpr ScorePart kPart = ScorePart::kScores;
-  static constexpr unsigned kFeatures = kSoftcap | kAlibi;
+  static constexpr unsigned kFeatures = kSoftcap | kLargeSoftcap | kAlibi;
 
   ANYFLASH_DEVICE ScoredVariant(const ForwardParams& params, const ForwardBlock& block, int keys)
       : PlainVariant(params, block, keys),

@@ -25,22 +25,38 @@ struct Draws {
   }
 };
 
-ANYFLASH_HOST_DEVICE Draws philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0,
-                                  uint32_t key1) {
-#if defined(__CUDACC__)
-#pragma unroll
-#endif
-  for (int round = 0; round < 10; ++round) {
+// Of one round.
+struct PhiloxKeys {
+  uint32_t key0;
+  uint32_t key1;
+
+  ANYFLASH_HOST_DEVICE void round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3) const {
     const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
     const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
     c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
     c1 = static_cast<uint32_t>(product1);
     c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
     c3 = static_cast<uint32_t>(product0);
+  }
+  ANYFLASH_HOST_DEVICE void advance() {
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
+};
+
+ANYFLASH_HOST_DEVICE Draws philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0,
+                                  uint32_t key1) {
+  PhiloxKeys keys{key0, key1};
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+  for (int round = 0; round < 10; ++round, keys.advance()) keys.round(c0, c1, c2, c3);
   return Draws{{c0, c1, c2, c3}};
+}
+
+// What kept probabilities are multiplied by.
+ANYFLASH_HOST_DEVICE float dropout_scale(uint32_t threshold) {
+  return 65536.0f / static_cast<float>(65536u - threshold);
 }
 
 class Dropout {
@@ -61,12 +77,24 @@ class Dropout {
     return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(row), pair_, offset_, key0_,
                   key1_);
   }
+  // The same for several rows in step, which then share the rounds' keys.
+  template <int kRows>
+  ANYFLASH_HOST_DEVICE void draws(Draws (&results)[kRows], const int (&rows)[kRows],
+                                  int group) const {
+    PhiloxKeys keys{key0_, key1_};
+    for (int i = 0; i < kRows; ++i) {
+      results[i] = {{static_cast<uint32_t>(group), static_cast<uint32_t>(rows[i]), pair_, offset_}};
+    }
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+    for (int round = 0; round < 10; ++round, keys.advance()) {
+      for (Draws& x : results) keys.round(x.word[0], x.word[1], x.word[2], x.word[3]);
+    }
+  }
   ANYFLASH_HOST_DEVICE bool keep(uint32_t draw) const { return draw >= threshold_; }
 
-  // What kept probabilities are multiplied by.
-  ANYFLASH_HOST_DEVICE float scale() const {
-    return 65536.0f / static_cast<float>(65536u - threshold_);
-  }
+  ANYFLASH_HOST_DEVICE float scale() const { return dropout_scale(threshold_); }
 
  private:
   uint32_t threshold_;

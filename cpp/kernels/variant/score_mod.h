@@ -255,8 +255,7 @@ class ScoreMod {
     for (int i = 0; i < cute::size(scores); ++i) scores(i) = capped(scores(i), factor);
   }
 
-  // For a softcap so large that its 2^-24th part counts, small x take the series of tanh.
-  static constexpr double kAccurateSoftcap = 256.0;
+  // For a softcap above kAccurateSoftcap, small x take the series of tanh.
   template <class Scores>
   ANYFLASH_DEVICE void cap_accurately(Scores& scores) const {
     const float inverse = 1.0f / softcap_;
