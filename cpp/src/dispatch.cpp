@@ -77,13 +77,15 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
   const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
   if (suits_a != suits_b) return suits_a;
-  if (problem.op == Op::kForward && a.tile.block_m != b.tile.block_m) {
-    // Smaller tiles where larger ones would leave multiprocessors idle.
-    const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
-    const int larger = a_is_smaller ? b.tile.block_m : a.tile.block_m;
-    if (leaves_idle(problem, larger, device)) return a_is_smaller;
+  if (problem.op == Op::kForward) {
+    if (a.tile.block_m != b.tile.block_m) {
+      // Smaller tiles where larger ones would leave multiprocessors idle.
+      const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
+      const int larger = a_is_smaller ? b.tile.block_m : a.tile.block_m;
+      if (leaves_idle(problem, larger, device)) return a_is_smaller;
+    }
+    if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
   }
-  if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
   return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
 }
 
@@ -168,10 +170,12 @@ const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
   const auto has_dims = [&chosen](const auto& x) {
     return x.head_dim == chosen.head_dim && x.head_dim_v == chosen.head_dim_v;
   };
-  const bool small_grid = leaves_idle(problem, kGridTile, device);
+  const ProblemSize size = leaves_idle(problem, kGridTile, device) ? ProblemSize::kSmallGrid
+                           : problem.rows <= kShortRows             ? ProblemSize::kShort
+                                                                    : ProblemSize::kLong;
   for (const TunedTile* tile = kTunedTiles; tile->compute_capability != 0; ++tile) {
     if (tile->compute_capability != device.compute_capability || tile->op != problem.op ||
-        !has_dims(*tile) || tile->bounded != problem.bounded || tile->small_grid != small_grid) {
+        !has_dims(*tile) || tile->bounded != problem.bounded || tile->size != size) {
       continue;
     }
     for (const KernelRow* row : registry().rows) {

@@ -44,19 +44,23 @@ struct Problem {
 Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa);
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa);
 
+// kSmallGrid: CTAs of kGridTile rows (the backward: keys) would leave multiprocessors idle.
+// kShort: not so, and a sequence has at most kShortRows of them.
+enum class ProblemSize { kSmallGrid, kShort, kLong };
+inline constexpr int kGridTile = 128;
+inline constexpr int kShortRows = 512;
+
 // A measurement (tuned_tiles.cpp): which of the plain kernels for these head dims is the fastest on
-// GPUs of a compute capability. On a small grid, CTAs of kGridTile rows (the backward: keys) would
-// leave multiprocessors idle.
+// GPUs of a compute capability.
 struct TunedTile {
   int compute_capability;  // 90 for 9.0; 0 ends the table
   Op op;
   int head_dim;  // the kernel's
   int head_dim_v;
   bool bounded;  // as Problem's
-  bool small_grid;
+  ProblemSize size;
   Room room;
 };
-inline constexpr int kGridTile = 128;
 extern const TunedTile kTunedTiles[];
 
 // The row that runs the problem; throws Error(kUnsupported) that lists what was built.

@@ -1,6 +1,6 @@
 // Which tiles are the fastest, where the rules of dispatch.cpp choose others: measurements of the
 // compute capabilities that `python -m anyflash bench tune --write` ran on. A row (TunedTile) is
-// {compute capability, operation, head dims, the mask is bounded, the grid is small, room}.
+// {compute capability, operation, head dims, the mask is bounded, size, room}.
 #include "kernel_table.h"
 
 namespace anyflash {

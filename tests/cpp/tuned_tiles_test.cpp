@@ -48,13 +48,14 @@ const char* const kCudaArchs[] = {"compute_80", nullptr};
 const DeviceProperties& device_properties(int) { return gpu; }
 
 const TunedTile kTunedTiles[] = {
-    {90, Op::kForward, 64, 64, true, false, Room::kCompact},
-    {90, Op::kForward, 64, 64, false, false, Room::kWide},
-    {90, Op::kForward, 64, 64, false, true, Room::kUsual},
-    {90, Op::kForward, 128, 128, true, false, Room::kWide},  // is not built
-    {90, Op::kBackward, 64, 64, true, false, Room::kWide},
-    {90, Op::kBackward, 64, 64, false, false, Room::kCompact},  // has features
-    {100, Op::kForward, 64, 64, true, false, Room::kUsual},
+    {90, Op::kForward, 64, 64, true, ProblemSize::kLong, Room::kCompact},
+    {90, Op::kForward, 64, 64, false, ProblemSize::kLong, Room::kWide},
+    {90, Op::kForward, 64, 64, false, ProblemSize::kSmallGrid, Room::kUsual},
+    {90, Op::kForward, 128, 128, true, ProblemSize::kLong, Room::kWide},  // is not built
+    {90, Op::kBackward, 64, 64, true, ProblemSize::kLong, Room::kWide},
+    {90, Op::kBackward, 64, 64, false, ProblemSize::kLong, Room::kCompact},  // has features
+    {90, Op::kBackward, 64, 64, true, ProblemSize::kShort, Room::kUsual},
+    {100, Op::kForward, 64, 64, true, ProblemSize::kLong, Room::kUsual},
     {},
 };
 
@@ -72,9 +73,10 @@ void use_gpu(int compute_capability, std::size_t smem = 227 * 1024) {
 
 struct Wanted {
   bool bounded;
-  int64_t pairs = kMultiprocessors;  // of as many rows as a tile has: what fills the GPU
+  int64_t pairs = kMultiprocessors;  // what fills the GPU
   int head_dim = 64;
   unsigned features = kNoFeatures;
+  int64_t rows = kShortRows + 1;
 };
 
 std::string selected(Op op, const Wanted& wanted) {
@@ -85,7 +87,7 @@ std::string selected(Op op, const Wanted& wanted) {
                   wanted.head_dim,
                   wanted.features,
                   CpuIsa::kAuto};
-  problem.rows = kGridTile;
+  problem.rows = wanted.pairs < kMultiprocessors ? kGridTile : wanted.rows;
   problem.pairs = wanted.pairs;
   problem.bounded = wanted.bounded;
   return select_kernel(problem).name;
@@ -100,6 +102,9 @@ void check_measurements_beat_rules() {
   CHECK_EQ(selected(Op::kForward, {false, kFew}), "forward_d64");
   CHECK_EQ(selected(Op::kForward, {true, kMultiprocessors, 50}), "forward_d64_compact");
   CHECK_EQ(selected(Op::kBackward, {true}), "backward_d64_wide");
+  Wanted wanted{true};
+  wanted.rows = kShortRows;
+  CHECK_EQ(selected(Op::kBackward, wanted), "backward_d64");
 }
 
 // Of what the table does not know, of what is not there, and of other kernels than plain ones.

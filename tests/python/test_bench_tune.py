@@ -17,12 +17,12 @@ from anyflash import __main__ as command_line
 from anyflash.bench import _cli, _tune
 from anyflash.bench._own import Call
 from anyflash.bench._timing import Budget
-from anyflash.bench._tuned_tiles import Key, Measured, alike, chosen, rewritten, rows
+from anyflash.bench._tuned_tiles import SIZES, Key, Measured, alike, chosen, rewritten, rows
 from anyflash.bench._worlds import NumpyWorld
 
 FILE = Path(__file__).resolve().parents[2] / "cpp/src/tuned_tiles.cpp"
-KEY = Key("forward", 128, 128, bounded=False, small_grid=False)
-SMALL = KEY._replace(small_grid=True)
+KEY = Key("forward", 128, 128, bounded=False, size="long")
+SMALL = KEY._replace(size="small grid")
 CAUSAL = KEY._replace(bounded=True)
 
 
@@ -104,14 +104,16 @@ def test_the_committed_table_can_be_read_and_written():
 
 def test_rows_of_other_gpus_stay():
     first = rewritten(FILE.read_text(), 100, {KEY: "wide", SMALL: ""})
-    assert "    {100, Op::kForward, 128, 128, false, false, Room::kWide},\n" in first
-    assert "    {100, Op::kForward, 128, 128, false, true, Room::kUsual},\n    {},\n" in first
+    assert "    {100, Op::kForward, 128, 128, false, ProblemSize::kLong, Room::kWide},\n" in first
+    small = "{100, Op::kForward, 128, 128, false, ProblemSize::kSmallGrid, Room::kUsual}"
+    assert f"    {small},\n    {{}},\n" in first
     second = rewritten(first, 89, {CAUSAL._replace(op="backward", d=192): "compact"})
-    assert "    {89, Op::kBackward, 192, 128, true, false, Room::kCompact},\n    {100, " in second
+    line = "{89, Op::kBackward, 192, 128, true, ProblemSize::kLong, Room::kCompact}"
+    assert f"    {line},\n    {{100, " in second
     third = rewritten(second, 100, {CAUSAL: "compact"})
     added = {x: y for x, y in rows(third).items() if x[0] in {89, 100}}
     assert added == {
-        (89, Key("backward", 192, 128, True, False)): "compact",
+        (89, Key("backward", 192, 128, True, "long")): "compact",
         (100, CAUSAL): "compact",
     }
     assert rewritten(rewritten(third, 89, {}), 100, {}) == rewritten(
@@ -209,15 +211,15 @@ def test_every_key_has_cells(d, multiprocessors, quick):
     pairs = list(_tune.cells(("backward", d, 128), "bfloat16", multiprocessors, quick))
     keys = {key for key, _ in pairs}
     assert len({cell.key for _, cell in pairs}) == len(pairs)
-    every = itertools.product((False, True), (False, True))
-    assert keys == {Key("backward", d, 128, bounded, small) for bounded, small in every}
-    # Of single sequences, only one fills the GPU, for each mask.
-    assert sum(cell.timing == "graph" and not key.small_grid for key, cell in pairs) <= 2
+    every = itertools.product((False, True), SIZES)
+    assert keys == {Key("backward", d, 128, bounded, size) for bounded, size in every}
     for key, cell in pairs:
         ctas = -(-cell.seqlen // 128) * cell.heads * cell.batch
-        assert key.small_grid == (ctas < multiprocessors)
+        assert (key.size == "small grid") == (ctas < multiprocessors)
+        assert key.size != "short" or cell.seqlen <= 512
+        assert key.size != "long" or cell.seqlen > 512
         assert (cell.causal, cell.d, cell.value_dim) == (key.bounded, d, 128)
-        assert cell.timing == ("graph" if cell.batch == 1 and cell.seqlen < 8192 else "events")
+        assert cell.timing == ("graph" if key.size == "small grid" else "events")
 
 
 def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):

@@ -15,7 +15,7 @@ from gradient_case import GradientCase
 from running import assert_same_bits, bits, run, verify
 from running_backward import backward, verify_backward
 
-from anyflash.bench._tuned_tiles import Key, rows
+from anyflash.bench._tuned_tiles import SIZES, Key, rows
 
 A100_SMEM = 166912
 SMALL_SMEM = 101376  # compute capability 8.6 and 8.9
@@ -222,9 +222,9 @@ def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
         emulated.emu_set_options(0, -1, SMEM[capability])
         emulated.emulated_prefer_kernel(b"")
         taken = set()
-        for bounded, small_grid in itertools.product((False, True), (False, True)):
-            emulated.emulated_set_full_grid(10**6 if small_grid else 1)
-            room = table.get((capability, Key(*family, bounded, small_grid)))
+        for bounded, size in itertools.product((False, True), SIZES):
+            emulated.emulated_set_full_grid(10**6 if size == "small grid" else 1)
+            room = table.get((capability, Key(*family, bounded, size)))
             if room is None:
                 room = results(family, bounded)[0] if family in has else "what the rules choose"
             taken.add(room)

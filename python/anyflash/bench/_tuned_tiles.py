@@ -13,6 +13,9 @@ from anyflash.bench._report import geometric_mean
 LEAST_GAIN = 1.02  # below, noise decides
 
 
+SIZES = ("small grid", "short", "long")  # ProblemSize of kernel_table.h
+
+
 class Key(NamedTuple):
     """What a row of the table is about: problems of plain kernels for these head dims."""
 
@@ -20,7 +23,7 @@ class Key(NamedTuple):
     d: int
     d_v: int
     bounded: bool  # by a causal mask, or a window
-    small_grid: bool
+    size: str  # one of SIZES
 
     @property
     def family(self) -> tuple[str, int, int]:
@@ -88,8 +91,9 @@ def _fastest(rooms: set[str], family: Sequence[Measured]) -> tuple[dict[Key, str
 
 
 ROW = re.compile(
-    r"^ *\{(\d+), Op::k(\w+), (\d+), (\d+), (true|false), (true|false), Room::k(\w+)\},$"
+    r"^ *\{(\d+), Op::k(\w+), (\d+), (\d+), (true|false), ProblemSize::k(\w+), Room::k(\w+)\},$"
 )
+SIZE_NAMES = {"".join(map(str.capitalize, size.split())): size for size in SIZES}
 END = re.compile(r"^ *\{\},$")
 
 
@@ -98,8 +102,8 @@ def rows(text: str) -> dict[tuple[int, Key], str]:
     found = {}
     for line in text.splitlines():
         if match := ROW.match(line):
-            capability, op, d, d_v, bounded, small_grid, room = match.groups()
-            key = Key(op.lower(), int(d), int(d_v), bounded == "true", small_grid == "true")
+            capability, op, d, d_v, bounded, size, room = match.groups()
+            key = Key(op.lower(), int(d), int(d_v), bounded == "true", SIZE_NAMES[size])
             found[int(capability), key] = "" if room == "Usual" else room.lower()
     return found
 
@@ -112,9 +116,10 @@ def rewritten(text: str, capability: int, rooms: Mapping[Key, str]) -> str:
         raise ValueError("it is not the table of tiles, cpp/src/tuned_tiles.cpp: no row ends it")
     table = {(cc, key): room for (cc, key), room in rows(text).items() if cc != capability}
     table |= {(capability, key): room for key, room in rooms.items()}
+    names = {size: name for name, size in SIZE_NAMES.items()}
     made = [
         f"    {{{cc}, Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, {str(key.bounded).lower()}, "
-        f"{str(key.small_grid).lower()}, Room::k{room.capitalize() or 'Usual'}}},"
+        f"ProblemSize::k{names[key.size]}, Room::k{room.capitalize() or 'Usual'}}},"
         for (cc, key), room in sorted(table.items())
     ]
     before, after = lines[: ends[0]], lines[ends[0] :]
