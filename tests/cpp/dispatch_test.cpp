@@ -312,6 +312,8 @@ void check_problem() {
   CHECK_EQ(features(), unsigned{kSoftcap | kAlibi | kBias});
   params.block_mask.data = &params;
   params.dropout_threshold = 1;
+  CHECK_EQ(features(), kAllFeatures & ~kLargeSoftcap);
+  params.softcap = 257.0;
   CHECK_EQ(features(), kAllFeatures);
 }
 

@@ -299,6 +299,25 @@ ONE_FEATURE = (
         "-fabsf(static_cast<float>(row + shift_ - col))",
         "static_cast<float>(row + shift_ - col)",
     ),
+    Mutation("column-forgotten-by-alibi", SCORED, "at_first + offset * slope", "at_first"),
+    Mutation("p-not-4-times", SCORED, "kLog2Of4 - stats(row).lse", "-stats(row).lse"),
+    Mutation(
+        "draws-of-another-run", SCORED, "tile.col0 + get<1>(coordinates(0, run))", "tile.col0"
+    ),
+    Mutation(
+        "dropout-not-scaled-in-ds",
+        SCORED,
+        "return dropout_scale(params.dropout_threshold);",
+        "return 1.0f;",
+        after="static float ds_factor(",
+    ),
+    Mutation(
+        "dropout-kernel-not-scaled-in-dv",
+        SCORED,
+        "return dropout_scale(params.dropout_threshold);",
+        "return 1.0f;",
+        after="static float p_scale(const BackwardScratch& params)",
+    ),
     Mutation("slope-of-softcap-kernel", SCORED, "t - t * t", "t"),
     Mutation("capped-p-not-scaled", SCORED, "return 0.25f;", "return 1.0f;"),
     Mutation("hidden-p-of-softcap", SCORED, "hidden ? -0.0f : exp2f(p)", "exp2f(p)"),
@@ -310,12 +329,7 @@ ONE_FEATURE = (
     Mutation("dropped-p-not-marked", SCORED, "keep ? p : -p", "p"),
     Mutation("dropout-delta-not-scaled", SCORED, "init.data()[i] *= kept_;"),
     Mutation("dropped-delta-not-scaled", SCORED, "stats(row).delta * kept_", "stats(row).delta"),
-    Mutation(
-        "nan-of-hidden-dropout",
-        SCORED,
-        "kMasked && p(row, col) == 0.0f ? 0.0f : ds",
-        "ds",
-    ),
+    Mutation("nan-of-hidden-dropout", SCORED, "kMasked && p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(
         "dropped-infinity-of-dropout",
         SCORED,
@@ -335,6 +349,13 @@ OF_ROWS = (
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
+    Mutation(
+        "slope-of-the-first-head",
+        ROWS_SOURCE,
+        "batch * stride.batch + head * stride.head",
+        "batch * stride.batch",
+        after="p.slopes_log2[pair] =",
+    ),
     Mutation("dq-sum-not-zero", ROWS_SOURCE, "sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};"),
     Mutation(
         "slopes-of-one-batch", ROWS_SOURCE, "p.dalibi_slopes.stride.batch == 0 ? p.batch : 1", "1"

@@ -164,9 +164,7 @@ BACKWARD_FEATURE_CASES = backward(
     Case(seqlen_q=140, seqlen_k=140, more="dropout=0.25 left=20 right=10 nan=dout"),
     # Tiles on both sides of the diagonal, with both signs of slopes.
     Case(seqlen_q=300, seqlen_k=290, heads=1, more="alibi=0.05 dlse=1"),
-    Case(
-        seqlen_q=300, seqlen_k=200, heads=1, more="alibi=-0.05 left=100 right=80 det=1 nan=hidden"
-    ),
+    Case(seqlen_q=300, seqlen_k=200, more="alibi=-0.05 left=100 right=80 det=1 nan=hidden"),
     Case(seqlen_q=300, seqlen_k=200, heads=1, more="softcap=2 dlse=1"),
     Case(seqlen_q=200, seqlen_k=290, causal=1, more="softcap=0.5 nan=hidden"),
     Case(seqlen_q=150, seqlen_k=200, more="softcap=5 left=30 right=10 nan=v"),

@@ -62,7 +62,7 @@ class KernelKey(NamedTuple):
 
 
 # Of the plain backward's sim that those with one feature in its tiles must reach.
-ONE_FEATURE_SHARE = 0.75
+ONE_FEATURE_SHARE = 0.7
 
 # By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h, sm80/bwd_scored.h).
 FEATURES = {
