@@ -77,15 +77,13 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
   const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
   if (suits_a != suits_b) return suits_a;
-  if (problem.op == Op::kForward) {
-    if (a.tile.block_m != b.tile.block_m) {
-      // Smaller tiles where larger ones would leave multiprocessors idle.
-      const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
-      const int larger = a_is_smaller ? b.tile.block_m : a.tile.block_m;
-      if (leaves_idle(problem, larger, device)) return a_is_smaller;
-    }
-    if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
+  if (problem.op == Op::kForward && a.tile.block_m != b.tile.block_m) {
+    // Smaller tiles where larger ones would leave multiprocessors idle.
+    const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
+    const int larger = a_is_smaller ? b.tile.block_m : a.tile.block_m;
+    if (leaves_idle(problem, larger, device)) return a_is_smaller;
   }
+  if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
   return a.smem_bytes > b.smem_bytes;  // the larger tiles, or more of them
 }
 

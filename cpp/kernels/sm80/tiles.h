@@ -74,7 +74,7 @@ constexpr BackwardTile backward_tile(int head_dim, bool one_p, Room room) {
     if (head_dim <= 128) return {{128, 128, 8}, 4, 2, 4, 1, false, true};
     return {{128, 64, 8}, 4, 2, head_dim <= 192 ? 2 : 4, 1, false, false, head_dim / 64};
   }
-  if (room == Room::kCompact) return {{64, 64, 4, 2}, 2, 2, 2, 1, false, true};
+  if (room == Room::kCompact) return {{64, 64, 4}, 2, 2, 2, 1, false, true};
   if (head_dim <= 32 || (head_dim <= 64 && !one_p)) return {{128, 128, 8}, 4, 4, 4, 2};
   if (head_dim <= 64) return {{64, 128, 4, 2}, 2, 2, 2, 1, false, true};
   if (head_dim <= 96) return {{64, 128, 8}, 2, 4, 4, 2};
