@@ -215,7 +215,7 @@ ARITHMETIC = (
     ),
     Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
     Mutation(
-        "nan-of-hidden-dp", SCORES, "kMasked && p(i) == 0.0f ? 0.0f : p(i) * dp(i)", "p(i) * dp(i)"
+        "nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i)) ? 0.0f : p(i) * dp(i)", "p(i) * dp(i)"
     ),
     Mutation("nan-of-hidden-generic-dp", SCORES, "p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(
@@ -320,11 +320,10 @@ ONE_FEATURE = (
     ),
     Mutation("slope-of-softcap-kernel", SCORED, "t - t * t", "t"),
     Mutation("capped-p-not-scaled", SCORED, "return 0.25f;", "return 1.0f;"),
-    Mutation("hidden-p-of-softcap", SCORED, "hidden ? -0.0f : exp2f(p)", "exp2f(p)"),
+    Mutation("hidden-p-of-softcap", SCORED, "hidden ? kHiddenP : exp2f(p)", "exp2f(p)"),
     Mutation(
-        "nan-of-hidden-softcap", SCORED, "hidden ? -0.0f : both[k] * slope", "both[k] * slope"
+        "nan-of-hidden-softcap", SCORED, "hidden ? kHiddenP : both[k] * slope", "both[k] * slope"
     ),
-    Mutation("nan-of-hidden-dp-of-softcap", SCORED, "__float_as_uint(p(i)) == kHidden", "false"),
     Mutation("dropped-p-stored", SCORED, "keep ? p : 0.0f", "p"),
     Mutation("dropped-p-not-marked", SCORED, "keep ? p : -p", "p"),
     Mutation("dropout-delta-not-scaled", SCORED, "init.data()[i] *= kept_;"),

@@ -74,7 +74,7 @@ class AlibiScores : public PlainScores {
         const float added = kMasked ? -stats(row).lse - fabsf(distance - offset) * slope_log2_
                                     : at_first + offset * slope;
         const float p = exp2f(scores(row, col) * scale_log2_ + added);
-        scores(row, col) = kMasked && (j < first || j >= end) ? 0.0f : p;
+        scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
       }
     }
   }
@@ -91,7 +91,6 @@ class AlibiScores : public PlainScores {
 
 // With t = 1 / (1 + exp(2 x)), x = scale q.k / softcap: tanh(x) = 1 - 2 t, whose slope is
 // 4 t (1 - t). P is 4 times as large as it should be, so that no score is multiplied by that 4.
-// Hidden scores have a P of -0, which no others have.
 class SoftcapScores : public PlainScores {
  public:
   static constexpr bool kOneP = false;
@@ -129,20 +128,11 @@ class SoftcapScores : public PlainScores {
           const float slope = t - t * t;
           const float p = (added + softcap_log2_) - 2.0f * softcap_log2_ * t;
           const bool hidden = kMasked && (j < first || j >= end);
-          both[k] = hidden ? -0.0f : exp2f(p);
-          s = hidden ? -0.0f : both[k] * slope;
+          both[k] = hidden ? kHiddenP : exp2f(p);
+          s = hidden ? kHiddenP : both[k] * slope;
         }
         extra.set(scores, row, col, float2{both[0], both[1]});
       }
-    }
-  }
-
-  template <bool kMasked, class Scores, class Extra, class Stats>
-  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra&, const Stats&) const {
-    constexpr uint32_t kHidden = 0x80000000u;
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(p); ++i) {
-      dp(i) = kMasked && __float_as_uint(p(i)) == kHidden ? 0.0f : p(i) * dp(i);
     }
   }
 

@@ -43,6 +43,10 @@ struct ScoreTile {
   int col0;
 };
 
+// The P of a hidden score, which no other has, not even where it is rounded to 0.
+inline constexpr float kHiddenP = -0.0f;
+ANYFLASH_DEVICE bool is_hidden(float p) { return __float_as_uint(p) == 0x80000000u; }
+
 // Masks by position only. The LSE is in units of log 2: one FFMA and one MUFU a score.
 class PlainScores {
  public:
@@ -87,7 +91,7 @@ class PlainScores {
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));
         const float p = exp2f(scores(row, col) * scale_log2_ - stats(row).lse);
-        scores(row, col) = kMasked && (j < first || j >= end) ? 0.0f : p;
+        scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
       }
     }
   }
@@ -114,7 +118,7 @@ class PlainScores {
     using namespace cute;
     CUTE_UNROLL
     for (int i = 0; i < size(p); ++i) {
-      dp(i) = kMasked && p(i) == 0.0f ? 0.0f : p(i) * dp(i);
+      dp(i) = kMasked && is_hidden(p(i)) ? 0.0f : p(i) * dp(i);
     }
   }
 

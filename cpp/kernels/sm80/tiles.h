@@ -65,19 +65,20 @@ struct BackwardTile {
   int query_parts = 1;    // dQ is made by so many parts of its columns, for the same reason
 };
 
-// Two CTAs of four warps, which wait at different times, or one of eight where their tiles would be
-// too small for what they read from shared memory. As much as fits the registers, and an A100's 163
-// KB of shared memory, or 227 KB. What a GPU takes by turns rounds P alike, so that dK and dV have
+// Two CTAs of four warps, which wait at different times, where an A100's 164 KB of shared memory or
+// a wide GPU's 228 KB hold the tiles of two; one of eight where these would be too small for what
+// their products read there. Rows that a GPU takes by turns round P alike, so that dK and dV have
 // the same bits. one_p: P may be read again.
 constexpr BackwardTile backward_tile(int head_dim, bool one_p, Room room) {
   if (room == Room::kWide) {
+    if (head_dim <= 32) return {{128, 128, 4, 2}, 2, 2, 2, 1, false, true};
     if (head_dim <= 128) return {{128, 128, 8}, 4, 2, 4, 1, false, true};
     return {{128, 64, 8}, 4, 2, head_dim <= 192 ? 2 : 4, 1, false, false, head_dim / 64};
   }
   if (room == Room::kCompact) return {{64, 64, 4}, 2, 2, 2, 1, false, true};
-  if (head_dim <= 32 || (head_dim <= 64 && !one_p)) return {{128, 128, 8}, 4, 4, 4, 2};
+  if (head_dim <= 64 && !one_p) return {{128, 128, 8}, 4, 4, 4, 2};
   if (head_dim <= 64) return {{64, 128, 4, 2}, 2, 2, 2, 1, false, true};
-  if (head_dim <= 96) return {{64, 128, 8}, 2, 4, 4, 2};
+  if (head_dim <= 96) return {{64, 64, 4, 2}, 2, 2, 2, 1};
   if (head_dim <= 128) return {{64, 128, 8}, 2, 2, 2, 2};
   return {{64, 64, 8}, 4, 2, 2, head_dim <= 192 ? 2 : 1};
 }
