@@ -144,8 +144,8 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
 
 template <class Element, int kHeadDim, int kHeadDimV, class Scores, Room kRoom = Room::kUsual>
 constexpr KernelRow backward_row(const char* name) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
-                                Scores::kOneP, kRoom>;
+  using Traits =
+      BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys, kRoom>;
   using RowTraits = RowPassTraits<Element, kHeadDim, kHeadDimV>;
   return KernelRow{
       name,

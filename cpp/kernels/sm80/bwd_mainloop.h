@@ -82,7 +82,7 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
 //
 // A step takes one tile. With two buffers the next tile arrives during all of it, else during the
 // last product. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
-// was. With kRereadP, dS is made of the rounded P. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
+// was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
 // tile of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
@@ -104,13 +104,13 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   using ShapeDO = Shape<Int<kBlockM>, Int<Traits::kHeadDimV>>;
   using ShapeK = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
   using ShapeV = Shape<Int<kBlockN>, Int<Traits::kHeadDimV>>;
-  using ShapeS = Shape<Int<kBlockM>, Int<kBlockN>>;
+  using ShapeS = Shape<Int<kBlockM>, Int<Traits::kPartKeys>>;
   auto sQ = make_tensor(make_smem_ptr(smem.q[0].data()), typename Traits::TileQ::Layout{});
   auto sDO = make_tensor(make_smem_ptr(smem.dout[0].data()), typename Traits::TileDO::Layout{});
   auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
-  auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::TileP::Layout{});
-  auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::TileP::Layout{});
+  auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::TilePartP::Layout{});
+  auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::TilePartP::Layout{});
 
   // Global to shared memory.
   typename Traits::TileQ::Load load_q;
@@ -166,15 +166,19 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   using ScoreMma = typename Traits::ScoreMma;
   Operand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), thread);
   Operand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(), thread);
-  const Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
-  const Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), thread);
+  constexpr int kPartKeys = Traits::kPartKeys;
+  using TileK = typename Traits::TileK;
+  using TileV = typename Traits::TileV;
+  Operand<ScoreMma, Side::kB, TileK, false, kPartKeys> k(smem.k.data(), thread);
+  Operand<ScoreMma, Side::kB, TileV, false, kPartKeys> v(smem.v.data(), thread);
   auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
   auto thread_copy_c = copy_c.get_thread_slice(thread);
   auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
   auto tCsDS = thread_copy_c.partition_D(sDS);  // (COPY, MMA_M, MMA_N)
   auto cS = make_identity_tensor(ShapeS{});
   auto tScS = thread_mma.partition_C(  // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse
-      make_tensor(cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
+      make_tensor(cS.data(),
+                  composition(cS.layout(), make_tile(_, typename Traits::PartKeyOrder{}))));
   auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
 
   // dV += P^T dO and dK += dS^T Q.
@@ -234,53 +238,55 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
 
     const int64_t stats_row = params.first_row(sequence, block.batch, head) + row0;
     const auto stats = load_stats(params.stats + stats_row, coordinates);
-    auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
-    auto acc_dp = partition_fragment_C(mma, ShapeS{});
-    clear(acc_s);
-    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
-    auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
-    typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
-                                    decltype(size<1>(scores))::value>
-        extra;
-    const ScoreTile tile{mask, row0, block.first_key};
-    variant.template prefetch<kMasked>(extra, coordinates, tile);
-    gemm_smem_smem(acc_s, acc_s, q, k, mma);
-    variant.template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
-    const auto store = [&](const auto& fragment, auto& target) {
-      auto rounded = round_fragment<Element>(fragment);
-      copy(copy_c, thread_copy_c.retile_S(rounded), target);
-    };
-    const auto store_p = [&] {
-      if constexpr (Scores::kGeneric) {
-        const auto kept = variant.dropped(scores, extra, coordinates, tile);
-        store(make_tensor(kept.data(), acc_s.layout()), tCsP);
-      } else if constexpr (Scores::kOneP) {
-        store(acc_s, tCsP);
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kScoreParts; ++part) {
+      auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
+      auto acc_dp = partition_fragment_C(mma, ShapeS{});
+      clear(acc_s);
+      auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
+      auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
+      typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
+                                      decltype(size<1>(scores))::value>
+          extra;
+      const ScoreTile tile{mask, row0, block.first_key + part * kPartKeys};
+      variant.template prefetch<kMasked>(extra, coordinates, tile);
+      gemm_smem_smem(acc_s, acc_s, q, k, mma);
+      variant.template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
+      const auto store_rounded = [&](const auto& rounded, const auto& tCsX) {
+        auto target = make_tensor(tCsX.data() + part * kBlockM * kPartKeys, tCsX.layout());
+        copy(copy_c, thread_copy_c.retile_S(rounded), target);
+      };
+      const auto store_p = [&] {
+        if constexpr (Scores::kGeneric) {
+          const auto kept = variant.dropped(scores, extra, coordinates, tile);
+          store_rounded(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), tCsP);
+        } else if constexpr (Scores::kOneP) {
+          store_rounded(round_fragment<Element>(acc_s), tCsP);
+        } else {
+          store_rounded(make_tensor(extra.p.data(), acc_s.layout()), tCsP);
+        }
+      };
+      if constexpr (Traits::kReloadV) {
+        cp_async_wait<0>();
+        __syncthreads();  // V is there
       } else {
-        copy(copy_c, thread_copy_c.retile_S(make_tensor(extra.p.data(), acc_s.layout())), tCsP);
+        store_p();
       }
-    };
-    if constexpr (Traits::kReloadV) {
-      cp_async_wait<0>();
-      __syncthreads();  // V is there
-    } else {
-      store_p();
+      const auto dp_init = variant.dp_init(acc_dp, stats);
+      gemm_smem_smem(acc_dp, dp_init, dout, v, mma);
+      if constexpr (Traits::kReloadV) {
+        __syncthreads();  // every warp has done with V
+        store_p();
+      }
+      variant.template gradients<kMasked>(dp, scores, extra, stats);
+      variant.chain(dp, extra);
+      store_rounded(round_fragment<Element>(acc_dp), tCsDS);
+      if constexpr (Traits::kScoreParts > 1) {
+        const int parts = part + 1 < Traits::kScoreParts ? 1 : 1 - Traits::kScoreParts;
+        k.move(parts * kPartKeys * TileK::kPage);
+        v.move(parts * kPartKeys * TileV::kPage);
+      }
     }
-    const auto dp_init = variant.dp_init(acc_dp, stats);
-    gemm_smem_smem(acc_dp, dp_init, dout, v, mma);
-    if constexpr (Traits::kReloadV) {
-      __syncthreads();  // every warp has done with V
-      store_p();
-    }
-    if constexpr (Traits::kRereadP) {
-      auto rounded = make_tensor<Element>(acc_s.layout());
-      copy(tCsP, thread_copy_c.retile_D(rounded));  // this thread's own
-      CUTE_UNROLL
-      for (int i = 0; i < size(acc_s); ++i) acc_s(i) = static_cast<float>(rounded(i));
-    }
-    variant.template gradients<kMasked>(dp, scores, extra, stats);
-    variant.chain(dp, extra);
-    store(acc_dp, tCsDS);
     __syncthreads();  // P and dS are there
 
     gemm_smem_smem(acc_dv, acc_dv, p_t, dout_t, mma_kv);

@@ -7,16 +7,14 @@
 
 namespace anyflash::sm80 {
 
-// kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys; kOneP: dS is made of
-// the P of dV's product.
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, bool kOneP,
-          Room kRoom>
+// kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys.
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, Room kRoom>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr BackwardTile kShape =
-      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kOneP, kRoom);
+      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kRoom);
   static constexpr Tile kTile = kShape.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -24,15 +22,21 @@ struct BackwardTraits {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kShape.stages;
   static constexpr bool kReloadV = kShape.reload_v;
-  static constexpr bool kRereadP = kShape.reread_p;
+  static constexpr int kScoreParts = kShape.score_parts;
   static constexpr int kQueryParts = kShape.query_parts;
-  using KeyOrder = std::conditional_t<kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+  static constexpr int kPartKeys = kBlockN / kScoreParts;
+  template <int kKeys>
+  using OrderOf = std::conditional_t<kQuadKeys, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;
+  using KeyOrder = OrderOf<kBlockN>;
+  using PartKeyOrder = OrderOf<kPartKeys>;
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
+  using TilePartP = SmemTile<Element, kThreads, kBlockM, kPartKeys>;
+  static_assert(kScoreParts == 1 || kPartKeys % TileP::kPage == 0, "a part is whole pages of P");
   // The columns of K that a part of dQ is made of, and dQ's.
   static constexpr int kPartColumns = kHeadDim / kQueryParts;
   using TilePartK = SmemTile<Element, kThreads, kBlockN, kPartColumns>;
@@ -56,7 +60,6 @@ struct BackwardTraits {
     }
     ANYFLASH_DEVICE Element* ds() { return p() + cute::cosize_v<typename TileP::Layout>; }
   };
-  static_assert(!kRereadP || kOneP);
   static_assert(!kReloadV || 2 * kBlockM <= kHeadDimV, "P and dS fit where V was");
 
   // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.

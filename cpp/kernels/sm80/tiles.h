@@ -61,23 +61,22 @@ struct BackwardTile {
   int query_warps;        // dS K: (block_m, head dim)
   int stages;             // buffers of Q and of dO
   bool reload_v = false;  // P and dS lie where V was, which comes again with every tile of rows
-  bool reread_p = false;  // P is read from there, rounded: registers for one tile of scores, not two
-  int query_parts = 1;    // dQ is made by so many parts of its columns, for the same reason
+  // For fewer registers: scores are made by so many parts of the tile's keys, and dQ of its columns.
+  int score_parts = 1;
+  int query_parts = 1;
 };
 
 // Two CTAs of four warps, which wait at different times, where an A100's 164 KB of shared memory or
 // a wide GPU's 228 KB hold the tiles of two; one of eight where these would be too small for what
-// their products read there. Rows that a GPU takes by turns round P alike, so that dK and dV have
-// the same bits. one_p: P may be read again.
-constexpr BackwardTile backward_tile(int head_dim, bool one_p, Room room) {
+// their products read there.
+constexpr BackwardTile backward_tile(int head_dim, Room room) {
   if (room == Room::kWide) {
-    if (head_dim <= 32) return {{128, 128, 4, 2}, 2, 2, 2, 1, false, true};
-    if (head_dim <= 128) return {{128, 128, 8}, 4, 2, 4, 1, false, true};
-    return {{128, 64, 8}, 4, 2, head_dim <= 192 ? 2 : 4, 1, false, false, head_dim / 64};
+    if (head_dim <= 32) return {{128, 128, 4, 2}, 2, 2, 2, 1, false, 2};
+    if (head_dim <= 128) return {{128, 128, 8}, 4, 2, 4, 1, false, 2};
+    return {{128, 64, 8}, 4, 2, head_dim <= 192 ? 2 : 4, 1, false, 1, head_dim / 64};
   }
-  if (room == Room::kCompact) return {{64, 64, 4}, 2, 2, 2, 1, false, true};
-  if (head_dim <= 64 && !one_p) return {{128, 128, 8}, 4, 4, 4, 2};
-  if (head_dim <= 64) return {{64, 128, 4, 2}, 2, 2, 2, 1, false, true};
+  if (room == Room::kCompact) return {{64, 64, 4}, 2, 2, 2, 1};
+  if (head_dim <= 64) return {{64, 128, 4, 2}, 2, 2, 2, 1, false, 2};
   if (head_dim <= 96) return {{64, 64, 4, 2}, 2, 2, 2, 1};
   if (head_dim <= 128) return {{64, 128, 8}, 2, 2, 2, 2};
   return {{64, 64, 8}, 4, 2, 2, head_dim <= 192 ? 2 : 1};
