@@ -194,7 +194,7 @@ SAME_BITS = {
     ("forward", 128, 128): {"", "compact", "wide"},
     ("forward", 256, 256): {"", "compact"},
     ("backward", 32, 32): {"", "wide"},
-    ("backward", 128, 128): {"compact", "wide"},
+    ("backward", 128, 128): {"", "compact", "wide"},
     ("backward", 256, 256): {"", "wide"},
 }
 
