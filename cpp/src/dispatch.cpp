@@ -169,8 +169,8 @@ const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
     return x.head_dim == chosen.head_dim && x.head_dim_v == chosen.head_dim_v;
   };
   const ProblemSize size = leaves_idle(problem, kGridTile, device) ? ProblemSize::kSmallGrid
-                           : problem.rows <= kShortRows             ? ProblemSize::kShort
-                                                                    : ProblemSize::kLong;
+                           : problem.rows <= kShortRows            ? ProblemSize::kShort
+                                                                   : ProblemSize::kLong;
   for (const TunedTile* tile = kTunedTiles; tile->compute_capability != 0; ++tile) {
     if (tile->compute_capability != device.compute_capability || tile->op != problem.op ||
         !has_dims(*tile) || tile->bounded != problem.bounded || tile->size != size) {

@@ -7,6 +7,7 @@ namespace anyflash {
 
 // clang-format off
 const TunedTile kTunedTiles[] = {
+    {90, Op::kBackward, 128, 128, true, ProblemSize::kShort, Room::kCompact},
     {},
 };
 // clang-format on

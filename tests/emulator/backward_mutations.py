@@ -29,6 +29,7 @@ LOAD_Q = "load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns,
 LOAD_DO = "load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, columns_v, rows);"
 LOAD_X = "load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
+HIDE = "kMasked && (j < first || j >= end) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
 
 SYNCHRONISATION = (
@@ -89,7 +90,7 @@ SYNCHRONISATION = (
 )
 
 POSITIONS = (
-    Mutation("mask-forgotten", SCORES, "kMasked && (j < first || j >= end) ? 0.0f : p", "p"),
+    Mutation("mask-forgotten", SCORES, HIDE, "p"),
     Mutation(
         "generic-mask-forgotten",
         SCORES,
@@ -214,9 +215,10 @@ ARITHMETIC = (
         "!mask.keep(row, key)",
     ),
     Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
-    Mutation(
-        "nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i)) ? 0.0f : p(i) * dp(i)", "p(i) * dp(i)"
-    ),
+    Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
+    Mutation("hidden-p-like-others", SCORES, "kHiddenP = -0.0f", "kHiddenP = 0.0f"),
+    Mutation("keys-of-first-part", MAINLOOP, "k.move(parts * kPartKeys * TileK::kPage);"),
+    Mutation("values-of-first-part", MAINLOOP, "v.move(parts * kPartKeys * TileV::kPage);"),
     Mutation("nan-of-hidden-generic-dp", SCORES, "p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(
         "nan-of-hidden-slope",
@@ -292,7 +294,7 @@ ONE_FEATURE = (
     ),
     Mutation("side-of-diagonal", SCORED, "tile.row0 + shift_ > tile.col0", "true"),
     Mutation("distance-of-another-row", SCORED, "diagonal + row_offset", "diagonal"),
-    Mutation("alibi-mask-forgotten", SCORED, "kMasked && (j < first || j >= end) ? 0.0f : p", "p"),
+    Mutation("alibi-mask-forgotten", SCORED, HIDE, "p"),
     Mutation(
         "slope-of-alibi-kernel",
         SCORED,

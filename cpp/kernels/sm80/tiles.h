@@ -61,7 +61,7 @@ struct BackwardTile {
   int query_warps;        // dS K: (block_m, head dim)
   int stages;             // buffers of Q and of dO
   bool reload_v = false;  // P and dS lie where V was, which comes again with every tile of rows
-  // For fewer registers: scores are made by so many parts of the tile's keys, and dQ of its columns.
+  // For fewer registers: scores are made by so many parts of the keys, and dQ of its columns.
   int score_parts = 1;
   int query_parts = 1;
 };

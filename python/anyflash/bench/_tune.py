@@ -52,8 +52,8 @@ def families(dtype: str) -> dict[Family, dict[str, str]]:
 def cells(
     family: Family, dtype: str, multiprocessors: int, quick: bool
 ) -> Iterator[tuple[Key, Cell]]:
-    """The problems of each key: the paper's, which fill a GPU; and one sequence of few tokens, which
-    do not, by graphs, since the host would take longer."""
+    """The problems of each key: the paper's, which fill a GPU; and one sequence of few tokens,
+    which does not, by graphs, since the host would take longer."""
     op, d, d_v = family
     heads = HIDDEN // d
     for causal in MASKS:
