@@ -67,25 +67,32 @@ void check(const char* what) {
   }
 }
 
-template <int kHeadDim, bool kGeneric, Room kRoom>
+template <int kHeadDim, bool kGeneric, bool kQuadKeys, Room kRoom>
 void check_backward(const char* what) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kRoom>;
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kQuadKeys, kRoom>;
   check<typename Traits::ScoreMma, Side::kA, typename Traits::TileQ>(what);
-  check<typename Traits::ScoreMma, Side::kB, typename Traits::TileK>(what);
+  check<typename Traits::ScoreMma, Side::kB, typename Traits::TileK, false, Traits::kPartKeys>(
+      what);
   check<typename Traits::KeyMma, Side::kA, typename Traits::TileP, true>(what);
   check<typename Traits::KeyMma, Side::kB, typename Traits::TileQ, true>(what);
   check<typename Traits::QueryMma, Side::kA, typename Traits::TileP>(what);
-  check<typename Traits::QueryMma, Side::kB, typename Traits::TileK, true>(what);
+  check<typename Traits::QueryMma, Side::kB, typename Traits::TilePartK, true>(what);
 }
 
 }  // namespace
 
 int main() {
-  check_backward<32, false, Room::kUsual>("backward, head dim 32");
-  check_backward<64, false, Room::kUsual>("backward, head dim 64");
-  check_backward<96, false, Room::kUsual>("backward, head dim 96");
-  check_backward<128, false, Room::kUsual>("backward, head dim 128");
-  check_backward<256, true, Room::kCompact>("backward, head dim 256 for 99 KB");
+  check_backward<32, false, false, Room::kUsual>("backward, head dim 32");
+  check_backward<64, false, false, Room::kUsual>("backward, head dim 64");
+  check_backward<96, false, false, Room::kUsual>("backward, head dim 96");
+  check_backward<128, false, false, Room::kUsual>("backward, head dim 128");
+  check_backward<128, false, false, Room::kCompact>("backward, head dim 128 for 99 KB");
+  check_backward<32, false, false, Room::kWide>("backward, head dim 32 for 227 KB");
+  check_backward<128, false, false, Room::kWide>("backward, head dim 128 for 227 KB");
+  check_backward<192, false, false, Room::kWide>("backward, head dim 192 for 227 KB");
+  check_backward<256, false, false, Room::kWide>("backward, head dim 256 for 227 KB");
+  check_backward<64, false, true, Room::kUsual>("backward, head dim 64, one feature");
+  check_backward<256, true, false, Room::kCompact>("backward, head dim 256 for 99 KB");
   // Decoding: each warp takes its own rows of a tile.
   using Mma =
       cute::TiledMMA<MmaAtom<Element>, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>,
