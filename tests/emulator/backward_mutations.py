@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations import BACKWARD, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
 
 MAINLOOP = "sm80/bwd_mainloop.h"
+VISITS = "sm80/bwd_visits.h"
 KERNEL = "sm80/bwd_kernel.h"
 PARTS = "sm80/bwd_parts.h"
 EPILOGUE = "sm80/bwd_epilogue.h"
@@ -13,7 +14,6 @@ SCORED = "sm80/bwd_scored.h"
 ROW_PASS = "sm80/bwd_row_pass.h"
 ROW_TILE = "sm80/bwd_row_tile.h"
 ROWS_SOURCE = "sm80/bwd_rows.cu"
-
 
 CLEAR_DO = "if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);"
 READ_K = "thread_k.partition_D(by_key(sK))"
@@ -133,11 +133,11 @@ POSITIONS = (
         "ceil_div(static_cast<int>(end), block_m)",
         "static_cast<int>(end) / block_m",
     ),
-    Mutation("head-of-larger-part-forgotten", MAINLOOP, "block.part < larger ? 1 : 0", "0"),
-    Mutation("first-heads-in-all-parts", MAINLOOP, "block.part * each", "0"),
+    Mutation("head-of-larger-part-forgotten", VISITS, "block.part < larger ? 1 : 0", "0"),
+    Mutation("first-heads-in-all-parts", VISITS, "block.part * each", "0"),
     Mutation(
         "hidden-block-visited",
-        MAINLOOP,
+        VISITS,
         "!BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)",
         "false",
     ),
@@ -217,8 +217,10 @@ ARITHMETIC = (
     Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "kHiddenP = -0.0f", "kHiddenP = 0.0f"),
-    Mutation("keys-of-first-part", MAINLOOP, "k.move(parts * kPartKeys * TileK::kPage);"),
-    Mutation("values-of-first-part", MAINLOOP, "v.move(parts * kPartKeys * TileV::kPage);"),
+    Mutation("mask-of-first-part", MAINLOOP, "block.first_key + kKey", "block.first_key"),
+    Mutation("edge-everywhere", VISITS, "edge_ && m_ == range_.begin", "m_ == range_.begin"),
+    Mutation("edge-in-all-tiles", VISITS, "edge_ && m_ == range_.begin", "edge_"),
+    Mutation("edge-a-row-early", VISITS, "Traits::kEarlyRows - 1", "Traits::kEarlyRows - 2"),
     Mutation("nan-of-hidden-generic-dp", SCORES, "p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(
         "nan-of-hidden-slope",

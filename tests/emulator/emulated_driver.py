@@ -96,6 +96,8 @@ def backward(*cases: Case) -> tuple[Case, ...]:
 BACKWARD_PLAIN_CASES = backward(
     Case(seqlen_q=300, seqlen_k=290, causal=1, more="dlse=1"),
     Case(seqlen_q=300, seqlen_k=290, causal=1, seed=1, more="dlse=1 det=1"),
+    # A row sees one key more than half of a tile has.
+    Case(seqlen_q=128, seqlen_k=129, causal=1),
     # All zones of MRange, and of KRange. (Below, left=29 leaves one row in a tile.)
     Case(seqlen_q=700, seqlen_k=260, heads=1, more="left=300 right=100 nan=hidden grad=fp32"),
     Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden det=1"),

@@ -112,7 +112,9 @@ def test_backward_on_99_kilobytes(
 
 
 @pytest.mark.parametrize("values", ["normal", "nan_v"])
-@pytest.mark.parametrize("name", ["plain", "causal", "window", "packed", "float32"])
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "square", "one key more", "window", "packed", "float32"]
+)
 @pytest.mark.parametrize(
     ("head_dim", "kernel"),
     [(32, "32_wide"), (128, "128_wide"), (192, "192_128_wide"), (256, "256_wide")],
@@ -127,7 +129,9 @@ def test_backward_on_227_kilobytes(
         "packed": Features(packed=Packed((130, 0, 33), (200, 5, 64))),
     }
     d_v = 128 if head_dim == 192 else 0
-    case = Case("tiles", "fp16", 1, 150, 333, 4, 2, head_dim, d_v, causal=name == "causal")
+    sq, sk = {"square": (256, 256), "one key more": (128, 129)}.get(name, (150, 333))
+    causal = name in ("causal", "square", "one key more")
+    case = Case("tiles", "fp16", 1, sq, sk, 4, 2, head_dim, d_v, causal=causal)
     case = replace(case, values=values, features=features.get(name, Features()))
     backend = replace(capi.backend("emulated-sm80"), expected=f"sm80_backward_f16_d{kernel}")
     grad_dtype = "fp32" if name == "float32" else ""

@@ -29,14 +29,15 @@ ANYFLASH_HOST_DEVICE auto accumulator_as_operand_a(Layout layout) {
   return make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l));
 }
 
-// Of a fragment (MMA, MMA_M, ...) the part from kFirst on along MMA_M.
-template <int kFirst, class Engine, class Layout>
+// Of a fragment (MMA, MMA_M, ...) the part from kFirst on along MMA_M: kCount, or all the rest.
+template <int kFirst, int kCount = -1, class Engine, class Layout>
 ANYFLASH_HOST_DEVICE auto fragment_from(cute::Tensor<Engine, Layout>& fragment) {
   using namespace cute;
   const auto layout = fragment.layout();
-  const auto rest = Int<decltype(size<1>(layout))::value - kFirst>{};
+  constexpr int kRest = decltype(size<1>(layout))::value - kFirst;
+  const auto count = Int < kCount<0 ? kRest : kCount>{};
   return make_tensor(fragment.data() + kFirst * stride<1>(layout),
-                     replace<1>(layout, make_layout(rest, stride<1>(layout))));
+                     replace<1>(layout, make_layout(count, stride<1>(layout))));
 }
 
 }  // namespace anyflash

@@ -13,68 +13,42 @@
 #include "sm80/bwd_block.h"
 #include "sm80/bwd_params.h"
 #include "sm80/bwd_scores.h"
+#include "sm80/bwd_visits.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 #include "sm80/operand.h"
-#include "variant/block_mask.h"
+#include "sm80/traits.h"
 #include "variant/mask.h"
 
 namespace anyflash::sm80 {
 
-// The tiles that a CTA visits, head by head. In each head a few tiles need a mask.
-template <class Scores, int kBlockM, int kBlockN>
-class RowTiles {
- public:
-  ANYFLASH_DEVICE RowTiles(const BackwardScratch& params, const BackwardBlock& block, MRange range)
-      : params_(params), block_(block), range_(range), m_(range.begin) {
-    const int group = params.heads / params.heads_k;
-    const int each = group / params.group_parts;
-    const int larger = group % params.group_parts;  // so many parts have one head more
-    head_ = block.head_k * group + block.part * each + min(block.part, larger);
-    end_head_ = head_;
-    if (range.begin < range.end) end_head_ += each + (block.part < larger ? 1 : 0);
-    skip_hidden();
-  }
-
-  ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
-  ANYFLASH_DEVICE bool needs_mask() const {
-    return range_.needs_mask(m_) || Scores::template special<kBlockM, kBlockN>(
-                                        params_, block_.sequence, row(), block_.first_key);
-  }
-  ANYFLASH_DEVICE int head() const { return head_; }
-  ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
-  ANYFLASH_DEVICE void advance() {
-    step();
-    skip_hidden();
-  }
-
- private:
-  ANYFLASH_DEVICE void step() {
-    if (++m_ < range_.end) return;
-    m_ = range_.begin;
-    ++head_;
-  }
-  ANYFLASH_DEVICE void skip_hidden() {
-    if constexpr (Scores::kGeneric) {
-      while (valid() && !BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)) {
-        step();
-      }
-    }
-  }
-
-  const BackwardScratch& params_;
-  const BackwardBlock& block_;
-  MRange range_;
-  int head_;
-  int end_head_;
-  int m_;
-};
-
-// dq_sum += acc. A warp's sums lie side by side, so that an atomic addition covers whole lines.
-template <class Acc>
+// dq_sum += acc, from kFirst on along MMA_M. A warp's sums lie side by side, so that an atomic
+// addition covers whole lines.
+template <int kFirst, class Acc>
 ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
+  using namespace cute;
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(acc); ++i) atomicAdd(tile + i * threads + threadIdx.x, acc(i));
+  for (int i = 0; i < size(acc); ++i) {
+    if (i / 4 % decltype(size<1>(acc))::value < kFirst) continue;
+    atomicAdd(tile + i * threads + threadIdx.x, acc(i));
+  }
+}
+
+// Writes rounded scores, accumulators of `mma`, of the rows from kRow and the part of the keys from
+// kKey on, to a tile in shared memory.
+template <class Traits, int kRow, int kKey, class Rounded, class Mma>
+ANYFLASH_DEVICE void store_scores(const Rounded& rounded, typename Traits::Element* tile,
+                                  const Mma& mma) {
+  using namespace cute;
+  using TileP = typename Traits::TileP;
+  constexpr int kRows = Traits::kBlockM - kRow;
+  using Part = SmemTile<typename Traits::Element, Traits::kThreads, kRows, Traits::kPartKeys>;
+  static_assert(Part::kPage == TileP::kPage && (kRow == 0 || Part::kPage == Part::kColumns));
+  auto sX =
+      make_tensor(make_smem_ptr(tile + TileP::page_offset(kRow, kKey)), typename Part::Layout{});
+  const auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
+  const auto thread_copy_c = copy_c.get_thread_slice(threadIdx.x);
+  copy(copy_c, thread_copy_c.retile_S(rounded), thread_copy_c.partition_D(sX));
 }
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scales of dS and of P; and dS K
@@ -96,21 +70,17 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const int thread = threadIdx.x;
   const Sequence& sequence = block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-  RowTiles<Scores, kBlockM, kBlockN> tiles(params, block,
-                                           mask.m_range(block.first_key, kBlockN, kBlockM));
+  RowTiles<Traits, Scores> tiles(params, block, mask);
   if (!tiles.valid()) return;
 
   using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
   using ShapeDO = Shape<Int<kBlockM>, Int<Traits::kHeadDimV>>;
   using ShapeK = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
   using ShapeV = Shape<Int<kBlockN>, Int<Traits::kHeadDimV>>;
-  using ShapeS = Shape<Int<kBlockM>, Int<Traits::kPartKeys>>;
   auto sQ = make_tensor(make_smem_ptr(smem.q[0].data()), typename Traits::TileQ::Layout{});
   auto sDO = make_tensor(make_smem_ptr(smem.dout[0].data()), typename Traits::TileDO::Layout{});
   auto sK = make_tensor(make_smem_ptr(smem.k.data()), typename Traits::TileK::Layout{});
   auto sV = make_tensor(make_smem_ptr(smem.v.data()), typename Traits::TileV::Layout{});
-  auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::TilePartP::Layout{});
-  auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::TilePartP::Layout{});
 
   // Global to shared memory.
   typename Traits::TileQ::Load load_q;
@@ -133,7 +103,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PAGES)
   auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PAGES)
   auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PAGES)
-  const auto load_rows = [&](const RowTiles<Scores, kBlockM, kBlockN>& at) {
+  const auto load_rows = [&](const RowTiles<Traits, Scores>& at) {
     const int64_t first = sequence.first_q + at.row();
     auto gQ =
         gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, at.head(), first);
@@ -162,24 +132,16 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
 
   // S = Q K^T and dP = dO V^T.
   typename Traits::ScoreMma mma;
-  auto thread_mma = mma.get_thread_slice(thread);
   using ScoreMma = typename Traits::ScoreMma;
   Operand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), thread);
   Operand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(), thread);
+  const Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
+  const Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), thread);
   constexpr int kPartKeys = Traits::kPartKeys;
-  using TileK = typename Traits::TileK;
-  using TileV = typename Traits::TileV;
-  Operand<ScoreMma, Side::kB, TileK, false, kPartKeys> k(smem.k.data(), thread);
-  Operand<ScoreMma, Side::kB, TileV, false, kPartKeys> v(smem.v.data(), thread);
-  auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
-  auto thread_copy_c = copy_c.get_thread_slice(thread);
-  auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
-  auto tCsDS = thread_copy_c.partition_D(sDS);  // (COPY, MMA_M, MMA_N)
-  auto cS = make_identity_tensor(ShapeS{});
-  auto tScS = thread_mma.partition_C(  // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse
+  auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kPartKeys>>{});
+  auto tScS = mma.get_thread_slice(thread).partition_C(  // KeyOrder is its own inverse
       make_tensor(cS.data(),
                   composition(cS.layout(), make_tile(_, typename Traits::PartKeyOrder{}))));
-  auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
 
   // dV += P^T dO and dK += dS^T Q.
   typename Traits::KeyMma mma_kv;
@@ -195,7 +157,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   typename Traits::QueryMma mma_q;
   using QueryMma = typename Traits::QueryMma;
   const Operand<QueryMma, Side::kA, typename Traits::TileP> ds(smem.ds(), thread);
-  Operand<QueryMma, Side::kB, typename Traits::TilePartK, kTransposed> k_t(smem.k.data(), thread);
+  const Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), thread);
 
   load_keys();
   if constexpr (!Traits::kReloadV) load_values();
@@ -205,8 +167,9 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   if (!all_finite(tKsK)) atomicMax(&smem.nonfinite_keys, 1);
 
   int buffer = 0;
-  const auto step = [&](auto masked) ANYFLASH_INLINE_LAMBDA {
+  const auto step = [&](auto masked, auto edge) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
+    constexpr bool kEdge = decltype(edge)::value;
     const int head = tiles.head();
     const int row0 = tiles.row();
     const Scores variant(params, sequence, block.batch, head);
@@ -237,60 +200,87 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     }
 
     const int64_t stats_row = params.first_row(sequence, block.batch, head) + row0;
-    const auto stats = load_stats(params.stats + stats_row, coordinates);
-    CUTE_UNROLL
-    for (int part = 0; part < Traits::kScoreParts; ++part) {
-      auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
-      auto acc_dp = partition_fragment_C(mma, ShapeS{});
-      clear(acc_s);
-      auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
-      auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
-      typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
-                                      decltype(size<1>(scores))::value>
-          extra;
-      const ScoreTile tile{mask, row0, block.first_key + part * kPartKeys};
-      variant.template prefetch<kMasked>(extra, coordinates, tile);
-      gemm_smem_smem(acc_s, acc_s, q, k, mma);
-      variant.template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
-      const auto store_rounded = [&](const auto& rounded, const auto& tCsX) {
-        auto target = make_tensor(tCsX.data() + part * kBlockM * kPartKeys, tCsX.layout());
-        copy(copy_c, thread_copy_c.retile_S(rounded), target);
-      };
-      const auto store_p = [&] {
-        if constexpr (Scores::kGeneric) {
-          const auto kept = variant.dropped(scores, extra, coordinates, tile);
-          store_rounded(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), tCsP);
-        } else if constexpr (Scores::kOneP) {
-          store_rounded(round_fragment<Element>(acc_s), tCsP);
+    const auto matrix = [](auto& accumulator) {
+      return make_tensor(accumulator.data(), accumulator_as_matrix(accumulator.layout()));
+    };
+    const auto stats = load_stats(params.stats + stats_row, matrix(tScS));
+    for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
+      constexpr int kKey = decltype(part)::value * kPartKeys;
+      constexpr int kRow = kEdge && kKey >= Traits::kEarlyKeys ? Traits::kEarlyRows : 0;
+      constexpr int kRows = kBlockM - kRow;
+      if constexpr (kRows > 0) {
+        constexpr int kFirst = kRow / (16 * Traits::kShape.score_warps);
+        auto tCcS = fragment_from<kFirst>(tScS);
+        const auto coordinates = matrix(tCcS);
+        const auto part_stats = rows_from<2 * kFirst>(stats);
+        auto acc_s = partition_fragment_C(mma, Shape<Int<kRows>, Int<kPartKeys>>{});
+        auto acc_dp = make_fragment_like(acc_s);  // (MMA, MMA_M, MMA_N)
+        clear(acc_s);
+        auto scores = matrix(acc_s);
+        auto dp = matrix(acc_dp);
+        typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
+                                        decltype(size<1>(scores))::value>
+            extra;
+        const ScoreTile tile{mask, row0, block.first_key + kKey};
+        variant.template prefetch<kMasked>(extra, coordinates, tile);
+        gemm_smem_smem(acc_s, acc_s, q.template region<kRow, kRows, 0, Traits::kHeadDim>(),
+                       k.template region<kKey, kPartKeys, 0, Traits::kHeadDim>(), mma);
+        variant.template probabilities<kMasked>(scores, extra, part_stats, coordinates, tile);
+        const auto store = [&](const auto& rounded, Element* target) {
+          store_scores<Traits, kRow, kKey>(rounded, target, mma);
+        };
+        const auto store_p = [&] {
+          if constexpr (Scores::kGeneric) {
+            const auto kept = variant.dropped(scores, extra, coordinates, tile);
+            store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), smem.p());
+          } else if constexpr (Scores::kOneP) {
+            store(round_fragment<Element>(acc_s), smem.p());
+          } else {
+            store(make_tensor(extra.p.data(), acc_s.layout()), smem.p());
+          }
+        };
+        if constexpr (Traits::kReloadV) {
+          cp_async_wait<0>();
+          __syncthreads();  // V is there
         } else {
-          store_rounded(make_tensor(extra.p.data(), acc_s.layout()), tCsP);
+          store_p();
         }
-      };
-      if constexpr (Traits::kReloadV) {
-        cp_async_wait<0>();
-        __syncthreads();  // V is there
-      } else {
-        store_p();
+        const auto dp_init = variant.dp_init(acc_dp, part_stats);
+        gemm_smem_smem(acc_dp, dp_init, dout.template region<kRow, kRows, 0, Traits::kHeadDimV>(),
+                       v.template region<kKey, kPartKeys, 0, Traits::kHeadDimV>(), mma);
+        if constexpr (Traits::kReloadV) {
+          __syncthreads();  // every warp has done with V
+          store_p();
+        }
+        variant.template gradients<kMasked>(dp, scores, extra, part_stats);
+        variant.chain(dp, extra);
+        store(round_fragment<Element>(acc_dp), smem.ds());
       }
-      const auto dp_init = variant.dp_init(acc_dp, stats);
-      gemm_smem_smem(acc_dp, dp_init, dout, v, mma);
-      if constexpr (Traits::kReloadV) {
-        __syncthreads();  // every warp has done with V
-        store_p();
-      }
-      variant.template gradients<kMasked>(dp, scores, extra, stats);
-      variant.chain(dp, extra);
-      store_rounded(round_fragment<Element>(acc_dp), tCsDS);
-      if constexpr (Traits::kScoreParts > 1) {
-        const int parts = part + 1 < Traits::kScoreParts ? 1 : 1 - Traits::kScoreParts;
-        k.move(parts * kPartKeys * TileK::kPage);
-        v.move(parts * kPartKeys * TileV::kPage);
-      }
-    }
+    });
     __syncthreads();  // P and dS are there
 
-    gemm_smem_smem(acc_dv, acc_dv, p_t, dout_t, mma_kv);
-    gemm_smem_smem(acc_dk, acc_dk, ds_t, q_t, mma_kv);
+    // Calls product(region) with what is seen of the tile.
+    const auto by_regions = [&](const auto& product) ANYFLASH_INLINE_LAMBDA {
+      if constexpr (!kEdge) {
+        product(typename Traits::All{});
+      } else {
+        if constexpr (Traits::kEarlyKeys > 0) product(typename Traits::Early{});
+        if constexpr (Traits::kEarlyRows < kBlockM) product(typename Traits::Late{});
+      }
+    };
+    const auto add_to_keys = [&](auto& all_keys, const auto& scores_t, const auto& rows,
+                                 auto columns) ANYFLASH_INLINE_LAMBDA {
+      by_regions([&](auto region) ANYFLASH_INLINE_LAMBDA {
+        constexpr int kRow = decltype(region)::kRow;
+        constexpr int kRows = decltype(region)::kRows;
+        constexpr int kKeys = decltype(region)::kKeys;
+        auto acc = fragment_from<0, kKeys / (16 * Traits::kShape.key_warps)>(all_keys);
+        gemm_smem_smem(acc, acc, scores_t.template region<kRow, kRows, 0, kKeys>(),
+                       rows.template region<kRow, kRows, 0, decltype(columns)::value>(), mma_kv);
+      });
+    };
+    add_to_keys(acc_dv, p_t, dout_t, Int<Traits::kHeadDimV>{});
+    add_to_keys(acc_dk, ds_t, q_t, Int<Traits::kHeadDim>{});
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has done with Q and dO
       load_next();
@@ -309,29 +299,37 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       __syncthreads();  // K without NaN and infinity
     }
     float* dq_sum = params.dq_sum + stats_row * Traits::kHeadDim;
-    constexpr int kParts = Traits::kQueryParts;
-    CUTE_UNROLL
-    for (int part = 0; part < kParts; ++part) {
-      using ShapePart = Shape<Int<kBlockM>, Int<Traits::kPartColumns>>;
-      auto acc_dq = partition_fragment_C(mma_q, ShapePart{});  // (MMA, MMA_M, MMA_D)
-      clear(acc_dq);
-      gemm_smem_smem(acc_dq, acc_dq, ds, k_t, mma_q);
-      add_to_dq_sum(dq_sum, acc_dq, Traits::kThreads);
-      dq_sum += kBlockM * Traits::kPartColumns;
-      if constexpr (kParts > 1) {
-        k_t.move((part + 1 < kParts ? 1 : 1 - kParts) * kBlockN * Traits::kPartColumns);
-      }
-    }
+    constexpr int kRowTile = 16 * Traits::kShape.query_warps;
+    constexpr int kFirst = kEdge && Traits::kEarlyKeys == 0 ? Traits::kEarlyRows / kRowTile : 0;
+    for_each(make_int_sequence<Traits::kQueryParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
+      constexpr int kColumns = Traits::kPartColumns;
+      constexpr int kColumn = decltype(part)::value * kColumns;
+      auto acc_dq = partition_fragment_C(mma_q, Shape<Int<kBlockM>, Int<kColumns>>{});
+      clear(acc_dq);  // (MMA, MMA_M, MMA_D)
+      by_regions([&](auto region) ANYFLASH_INLINE_LAMBDA {
+        constexpr int kRow = decltype(region)::kRow;
+        constexpr int kRows = decltype(region)::kRows;
+        constexpr int kKeys = decltype(region)::kKeys;
+        auto acc = fragment_from<kRow / kRowTile, kRows / kRowTile>(acc_dq);
+        gemm_smem_smem(acc, acc, ds.template region<kRow, kRows, 0, kKeys>(),
+                       k_t.template region<0, kKeys, kColumn, kColumns>(), mma_q);
+      });
+      add_to_dq_sum<kFirst>(dq_sum + kBlockM * kColumn, acc_dq, Traits::kThreads);
+    });
     if (clear_keys) {
       __syncthreads();  // every warp has done with that K
       load_keys();
       cp_async_fence();
     }
   };
+  constexpr bool kHalves = Scores::kFeatures == kNoFeatures && Traits::kHalves;
   while (tiles.valid()) {
-    while (tiles.valid() && tiles.needs_mask()) step(std::true_type{});
+    while (tiles.valid() && tiles.needs_mask()) {
+      if (kHalves && tiles.on_edge()) step(std::true_type{}, std::bool_constant<kHalves>{});
+      else step(std::true_type{}, std::false_type{});
+    }
     if constexpr (!Scores::kGeneric) {
-      while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{});
+      while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{}, std::false_type{});
     }
   }
 }

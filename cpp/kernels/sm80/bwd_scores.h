@@ -36,6 +36,13 @@ ANYFLASH_DEVICE auto load_stats(const RowStats* stats, const Coordinates& coordi
   return rows;
 }
 
+// Those of a thread's rows from the kFirst-th on.
+template <int kFirst, class Rows>
+ANYFLASH_DEVICE auto rows_from(const Rows& rows) {
+  constexpr int kCount = decltype(cute::size(rows))::value - kFirst;
+  return cute::make_tensor(rows.data() + kFirst, cute::make_layout(cute::Int<kCount>{}));
+}
+
 // Where a tile of scores lies and what it is made with.
 struct ScoreTile {
   const Mask& mask;

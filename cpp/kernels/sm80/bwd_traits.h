@@ -7,6 +7,14 @@
 
 namespace anyflash::sm80 {
 
+// Of a tile of scores: kRows rows from kRow on, and the first kKeys keys.
+template <int kRow_, int kRows_, int kKeys_>
+struct Region {
+  static constexpr int kRow = kRow_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kKeys = kKeys_;
+};
+
 // kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys.
 template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, Room kRoom>
 struct BackwardTraits {
@@ -25,6 +33,20 @@ struct BackwardTraits {
   static constexpr int kScoreParts = kShape.score_parts;
   static constexpr int kQueryParts = kShape.query_parts;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
+  // A tile on the edge of a causal mask, whose first kEarlyRows rows see no more than its first
+  // kEarlyKeys keys, has these two regions. Products can leave out the rest where each warp has
+  // rows, or keys, in both halves.
+  static constexpr int kEarlyRows = kBlockM < kBlockN ? kBlockM : kBlockM / 2;
+  static constexpr int kEarlyKeys = kBlockM > kBlockN ? 0 : kBlockN / 2;
+  using All = Region<0, kBlockM, kBlockN>;
+  using Early = Region<0, kEarlyRows, kEarlyKeys>;
+  using Late = Region<kEarlyRows, kBlockM - kEarlyRows, kBlockN>;
+  static constexpr bool kHalves =
+      kEarlyKeys % kPartKeys == 0 && kEarlyKeys % (16 * kShape.key_warps) == 0 &&
+      (kEarlyRows == kBlockM || (kEarlyRows % (16 * kShape.score_warps) == 0 &&
+                                 kEarlyRows % (16 * kShape.query_warps) == 0));
+  // dQ's columns, and so K's, in such parts.
+  static constexpr int kPartColumns = kHeadDim / kQueryParts;
   template <int kKeys>
   using OrderOf = std::conditional_t<kQuadKeys, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;
   using KeyOrder = OrderOf<kBlockN>;
@@ -37,11 +59,7 @@ struct BackwardTraits {
   using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
   using TilePartP = SmemTile<Element, kThreads, kBlockM, kPartKeys>;
   static_assert(kScoreParts == 1 || kPartKeys % TileP::kPage == 0, "a part is whole pages of P");
-  // The columns of K that a part of dQ is made of, and dQ's.
-  static constexpr int kPartColumns = kHeadDim / kQueryParts;
-  using TilePartK = SmemTile<Element, kThreads, kBlockN, kPartColumns>;
   static_assert(kQueryParts == 1 || kPartColumns % TileK::kPage == 0, "a part is whole pages of K");
-
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
   struct SharedStorage {

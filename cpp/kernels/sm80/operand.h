@@ -17,8 +17,10 @@ namespace anyflash::sm80 {
 enum class Side { kA, kB };
 
 // The rows of one warp, in groups of 16, and blocks of 16 along the sum. They lie in the first
-// kTileRows rows of a Tile at `tile`; if kTransposed, the tile's columns are the operand's rows.
-template <class Mma, Side kSide, class Tile, bool kTransposed = false, int kTileRows = Tile::kRows>
+// kTileRows rows and kTileColumns columns of a Tile at `tile`; if kTransposed, the tile's columns
+// are the operand's rows.
+template <class Mma, Side kSide, class Tile, bool kTransposed = false, int kTileRows = Tile::kRows,
+          int kTileColumns = Tile::kColumns>
 class Operand {
   static constexpr bool kIsA = kSide == Side::kA;
   static constexpr int kWarpsM = decltype(cute::size<1>(typename Mma::ThrLayoutVMNK{}))::value;
@@ -30,8 +32,8 @@ class Operand {
       decltype(cute::stride<kIsA ? 1 : 2>(typename Mma::ThrLayoutVMNK{}))::value == 32;
   static constexpr int kMmaRows = decltype(cute::tile_size<kIsA ? 0 : 1>(Mma{}))::value;
   static constexpr int kRun = kMmaRows / kWarps;  // so many neighbouring rows are one warp's
-  static constexpr int kRows = kTransposed ? Tile::kColumns : kTileRows;
-  static constexpr int kDepth = kTransposed ? kTileRows : Tile::kColumns;
+  static constexpr int kRows = kTransposed ? kTileColumns : kTileRows;
+  static constexpr int kDepth = kTransposed ? kTileRows : kTileColumns;
   static constexpr int kGroups = kRows / (16 * kWarps);
   static constexpr int kAtomRows = kIsA ? 16 : 8;
   static_assert(kRun % 16 == 0 && kRows % kMmaRows == 0 && kDepth % 16 == 0);
@@ -77,6 +79,15 @@ class Operand {
     }
   }
 
+  // The same of a region of the tile: so many rows and columns from (kRow, kColumn) on.
+  template <int kRow, int kCountRows, int kColumn, int kCountColumns>
+  ANYFLASH_DEVICE auto region() const {
+    static_assert(kRow % 8 == 0 && kColumn % Tile::kPage == 0, "where the swizzle begins anew");
+    auto result = Operand<Mma, kSide, Tile, kTransposed, kCountRows, kCountColumns>(at_);
+    result.move(Tile::page_offset(kRow, kColumn));
+    return result;
+  }
+
   // Goes on to a tile that lies so many elements behind this one.
   ANYFLASH_DEVICE void move(int elements) {
     CUTE_UNROLL
@@ -84,9 +95,16 @@ class Operand {
   }
 
  private:
+  template <class, Side, class, bool, int, int>
+  friend class Operand;
   using LoadMatrix =
       std::conditional_t<kTransposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
   static constexpr int kInPage = Tile::kPage / 16;
+
+  ANYFLASH_DEVICE explicit Operand(const Element* const (&at)[kInPage]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kInPage; ++i) at_[i] = at[i];
+  }
 
   const Element* at_[kInPage];  // the first row's columns 0, 16, ..., as the swizzle places them
 };

@@ -17,8 +17,17 @@ using Element = cutlass::half_t;
 
 int g_failures = 0;
 
+// A region of a tile: so many rows and columns from (kRow, kColumn) on.
+template <int kRow_, int kRows_, int kColumn_, int kColumns_>
+struct Part {
+  static constexpr int kRow = kRow_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumn = kColumn_;
+  static constexpr int kColumns = kColumns_;
+};
+
 // The tile's element (row, column) is the number row * kColumns + column.
-template <class Mma, Side kSide, class Tile, bool kTransposed, int kTileRows>
+template <class Mma, Side kSide, class Tile, bool kTransposed, class Part>
 __global__ void load_kernel(uint16_t* loaded) {
   auto* const tile = reinterpret_cast<Element*>(anyflash_smem);
   const auto layout = typename Tile::Layout{};
@@ -27,20 +36,21 @@ __global__ void load_kernel(uint16_t* loaded) {
         Element::bitcast(static_cast<uint16_t>(i));
   }
   __syncthreads();
-  // The second half of the rows, where not all are asked for.
-  const Operand<Mma, kSide, Tile, kTransposed, kTileRows> operand(
-      tile + (Tile::kRows - kTileRows) * Tile::kPage, static_cast<int>(threadIdx.x));
+  const Operand<Mma, kSide, Tile, kTransposed> whole(tile, static_cast<int>(threadIdx.x));
+  const auto operand =
+      whole.template region<Part::kRow, Part::kRows, Part::kColumn, Part::kColumns>();
   auto fragment = operand.fragment();
   for (int k = 0; k < operand.kBlocks; ++k) operand.load(fragment, k);
   constexpr int kSize = decltype(cute::size(fragment))::value;
   for (int i = 0; i < kSize; ++i) loaded[threadIdx.x * kSize + i] = fragment(i).raw();
 }
 
-template <class Mma, Side kSide, class Tile, bool kTransposed = false, int kTileRows = Tile::kRows>
+template <class Mma, Side kSide, class Tile, bool kTransposed = false,
+          class Part = Part<0, Tile::kRows, 0, Tile::kColumns>>
 void check(const char* what) {
   using namespace cute;
-  using Rows = Int<kTransposed ? Tile::kColumns : kTileRows>;
-  using Depth = Int<kTransposed ? kTileRows : Tile::kColumns>;
+  using Rows = Int<kTransposed ? Part::kColumns : Part::kRows>;
+  using Depth = Int<kTransposed ? Part::kRows : Part::kColumns>;
   constexpr int kThreads = decltype(size(Mma{}))::value;
   const auto places = [](int thread) {
     const auto slice = Mma{}.get_slice(thread);
@@ -51,18 +61,19 @@ void check(const char* what) {
   constexpr int kSize = decltype(size(places(0)))::value;
   device::Array<uint16_t> loaded(kThreads * kSize);
   device::launch(1, kThreads, sizeof(Element) * Tile::kRows * Tile::kColumns,
-                 &load_kernel<Mma, kSide, Tile, kTransposed, kTileRows>, loaded.data());
+                 &load_kernel<Mma, kSide, Tile, kTransposed, Part>, loaded.data());
   for (int thread = 0; thread < kThreads; ++thread) {
     const auto place = places(thread);
     for (int i = 0; i < kSize; ++i) {
       const int x = get<0>(place(i));
       const int k = get<1>(place(i));
-      const int row = (kTransposed ? k : x) + Tile::kRows - kTileRows;
-      const int want = row * Tile::kColumns + (kTransposed ? x : k);
+      const int row = (kTransposed ? k : x) + Part::kRow;
+      const int column = (kTransposed ? x : k) + Part::kColumn;
+      const int want = row * Tile::kColumns + column;
       const int got = loaded[thread * kSize + i];
       if (got == want || ++g_failures > 20) continue;
       std::printf("%s: element %d of thread %d is (%d, %d), not (%d, %d)\n", what, i, thread,
-                  got / Tile::kColumns, got % Tile::kColumns, row, want % Tile::kColumns);
+                  got / Tile::kColumns, got % Tile::kColumns, row, column);
     }
   }
 }
@@ -70,13 +81,30 @@ void check(const char* what) {
 template <int kHeadDim, bool kGeneric, bool kQuadKeys, Room kRoom>
 void check_backward(const char* what) {
   using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kQuadKeys, kRoom>;
-  check<typename Traits::ScoreMma, Side::kA, typename Traits::TileQ>(what);
-  check<typename Traits::ScoreMma, Side::kB, typename Traits::TileK, false, Traits::kPartKeys>(
-      what);
-  check<typename Traits::KeyMma, Side::kA, typename Traits::TileP, true>(what);
-  check<typename Traits::KeyMma, Side::kB, typename Traits::TileQ, true>(what);
-  check<typename Traits::QueryMma, Side::kA, typename Traits::TileP>(what);
-  check<typename Traits::QueryMma, Side::kB, typename Traits::TilePartK, true>(what);
+  using TileQ = typename Traits::TileQ;
+  using TileK = typename Traits::TileK;
+  using TileP = typename Traits::TileP;
+  constexpr int kRows = TileQ::kRows;
+  constexpr int kKeys = TileK::kRows;
+  constexpr int kPartKeys = Traits::kPartKeys;
+  constexpr int kColumns = Traits::kPartColumns;
+  check<typename Traits::ScoreMma, Side::kA, TileQ>(what);
+  check<typename Traits::ScoreMma, Side::kB, TileK, false,
+        Part<kKeys - kPartKeys, kPartKeys, 0, kHeadDim>>(what);
+  check<typename Traits::KeyMma, Side::kA, TileP, true>(what);
+  check<typename Traits::KeyMma, Side::kB, TileQ, true>(what);
+  check<typename Traits::QueryMma, Side::kA, TileP>(what);
+  check<typename Traits::QueryMma, Side::kB, TileK, true,
+        Part<0, kKeys, kHeadDim - kColumns, kColumns>>(what);
+  if constexpr (!kGeneric && Traits::kHalves) {
+    constexpr int kLate = kRows - Traits::kEarlyRows == 0 ? 0 : Traits::kEarlyRows;
+    check<typename Traits::ScoreMma, Side::kA, TileQ, false,
+          Part<kLate, kRows - kLate, 0, kHeadDim>>(what);
+    check<typename Traits::KeyMma, Side::kB, TileQ, true, Part<kLate, kRows - kLate, 0, kHeadDim>>(
+        what);
+    check<typename Traits::QueryMma, Side::kA, TileP, false, Part<kLate, kRows - kLate, 0, kKeys>>(
+        what);
+  }
 }
 
 }  // namespace
@@ -98,8 +126,8 @@ int main() {
       cute::TiledMMA<MmaAtom<Element>, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>,
                      cute::Tile<cute::_16, cute::_16, cute::_16>>;
   using Tile = SmemTile<Element, 128, 128, 64>;
-  check<Mma, Side::kB, Tile, false, 32>("decoding, K");
-  check<Mma, Side::kB, Tile, true, 32>("decoding, V");
+  check<Mma, Side::kB, Tile, false, Part<96, 32, 0, 64>>("decoding, K");
+  check<Mma, Side::kB, Tile, true, Part<96, 32, 0, 64>>("decoding, V");
   if (g_failures != 0) std::printf("%d elements are wrong\n", g_failures);
   return g_failures == 0 ? 0 : 1;
 }
