@@ -216,7 +216,7 @@ ARITHMETIC = (
     ),
     Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
-    Mutation("hidden-p-like-others", SCORES, "kHiddenP = -0.0f", "kHiddenP = 0.0f"),
+    Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),
     Mutation("mask-of-first-part", MAINLOOP, "block.first_key + kKey", "block.first_key"),
     Mutation("edge-everywhere", VISITS, "edge_ && m_ == range_.begin", "m_ == range_.begin"),
     Mutation("edge-in-all-tiles", VISITS, "edge_ && m_ == range_.begin", "edge_"),
