@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflash._options import NO_DROPOUT, UNBOUNDED
 from anyflash.torch import _direct
 from anyflash.torch._attention import attention
-from anyflash.torch._watched import PLAIN, is_recorded, is_traced
+from anyflash.torch._watched import PLAIN, is_plain, is_recorded, is_traced
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
@@ -103,18 +103,19 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
             key, value = key[:, :, :beyond], value[:, :, :beyond]
     if dropout_p and not 0 < dropout_p <= 1:
         raise RuntimeError(f"{_NAME}: dropout_p is {dropout_p}; 0 <= dropout_p <= 1 is allowed")
+    out: Tensor | None = None
     if (
         not dropout_p
         and not is_traced(query)
-        and _direct.is_direct(query, key, value, scale)
-        and (attn_mask is None or _is_plain(attn_mask))
+        and is_plain(key, value)
+        and (attn_mask is None or (is_plain(attn_mask) and not attn_mask.is_neg()))
         and not is_recorded(query, key, value, attn_mask)
         and not torch._C._is_any_autocast_enabled()
     ):
-        out, _ = _direct.forward(
+        out = _direct.forward(
             _NAME, query, key, value, attn_mask, scale, is_causal, window, False, True
         )
-    else:
+    if out is None:
         out = attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -167,10 +168,6 @@ def _fits(mask: Tensor, full: Shape) -> bool:
         if size not in (1, wanted):
             return False
     return True
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in PLAIN and not x.is_neg()
 
 
 def is_causal_bias(mask: Any) -> bool:
