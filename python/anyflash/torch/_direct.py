@@ -12,13 +12,11 @@ from torch import Tensor
 from anyflash import _core
 from anyflash._frameworks import framework_of
 from anyflash._options import UNBOUNDED
-from anyflash.torch._watched import PLAIN, is_recorded, is_traced
+from anyflash.torch._watched import is_free
 
 _HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
-# Looked up once: each of these takes as long as what it asks.
 _export = torch._C._to_dlpack
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def attend(  # noqa: PLR0917 (its callers count time)
@@ -26,15 +24,9 @@ def attend(  # noqa: PLR0917 (its callers count time)
 ) -> Any:
     """What :func:`attention` returns without other options; None where q, k and v are traced,
     recorded, cast or not direct tensors."""
-    if (
-        is_traced(q)
-        or type(k) not in PLAIN
-        or type(v) not in PLAIN
-        or is_recorded(q, k, v)
-        or _is_any_autocast_enabled()
-    ):
-        return None
-    return forward(operation, q, k, v, None, scale, causal, UNBOUNDED, return_lse)
+    if is_free(q, k, v):
+        return forward(operation, q, k, v, None, scale, causal, UNBOUNDED, return_lse)
+    return None
 
 
 def forward(  # noqa: PLR0917
@@ -95,9 +87,10 @@ def _workspace(size: int, like: Tensor) -> tuple[Any, int]:
     return framework.workspace(size, like, framework.device(like), None)
 
 
-# What direct.cpp asks of PyTorch, which has the exchange API from 2.10 on.
+# What direct.cpp asks of PyTorch. Its own exchange API is there from 2.10 on; those that other
+# packages give older versions (Tensor.__dlpack_c_exchange_api__) may know no streams.
 _PYTORCH = (
-    getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    getattr(torch._C, "_dlpack_exchange_api", lambda: None)(),
     _export,
     getattr(torch._C, "_cuda_getCurrentRawStream", None),
     torch.empty_like,

@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflash._options import NO_DROPOUT, UNBOUNDED
 from anyflash.torch import _direct
 from anyflash.torch._attention import attention
-from anyflash.torch._watched import PLAIN, is_plain, is_recorded, is_traced
+from anyflash.torch._watched import PLAIN, is_free, is_plain, is_recorded
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
@@ -106,11 +106,8 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     out: Tensor | None = None
     if (
         not dropout_p
-        and not is_traced(query)
-        and is_plain(key, value)
-        and (attn_mask is None or (is_plain(attn_mask) and not attn_mask.is_neg()))
-        and not is_recorded(query, key, value, attn_mask)
-        and not torch._C._is_any_autocast_enabled()
+        and is_free(query, key, value)
+        and (attn_mask is None or _is_direct_mask(attn_mask))
     ):
         out = _direct.forward(
             _NAME, query, key, value, attn_mask, scale, is_causal, window, False, True
@@ -168,6 +165,10 @@ def _fits(mask: Tensor, full: Shape) -> bool:
         if size not in (1, wanted):
             return False
     return True
+
+
+def _is_direct_mask(mask: Tensor) -> bool:
+    return is_plain(mask) and not mask.is_neg() and not is_recorded(mask)
 
 
 def is_causal_bias(mask: Any) -> bool:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 PLAIN = (Tensor, torch.nn.Parameter)
 
 # Looked up once: each of these takes as long as what it asks.
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_tracing = torch._C._is_tracing
@@ -54,3 +55,20 @@ def is_recorded(*tensors: Any) -> bool:
         if isinstance(x, Tensor) and x.requires_grad:
             return True
     return False
+
+
+def is_free(q: Any, k: Any, v: Any) -> bool:
+    """Whether they are plain tensors, and nobody traces, records or casts what is done with them.
+    The questions above, in one step: these are asked by calls that take little else."""
+    return not (
+        _is_compiling()
+        or type(q) not in PLAIN
+        or type(k) not in PLAIN
+        or type(v) not in PLAIN
+        or _len_torch_dispatch_stack() > 0
+        or _peek_interpreter_stack() is not None
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+        or (_is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or _is_any_autocast_enabled()
+    )
