@@ -20,17 +20,16 @@ namespace {
 // What is asked of PyTorch. Nothing here synchronizes: kernels run on its current stream.
 class PyTorch {
  public:
-  // The tuple of anyflash.torch._direct: the exchange API of DLPack or None, where it has none, and
-  // the functions below.
+  // The tuple of anyflash.torch._direct: the capsule of DLPack's exchange API, or something else
+  // where there is none, and the functions below.
   explicit PyTorch(nb::handle functions) : functions_(functions) {
-    const nb::handle capsule = item(0);
-    if (capsule.is_none()) return;
-    const auto* const api = static_cast<const DLPackExchangeAPI*>(
-        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (api == nullptr) {
-      PyErr_Clear();
-    } else if (api->header.version.major == DLPACK_MAJOR_VERSION &&
-               api->dltensor_from_py_object_no_sync != nullptr) {
+    static constexpr char kName[] = "dlpack_exchange_api";
+    PyObject* const capsule = item(0).ptr();
+    if (!PyCapsule_IsValid(capsule, kName)) return;
+    const auto* const api =
+        static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, kName));
+    if (api->header.version.major == DLPACK_MAJOR_VERSION &&
+        api->dltensor_from_py_object_no_sync != nullptr) {
       exchange_ = api;
     }
   }

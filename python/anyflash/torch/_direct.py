@@ -73,13 +73,13 @@ def _new_out(  # noqa: PLR0917
     q: Tensor, batch: int, rows: int, heads: int, columns: int, heads_first: bool
 ) -> Tensor:
     if not heads_first:
-        return q.new_empty((batch, rows, heads, columns))
+        return q.new_empty(batch, rows, heads, columns)  # less to read than a tuple
     row = heads * columns
     return q.new_empty_strided((batch, heads, rows, columns), (rows * row, columns, row, 1))
 
 
 def _new_lse(q: Tensor, batch: int, heads: int, rows: int) -> Tensor:
-    return q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 def _workspace(size: int, like: Tensor) -> tuple[Any, int]:
