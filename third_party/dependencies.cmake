@@ -1,7 +1,7 @@
 # Where third-party headers are found. Nothing is vendored: they come from packages of the build
 # environment, or from a folder that a variable names. Pins live in pyproject.toml.
 #
-#   ANYFLASH_DLPACK_INCLUDE_DIR    holds dlpack/dlpack.h, DLPack 1.1     (package apache-tvm-ffi)
+#   ANYFLASH_DLPACK_INCLUDE_DIR    holds dlpack/dlpack.h, DLPack 1.3     (package apache-tvm-ffi)
 #   ANYFLASH_CUTLASS_INCLUDE_DIR   holds cute/ and cutlass/, CUTLASS 4.2 (package nvidia-cutlass)
 #   ANYFLASH_XLA_INCLUDE_DIR       holds xla/ffi/api/ffi.h, API 0.1: xla.cmake
 

@@ -21,11 +21,10 @@ void check_rank(const TensorView& t, const char* argument, int rank, const char*
       invalid_value(std::string(argument) + " has shape " + shape_of(t) +
                     "; an extent must not be negative");
     }
-    if (t.shape[i] > 0 && elements > kMaxElements / t.shape[i]) {
+    if (__builtin_mul_overflow(elements, t.shape[i], &elements) || elements > kMaxElements) {
       invalid_value(std::string(argument) + " has shape " + shape_of(t) +
                     "; at most 2^56 elements are allowed");
     }
-    elements *= t.shape[i];
   }
   if (elements > 0 && t.data == nullptr) {
     invalid_value(std::string(argument) + " has a NULL data pointer");

@@ -2,8 +2,6 @@
 // with an error code and nothing else happens.
 #include <cuda_runtime_api.h>
 
-#include <mutex>
-#include <utility>
 #include <vector>
 
 #include "anyflash/error.h"
@@ -53,6 +51,16 @@ DeviceProperties query(int index) {
           p.multiProcessorCount};
 }
 
+std::vector<DeviceProperties> query_all() {
+  const DeviceList devices = list_devices();
+  if (devices.count == 0) {
+    throw Error(ErrorCode::kDevice, "a CUDA array cannot be used here: " + devices.error);
+  }
+  std::vector<DeviceProperties> found;
+  for (int i = 0; i < devices.count; ++i) found.push_back(query(i));
+  return found;
+}
+
 }  // namespace
 
 DeviceList list_devices() {
@@ -63,24 +71,14 @@ DeviceList list_devices() {
 }
 
 const DeviceProperties& device_properties(int index) {
-  static std::mutex mutex;
-  static std::vector<DeviceProperties> cache;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (cache.empty()) {
-    const DeviceList devices = list_devices();
-    if (devices.count == 0) {
-      throw Error(ErrorCode::kDevice, "a CUDA array cannot be used here: " + devices.error);
-    }
-    std::vector<DeviceProperties> found;  // complete before it is kept: references stay valid
-    for (int i = 0; i < devices.count; ++i) found.push_back(query(i));
-    cache = std::move(found);
-  }
-  if (index < 0 || index >= static_cast<int>(cache.size())) {
+  // Where it throws, the next call tries again.
+  static const std::vector<DeviceProperties> devices = query_all();
+  if (index < 0 || index >= static_cast<int>(devices.size())) {
     throw Error(ErrorCode::kDevice, "CUDA device " + std::to_string(index) +
                                         " does not exist; there are " +
-                                        std::to_string(cache.size()));
+                                        std::to_string(devices.size()));
   }
-  return cache[static_cast<std::size_t>(index)];
+  return devices[static_cast<std::size_t>(index)];
 }
 
 std::string cuda_version() { return version_string(CUDART_VERSION); }

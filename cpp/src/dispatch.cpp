@@ -2,7 +2,9 @@
 #include <atomic>
 #include <bitset>
 #include <cstdlib>
-#include <memory>
+#include <map>
+#include <unordered_map>
+#include <utility>
 
 #include "anyflash/error.h"
 #include "cpu_features.h"
@@ -38,9 +40,17 @@ unsigned features_of(const ForwardParams& p) {
 }
 
 struct Registry {
+  Registry() {
+    for (const KernelRow* row : rows) {
+      launches[row] = 0;
+      if (row->arch == Arch::kSm80) cuda[{row->op, row->dtype}].push_back(row);
+    }
+  }
+
   std::vector<const KernelRow*> rows = all_rows();
-  std::unique_ptr<std::atomic<std::uint64_t>[]> launches{
-      new std::atomic<std::uint64_t>[rows.size()]()};
+  std::unordered_map<const KernelRow*, std::atomic<std::uint64_t>> launches;
+  // A call looks at those for its operation and type alone: all are many.
+  std::map<std::pair<Op, DType>, std::vector<const KernelRow*>> cuda;
 };
 
 Registry& registry() {
@@ -125,8 +135,12 @@ std::string with_features(unsigned features) {
   return text;
 }
 
-bool is_cuda_row(const KernelRow& row, const Problem& problem) {
-  return row.arch == Arch::kSm80 && row.op == problem.op && row.dtype == problem.dtype;
+// The rows for the problem's operation and type.
+const std::vector<const KernelRow*>& cuda_rows(const Problem& problem) {
+  static const std::vector<const KernelRow*> none;
+  const auto& rows = registry().cuda;
+  const auto found = rows.find({problem.op, problem.dtype});
+  return found == rows.end() ? none : found->second;
 }
 
 // Has all features, and fits the GPU.
@@ -134,22 +148,20 @@ bool suffices(const KernelRow& row, const Problem& problem, const DeviceProperti
   return (problem.features & ~row.features) == 0 && row.smem_bytes <= device.smem_per_block;
 }
 
+// Of the rows for its operation and type.
 bool can_run(const KernelRow& row, const Problem& problem, const DeviceProperties& device) {
-  return is_cuda_row(row, problem) && suffices(row, problem, device) &&
-         row.head_dim >= problem.head_dim && row.head_dim_v >= problem.head_dim_v;
+  return suffices(row, problem, device) && row.head_dim >= problem.head_dim &&
+         row.head_dim_v >= problem.head_dim_v;
 }
 
 [[noreturn]] void refuse(const Problem& problem, const DeviceProperties& device) {
-  bool built = false;
   int largest = 0;
-  for (const KernelRow* row : registry().rows) {
-    if (!is_cuda_row(*row, problem)) continue;
-    built = true;
+  for (const KernelRow* row : cuda_rows(problem)) {
     if (suffices(*row, problem, device)) {
       largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
     }
   }
-  if (!built) {
+  if (cuda_rows(problem).empty()) {
     throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
                                              "; the CUDA " + name(problem.op) +
                                              " kernels of this build take float16 and bfloat16");
@@ -176,7 +188,7 @@ const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
         !has_dims(*tile) || tile->bounded != problem.bounded || tile->size != size) {
       continue;
     }
-    for (const KernelRow* row : registry().rows) {
+    for (const KernelRow* row : cuda_rows(problem)) {
       if (row->room == tile->room && row->features == kNoFeatures && has_dims(*row) &&
           can_run(*row, problem, device)) {
         return *row;
@@ -194,9 +206,11 @@ const KernelRow& select_cuda(const Problem& problem) {
   check_built_for(problem.device.index);
   const DeviceProperties& device = device_properties(problem.device.index);
   const KernelRow* const wanted = preferred.load(std::memory_order_relaxed);
-  if (wanted != nullptr && can_run(*wanted, problem, device)) return *wanted;
+  const bool may_run =
+      wanted != nullptr && wanted->op == problem.op && wanted->dtype == problem.dtype;
+  if (may_run && can_run(*wanted, problem, device)) return *wanted;
   const KernelRow* best = nullptr;
-  for (const KernelRow* row : registry().rows) {
+  for (const KernelRow* row : cuda_rows(problem)) {
     if (!can_run(*row, problem, device)) continue;
     if (best == nullptr || is_closer(problem, device, *row, *best)) best = row;
   }
@@ -209,17 +223,14 @@ const KernelRow& select_cuda(const Problem& problem) {
 std::vector<CountedKernel> counted_kernels() {
   const Registry& r = registry();
   std::vector<CountedKernel> kernels;
-  for (std::size_t i = 0; i < r.rows.size(); ++i) {
-    kernels.push_back({r.rows[i], r.launches[i].load(std::memory_order_relaxed)});
+  for (const KernelRow* row : r.rows) {
+    kernels.push_back({row, r.launches.at(row).load(std::memory_order_relaxed)});
   }
   return kernels;
 }
 
 void count_launch(const KernelRow& row) {
-  Registry& r = registry();
-  for (std::size_t i = 0; i < r.rows.size(); ++i) {
-    if (r.rows[i] == &row) r.launches[i].fetch_add(1, std::memory_order_relaxed);
-  }
+  registry().launches.at(&row).fetch_add(1, std::memory_order_relaxed);
 }
 
 CpuIsa best_isa() {
@@ -275,16 +286,31 @@ void prefer_kernel(const char* name) {
   preferred.store(found, std::memory_order_relaxed);
 }
 
-bool built_for(int compute_capability) {
+namespace {
+
+struct BuiltArch {
+  int capability;
+  bool ptx;
+};
+
+std::vector<BuiltArch> read_archs() {
+  std::vector<BuiltArch> archs;
   for (const char* const* arch = kCudaArchs; *arch != nullptr; ++arch) {
     const std::string text = *arch;
-    const int built = std::atoi(text.c_str() + text.find('_') + 1);
-    // Machine code runs on later minor versions of its major version; PTX on everything later.
-    const bool same_major = built / 10 == compute_capability / 10;
-    const bool ptx = text.rfind("compute_", 0) == 0;
-    if (built <= compute_capability && (ptx || same_major)) return true;
+    archs.push_back({std::atoi(text.c_str() + text.find('_') + 1), text.rfind("compute_", 0) == 0});
   }
-  return false;
+  return archs;
+}
+
+}  // namespace
+
+bool built_for(int compute_capability) {
+  static const std::vector<BuiltArch> archs = read_archs();
+  return std::any_of(archs.begin(), archs.end(), [compute_capability](const BuiltArch& arch) {
+    // Machine code runs on later minor versions of its major version; PTX on everything later.
+    const bool same_major = arch.capability / 10 == compute_capability / 10;
+    return arch.capability <= compute_capability && (arch.ptx || same_major);
+  });
 }
 
 namespace {

@@ -68,6 +68,30 @@ void launch_cuda(const ForwardPlan& plan, const LaunchContext& context, char* wo
   write_back(plan.out, workspace, stream);
 }
 
+void run(const ForwardPlan& plan, const Device& device, const ForwardOptions& options,
+         Workspace workspace) {
+  check_workspace(workspace, plan.bytes, "forward_workspace_size");
+  const bool cuda = device.type == DeviceType::kCuda;
+  if (!cuda || options.validate) check_lengths(plan.params, options, device);
+
+  auto* const base = static_cast<char*>(workspace.data);
+  const LaunchContext context = plan.context(options, base);
+  const bool has_side_outputs = options.dropout_mask != nullptr || options.max_logits != nullptr;
+  if (cuda) {
+    const DeviceGuard guard(device.index);
+    if (has_side_outputs) {
+      fill_side_outputs(side_outputs_of(plan.params, options), options.stream);
+    }
+    if (!plan.empty) launch_cuda(plan, context, base);
+  } else {
+    if (has_side_outputs) {
+      fill_side_outputs_on_cpu(side_outputs_of(plan.params, options), plan.num_threads);
+    }
+    if (!plan.empty) plan.row->forward.launch(plan.params, context);
+  }
+  if (!plan.empty) count_launch(*plan.row);
+}
+
 }  // namespace
 
 std::size_t forward_workspace_size(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -78,23 +102,15 @@ std::size_t forward_workspace_size(const TensorView& q, const TensorView& k, con
 
 void forward(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
              const TensorView* lse, const ForwardOptions& options, Workspace workspace) {
-  const ForwardPlan plan(q, k, v, out, lse, options);
-  check_workspace(workspace, plan.bytes, "forward_workspace_size");
-  const bool cuda = q.device.type == DeviceType::kCuda;
-  if (!cuda || options.validate) check_lengths(plan.params, options, q.device);
+  run(ForwardPlan(q, k, v, out, lse, options), q.device, options, workspace);
+}
 
-  auto* const base = static_cast<char*>(workspace.data);
-  const LaunchContext context = plan.context(options, base);
-  const SideOutputs side_outputs = side_outputs_of(plan.params, options);
-  if (cuda) {
-    const DeviceGuard guard(q.device.index);
-    fill_side_outputs(side_outputs, options.stream);
-    if (!plan.empty) launch_cuda(plan, context, base);
-  } else {
-    fill_side_outputs_on_cpu(side_outputs, plan.num_threads);
-    if (!plan.empty) plan.row->forward.launch(plan.params, context);
-  }
-  if (!plan.empty) count_launch(*plan.row);
+void forward_with_allocator(const TensorView& q, const TensorView& k, const TensorView& v,
+                            const TensorView& out, const TensorView* lse,
+                            const ForwardOptions& options,
+                            const std::function<Workspace(std::size_t)>& allocate) {
+  const ForwardPlan plan(q, k, v, out, lse, options);
+  run(plan, q.device, options, plan.bytes == 0 ? Workspace{} : allocate(plan.bytes));
 }
 
 }  // namespace anyflash

@@ -18,12 +18,15 @@ constexpr int64_t kMaxTileRows = 256;  // no kernel's tile has more
 // Whether the CUDA kernels can read or write the tensor as it is: pieces of 16 bytes, and offsets
 // within a tile that fit in 32 bits.
 bool fits_kernel(const TensorView& t) {
-  const int64_t elements = kVectorBytes / bytes_of(t.dtype);
+  // In bytes, since a division by a constant is none.
+  const auto is_whole = [bytes = static_cast<uint64_t>(bytes_of(t.dtype))](int64_t elements) {
+    return static_cast<uint64_t>(elements) * bytes % kVectorBytes == 0;
+  };
   if (std::abs(t.stride[1]) > INT32_MAX / kMaxTileRows) return false;
   if (reinterpret_cast<std::uintptr_t>(t.data) % kVectorBytes != 0) return false;
-  if (t.shape[3] % elements != 0 || t.stride[3] != 1) return false;
+  if (!is_whole(t.shape[3]) || t.stride[3] != 1) return false;
   for (int i = 0; i < 3; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] % elements != 0) return false;
+    if (t.shape[i] > 1 && !is_whole(t.stride[i])) return false;
   }
   return true;
 }

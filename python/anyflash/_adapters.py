@@ -24,16 +24,17 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> ModuleType | None:
     return None
 
 
-def direct_of(q: Any, k: Any, v: Any, softmax_scale: Any) -> Callable[..., Any] | None:
-    """The forward (anyflash.torch._direct) of tensors of PyTorch that are what the kernels take,
-    and that no adapter has to see."""
+def direct_of(q: Any) -> Callable[..., Any] | None:
+    """The forward (anyflash.torch._direct) of PyTorch's tensors that no adapter has to see, which
+    gives None for others; None where q is not PyTorch's, as far as that is known."""
     module: Any = sys.modules.get("anyflash.torch._direct")
     if module is None:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(q, torch.Tensor):
             return None
         from anyflash.torch import _direct as module
-    return module.forward if module.is_free(q, k, v, softmax_scale) else None
+    attend: Callable[..., Any] = module.attend
+    return attend
 
 
 def refuse(operation: str, **targets: Any) -> None:

@@ -167,13 +167,11 @@ def attention(
         and seed is rng_state is out is out_dtype is stream is None
         and not (return_max_logits or return_dropout_mask or return_result)
     ):  # to read all options takes longer
-        direct = direct_of(q, k, v, softmax_scale)
-        if direct is not None:
-            tensors = (q, k, v, None)
-            result, lse = direct(
-                "anyflash.attention", *tensors, softmax_scale, bool(causal), UNBOUNDED, return_lse
-            )
-            return (result, lse) if return_lse else result
+        attend = direct_of(q)
+        if attend is not None:
+            result = attend("anyflash.attention", q, k, v, softmax_scale, causal, return_lse)
+            if result is not None:
+                return result
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:

@@ -16,8 +16,19 @@ def forward(
     as_bits: bool,
     options: dict[str, Any] | None,
     allocate: Callable[[int], tuple[Any, int]] | None,
-    heads_first: bool = False,
 ) -> None: ...
+def forward_direct(
+    operation: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: float | None,
+    causal: bool,
+    options: dict[str, Any] | None,
+    return_lse: bool,
+    heads_first: bool,
+    pytorch: tuple[Any, ...],
+) -> Any: ...
 def backward(
     operation: str,
     tensors: tuple[Any, ...],

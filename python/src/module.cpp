@@ -15,9 +15,10 @@
 
 #include "anyflash/attention.h"
 #include "anyflash/version.h"
+#include "call.h"
 #include "convert.h"
+#include "direct.h"
 #include "info.h"
-#include "memory.h"
 #include "named_call.h"
 #include "option_names.h"
 #include "options.h"
@@ -31,113 +32,19 @@ namespace anyflash::python {
 
 namespace {
 
-PyObject* exception_type(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kInvalidValue:
-      return PyExc_ValueError;
-    case ErrorCode::kInvalidType:
-      return PyExc_TypeError;
-    case ErrorCode::kUnsupported:
-      return PyExc_NotImplementedError;
-    case ErrorCode::kDevice:
-      return PyExc_RuntimeError;
-  }
-  return PyExc_RuntimeError;
-}
-
-// Runs an operation; its errors become Python's, with its name, if it has one, in front.
-template <class Function>
-auto named(const char* operation, const Function& function) {
-  try {
-    return function();
-  } catch (const Error& error) {
-    const std::string prefix = operation == nullptr ? "" : std::string(operation) + ": ";
-    PyErr_SetString(exception_type(error.code()), (prefix + error.what()).c_str());
-    throw nb::python_error();
-  }
-}
-
-// Memory for one call on the CPU.
-class CpuMemory {
- public:
-  explicit CpuMemory(std::size_t bytes) : data_(allocate(Device{}, bytes)) {}
-  ~CpuMemory() { deallocate(Device{}, data_); }
-  CpuMemory(const CpuMemory&) = delete;
-  CpuMemory& operator=(const CpuMemory&) = delete;
-  void* data() const { return data_; }
-
- private:
-  void* data_;
-};
-
-// Calls run(workspace) without the GIL. allocate_gpu(bytes) -> (owner, address) is called where a
-// GPU needs workspace: it comes from the array's framework, whose allocator reuses it in the order
-// of its stream.
-template <class Function>
-void with_workspace(const Device& device, std::size_t bytes, nb::handle allocate_gpu,
-                    const Function& run) {
-  const auto run_without_gil = [&](Workspace workspace) {
-    const nb::gil_scoped_release release;
-    run(workspace);
-  };
-  if (device.type == DeviceType::kCpu) {
-    const CpuMemory memory(bytes);
-    run_without_gil({memory.data(), bytes});
-  } else if (bytes == 0) {
-    run_without_gil({});
-  } else {
-    const nb::tuple memory = nb::cast<nb::tuple>(allocate_gpu(bytes));
-    run_without_gil({reinterpret_cast<void*>(nb::cast<std::uintptr_t>(memory[1])), bytes});
-  }
-}
-
-// The options of a call, and the arrays that they point into.
-struct Options {
-  // given: what options.h reads, or None.
-  Options(std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
-          nb::handle given) {
-    forward.softmax_scale = softmax_scale;
-    forward.causal = causal;
-    forward.stream = reinterpret_cast<void*>(stream);
-    if (!given.is_none()) read_options(nb::cast<nb::dict>(given), forward, arrays);
-  }
-
-  ForwardOptions forward;
-  std::vector<Array> arrays;
-};
-
-// (batch, heads, seqlen, columns) as (batch, seqlen, heads, columns), or back.
-void swap_heads_and_rows(TensorView& view) {
-  if (view.rank != 4) return;
-  std::swap(view.shape[1], view.shape[2]);
-  std::swap(view.stride[1], view.stride[2]);
-}
-
-// heads_first: q, k, v and out are (batch, heads, seqlen, columns).
 void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                  nb::handle lse, std::optional<double> softmax_scale, bool causal,
-                 std::uintptr_t stream, bool as_bits, nb::handle given, nb::handle allocate_gpu,
-                 bool heads_first) {
+                 std::uintptr_t stream, bool as_bits, nb::handle given, nb::handle allocate_gpu) {
   named(operation, [&] {
-    Array q_array = import_array(q, "q", as_bits, false);
-    Array k_array = import_array(k, "k", as_bits, false);
-    Array v_array = import_array(v, "v", as_bits, false);
-    Array out_array = import_array(out, "out", as_bits, true);
-    if (heads_first) {
-      for (Array* const array : {&q_array, &k_array, &v_array, &out_array}) {
-        swap_heads_and_rows(array->view);
-      }
-    }
+    const Array q_array = import_array(q, "q", as_bits, false);
+    const Array k_array = import_array(k, "k", as_bits, false);
+    const Array v_array = import_array(v, "v", as_bits, false);
+    const Array out_array = import_array(out, "out", as_bits, true);
     Array lse_array;
     if (!lse.is_none()) lse_array = import_array(lse, "lse", false, true);
-    const TensorView* const lse_view = lse.is_none() ? nullptr : &lse_array.view;
     const Options options(softmax_scale, causal, stream, given);
-    const std::size_t bytes = forward_workspace_size(q_array.view, k_array.view, v_array.view,
-                                                     out_array.view, lse_view, options.forward);
-    with_workspace(q_array.view.device, bytes, allocate_gpu, [&](Workspace workspace) {
-      forward(q_array.view, k_array.view, v_array.view, out_array.view, lse_view, options.forward,
-              workspace);
-    });
+    attend(q_array.view, k_array.view, v_array.view, out_array.view,
+           lse.is_none() ? nullptr : &lse_array.view, options.forward, allocate_gpu);
   });
 }
 
@@ -302,7 +209,10 @@ NB_MODULE(_core, m) {
   using namespace anyflash::python;
   m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "as_bits"_a, "options"_a.none(),
-        "allocate"_a.none(), "heads_first"_a = false);
+        "allocate"_a.none());
+  m.def("forward_direct", &forward_direct, "operation"_a, "q"_a, "k"_a, "v"_a,
+        "softmax_scale"_a.none(), "causal"_a, "options"_a.none(), "return_lse"_a, "heads_first"_a,
+        "pytorch"_a);
   m.def("backward", &run_backward, "operation"_a, "tensors"_a, "softmax_scale"_a.none(), "causal"_a,
         "stream"_a, "as_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
   m.def("forward_with_kvcache", &run_forward_with_kvcache, "operation"_a, "tensors"_a,

@@ -63,6 +63,10 @@ void check_forward_and_backward(unsigned set) {
   check_call("forward_workspace_size", forward_bytes);
   check_call("forward",
              [&] { anyflash::forward(q, k, v, out, &lse, p.options, forward_memory.workspace()); });
+  check_call("forward_with_allocator", [&] {
+    anyflash::forward_with_allocator(q, k, v, out, &lse, p.options,
+                                     [&](std::size_t) { return forward_memory.workspace(); });
+  });
   check_call("backward_workspace_size", backward_bytes);
   check_call("backward", [&] {
     anyflash::backward(dout, q, k, v, out, lse, dq, dk, dv, p.options, p.wanted,

@@ -52,7 +52,18 @@ struct Problem {
     const std::size_t bytes =
         anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, l, options);
     const test::AlignedBytes memory(bytes);
-    anyflash::forward(q.view, k.view, v.view, out.view, l, options, memory.workspace());
+    if (with_lse) {
+      anyflash::forward(q.view, k.view, v.view, out.view, l, options, memory.workspace());
+    } else {
+      int calls = 0;
+      anyflash::forward_with_allocator(q.view, k.view, v.view, out.view, l, options,
+                                       [&](std::size_t wanted) {
+                                         ++calls;
+                                         CHECK_EQ(wanted, bytes);
+                                         return memory.workspace();
+                                       });
+      CHECK_EQ(calls, bytes == 0 ? 0 : 1);
+    }
     CHECK(memory.guard_untouched());
   }
 

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,14 @@ struct Workspace {
 ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const TensorView& v,
                           const TensorView& out, const TensorView* lse,
                           const ForwardOptions& options, Workspace workspace);
+
+// The same with the workspace that allocate(bytes) gives: it is called once, if any is needed, when
+// the arguments, but for lengths, have been checked. This plans a call once; the two functions
+// above and below each do.
+ANYFLASH_API void forward_with_allocator(const TensorView& q, const TensorView& k,
+                                         const TensorView& v, const TensorView& out,
+                                         const TensorView* lse, const ForwardOptions& options,
+                                         const std::function<Workspace(std::size_t)>& allocate);
 
 // Bytes of workspace that forward() needs for the same arguments. Data addresses count (for their
 // alignment), but nothing is read.

@@ -3,7 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "anyflash/error.h"
@@ -24,7 +26,51 @@ inline void check_cuda(cudaError_t status, const char* what) {
   }
 }
 
-// Runs kKernel(params) on grid x block threads. Asynchronous on a GPU.
+#if !defined(ANYFLASH_EMULATED)
+// Shared memory beyond what every kernel may have is asked for once for each device: that takes the
+// host as long as a part of a launch.
+template <auto kKernel>
+class LargeSmem {
+ public:
+  // Before a launch on the current device.
+  explicit LargeSmem(std::size_t bytes) : bytes_(bytes) {
+    constexpr std::size_t kDefaultLimit = 48 * 1024;
+    if (bytes <= kDefaultLimit) return;
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
+    if ((allowed_.load(std::memory_order_relaxed) & bit) != 0) {
+      is_old_ = true;
+      return;
+    }
+    allow();
+    allowed_.fetch_or(bit, std::memory_order_relaxed);
+  }
+
+  // Whether to launch again: what was asked for belongs to a context, and the device may have got
+  // another one.
+  bool is_outdated(cudaError_t status) const {
+    if (status != cudaErrorInvalidValue || !is_old_) return false;
+    cudaGetLastError();
+    allow();
+    return true;
+  }
+
+ private:
+  void allow() const {
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes_)),
+               "cudaFuncSetAttribute");
+  }
+
+  static inline std::atomic<std::uint64_t> allowed_{0};  // bits: devices
+  std::size_t bytes_;
+  bool is_old_ = false;
+};
+#endif
+
+// Runs kKernel(params) on grid x block threads, always with as much shared memory. Asynchronous on
+// a GPU.
 template <auto kKernel, class Params>
 void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const Params& params) {
 #if defined(ANYFLASH_EMULATED)
@@ -32,18 +78,15 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   emu::launch(emu::Dim3{grid.x, grid.y, grid.z}, emu::Dim3{block.x, block.y, block.z}, smem_bytes,
               [&params] { kKernel(params); });
 #else
-  constexpr std::size_t kDefaultLimit = 48 * 1024;
-  if (smem_bytes > kDefaultLimit) {
-    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(smem_bytes)),
-               "cudaFuncSetAttribute");
-  }
+  const LargeSmem<kKernel> large(smem_bytes);
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  check_cuda(cudaLaunchKernelEx(&config, kKernel, params), "cudaLaunchKernelEx");
+  cudaError_t status = cudaLaunchKernelEx(&config, kKernel, params);
+  if (large.is_outdated(status)) status = cudaLaunchKernelEx(&config, kKernel, params);
+  check_cuda(status, "cudaLaunchKernelEx");
 #endif
 }
 

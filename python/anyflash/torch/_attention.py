@@ -110,13 +110,10 @@ def attention(
         and rng_state is None
         and out_dtype is None
         and not (return_max_logits or return_dropout_mask or return_result)
-        and _direct.is_free(q, k, v, softmax_scale)
     ):  # to read all options takes longer
-        tensors = (q, k, v, None)
-        out, lse = _direct.forward(
-            _NAME, *tensors, softmax_scale, bool(causal), UNBOUNDED, bool(return_lse)
-        )
-        return (out, lse) if return_lse else out
+        result = _direct.attend(_NAME, q, k, v, softmax_scale, causal, return_lse)
+        if result is not None:
+            return result
     return _attend(
         _NAME,
         (q, k, v),

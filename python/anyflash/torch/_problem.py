@@ -11,6 +11,7 @@ from anyflash._backward import Backward
 from anyflash._forward import Forward
 from anyflash._options import NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
 from anyflash.torch import _direct
+from anyflash.torch._watched import is_plain
 
 _SIGN = 1 << 63
 
@@ -123,12 +124,13 @@ def _has_no_options(p: Problem, asked: Asked) -> bool:
 
 def forward(p: Problem, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, lse, max_logits, dropout_mask), None where not asked for."""
-    if _has_no_options(p, asked) and _direct.is_direct(p.q, p.k, p.v, p.softmax_scale):
+    if _has_no_options(p, asked) and is_plain(p.q, p.k, p.v):
         tensors = (p.q, p.k, p.v, None)
-        out, lse = _direct.forward(
+        direct = _direct.forward(
             operation(p), *tensors, p.softmax_scale, p.causal, UNBOUNDED, asked.lse
         )
-        return out, lse, None, None
+        if direct is not None:
+            return (*direct, None, None) if asked.lse else (direct, None, None, None)
     call = Forward(operation(p), p.q, p.k, p.v, 3 if is_packed(p) else 4)
     _given(call, p)
     result = call.run(

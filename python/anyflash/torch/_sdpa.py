@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflash._options import NO_DROPOUT, UNBOUNDED
 from anyflash.torch import _direct
 from anyflash.torch._attention import attention
-from anyflash.torch._watched import PLAIN, is_recorded, is_traced
+from anyflash.torch._watched import PLAIN, is_free, is_plain, is_recorded
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
@@ -103,18 +103,16 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
             key, value = key[:, :, :beyond], value[:, :, :beyond]
     if dropout_p and not 0 < dropout_p <= 1:
         raise RuntimeError(f"{_NAME}: dropout_p is {dropout_p}; 0 <= dropout_p <= 1 is allowed")
+    out: Tensor | None = None
     if (
         not dropout_p
-        and not is_traced(query)
-        and _direct.is_direct(query, key, value, scale)
-        and (attn_mask is None or _is_plain(attn_mask))
-        and not is_recorded(query, key, value, attn_mask)
-        and not torch._C._is_any_autocast_enabled()
+        and is_free(query, key, value)
+        and (attn_mask is None or _is_direct_mask(attn_mask))
     ):
-        out, _ = _direct.forward(
+        out = _direct.forward(
             _NAME, query, key, value, attn_mask, scale, is_causal, window, False, True
         )
-    else:
+    if out is None:
         out = attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -169,8 +167,8 @@ def _fits(mask: Tensor, full: Shape) -> bool:
     return True
 
 
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in PLAIN and not x.is_neg()
+def _is_direct_mask(mask: Tensor) -> bool:
+    return is_plain(mask) and not mask.is_neg() and not is_recorded(mask)
 
 
 def is_causal_bias(mask: Any) -> bool:

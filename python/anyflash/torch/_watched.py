@@ -10,22 +10,38 @@ from torch.autograd import forward_ad
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
+# Looked up once: each of these takes as long as what it asks.
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_tracing = torch._C._is_tracing
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether no one of them is an instance of a subclass, or something else."""
+    for x in tensors:  # noqa: SIM110 (all() is slower)
+        if type(x) not in PLAIN:
+            return False
+    return True
+
 
 def is_in_functorch() -> bool:
     """Whether a transformation of torch.func is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _peek_interpreter_stack() is not None
 
 
 def is_traced(x: Tensor) -> bool:
     """Whether someone else than autograd looks at what is done with x: torch.compile, torch.func,
     a mode, a subclass. Then work must be done by operators."""
     return (
-        torch.compiler.is_compiling()
-        or x.is_meta
+        _is_compiling()
         or type(x) not in PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or is_in_functorch()
-        or torch._C._is_tracing()
+        or x.is_meta
+        or _len_torch_dispatch_stack() > 0
+        or _peek_interpreter_stack() is not None
+        or _is_tracing()
     )
 
 
@@ -33,9 +49,26 @@ def is_recorded(*tensors: Any) -> bool:
     """Whether autograd wants to know what is done with one of them, tensors or not."""
     if forward_ad._current_level >= 0:
         return True
-    if not torch.is_grad_enabled():
+    if not _is_grad_enabled():
         return False
     for x in tensors:  # noqa: SIM110 (any() is slower)
         if isinstance(x, Tensor) and x.requires_grad:
             return True
     return False
+
+
+def is_free(q: Any, k: Any, v: Any) -> bool:
+    """Whether they are plain tensors, and nobody traces, records or casts what is done with them.
+    The questions above, in one step: these are asked by calls that take little else."""
+    return not (
+        _is_compiling()
+        or type(q) not in PLAIN
+        or type(k) not in PLAIN
+        or type(v) not in PLAIN
+        or _len_torch_dispatch_stack() > 0
+        or _peek_interpreter_stack() is not None
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+        or (_is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or _is_any_autocast_enabled()
+    )
