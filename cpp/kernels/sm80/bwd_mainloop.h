@@ -17,7 +17,6 @@
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 #include "sm80/operand.h"
-#include "sm80/traits.h"
 #include "variant/mask.h"
 
 namespace anyflash::sm80 {
@@ -32,23 +31,6 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
     if (i / 4 % decltype(size<1>(acc))::value < kFirst) continue;
     atomicAdd(tile + i * threads + threadIdx.x, acc(i));
   }
-}
-
-// Writes rounded scores, accumulators of `mma`, of the rows from kRow and the part of the keys from
-// kKey on, to a tile in shared memory.
-template <class Traits, int kRow, int kKey, class Rounded, class Mma>
-ANYFLASH_DEVICE void store_scores(const Rounded& rounded, typename Traits::Element* tile,
-                                  const Mma& mma) {
-  using namespace cute;
-  using TileP = typename Traits::TileP;
-  constexpr int kRows = Traits::kBlockM - kRow;
-  using Part = SmemTile<typename Traits::Element, Traits::kThreads, kRows, Traits::kPartKeys>;
-  static_assert(Part::kPage == TileP::kPage && (kRow == 0 || Part::kPage == Part::kColumns));
-  auto sX =
-      make_tensor(make_smem_ptr(tile + TileP::page_offset(kRow, kKey)), typename Part::Layout{});
-  const auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
-  const auto thread_copy_c = copy_c.get_thread_slice(threadIdx.x);
-  copy(copy_c, thread_copy_c.retile_S(rounded), thread_copy_c.partition_D(sX));
 }
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scales of dS and of P; and dS K
@@ -109,7 +91,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, at.head(), first);
     auto gDO = gmem_tile<Element>(ShapeDO{}, params.dout, params.dout_stride, sequence.batch,
                                   at.head(), first);
-    const int rows = sequence.seqlen_q - at.row();
+    const int rows = at.valid() ? sequence.seqlen_q - at.row() : 0;
     const ColumnGuard<decltype(size<2>(tQsQ))::value> columns(tQcQ, params.head_dim);
     const ColumnGuard<decltype(size<2>(tOsDO))::value> columns_v(tOcDO, params.head_dim_v);
     load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);
@@ -138,6 +120,13 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
   const Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), thread);
   constexpr int kPartKeys = Traits::kPartKeys;
+  using TileP = typename Traits::TileP;
+  auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::PartOfP::Layout{});
+  auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::PartOfP::Layout{});
+  auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
+  auto thread_copy_c = copy_c.get_thread_slice(thread);
+  auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
+  auto tCsDS = thread_copy_c.partition_D(sDS);  // (COPY, MMA_M, MMA_N)
   auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kPartKeys>>{});
   auto tScS = mma.get_thread_slice(thread).partition_C(  // KeyOrder is its own inverse
       make_tensor(cS.data(),
@@ -147,8 +136,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   typename Traits::KeyMma mma_kv;
   using KeyMma = typename Traits::KeyMma;
   constexpr bool kTransposed = true;
-  const Operand<KeyMma, Side::kA, typename Traits::TileP, kTransposed> p_t(smem.p(), thread);
-  const Operand<KeyMma, Side::kA, typename Traits::TileP, kTransposed> ds_t(smem.ds(), thread);
+  const Operand<KeyMma, Side::kA, TileP, kTransposed> p_t(smem.p(), thread);
+  const Operand<KeyMma, Side::kA, TileP, kTransposed> ds_t(smem.ds(), thread);
   Operand<KeyMma, Side::kB, typename Traits::TileQ, kTransposed> q_t(smem.q[0].data(), thread);
   Operand<KeyMma, Side::kB, typename Traits::TileDO, kTransposed> dout_t(smem.dout[0].data(),
                                                                          thread);
@@ -156,7 +145,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   // dQ = dS K.
   typename Traits::QueryMma mma_q;
   using QueryMma = typename Traits::QueryMma;
-  const Operand<QueryMma, Side::kA, typename Traits::TileP> ds(smem.ds(), thread);
+  const Operand<QueryMma, Side::kA, TileP> ds(smem.ds(), thread);
   const Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), thread);
 
   load_keys();
@@ -166,6 +155,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   cp_async_wait<0>();
   if (!all_finite(tKsK)) atomicMax(&smem.nonfinite_keys, 1);
 
+  const int64_t first_row = params.first_row(sequence, block.batch, 0);
   int buffer = 0;
   const auto step = [&](auto masked, auto edge) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
@@ -173,6 +163,11 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     const int head = tiles.head();
     const int row0 = tiles.row();
     const Scores variant(params, sequence, block.batch, head);
+    const int64_t stats_row = first_row + head * params.padded_rows + row0;
+    const auto matrix = [](auto& accumulator) {
+      return make_tensor(accumulator.data(), accumulator_as_matrix(accumulator.layout()));
+    };
+    const auto stats = load_stats(params.stats + stats_row, matrix(tScS));
     cp_async_wait<0>();
     if (kMasked) {
       // This thread's own pieces. Rows that see a key have told so by their LSE and delta.
@@ -184,26 +179,18 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     [[maybe_unused]] const int other_q = buffer == 0 ? size(sQ) : -size(sQ);
     [[maybe_unused]] const int other_do = buffer == 0 ? size(sDO) : -size(sDO);
     const auto load_next = [&] {
-      if (tiles.valid()) {
-        if constexpr (kStages == 2) {
-          tQsQ.data() = tQsQ.data() + other_q;
-          tOsDO.data() = tOsDO.data() + other_do;
-        }
-        load_rows(tiles);
-        cp_async_fence();
+      if constexpr (kStages == 2) {
+        tQsQ.data() = tQsQ.data() + other_q;
+        tOsDO.data() = tOsDO.data() + other_do;
       }
+      load_rows(tiles);
+      cp_async_fence();
     };
-    if constexpr (kStages == 2) load_next();
     if constexpr (Traits::kReloadV) {
       load_values();
       cp_async_fence();
     }
 
-    const int64_t stats_row = params.first_row(sequence, block.batch, head) + row0;
-    const auto matrix = [](auto& accumulator) {
-      return make_tensor(accumulator.data(), accumulator_as_matrix(accumulator.layout()));
-    };
-    const auto stats = load_stats(params.stats + stats_row, matrix(tScS));
     for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
       constexpr int kKey = decltype(part)::value * kPartKeys;
       constexpr int kRow = kEdge && kKey >= Traits::kEarlyKeys ? Traits::kEarlyRows : 0;
@@ -226,35 +213,35 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         gemm_smem_smem(acc_s, acc_s, q.template region<kRow, kRows, 0, Traits::kHeadDim>(),
                        k.template region<kKey, kPartKeys, 0, Traits::kHeadDim>(), mma);
         variant.template probabilities<kMasked>(scores, extra, part_stats, coordinates, tile);
-        const auto store = [&](const auto& rounded, Element* target) {
-          store_scores<Traits, kRow, kKey>(rounded, target, mma);
+        const auto store = [&](const auto& rounded, const auto& tCsX) {
+          const auto source = thread_copy_c.retile_S(rounded);
+          const auto rows = Layout<decltype(size<1>(source))>{};
+          copy(copy_c, source,
+               make_tensor(tCsX.data() + TileP::page_offset(kRow, kKey),
+                           composition(tCsX.layout(), make_tile(_, rows, _))));
         };
         const auto store_p = [&] {
           if constexpr (Scores::kGeneric) {
             const auto kept = variant.dropped(scores, extra, coordinates, tile);
-            store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), smem.p());
+            store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), tCsP);
           } else if constexpr (Scores::kOneP) {
-            store(round_fragment<Element>(acc_s), smem.p());
+            store(round_fragment<Element>(acc_s), tCsP);
           } else {
-            store(make_tensor(extra.p.data(), acc_s.layout()), smem.p());
+            store(make_tensor(extra.p.data(), acc_s.layout()), tCsP);
           }
         };
         if constexpr (Traits::kReloadV) {
           cp_async_wait<0>();
           __syncthreads();  // V is there
-        } else {
-          store_p();
         }
         const auto dp_init = variant.dp_init(acc_dp, part_stats);
         gemm_smem_smem(acc_dp, dp_init, dout.template region<kRow, kRows, 0, Traits::kHeadDimV>(),
                        v.template region<kKey, kPartKeys, 0, Traits::kHeadDimV>(), mma);
-        if constexpr (Traits::kReloadV) {
-          __syncthreads();  // every warp has done with V
-          store_p();
-        }
+        if constexpr (Traits::kReloadV) __syncthreads();  // every warp has done with V
+        store_p();  // not before: the product's operands would wait for it
         variant.template gradients<kMasked>(dp, scores, extra, part_stats);
         variant.chain(dp, extra);
-        store(round_fragment<Element>(acc_dp), smem.ds());
+        store(round_fragment<Element>(acc_dp), tCsDS);
       }
     });
     __syncthreads();  // P and dS are there
@@ -280,6 +267,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       });
     };
     add_to_keys(acc_dv, p_t, dout_t, Int<Traits::kHeadDimV>{});
+    if constexpr (kStages == 2) load_next();
     add_to_keys(acc_dk, ds_t, q_t, Int<Traits::kHeadDim>{});
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has done with Q and dO

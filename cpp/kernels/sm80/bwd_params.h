@@ -20,7 +20,7 @@ struct alignas(8) RowStats {
 
 struct BackwardScratch : BackwardParams {
   DType dtype = DType::kFloat16;  // of q, k and v
-  int block_m = 0;
+  int block_m = 0;               // a power of two
   int64_t padded_rows = 0;       // of one head; packed: of all sequences together
   RowStats* stats = nullptr;     // (batch or 1, heads, padded_rows)
   float* dq_sum = nullptr;       // (batch or 1, heads, padded_rows, kernel's head dim); null: none
@@ -40,7 +40,7 @@ struct BackwardScratch : BackwardParams {
   // Padded row of the sequence's row 0, counted over batch and heads.
   ANYFLASH_HOST_DEVICE int64_t first_row(const Sequence& sequence, int64_t index, int head) const {
     const int64_t first =
-        cu_seqlens_q == nullptr ? 0 : (sequence.first_q + index * block_m) / block_m * block_m;
+        cu_seqlens_q == nullptr ? 0 : (sequence.first_q + index * block_m) & -int64_t{block_m};
     return (sequence.batch * heads + head) * padded_rows + first;
   }
   // The sequence's first block of keys, counted over batch and heads.

@@ -57,7 +57,7 @@ struct BackwardTraits {
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
-  using TilePartP = SmemTile<Element, kThreads, kBlockM, kPartKeys>;
+  using PartOfP = SmemTile<Element, kThreads, kBlockM, kPartKeys>;
   static_assert(kScoreParts == 1 || kPartKeys % TileP::kPage == 0, "a part is whole pages of P");
   static_assert(kQueryParts == 1 || kPartColumns % TileK::kPage == 0, "a part is whole pages of K");
   template <class Tile>
