@@ -68,6 +68,14 @@ void check_counter() {
 
   CHECK(!dropout.keep(999));
   CHECK(dropout.keep(1000));
+  // Two at once.
+  for (const uint32_t low : {0u, 999u, 1000u, 0xffffu}) {
+    for (const uint32_t high : {0u, 999u, 1000u, 0xffffu}) {
+      const uint32_t kept =
+          (dropout.keep(low) ? 0x1234u : 0u) | (dropout.keep(high) ? 0xabcd0000u : 0u);
+      CHECK_EQ(dropout.drop(0xabcd1234u, high << 16 | low), kept);
+    }
+  }
   CHECK(dropout.active());
   CHECK_EQ(dropout.scale(), 65536.0f / 64536.0f);
   CHECK(!Dropout(ForwardParams{}, 0, 0).active());

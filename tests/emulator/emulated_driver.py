@@ -69,6 +69,7 @@ FEATURE_CASES = (
         seqlen_q=140, seqlen_k=300, scale=-0.2, more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1"
     ),
     Case(seqlen_q=67, seqlen_k=140, causal=1, more="dropout=0.25 nan=seen"),
+    Case(seqlen_q=150, seqlen_k=430, heads=1, more="dropout=0.5 left=230 right=50 nan=hidden"),
     Case(
         seqlen_q=206,
         seqlen_k=350,

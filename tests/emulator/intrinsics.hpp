@@ -90,6 +90,14 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return emu::ballot(mask, !predicate) == 0; }
 
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  unsigned result = 0;
+  for (int bit = 0; bit < 32; ++bit) {
+    if (emu::ballot(mask, (value >> bit & 1) != 0) != 0) result |= 1u << bit;
+  }
+  return result;
+}
+
 // -- Atomics: real ones, so that Thread Sanitizer tells them from plain accesses -----------------
 
 namespace emu {

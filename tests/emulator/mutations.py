@@ -42,6 +42,7 @@ SCORE_MOD = "variant/score_mod.h"
 BLOCK_MASK = "variant/block_mask.h"
 DROPOUT = "variant/dropout.h"
 APPLY_DROPOUT = "variant/apply_dropout.h"
+DROPOUT_KERNEL = "sm80/fwd_dropout.h"
 
 WAIT_K = (
     "cp_async_wait<0>(); if constexpr (kTwoBuffers) clear_values();"
@@ -237,6 +238,16 @@ ARITHMETIC = (
         "(col0 + get<1>(coordinates(row, run))) / 16",
     ),
     Mutation("dropout-backwards", APPLY_DROPOUT, "draws[i]", "draws[7 - i]"),
+    Mutation("dropout-of-upper-halves", DROPOUT, "word < threshold", "false"),
+    Mutation("dropout-of-lower-halves", DROPOUT, "word << 16 < threshold", "word < threshold"),
+    Mutation(
+        "dropout-kernel-of-wrong-keys",
+        DROPOUT_KERNEL,
+        "col0 + get<1>(coordinates(0, run))",
+        "col0",
+    ),
+    Mutation("dropout-of-other-keys-twice", DROPOUT_KERNEL, "4 * k", "0"),
+    Mutation("dropout-behind-a-window", MAINLOOP, "kDrops || n < 0", "n < 0"),
     Mutation("dropout-not-scaled", EPILOGUE, "variant.dropout_scale()", "1.0f"),
 )
 

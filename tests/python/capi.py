@@ -36,7 +36,8 @@ OK, INVALID_VALUE, INVALID_TYPE, UNSUPPORTED, DEVICE_ERROR, INTERNAL_ERROR = ran
 CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4, "amx": 5}
 KDL_CPU, KDL_CUDA = 1, 2
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
-# "generic" does what all others do. Of the forward: "scored"; of the backward: one feature each.
+# "generic" does what all others do. Of the forward: "scored", "dropout"; of the backward: one
+# feature each.
 VARIANTS = ("plain", "scored", "alibi", "softcap", "dropout", "generic")
 WANTED = os.environ.get("ANYFLASH_TEST_BACKENDS")  # names of backends; the default is all
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -87,9 +87,10 @@ class Features:
     @property
     def variant(self) -> str:
         """Of the sm_80 forward kernels, the one with the fewest features that can do it."""
-        if self.bias or self.blocks or self.dropout_p:
+        scored = self.softcap or self.alibi
+        if self.bias or self.blocks or (scored and self.dropout_p):
             return "generic"
-        return "scored" if self.softcap or self.alibi else "plain"
+        return "scored" if scored else "dropout" if self.dropout_p else "plain"
 
     @property
     def backward_variant(self) -> str:

@@ -232,6 +232,7 @@ HIDING: dict[str, dict[str, Any]] = {
     "seqused": {"seqused_k": (141, 146)},
     "softcap": {"softcap": 4.0, "causal": True},
     "dropout": {"dropout_p": 0.5, "bias": Bias("bool", "k")},
+    "dropout_causal": {"dropout_p": 0.5, "causal": True},
     "sinks": {"sinks": "normal", "causal": True},
     "packed": {"packed": Packed((70, 30), (90, 160)), "window": (50, 0)},
 }
@@ -265,8 +266,21 @@ def _dropout() -> Iterator[Case]:
             yield replace(
                 base, id=name, dtype=dtype, sq=sq, sk=sk, features=Features(dropout_p=0.4)
             )
-    for d in (128, 256):
+    for d in (32, 96, 128, 192, 256):
         yield replace(base, id=f"dropout-d{d}", d=d, features=Features(dropout_p=0.4))
+    shapes: dict[str, dict[str, Any]] = {
+        "causal": {"sq": 300, "sk": 400, "causal": True},
+        "keyless": {"sq": 290, "sk": 150, "causal": True, "scale": -0.3, "sinks": "normal"},
+        "window": {"sq": 290, "sk": 430, "window": (230, 50), "values": "falling"},
+        "packed": {"packed": Packed((130, 0, 70), (200, 5, 64)), "window": (30, 10)},
+        "seqused": {"seqused_k": (141, 3), "out_dtype": "fp32"},
+        "group": {"heads": 6, "heads_k": 2, "sk": 300, "values": "nan_v_element"},
+    }
+    for (shape, changes), (d, dtype) in itertools.product(
+        shapes.items(), ((64, "fp16"), (64, "bf16"), (100, "bf16"), (128, "fp16"), (256, "fp16"))
+    ):
+        case = replace(_with(base, {"dropout_p": 0.3, "seed": 9} | changes), d=d, dtype=dtype)
+        yield replace(case, id=f"dropout-{shape}-d{d}-{dtype}")
 
 
 def _dims() -> Iterator[Case]:

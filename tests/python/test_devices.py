@@ -281,9 +281,13 @@ class Counters(ctypes.Structure):
     )
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5], ids=["plain", "generic"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout_p": 0.5}, {"dropout_p": 0.5, "softcap": 2.0}],
+    ids=["plain", "dropout", "generic"],
+)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_no_bank_conflicts(emulated: ctypes.CDLL, head_dim: int, dropout_p: float) -> None:
+def test_no_bank_conflicts(emulated: ctypes.CDLL, head_dim: int, options: dict[str, float]) -> None:
     """Swizzled tiles: every 8x8 matrix that ldmatrix reads comes in one pass over the banks.
 
     The products are also as many as the arithmetic says: 128 x 64 x head_dim, twice, in steps of
@@ -291,7 +295,7 @@ def test_no_bank_conflicts(emulated: ctypes.CDLL, head_dim: int, dropout_p: floa
     """
     emulated.emu_reset_counters()
     case = Case("banks", sq=128, sk=64, heads=1, heads_k=1, d=head_dim)
-    capi.backend("emulated-sm80").forward(*case.tensors(), dropout_p=dropout_p)
+    capi.backend("emulated-sm80").forward(*case.tensors(), **options)
     counters = Counters()
     emulated.emu_get_counters(ctypes.byref(counters))
     assert counters.ldmatrix_matrices > 0

@@ -61,7 +61,7 @@ class KernelKey(NamedTuple):
     room: str = ""  # "compact" or "wide": for GPUs with less or more shared memory
 
 
-# Of the plain backward's sim that those with one feature in its tiles must reach.
+# Of the plain kernel's sim that those with one feature in its tiles must reach.
 ONE_FEATURE_SHARE = 0.7
 
 # By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h, sm80/bwd_scored.h).

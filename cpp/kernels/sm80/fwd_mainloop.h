@@ -12,6 +12,7 @@
 #include "params.h"
 #include "sm80/barrier.h"
 #include "sm80/copy.h"
+#include "sm80/fwd_dropout.h"
 #include "sm80/gemm.h"
 #include "sm80/operand.h"
 #include "sm80/variants.h"
@@ -278,6 +279,13 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       copy(copy_p, thread_copy_p.retile_S(probabilities), thread_copy_p.partition_D(sP));
       sync_pair();  // P is there
       gemm_smem_smem(out, out, p, v_t, mma);
+    } else if constexpr (Variant::kFeatures == kDropout) {
+      auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
+      auto pairs = recast<uint32_t>(probabilities);
+      gemm_dropped(out, tOrP, v_t, mma, [&](int run) ANYFLASH_INLINE_LAMBDA {
+        drop_run(pairs, scores.layout(), variant.dropout, coordinates, block.first_row, n * kBlockN,
+                 run);
+      });
     } else {
       auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
       gemm_register_smem(out, tOrP, v_t, mma);
@@ -300,9 +308,12 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   }
   while (n >= 0 && range.needs_mask(n)) masked_step(_0{});
   if constexpr (Variant::kPart == ScorePart::kNone) {
-    // Tiles count from the first unmasked one from here on, which saves a register.
-    for (n = n < 0 ? n : n - range.left; n >= 0; --n) {
-      step(std::false_type{}, Part{}, _0{}, n > 0 ? -1 : 0);
+    // Tiles count from the first unmasked one from here on, which saves a register, unless draws
+    // depend on where they are.
+    constexpr bool kDrops = Variant::kFeatures == kDropout;
+    const int last = kDrops ? range.left : 0;
+    for (n = kDrops || n < 0 ? n : n - range.left; n >= last; --n) {
+      step(std::false_type{}, Part{}, _0{}, n > last ? -1 : 0);
     }
   } else {
     variant.with_part([&](auto part) ANYFLASH_INLINE_LAMBDA {

@@ -42,6 +42,19 @@ constexpr ForwardTile scored_forward_tile(int head_dim, int head_dim_v) {
   return {forward_tile(head_dim, head_dim_v, Room::kUsual).tile, 1, false, false, false};
 }
 
+// With dropout, whose draws want registers, too: at head dim 128, those of half a tile's keys.
+constexpr ForwardTile dropout_forward_tile(int head_dim, int head_dim_v) {
+  ForwardTile shape = scored_forward_tile(head_dim, head_dim_v);
+  const bool large = head_dim > 128 || head_dim_v > 128;
+  if (large) {
+    shape.fence = true;
+  } else if (head_dim > 96 || head_dim_v > 96) {
+    shape.tile.block_n = 32;
+    shape.lazy_rescale = true;
+  }
+  return shape;
+}
+
 // 16 rows a warp, because the features need registers of their own, and 64 a CTA: blocks of block-
 // sparse attention are multiples of 64, so that a tile lies in one.
 constexpr Tile generic_forward_tile(int head_dim, int head_dim_v) {

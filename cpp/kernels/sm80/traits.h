@@ -95,6 +95,7 @@ struct ForwardTraits {
   static constexpr bool kGeneric = Variant::kGeneric;
   static constexpr ForwardTile kShape =
       kGeneric ? ForwardTile{generic_forward_tile(kHeadDim, kHeadDimV), 1, false, false, false}
+      : Variant::kFeatures == kDropout    ? dropout_forward_tile(kHeadDim, kHeadDimV)
       : Variant::kFeatures != kNoFeatures ? scored_forward_tile(kHeadDim, kHeadDimV)
                                           : forward_tile(kHeadDim, kHeadDimV, kRoom);
   static constexpr Tile kTile = kShape.tile;
@@ -107,7 +108,8 @@ struct ForwardTraits {
   static constexpr int kRowWarps = kWarps / kKeyWarps;
   static constexpr int kStages = kShape.stages;
   static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
-  using KeyOrder = std::conditional_t<kGeneric, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+  using KeyOrder =
+      std::conditional_t<Variant::kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
   static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;

@@ -20,7 +20,8 @@ using ScorePartTag = std::integral_constant<ScorePart, kPart>;
 
 // Nothing: what it answers is a constant.
 struct PlainVariant {
-  static constexpr bool kGeneric = false;  // with the generic kernels' tiles and order of keys
+  static constexpr bool kGeneric = false;   // with the generic kernels' tiles
+  static constexpr bool kQuadKeys = false;  // with keys in the order of QuadKeyOrder
   // What steps do to scores.
   static constexpr ScorePart kPart = ScorePart::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
@@ -55,10 +56,31 @@ struct ScoredVariant : PlainVariant {
   ScoreMod score_mod;
 };
 
+// Dropout alone: the plain kernel, but for P V (fwd_dropout.h).
+struct DropoutVariant : PlainVariant {
+  static constexpr bool kQuadKeys = true;
+  static constexpr unsigned kFeatures = kDropout;
+
+  ANYFLASH_DEVICE DropoutVariant(const ForwardParams& params, const ForwardBlock& block, int keys)
+      : PlainVariant(params, block, keys), dropout(params, block.batch, block.head) {
+    // All lanes have the same seed: what a reduction makes of it lies in uniform registers, and so
+    // do the keys of Philox's rounds, which would take 20 others.
+    dropout.replace_seed([](uint32_t x) { return __reduce_or_sync(0xffffffffu, x); });
+  }
+
+  ANYFLASH_DEVICE bool drops(int row, int col) const {
+    return !dropout.keep(dropout.draws(row, col / 8)[col % 8]);
+  }
+  ANYFLASH_DEVICE float dropout_scale() const { return dropout.scale(); }
+
+  Dropout dropout;
+};
+
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
 // Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for.
 struct GenericVariant {
   static constexpr bool kGeneric = true;
+  static constexpr bool kQuadKeys = true;
   static constexpr ScorePart kPart = ScorePart::kAll;
   static constexpr unsigned kFeatures = kAllFeatures;
 

@@ -70,6 +70,14 @@ class Dropout {
     offset_ = static_cast<uint32_t>(offset);
   }
 
+  // Puts replace(word) for each word that seed and offset are held in.
+  template <class Replace>
+  ANYFLASH_HOST_DEVICE void replace_seed(const Replace& replace) {
+    key0_ = replace(key0_);
+    key1_ = replace(key1_);
+    offset_ = replace(offset_);
+  }
+
   ANYFLASH_HOST_DEVICE bool active() const { return threshold_ != 0; }
 
   // For the columns [8 * group, 8 * group + 8) of a row; draws[i] belongs to the i-th of them.
@@ -93,6 +101,16 @@ class Dropout {
     }
   }
   ANYFLASH_HOST_DEVICE bool keep(uint32_t draw) const { return draw >= threshold_; }
+
+  // Zeroes those halves of `pair` that are not kept; their draws are the halves of `word`. In the
+  // upper half of a word a draw compares like a draw: with the threshold there, too, the bits below
+  // do not count.
+  ANYFLASH_HOST_DEVICE uint32_t drop(uint32_t pair, uint32_t word) const {
+    const uint32_t threshold = threshold_ << 16;
+    if (word < threshold) pair &= 0xffffu;
+    if (word << 16 < threshold) pair &= 0xffff0000u;
+    return pair;
+  }
 
   ANYFLASH_HOST_DEVICE float scale() const { return dropout_scale(threshold_); }
 

@@ -206,7 +206,7 @@ void test_cp_async_groups() {
 
 // -- shfl and vote --------------------------------------------------------------------------------
 
-constexpr int kShuffles = 9;
+constexpr int kShuffles = 10;
 
 __global__ void shuffle_kernel(int* result) {
   constexpr unsigned kAll = 0xffffffffu;
@@ -221,8 +221,10 @@ __global__ void shuffle_kernel(int* result) {
   // The halves of a warp shuffle by themselves.
   if (lane < 16) {
     out[6] = __shfl_xor_sync(0x0000ffffu, value, 1);
+    out[9] = static_cast<int>(__reduce_or_sync(0x0000ffffu, lane == 3 ? 0x90000000u : lane & 5));
   } else {
     out[6] = __shfl_sync(0xffff0000u, value, 16 + (lane + 1) % 16);
+    out[9] = static_cast<int>(__reduce_or_sync(0xffff0000u, lane == 30 ? 6 : 0));
   }
   out[7] = static_cast<int>(__ballot_sync(kAll, lane % 3 == 0));
   out[8] = __any_sync(kAll, lane == 31) + 2 * __all_sync(kAll, lane < 31) +
@@ -238,10 +240,16 @@ void test_shuffles() {
     const int up = lane - half < 2 ? lane : lane - 2;
     const int down = lane - half + 5 < 16 ? lane + 5 : lane;
     const int partner = half == 0 ? lane ^ 1 : 16 + (lane + 1) % 16;
-    const int want[kShuffles] = {
-        base + 5,    base + lane / 8 * 8 + lane * 3 % 8, base + (lane ^ 3), base + up,
-        base + down, (base + (lane ^ 16)) / 2,           base + partner,    0x49249249,
-        1 + 4};
+    const int want[kShuffles] = {base + 5,
+                                 base + lane / 8 * 8 + lane * 3 % 8,
+                                 base + (lane ^ 3),
+                                 base + up,
+                                 base + down,
+                                 (base + (lane ^ 16)) / 2,
+                                 base + partner,
+                                 0x49249249,
+                                 1 + 4,
+                                 half == 0 ? static_cast<int>(0x90000005u) : 6};
     for (int i = 0; i < kShuffles; ++i) {
       expect_equal("shfl or vote", result, thread * kShuffles + i, want[i]);
     }
