@@ -232,7 +232,6 @@ HIDING: dict[str, dict[str, Any]] = {
     "seqused": {"seqused_k": (141, 146)},
     "softcap": {"softcap": 4.0, "causal": True},
     "dropout": {"dropout_p": 0.5, "bias": Bias("bool", "k")},
-    "dropout_causal": {"dropout_p": 0.5, "causal": True},
     "sinks": {"sinks": "normal", "causal": True},
     "packed": {"packed": Packed((70, 30), (90, 160)), "window": (50, 0)},
 }
@@ -274,6 +273,8 @@ def _dropout() -> Iterator[Case]:
         "window": {"sq": 290, "sk": 430, "window": (230, 50), "values": "falling"},
         "packed": {"packed": Packed((130, 0, 70), (200, 5, 64)), "window": (30, 10)},
         "seqused": {"seqused_k": (141, 3), "out_dtype": "fp32"},
+        "nan": {"causal": True, "values": "nan_v", "poison": False},
+        "infinite": {"causal": True, "values": "inf_v", "poison": False},
         "group": {"heads": 6, "heads_k": 2, "sk": 300, "values": "nan_v_element"},
     }
     for (shape, changes), (d, dtype) in itertools.product(
