@@ -243,7 +243,7 @@ def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "not the same bits, so that only one of: usual, compact | wide" in told
     lines = [line.split() for line in told.splitlines()]
-    assert ["forward", "128", "full", "large", "compact", "tuned"] in [x[:6] for x in lines]
+    assert ["forward", "128", "full", "long", "compact", "tuned"] in [x[:6] for x in lines]
     assert ["now,", "rules"] in [x[5:7] for x in lines]
 
 
