@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -172,9 +172,21 @@ def exact_mask(**given: Any) -> Tensor | None:
     return mask
 
 
+def nudged_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Exact but for the rounding of the output, each number of which is then kept, or moved up or
+    down by about one unit in the last place.
+    """
+    qkv = (x.double() for x in (query, key, value))
+    out = exact_attention(module, *qkv, mask, **options)[0].to(query.dtype)
+    return out * (1 + torch.finfo(out.dtype).eps * torch.randint(-1, 2, out.shape)), None
+
+
 register()
-AttentionInterface.register("exact", exact_attention)
-AttentionMaskInterface.register("exact", exact_mask)
+for implementation, attention in {"exact": exact_attention, "nudged": nudged_attention}.items():
+    AttentionInterface.register(implementation, attention)
+    AttentionMaskInterface.register(implementation, exact_mask)
 
 Run = tuple[Tensor, dict[str, Tensor]]  # logits, gradients of the parameters
 
@@ -193,17 +205,39 @@ def run(model: Any, implementation: str, keep: Tensor, inputs: dict[str, Any]) -
     return logits.detach() * keep[..., None], gradients
 
 
-def difference(a: Run, b: Run) -> tuple[float, float, float]:
-    """Of the logits; the largest and the mean one of a gradient, relative to its largest number."""
+class Difference(NamedTuple):
+    """Of the logits the largest and the root mean square; the largest one of each gradient,
+    relative to its largest number, the largest and the mean over the gradients.
+    """
+
+    logits: float
+    logits_rms: float
+    gradient: float
+    gradient_mean: float
+
+
+def difference(a: Run, b: Run) -> Difference:
     assert a[1].keys() == b[1].keys()
-    logits = float((a[0].double() - b[0].double()).abs().max())
+    logits = a[0].double() - b[0].double()
     scaled = [
         (a[1][name].double() - b[1][name].double()).abs().max() / b[1][name].abs().max()
         for name in b[1]
         if b[1][name].abs().max() > 1e-12
     ]
     relative = torch.stack(scaled)
-    return logits, float(relative.max()), float(relative.mean())
+    rms = logits.square().mean().sqrt()
+    return Difference(*map(float, (logits.abs().max(), rms, relative.max(), relative.mean())))
+
+
+def usual_difference(model: Any, keep: Tensor, inputs: dict[str, Any], exact: Run) -> Difference:
+    """What the model's precision costs with eager, or, where that is more, with some attentions
+    that are off by a rounding: a logit may hang on the last bit of an attention's output.
+    """
+    runs = [run(model, "eager", keep, inputs)]
+    for seed in range(8):
+        torch.manual_seed(seed)
+        runs.append(run(model, "nudged", keep, inputs))
+    return Difference(*map(max, zip(*(difference(each, exact) for each in runs), strict=True)))
 
 
 def launches() -> dict[str, int]:
