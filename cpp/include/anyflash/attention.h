@@ -49,9 +49,9 @@ ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const Tensor
                           const TensorView& out, const TensorView* lse,
                           const ForwardOptions& options, Workspace workspace);
 
-// The same with the workspace that allocate(bytes) gives: it is called once, if any is needed, when
-// the arguments, but for lengths, have been checked. This plans a call once; the two functions
-// above and below each do.
+// The same with a workspace of allocate(bytes), which is called at most once: where one is needed,
+// and after the arguments have been checked, all but lengths in device memory. It is planned once,
+// where asking forward_workspace_size() first plans it twice.
 ANYFLASH_API void forward_with_allocator(const TensorView& q, const TensorView& k,
                                          const TensorView& v, const TensorView& out,
                                          const TensorView* lse, const ForwardOptions& options,

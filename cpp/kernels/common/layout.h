@@ -35,9 +35,9 @@ ANYFLASH_HOST_DEVICE auto fragment_from(cute::Tensor<Engine, Layout>& fragment) 
   using namespace cute;
   const auto layout = fragment.layout();
   constexpr int kRest = decltype(size<1>(layout))::value - kFirst;
-  const auto count = Int < kCount<0 ? kRest : kCount>{};
+  constexpr int kSize = kCount < 0 ? kRest : kCount;
   return make_tensor(fragment.data() + kFirst * stride<1>(layout),
-                     replace<1>(layout, make_layout(count, stride<1>(layout))));
+                     replace<1>(layout, make_layout(Int<kSize>{}, stride<1>(layout))));
 }
 
 }  // namespace anyflash

@@ -36,10 +36,11 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scales of dS and of P; and dS K
 // to dq_sum, where there is one.
 //
-// A step takes one tile. With two buffers the next tile arrives during all of it, else during the
-// last product. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
-// was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
-// tile of dO: restore_nonfinite() then has to follow.
+// A step takes one tile. The next one arrives during the last product, with two buffers during the
+// last two; it is asked for without a branch, and after the last tile there come zeros. With
+// kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it was.
+// smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden tile
+// of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
@@ -128,9 +129,9 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
   auto tCsDS = thread_copy_c.partition_D(sDS);  // (COPY, MMA_M, MMA_N)
   auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kPartKeys>>{});
-  auto tScS = mma.get_thread_slice(thread).partition_C(  // KeyOrder is its own inverse
-      make_tensor(cS.data(),
-                  composition(cS.layout(), make_tile(_, typename Traits::PartKeyOrder{}))));
+  // (MMA, MMA_M, MMA_N); the order is its own inverse
+  auto tScS = mma.get_thread_slice(thread).partition_C(make_tensor(
+      cS.data(), composition(cS.layout(), make_tile(_, typename Traits::PartKeyOrder{}))));
 
   // dV += P^T dO and dK += dS^T Q.
   typename Traits::KeyMma mma_kv;

@@ -1,4 +1,4 @@
-// The forward's product P V with dropout, for the kernel that has nothing else.
+// The forward's dropout, for the kernel that has nothing else.
 #pragma once
 
 #include <cstdint>
@@ -29,24 +29,6 @@ ANYFLASH_DEVICE void drop_run(Pairs& pairs, const Layout& layout, const Dropout&
       uint32_t& pair = pairs(layout(row, run + 2 * i) / 2);
       pair = dropout.drop(pair, draws[row].word[i]);
     }
-  }
-}
-
-// acc += P V, P in registers and V in shared memory. drop(run) zeroes the dropped ones of eight of
-// a thread's columns, which are 32 keys in the order of QuadKeyOrder, when the product gets there:
-// so the rounds of Philox for some keys run beside the tensor instructions for others, and few
-// draws have to be kept.
-template <class Acc, class P, class OperandV, class Mma, class Drop>
-ANYFLASH_DEVICE void gemm_dropped(Acc& acc, const P& p, const OperandV& v, const Mma& mma,
-                                  const Drop& drop) {
-  using namespace cute;
-  auto tOrV = v.fragment();  // (MMA, MMA_N, MMA_K)
-  v.load(tOrV, 0);
-  CUTE_UNROLL
-  for (int k = 0; k < OperandV::kBlocks; ++k) {
-    if (k + 1 < OperandV::kBlocks) v.load(tOrV, k + 1);
-    if (k % 2 == 0) drop(4 * k);  // a block of the sum is four of a thread's columns
-    gemm(mma, p(_, _, k), tOrV(_, _, k), acc);
   }
 }
 

@@ -282,9 +282,13 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     } else if constexpr (Variant::kFeatures == kDropout) {
       auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
       auto pairs = recast<uint32_t>(probabilities);
-      gemm_dropped(out, tOrP, v_t, mma, [&](int run) ANYFLASH_INLINE_LAMBDA {
+      // Eight of a thread's columns are two blocks of the sum, 32 keys in the order of
+      // QuadKeyOrder. Dropped where the product gets to them, so that the rounds of Philox for some
+      // keys run beside the tensor instructions for others, and few draws have to be kept.
+      gemm_register_smem(out, tOrP, v_t, mma, [&](int k) ANYFLASH_INLINE_LAMBDA {
+        if (k % 2 != 0) return;
         drop_run(pairs, scores.layout(), variant.dropout, coordinates, block.first_row, n * kBlockN,
-                 run);
+                 4 * k);
       });
     } else {
       auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));

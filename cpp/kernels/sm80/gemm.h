@@ -27,18 +27,26 @@ ANYFLASH_DEVICE void gemm_smem_smem(Acc& acc, const Init& init, const OperandA& 
   }
 }
 
-// acc += A B^T with A in registers.
-template <class Acc, class FragA, class OperandB, class Mma>
+// acc += A B^T with A in registers. before(k) may still change block k of A when the product gets
+// there.
+template <class Acc, class FragA, class OperandB, class Mma, class Before>
 ANYFLASH_DEVICE void gemm_register_smem(Acc& acc, const FragA& tCrA, const OperandB& b,
-                                        const Mma& mma) {
+                                        const Mma& mma, const Before& before) {
   using namespace cute;
   auto tCrB = b.fragment();  // (MMA, MMA_N, MMA_K)
   b.load(tCrB, 0);
   CUTE_UNROLL
   for (int k = 0; k < OperandB::kBlocks; ++k) {
     if (k + 1 < OperandB::kBlocks) b.load(tCrB, k + 1);
+    before(k);
     gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
   }
+}
+
+template <class Acc, class FragA, class OperandB, class Mma>
+ANYFLASH_DEVICE void gemm_register_smem(Acc& acc, const FragA& tCrA, const OperandB& b,
+                                        const Mma& mma) {
+  gemm_register_smem(acc, tCrA, b, mma, [](int) ANYFLASH_INLINE_LAMBDA {});
 }
 
 }  // namespace anyflash::sm80
