@@ -246,7 +246,7 @@ ARITHMETIC = (
         "col0 + get<1>(coordinates(0, run))",
         "col0",
     ),
-    Mutation("dropout-of-other-keys-twice", MAINLOOP, " 4 * k);", " 0);"),
+    Mutation("dropout-of-other-keys-twice", MAINLOOP, "4 * k", "0"),
     Mutation("dropout-behind-a-window", MAINLOOP, "kDrops || n < 0", "n < 0"),
     Mutation("dropout-not-scaled", EPILOGUE, "variant.dropout_scale()", "1.0f"),
 )
