@@ -127,12 +127,6 @@ def _terms(given: Given, batch: Batch, precision: Precision, recompute: bool) ->
     return Terms(q, k, v, dout, hidden, p, kept_p, dp, delta, ds, slope, sink_p)
 
 
-def _epsilon(given: Given) -> float:
-    """Of what sums are made in."""
-    wide = given.problem.q.dtype == np.float64
-    return float(np.finfo(np.float64 if wide else np.float32).eps)
-
-
 def _magnitudes(given: Given, batch: Batch, terms: Terms) -> Terms:
     """The same with the absolute value of all that is added up, in units of its rounding."""
 
@@ -151,15 +145,9 @@ def _magnitudes(given: Given, batch: Batch, terms: Terms) -> Terms:
     score = abs(given.problem.scale) * (q @ transposed(k)) * size(terms.slope)
     assert given.lse is not None
     lse = size(_of_rows(given, given.lse, batch)).astype(q.dtype)
-    unit, storage = _epsilon(given), ml_dtypes.finfo(given.problem.q.dtype).eps
-    if storage > unit:  # else the naive program's sums have the same error
-        score = score * max(1, q.shape[-1] ** 0.5 / 2)
     factor = 1 + np.minimum(score + given.problem.softcap + lse, 100000)
     p, kept_p = p * factor, kept_p * factor
     ds = kept_p * (dout @ transposed(v)) + p * delta
-    # What is multiplied by dout is rounded again, which a naive program's P of 1 is not.
-    if storage > unit:
-        kept_p *= np.where(unit * factor > storage / 4, 1 + storage / (unit * factor), 1)
     # The slope of a softcap is a difference of numbers up to 1.
     slope, sink_p = np.ones_like(p), terms.sink_p
     sink_p = sink_p if sink_p is None else size(sink_p) * (1 + np.minimum(lse, 100000))
@@ -275,7 +263,8 @@ def _bound(given: Given, name: str, true: Array, error: Array, size: Array) -> B
     rounding = np.abs(((rounded + third) - third).astype(true.dtype) - rounded.astype(true.dtype))
     # A naive gradient may be exact by chance, above all where a softmax is a choice: then roundings
     # of the score and of sums in float32 show. So they do in what a softcap leaves.
-    unit = _epsilon(given) * size
+    epsilon = np.finfo(np.float64 if given.problem.q.dtype == np.float64 else np.float32).eps
+    unit = epsilon * size
     one = np.abs(true) * true.dtype.type(ml_dtypes.finfo(dtype).eps) / 2  # its own rounding
     return Bound(
         true,
