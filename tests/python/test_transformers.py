@@ -49,5 +49,5 @@ def test_logits_and_gradients_of_all_parameters(name: str, kind: str) -> None:
     usual = usual_difference(model, keep, inputs, exact)
     single = difference(run(model, "anyflash", keep, inputs), exact)
     print(usual, single)
-    assert single.logits_rms <= 2 * usual.logits_rms
-    assert single.gradient_mean <= 3 * usual.gradient_mean
+    assert single[0] <= 2 * usual[0]
+    assert single[2] <= 3 * usual[2]

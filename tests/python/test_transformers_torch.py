@@ -133,8 +133,8 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         eager = difference(run(model, "eager", mask, inputs), exact)
         ours = difference(run(model, "anyflash", mask, inputs), exact)
-    assert ours.logits_rms <= 2 * eager.logits_rms
-    assert ours.gradient_mean <= 3 * eager.gradient_mean
+    assert ours[0] <= 2 * eager[0]
+    assert ours[2] <= 3 * eager[2]
 
 
 def test_name_is_taken_as_it_is() -> None:
