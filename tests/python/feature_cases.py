@@ -232,6 +232,7 @@ HIDING: dict[str, dict[str, Any]] = {
     "seqused": {"seqused_k": (141, 146)},
     "softcap": {"softcap": 4.0, "causal": True},
     "dropout": {"dropout_p": 0.5, "bias": Bias("bool", "k")},
+    "dropout_causal": {"dropout_p": 0.5, "causal": True},
     "sinks": {"sinks": "normal", "causal": True},
     "packed": {"packed": Packed((70, 30), (90, 160)), "window": (50, 0)},
 }
