@@ -202,14 +202,23 @@ def _varlen() -> Iterator[GradientCase]:
             yield make(name, **changes, dtype=dtype)
 
 
+# Whether a probability of NaN that is dropped is a NaN in dV, nobody says.
+UNSETTLED = (
+    "dropout-nan_q",
+    "dropout_causal-nan_q",
+    "dropout_causal-nan_k",
+    "dropout_causal-inf_k",
+)
+
+
 def _leaks() -> Iterator[GradientCase]:
     """pytorch 101967: NaN in keys, values, queries and dout reaches only what sees it."""
     values = (("nan_k", "normal"), ("nan_v", "normal"), ("nan_q", "normal"), ("normal", "nan"))
     values += (("nan_v_element", "normal"), ("normal", "nan_element"))
     shape = {"batch": 2, "sq": 70, "sk": 150, "heads": 2, "heads_k": 1, "poison": False}
     for (name, changes), (value, dout) in itertools.product(HIDING.items(), values):
-        if (name, value) == ("dropout", "nan_q"):
-            continue  # whether a NaN that is dropped is a NaN, nobody says
+        if f"{name}-{value}" in UNSETTLED:
+            continue
         for dtype in ("fp16", "fp32"):
             changed = shape | changes | {"values": value, "dout": dout, "dtype": dtype}
             which = value if dout == "normal" else f"dout_{dout}"
@@ -354,7 +363,7 @@ def _of_the_forward() -> Iterator[GradientCase]:
     cases = (*FORWARD_CASES, *FEATURE_CASES, *varlen_cases.VARLEN_CASES)
     most = {"fp64": 1 << 13}
     kept = [case for case in cases if case.scores <= most.get(case.dtype, 1 << 16)]
-    kept = [case for case in kept if "dropout-nan_q" not in case.id]  # as above
+    kept = [case for case in kept if not any(name in case.id for name in UNSETTLED)]
     # GPU kernels take a key as hidden where its score is -inf, and 0 * inf as 0.
     kept = [case for case in kept if "inf_k" not in case.id or case.dtype in ("fp32", "fp64")]
     # An LSE that is rounded to float32 then tells nothing about probabilities.
