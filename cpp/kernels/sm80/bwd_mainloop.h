@@ -37,8 +37,7 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
 // to dq_sum, where there is one.
 //
 // A step takes one tile. The next one arrives during the last product, with two buffers during the
-// last two; it is asked for without a branch, and after the last tile there come zeros. With
-// kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it was.
+// last two. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it was.
 // smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden tile
 // of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
@@ -92,7 +91,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, at.head(), first);
     auto gDO = gmem_tile<Element>(ShapeDO{}, params.dout, params.dout_stride, sequence.batch,
                                   at.head(), first);
-    const int rows = at.valid() ? sequence.seqlen_q - at.row() : 0;
+    const int rows = sequence.seqlen_q - at.row();
     const ColumnGuard<decltype(size<2>(tQsQ))::value> columns(tQcQ, params.head_dim);
     const ColumnGuard<decltype(size<2>(tOsDO))::value> columns_v(tOcDO, params.head_dim_v);
     load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);
@@ -180,6 +179,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     [[maybe_unused]] const int other_q = buffer == 0 ? size(sQ) : -size(sQ);
     [[maybe_unused]] const int other_do = buffer == 0 ? size(sDO) : -size(sDO);
     const auto load_next = [&] {
+      if (!tiles.valid()) return;
       if constexpr (kStages == 2) {
         tQsQ.data() = tQsQ.data() + other_q;
         tOsDO.data() = tOsDO.data() + other_do;
@@ -214,21 +214,29 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         gemm_smem_smem(acc_s, acc_s, q.template region<kRow, kRows, 0, Traits::kHeadDim>(),
                        k.template region<kKey, kPartKeys, 0, Traits::kHeadDim>(), mma);
         variant.template probabilities<kMasked>(scores, extra, part_stats, coordinates, tile);
-        const auto store = [&](const auto& rounded, const auto& tCsX) {
+        const auto store = [&](const auto& rounded, const auto& sX, const auto& tCsX) {
           const auto source = thread_copy_c.retile_S(rounded);
           const auto rows = Layout<decltype(size<1>(source))>{};
-          copy(copy_c, source,
-               make_tensor(tCsX.data() + TileP::page_offset(kRow, kKey),
-                           composition(tCsX.layout(), make_tile(_, rows, _))));
+          const auto copy_to = [&](const auto& target) {
+            copy(copy_c, source,
+                 make_tensor(target.data() + TileP::page_offset(kRow, kKey),
+                             composition(target.layout(), make_tile(_, rows, _))));
+          };
+          // Above 128, addresses that are kept for it cost more than addresses made anew.
+          if constexpr (Traits::kHeadDim > 128) {
+            copy_to(copy_c.get_thread_slice(threadIdx.x).partition_D(sX));
+          } else {
+            copy_to(tCsX);
+          }
         };
         const auto store_p = [&] {
           if constexpr (Scores::kGeneric) {
             const auto kept = variant.dropped(scores, extra, coordinates, tile);
-            store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), tCsP);
+            store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), sP, tCsP);
           } else if constexpr (Scores::kOneP) {
-            store(round_fragment<Element>(acc_s), tCsP);
+            store(round_fragment<Element>(acc_s), sP, tCsP);
           } else {
-            store(make_tensor(extra.p.data(), acc_s.layout()), tCsP);
+            store(make_tensor(extra.p.data(), acc_s.layout()), sP, tCsP);
           }
         };
         if constexpr (Traits::kReloadV) {
@@ -242,7 +250,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         store_p();  // not before: the product's operands would wait for it
         variant.template gradients<kMasked>(dp, scores, extra, part_stats);
         variant.chain(dp, extra);
-        store(round_fragment<Element>(acc_dp), tCsDS);
+        store(round_fragment<Element>(acc_dp), sDS, tCsDS);
       }
     });
     __syncthreads();  // P and dS are there
