@@ -38,9 +38,8 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
 //
 // A step takes one tile. The next one arrives during the last product, with two buffers during the
 // last two. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
-// was.
-// smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden tile
-// of dO: restore_nonfinite() then has to follow.
+// was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
+// tile of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
