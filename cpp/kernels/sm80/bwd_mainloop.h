@@ -222,8 +222,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
                  make_tensor(target.data() + TileP::page_offset(kRow, kKey),
                              composition(target.layout(), make_tile(_, rows, _))));
           };
-          // Above 128, addresses that are kept for it cost more than addresses made anew.
-          if constexpr (Traits::kHeadDim > 128) {
+          // Where registers are few, addresses that are kept cost more than addresses made anew.
+          if constexpr (Traits::kHeadDim > 128 || !Scores::kOneP) {
             copy_to(copy_c.get_thread_slice(threadIdx.x).partition_D(sX));
           } else {
             copy_to(tCsX);
