@@ -199,6 +199,8 @@ SAME_BITS = {
     ("forward", 256, 256): {"", "compact"},
     ("backward", 32, 32): {"", "wide"},
     ("backward", 128, 128): {"", "compact", "wide"},
+    ("backward", 192, 128): {"", "wide"},
+    ("backward", 192, 192): {"", "wide"},
     ("backward", 256, 256): {"", "wide"},
 }
 
