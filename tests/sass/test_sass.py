@@ -101,6 +101,8 @@ def test_backward_is_as_lean_as_flash_attn_2(library: Library, kernel: str) -> N
     same_dims = row["head_dim"] == row["head_dim_v"]
     if row["op"] != "backward" or row["features"] or anchor is None or not same_dims:
         return
+    if kernel.endswith(("_compact", "_wide")):  # an A100 runs others, or these for small problems
+        return
     for figure in ("stall_per_hmma", "smem_over_tensor"):
         value, limit = library.figures(kernel)[figure], BACKWARD_SHARE * anchor[figure]
         if value > limit:

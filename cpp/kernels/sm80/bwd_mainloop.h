@@ -50,7 +50,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   constexpr int kBlockN = Traits::kBlockN;
   constexpr int kStages = Traits::kStages;
   const int thread = threadIdx.x;
-  const Sequence& sequence = block.sequence;
+  const std::conditional_t<Traits::kKeepSequence, const Sequence, const Sequence&> sequence =
+      block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
   RowTiles<Traits, Scores> tiles(params, block, mask);
   if (!tiles.valid()) return;

@@ -32,6 +32,8 @@ struct BackwardTraits {
   static constexpr bool kReloadV = kShape.reload_v;
   static constexpr int kScoreParts = kShape.score_parts;
   static constexpr int kQueryParts = kShape.query_parts;
+  // In registers, where some are left; else each tile asks shared memory for its place.
+  static constexpr bool kKeepSequence = kHeadDim > 128 && !kGeneric && kRoom == Room::kUsual;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
   // A tile on the edge of a causal mask, whose first kEarlyRows rows see no more than its first
   // kEarlyKeys keys, has these two regions. Products can leave out the rest where each warp has
