@@ -29,8 +29,10 @@ SPILL_LIMITS = {
 }
 
 # Of flash-attn 2's stall cycles, and of its ratio of shared memory to tensor cores, that the plain
-# backward of an A100 may reach, where there is an anchor: what its digits leave open.
+# backward may reach, where there is an anchor: no more than its digits leave open, and with the
+# tiles of other GPUs or of small problems this share.
 BACKWARD_SHARE = 1.005
+OTHER_TILES_SHARE = 1.15
 
 # Of the plain forward kernel's sim that the generic one must reach.
 GENERIC_SHARE = 0.5
