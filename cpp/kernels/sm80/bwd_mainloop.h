@@ -218,17 +218,17 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         const auto store = [&](const auto& rounded, const auto& sX, const auto& tCsX) {
           const auto source = thread_copy_c.retile_S(rounded);
           const auto rows = Layout<decltype(size<1>(source))>{};
-          const auto copy_to = [&](const auto& target) {
-            copy(copy_c, source,
-                 make_tensor(target.data() + TileP::page_offset(kRow, kKey),
-                             composition(target.layout(), make_tile(_, rows, _))));
-          };
           // Where registers are few, addresses that are kept cost more than addresses made anew.
-          if constexpr (Traits::kHeadDim > 128 || !Scores::kOneP) {
-            copy_to(copy_c.get_thread_slice(threadIdx.x).partition_D(sX));
-          } else {
-            copy_to(tCsX);
-          }
+          const auto target = [&] {
+            if constexpr (Traits::kHeadDim > 128 || !Scores::kOneP) {
+              return copy_c.get_thread_slice(threadIdx.x).partition_D(sX);
+            } else {
+              return tCsX;
+            }
+          }();
+          copy(copy_c, source,
+               make_tensor(target.data() + TileP::page_offset(kRow, kKey),
+                           composition(target.layout(), make_tile(_, rows, _))));
         };
         const auto store_p = [&] {
           if constexpr (Scores::kGeneric) {
