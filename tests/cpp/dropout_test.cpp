@@ -74,6 +74,9 @@ void check_counter() {
       const uint32_t kept =
           (dropout.keep(low) ? 0x1234u : 0u) | (dropout.keep(high) ? 0xabcd0000u : 0u);
       CHECK_EQ(dropout.drop(0xabcd1234u, high << 16 | low), kept);
+      const Draws both{{0, high << 16 | low, 0, 0}};
+      CHECK_EQ(dropout.keep(both, 2), dropout.keep(low));
+      CHECK_EQ(dropout.keep(both, 3), dropout.keep(high));
     }
   }
   CHECK(dropout.active());

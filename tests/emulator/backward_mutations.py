@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutations import BACKWARD, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
+from mutations import BACKWARD, DROPOUT, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
 
 MAINLOOP = "sm80/bwd_mainloop.h"
 VISITS = "sm80/bwd_visits.h"
@@ -28,6 +28,7 @@ LOAD_V = (
 LOAD_Q = "load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);"
 LOAD_DO = "load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, columns_v, rows);"
 LOAD_X = "load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);"
+BEGIN_STEP = "const int row0 = tiles.row();"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
 HIDE = "kMasked && (j < first || j >= end) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
@@ -39,15 +40,13 @@ SYNCHRONISATION = (
     Mutation(
         "no-barrier-for-restored-k", MAINLOOP, "__syncthreads(); // every warp has done with that K"
     ),
-    Mutation(
-        "no-wait-for-tile", MAINLOOP, "cp_async_wait<0>();", after="const int row0 = tiles.row();"
-    ),
+    Mutation("no-wait-for-tile", MAINLOOP, "cp_async_wait<0>();", after=BEGIN_STEP),
     Mutation(
         "short-wait-for-tile",
         MAINLOOP,
         "cp_async_wait<0>();",
         "cp_async_wait<1>();",
-        after="const int row0 = tiles.row();",
+        after=BEGIN_STEP,
     ),
     Mutation("no-flip-of-loads", MAINLOOP, "tQsQ.data() = tQsQ.data() + other_q;"),
     Mutation("no-flip-of-scores", MAINLOOP, "q.move(other_q);"),
@@ -328,8 +327,11 @@ ONE_FEATURE = (
     Mutation(
         "nan-of-hidden-softcap", SCORED, "hidden ? kHiddenP : both[k] * slope", "both[k] * slope"
     ),
-    Mutation("dropped-p-stored", SCORED, "keep ? p : 0.0f", "p"),
-    Mutation("dropped-p-not-marked", SCORED, "keep ? p : -p", "p"),
+    Mutation(
+        "dropped-p-stored", SCORED, "round_positive<Element>(p)", "round_fragment<Element>(p)"
+    ),
+    Mutation("dropped-p-not-marked", SCORED, "dropout_.keep(draws[row], i) ? p : -p", "p"),
+    Mutation("draws-of-upper-halves", DROPOUT, "i % 2 == 0 ? word << 16 : word", "word"),
     Mutation("dropout-delta-not-scaled", SCORED, "init.data()[i] *= kept_;"),
     Mutation("dropped-delta-not-scaled", SCORED, "stats(row).delta * kept_", "stats(row).delta"),
     Mutation("nan-of-hidden-dropout", SCORED, "kMasked && p(row, col) == 0.0f ? 0.0f : ds", "ds"),
@@ -377,12 +379,7 @@ ONE_BUFFER_MUTATIONS = (
         "__syncthreads(); // every warp has done with Q and dO",
     ),
     Mutation("no-barrier-for-only-tile", MAINLOOP, "__syncthreads(); // the tile is there"),
-    Mutation(
-        "no-wait-for-only-tile",
-        MAINLOOP,
-        "cp_async_wait<0>();",
-        after="const int row0 = tiles.row();",
-    ),
+    Mutation("no-wait-for-only-tile", MAINLOOP, "cp_async_wait<0>();", after=BEGIN_STEP),
 )
 
 V_THERE = "cp_async_wait<0>(); __syncthreads(); // V is there"

@@ -89,7 +89,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
   const int keys = min(Traits::kBlockN, sequence.seqlen_k - block.first_key);
   const int group = params.heads / params.heads_k;
   for (int head = block.head_k * group; head < (block.head_k + 1) * group; ++head) {
-    const Scores variant(params, sequence, block.batch, head);
+    const Scores variant(params, sequence, block.batch, head, typename Scores::Seed(params));
     const BlockMask blocks(params, block.batch, head);
     const auto* const dout =
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +

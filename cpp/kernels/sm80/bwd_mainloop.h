@@ -157,13 +157,14 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   if (!all_finite(tKsK)) atomicMax(&smem.nonfinite_keys, 1);
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
+  const typename Scores::Seed seed(params);
   int buffer = 0;
   const auto step = [&](auto masked, auto edge) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     constexpr bool kEdge = decltype(edge)::value;
     const int head = tiles.head();
     const int row0 = tiles.row();
-    const Scores variant(params, sequence, block.batch, head);
+    const Scores variant(params, sequence, block.batch, head, seed);
     const int64_t stats_row = first_row + head * params.padded_rows + row0;
     const auto matrix = [](auto& accumulator) {
       return make_tensor(accumulator.data(), accumulator_as_matrix(accumulator.layout()));
@@ -234,10 +235,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
           if constexpr (Scores::kGeneric) {
             const auto kept = variant.dropped(scores, extra, coordinates, tile);
             store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), sP, tCsP);
-          } else if constexpr (Scores::kOneP) {
-            store(round_fragment<Element>(acc_s), sP, tCsP);
           } else {
-            store(make_tensor(extra.p.data(), acc_s.layout()), sP, tCsP);
+            store(variant.template rounded_p<Element>(acc_s, extra), sP, tCsP);
           }
         };
         if constexpr (Traits::kReloadV) {

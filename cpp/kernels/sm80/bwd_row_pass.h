@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   if (row0 < sequence.seqlen_q) {
     const RowTile<Traits> tiles(params, sequence, smem);
     const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-    const Scores variant(params, sequence, batch, head);
+    const Scores variant(params, sequence, batch, head, typename Scores::Seed(params));
     const BlockMask blocks(params, batch, head);
     const RowStats* const stats = params.stats + params.first_row(sequence, batch, head) + row0;
     tiles.load_rows(head, row0);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
     const Span ms = span_of(m0, one_row, (sequence.seqlen_q + kBlockM - 1) / kBlockM);
     for (int head = static_cast<int>(heads.first); head < heads.end; ++head) {
-      const Scores variant(params, sequence, batch, head);
+      const Scores variant(params, sequence, batch, head, typename Scores::Seed(params));
       const BlockMask blocks(params, batch, head);
       for (int64_t m = ms.first; m < ms.end; ++m) {
         const int row0 = static_cast<int>(m) * kBlockM;

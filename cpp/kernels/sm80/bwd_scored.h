@@ -13,6 +13,7 @@
 #include "kernel.h"
 #include "sm80/bwd_params.h"
 #include "sm80/bwd_scores.h"
+#include "sm80/uniform_seed.h"
 #include "variant/dropout.h"
 #include "variant/sequence.h"
 
@@ -38,8 +39,8 @@ class AlibiScores : public PlainScores {
   static constexpr unsigned kFeatures = kAlibi;
 
   ANYFLASH_DEVICE AlibiScores(const BackwardScratch& params, const Sequence& sequence,
-                              int64_t batch, int head)
-      : PlainScores(params, sequence, batch, head),
+                              int64_t batch, int head, Seed seed)
+      : PlainScores(params, sequence, batch, head, seed),
         shift_(sequence.seqlen_k - sequence.seqlen_q),
         slope_log2_(params.slopes_log2[batch * params.heads + head]) {}
 
@@ -99,8 +100,8 @@ class SoftcapScores : public PlainScores {
   using Extra = RoundedP<Element, kRows, kCols>;
 
   ANYFLASH_DEVICE SoftcapScores(const BackwardScratch& params, const Sequence& sequence,
-                                int64_t batch, int head)
-      : PlainScores(params, sequence, batch, head),
+                                int64_t batch, int head, Seed seed)
+      : PlainScores(params, sequence, batch, head, seed),
         softcap_log2_(static_cast<float>(params.softcap) * kLog2E) {}
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 0.25f; }
@@ -136,24 +137,27 @@ class SoftcapScores : public PlainScores {
     }
   }
 
+  template <class Element, class Acc, class Extra>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra& extra) const {
+    return cute::make_tensor(extra.p.data(), p.layout());
+  }
+
  private:
   float softcap_log2_;
 };
 
 // dS = P (kept dP - delta), without the factor on what is kept: P (dP - delta (1 - p)), or where P
-// is dropped, P (-delta (1 - p)). P is made negative there.
+// is dropped, P (-delta (1 - p)). P is made negative there, and 0 for dV's product.
 class DropoutScores : public PlainScores {
  public:
   static constexpr bool kQuadKeys = true;
-  static constexpr bool kOneP = false;
   static constexpr unsigned kFeatures = kDropout;
-  template <class Element, int kRows, int kCols>
-  using Extra = RoundedP<Element, kRows, kCols>;
+  using Seed = UniformSeed;
 
   ANYFLASH_DEVICE DropoutScores(const BackwardScratch& params, const Sequence& sequence,
-                                int64_t batch, int head)
-      : PlainScores(params, sequence, batch, head),
-        dropout_(params, batch, head),
+                                int64_t batch, int head, const Seed& seed)
+      : PlainScores(params, sequence, batch, head, PlainScores::Seed(params)),
+        dropout_(params, seed, batch, head),
         kept_(1.0f / dropout_scale(params.dropout_threshold)) {}
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
@@ -182,19 +186,17 @@ class DropoutScores : public PlainScores {
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         CUTE_UNROLL
-        for (int col = run; col < run + 8; col += 2) {
-          float both[2];
-          CUTE_UNROLL
-          for (int k = 0; k < 2; ++k) {
-            float& p = scores(row, col + k);
-            const bool keep = dropout_.keep(draws[row][col - run + k]);
-            both[k] = keep ? p : 0.0f;
-            p = keep ? p : -p;
-          }
-          extra.set(scores, row, col, float2{both[0], both[1]});
+        for (int i = 0; i < 8; ++i) {
+          float& p = scores(row, run + i);
+          p = dropout_.keep(draws[row], i) ? p : -p;
         }
       }
     }
+  }
+
+  template <class Element, class Acc, class Extra>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra&) const {
+    return round_positive<Element>(p);
   }
 
   template <class Acc, class Stats>

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cute/tensor.hpp>
 
+#include "common/convert.h"
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "kernel.h"
@@ -63,6 +64,9 @@ class PlainScores {
   static constexpr unsigned kFeatures = kNoFeatures;
   template <class Element, int kRows, int kCols>
   struct Extra {};  // what is kept beside a tile of scores
+  struct Seed {     // what is read once, not for each head
+    ANYFLASH_DEVICE explicit Seed(const BackwardScratch&) {}
+  };
 
   // Whether a tile needs the masked loop for another reason than its masks.
   template <int kBlockM, int kBlockN>
@@ -73,7 +77,7 @@ class PlainScores {
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 1.0f; }
   static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
-  ANYFLASH_DEVICE PlainScores(const BackwardScratch& params, const Sequence&, int64_t, int)
+  ANYFLASH_DEVICE PlainScores(const BackwardScratch& params, const Sequence&, int64_t, int, Seed)
       : scale_log2_(params.scale_log2) {}
 
   // Whether keys may be hidden in any tile.
@@ -101,6 +105,12 @@ class PlainScores {
         scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
       }
     }
+  }
+
+  // The P of dV's product, from the accumulator that probabilities() has worked on.
+  template <class Element, class Acc, class Extra>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra&) const {
+    return round_fragment<Element>(p);
   }
 
   // What the product dO V^T is added to: -delta, which costs nothing there.
@@ -151,6 +161,7 @@ class GenericScores {
     decltype(cute::make_tensor<float>(Shape{})) slopes;              // of the softcap
     decltype(cute::make_tensor<uint32_t>(cute::Int<kRows>{})) kept;  // a bit a column
   };
+  using Seed = PlainScores::Seed;
 
   // A bias may hide keys anywhere.
   template <int kBlockM, int kBlockN>
@@ -163,7 +174,7 @@ class GenericScores {
   static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
   ANYFLASH_DEVICE GenericScores(const BackwardScratch& params, const Sequence& sequence,
-                                int64_t batch, int head)
+                                int64_t batch, int head, Seed)
       : score_mod_(params, sequence, batch, head, static_cast<float>(params.softmax_scale), 1.0f),
         dropout_(params, batch, head) {}
 

@@ -8,6 +8,7 @@
 #include "kernel.h"
 #include "params.h"
 #include "sm80/block.h"
+#include "sm80/uniform_seed.h"
 #include "variant/apply_dropout.h"
 #include "variant/block_mask.h"
 #include "variant/dropout.h"
@@ -62,11 +63,8 @@ struct DropoutVariant : PlainVariant {
   static constexpr unsigned kFeatures = kDropout;
 
   ANYFLASH_DEVICE DropoutVariant(const ForwardParams& params, const ForwardBlock& block, int keys)
-      : PlainVariant(params, block, keys), dropout(params, block.batch, block.head) {
-    // All lanes have the same seed: what a reduction makes of it lies in uniform registers, and so
-    // do the keys of Philox's rounds, which would take 20 others.
-    dropout.replace_seed([](uint32_t x) { return __reduce_or_sync(0xffffffffu, x); });
-  }
+      : PlainVariant(params, block, keys),
+        dropout(params, UniformSeed(params), block.batch, block.head) {}
 
   ANYFLASH_DEVICE bool drops(int row, int col) const {
     return !dropout.keep(dropout.draws(row, col / 8)[col % 8]);

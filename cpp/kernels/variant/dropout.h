@@ -59,39 +59,46 @@ ANYFLASH_HOST_DEVICE float dropout_scale(uint32_t threshold) {
   return 65536.0f / static_cast<float>(65536u - threshold);
 }
 
+// What Philox is told of seed and offset.
+struct DropoutSeed {
+  ANYFLASH_HOST_DEVICE explicit DropoutSeed(const ForwardParams& p) {
+    const uint64_t seed = p.rng_state != nullptr ? p.rng_state[0] : p.seed;
+    const uint64_t all = p.rng_state != nullptr ? p.rng_state[1] : p.offset;
+    key0 = static_cast<uint32_t>(seed);
+    key1 = static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(all >> 32);
+    offset = static_cast<uint32_t>(all);
+  }
+
+  uint32_t key0;
+  uint32_t key1;
+  uint32_t offset;  // its lower half
+};
+
 class Dropout {
  public:
   ANYFLASH_HOST_DEVICE Dropout(const ForwardParams& p, int64_t batch, int head)
-      : threshold_(p.dropout_threshold), pair_(static_cast<uint32_t>(batch * p.heads + head)) {
-    const uint64_t seed = p.rng_state != nullptr ? p.rng_state[0] : p.seed;
-    const uint64_t offset = p.rng_state != nullptr ? p.rng_state[1] : p.offset;
-    key0_ = static_cast<uint32_t>(seed);
-    key1_ = static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32);
-    offset_ = static_cast<uint32_t>(offset);
-  }
-
-  // Puts replace(word) for each word that seed and offset are held in.
-  template <class Replace>
-  ANYFLASH_HOST_DEVICE void replace_seed(const Replace& replace) {
-    key0_ = replace(key0_);
-    key1_ = replace(key1_);
-    offset_ = replace(offset_);
-  }
+      : Dropout(p, DropoutSeed(p), batch, head) {}
+  ANYFLASH_HOST_DEVICE Dropout(const ForwardParams& p, const DropoutSeed& seed, int64_t batch,
+                               int head)
+      : threshold_(p.dropout_threshold),
+        pair_(static_cast<uint32_t>(batch * p.heads + head)),
+        seed_(seed) {}
 
   ANYFLASH_HOST_DEVICE bool active() const { return threshold_ != 0; }
 
   // For the columns [8 * group, 8 * group + 8) of a row; draws[i] belongs to the i-th of them.
   ANYFLASH_HOST_DEVICE Draws draws(int row, int group) const {
-    return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(row), pair_, offset_, key0_,
-                  key1_);
+    return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(row), pair_, seed_.offset,
+                  seed_.key0, seed_.key1);
   }
   // The same for several rows in step, which then share the rounds' keys.
   template <int kRows>
   ANYFLASH_HOST_DEVICE void draws(Draws (&results)[kRows], const int (&rows)[kRows],
                                   int group) const {
-    PhiloxKeys keys{key0_, key1_};
+    PhiloxKeys keys{seed_.key0, seed_.key1};
     for (int i = 0; i < kRows; ++i) {
-      results[i] = {{static_cast<uint32_t>(group), static_cast<uint32_t>(rows[i]), pair_, offset_}};
+      results[i] = {
+          {static_cast<uint32_t>(group), static_cast<uint32_t>(rows[i]), pair_, seed_.offset}};
     }
 #if defined(__CUDACC__)
 #pragma unroll
@@ -101,10 +108,14 @@ class Dropout {
     }
   }
   ANYFLASH_HOST_DEVICE bool keep(uint32_t draw) const { return draw >= threshold_; }
+  // keep(draws[i]). In the upper half of a word a draw compares like a draw: with the threshold
+  // there, too, the bits below do not count.
+  ANYFLASH_HOST_DEVICE bool keep(const Draws& draws, int i) const {
+    const uint32_t word = draws.word[i / 2];
+    return (i % 2 == 0 ? word << 16 : word) >= threshold_ << 16;
+  }
 
-  // Zeroes those halves of `pair` that are not kept; their draws are the halves of `word`. In the
-  // upper half of a word a draw compares like a draw: with the threshold there, too, the bits below
-  // do not count.
+  // Zeroes those halves of `pair` that are not kept; their draws are the halves of `word`.
   ANYFLASH_HOST_DEVICE uint32_t drop(uint32_t pair, uint32_t word) const {
     const uint32_t threshold = threshold_ << 16;
     if (word < threshold) pair &= 0xffffu;
@@ -117,9 +128,7 @@ class Dropout {
  private:
   uint32_t threshold_;
   uint32_t pair_;
-  uint32_t key0_;
-  uint32_t key1_;
-  uint32_t offset_;
+  DropoutSeed seed_;
 };
 
 }  // namespace ANYFLASH_SHARED_NAMESPACE
