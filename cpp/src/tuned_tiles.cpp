@@ -10,6 +10,7 @@ namespace anyflash {
 // clang-format off
 const TunedTile kTunedTiles[] = {
     {90, Op::kBackward, 32, 32, false, ProblemSize::kSmallGrid, Room::kUsual},
+    {90, Op::kBackward, 32, 32, true, ProblemSize::kShort, Room::kUsual},
     {90, Op::kBackward, 32, 32, true, ProblemSize::kSmallGrid, Room::kUsual},
     {90, Op::kBackward, 128, 128, false, ProblemSize::kSmallGrid, Room::kCompact},
     {90, Op::kBackward, 128, 128, true, ProblemSize::kShort, Room::kCompact},
@@ -17,6 +18,7 @@ const TunedTile kTunedTiles[] = {
     {90, Op::kBackward, 192, 128, false, ProblemSize::kSmallGrid, Room::kUsual},
     {90, Op::kBackward, 192, 128, true, ProblemSize::kSmallGrid, Room::kUsual},
     {90, Op::kBackward, 192, 192, false, ProblemSize::kSmallGrid, Room::kUsual},
+    {90, Op::kBackward, 192, 192, true, ProblemSize::kShort, Room::kUsual},
     {90, Op::kBackward, 192, 192, true, ProblemSize::kSmallGrid, Room::kUsual},
     {90, Op::kBackward, 256, 256, false, ProblemSize::kSmallGrid, Room::kUsual},
     {90, Op::kBackward, 256, 256, true, ProblemSize::kShort, Room::kUsual},
