@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mutations import BACKWARD, DROPOUT, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
+from turns_mutations import TURNS, TURNS_MUTATIONS
 
 MAINLOOP = "sm80/bwd_mainloop.h"
 VISITS = "sm80/bwd_visits.h"
@@ -34,7 +35,7 @@ HIDE = "kMasked && (j < first || j >= end) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
 
 SYNCHRONISATION = (
-    Mutation("no-barrier-for-tile", MAINLOOP, "__syncthreads(); // the tile is there"),
+    Mutation("no-barrier-for-tile", TURNS, "__syncthreads();"),
     Mutation("no-barrier-for-p", MAINLOOP, "__syncthreads(); // P and dS are there"),
     Mutation("no-barrier-for-cleared-k", MAINLOOP, "__syncthreads(); // K without NaN"),
     Mutation(
@@ -378,7 +379,7 @@ ONE_BUFFER_MUTATIONS = (
         MAINLOOP,
         "__syncthreads(); // every warp has done with Q and dO",
     ),
-    Mutation("no-barrier-for-only-tile", MAINLOOP, "__syncthreads(); // the tile is there"),
+    Mutation("no-barrier-for-only-tile", TURNS, "__syncthreads();"),
     Mutation("no-wait-for-only-tile", MAINLOOP, "cp_async_wait<0>();", after=BEGIN_STEP),
 )
 
@@ -392,6 +393,7 @@ RELOADED_V_MUTATIONS = (
 BACKWARD_MUTATIONS = (
     *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + ONE_FEATURE),
     *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
+    *_of_unit(ONE_BUFFER, TURNS_MUTATIONS),
     *_of_unit(RELOADED_V, RELOADED_V_MUTATIONS),
     *_of_unit(ROWS, OF_ROWS),
 )

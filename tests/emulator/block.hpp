@@ -102,6 +102,15 @@ struct Barrier {
   Publication publication;
 };
 
+// What an mbarrier object holds. Its phases publish by turns, too.
+struct Mbarrier {
+  uint16_t expected;
+  uint16_t arrived;
+  uint32_t phase;
+  void* place(uint32_t of_phase) { return reinterpret_cast<char*>(this) + of_phase % 2; }
+};
+static_assert(sizeof(Mbarrier) == sizeof(uint64_t));
+
 // How warps and lanes take turns; derived from the options' seed.
 struct Policy {
   enum class Lanes { kAscending, kDescending, kShuffled };
@@ -124,6 +133,8 @@ class Block {
   // Returns how many of the threads came with a true predicate.
   int barrier_sync(int id, int count, Site site, bool predicate = false);
   void barrier_arrive(int id, int count);
+  void mbarrier_arrive(Mbarrier& barrier);
+  void mbarrier_wait(Mbarrier& barrier, uint32_t parity, Site site);
 
   int thread_count() const { return static_cast<int>(threads_.size()); }
 
@@ -158,6 +169,7 @@ class Block {
   std::vector<Thread*> threads_;
   std::vector<Warp> warps_;
   std::array<Barrier, kBarriers> barriers_;
+  std::array<uint32_t, kMaxWarps> at_mbarriers_ = {};  // lanes that wait there, by warp
   uint32_t runnable_warps_ = 0;
   int warp_ = 0;        // whose turn it is
   int turns_left_ = 0;  // of this warp, when the policy has bursts

@@ -118,6 +118,10 @@ void cp_async_wait_all();
 
 void barrier_sync(int id, int threads, const char* file, int line);
 void barrier_arrive(int id, int threads);
+// An mbarrier object, 64 bits of shared memory.
+void mbarrier_init(uint64_t* barrier, int threads);
+void mbarrier_arrive(uint64_t* barrier);
+void mbarrier_wait(uint64_t* barrier, int parity, const char* file, int line);
 // Returns how many threads of the block came with a true predicate.
 int syncthreads_count(bool predicate, const char* file, int line);
 void syncwarp(uint32_t mask);

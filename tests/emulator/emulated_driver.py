@@ -253,6 +253,31 @@ def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
     return [case._replace(head_dim=case.head_dim + head_dim - 64) for case in cases]
 
 
+# For the kernel of head dim 128 of which two groups of warps take turns, where 227 KB are: several
+# tiles a group, one, and none; heads in one part and in two; either group's on the edge of a mask.
+TURNS_CASES = tuple(
+    case._replace(head_dim_v=128, more=f"{case.more} smem=232448")
+    for case in wide(
+        backward(
+            Case(seqlen_q=330, seqlen_k=140, heads=2, heads_k=1, causal=1, more="dlse=1"),
+            Case(seqlen_q=200, seqlen_k=200, heads=1, causal=1, more="nan=k"),
+            Case(seqlen_q=190, seqlen_k=190, heads=2, heads_k=1, causal=1),
+            Case(seqlen_q=60, seqlen_k=70, heads=1, heads_k=1, more="nan=hidden left=20 right=10"),
+            Case(seqlen_q=100, seqlen_k=40, heads=6, heads_k=1, more="left=30 right=10 nan=dout"),
+            Case(seqlen_q=270, seqlen_k=129, heads=1, heads_k=1, more="grad=fp32"),
+            Case(
+                seqlen_q=266,
+                seqlen_k=205,
+                heads=1,
+                heads_k=1,
+                causal=1,
+                more="cu_q=0,70,70,266 cu_k=0,65,65,205 nan=hidden det=1",
+            ),
+        )
+    )
+)
+
+
 def run(driver: Path, cases: list[Case], *flags: str, **environment: str) -> tuple[int, str]:
     """The driver's exit status and everything it printed."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
-# dim 128 has one buffer; the others have two. Of the forward's, the plain one of head dim 64 has
-# two; for 228 KB of shared memory, that of 128 rescales lazily, and in that of 256 two warps share
-# their rows. The backward's of 256 for 99 KB has V loaded with each tile.
+# dim 128 has one buffer; the others have two. In that of 128 for 228 KB of shared memory, groups of
+# warps take turns; that of 256 for 99 KB has V loaded with each tile. Of the forward's, the plain
+# one of head dim 64 has two buffers; for 228 KB, that of 128 rescales lazily, and in that of 256
+# two warps share their rows.
 FORWARD = "sm80_forward_f16_d64"
 LAZY = "sm80_forward_f16_d128"
 PAIRED = "sm80_forward_f16_d256"

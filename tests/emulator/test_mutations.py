@@ -28,6 +28,7 @@ from emulated_driver import (
     FORWARD_RACES,
     GROWING_CASES,
     ROOT,
+    TURNS_CASES,
     Case,
     run,
     wide,
@@ -116,9 +117,11 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     if room := {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
         rows = re.compile(r" *sm80::(for|back)ward_row<[^(]*\([^)]*\),\n")
         return rows.sub(lambda row: row[0] if room in row[0] else "", source)
+    if mutation.unit == ONE_BUFFER:
+        keep = "kWide" if mutation.sanitizer else "kWide|Generic"
+        return re.sub(rf'.*ward_row<((?!{keep})[^"])*".*\n', "", source)
     # Of the variants, the generic one knows all that the others do.
-    backward = mutation.unit in (BACKWARD, ONE_BUFFER)
-    if mutation.alone or mutation.unit == ONE_BUFFER or (backward and mutation.sanitizer):
+    if mutation.alone or (mutation.unit == BACKWARD and mutation.sanitizer):
         return re.sub(r'.*ward_row<((?!Generic)[^"])*".*\n', "", source)
     return source
 
@@ -185,6 +188,9 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
     """With what most mutations change first: a run ends with the first case that is wrong."""
     if unit in (DECODE, COMBINE, APPEND):
         return _decode_cases(unit, sanitizer)
+    if unit == ONE_BUFFER:
+        turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in TURNS_CASES]
+        return list(TURNS_CASES) if sanitizer else turns + wide(BACKWARD_RACES)
     if sanitizer == "tsan":  # slow; its mutations are of what the plain kernels do, too
         return list(FORWARD_RACES[:4] if unit == FORWARD else BACKWARD_RACES[:4])
     if unit == FORWARD:
@@ -197,8 +203,6 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         return [
             case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in wide(GROWING_CASES, 192)
         ]
-    if unit == ONE_BUFFER:
-        return wide(BACKWARD_RACES)
     if unit == RELOADED_V:
         return wide(BACKWARD_RACES[:2], 256)
     return [*BACKWARD_RACES, *BACKWARD_CASES]

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   if (threadIdx.x == 0) {
     smem.block = here;
     smem.nonfinite_keys = smem.nonfinite_dout = 0;
+    if constexpr (Traits::kTurns) smem.turns.init(Traits::kRowThreads, Traits::kThreads);
   }
   __syncthreads();  // read from there, because the loop needs the registers
   const BackwardBlock& block = smem.block;
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
 // dQ = ds_scale * dq_sum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
 // pairs.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
+__global__ void __launch_bounds__(Traits::kRowThreads)
     finish_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
       params.dq_sum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) {
-    acc(i) = tile[i * Traits::kThreads + threadIdx.x] * params.ds_scale;
+    acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
   }
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride, sequence.batch,

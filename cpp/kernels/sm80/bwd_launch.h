@@ -75,8 +75,8 @@ std::size_t backward_scratch_bytes(const BackwardParams& params, int) {
   return place_scratch<Traits>(scratch, nullptr);
 }
 
-// Runs kKernel on `blocks` CTAs of Traits' threads, none where there is nothing to do.
-template <auto kKernel, class Traits>
+// Runs kKernel on `blocks` CTAs, none where there is nothing to do.
+template <auto kKernel, class Traits, int kThreads = Traits::kThreads>
 void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream,
                    const BackwardScratch& params) {
   if (blocks == 0) return;
@@ -84,8 +84,7 @@ void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream,
     throw Error(ErrorCode::kUnsupported, "the problem needs " + std::to_string(blocks) +
                                              " CTAs; a CUDA grid holds at most 2147483647");
   }
-  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads), smem_bytes, stream,
-                  params);
+  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params);
 }
 
 template <class Traits, class RowTraits, class Scores>
@@ -120,7 +119,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
         stream, p);
   }
   if (!p.deterministic) {
-    launch_blocks<finish_dq_kernel<Traits>, Traits>(
+    launch_blocks<finish_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
         blocks(p.seqlen_q, Traits::kBlockM) * pairs,
         sizeof(typename Traits::template Buffer<typename Traits::TileQ>), stream, p);
   }
@@ -156,7 +155,7 @@ constexpr KernelRow backward_row(const char* name) {
       kHeadDim,
       kHeadDimV,
       Scores::kFeatures,
-      Traits::kTile,
+      Traits::kRound,
       std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>),
       {},
       {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>},

@@ -13,6 +13,8 @@
 #include "sm80/bwd_block.h"
 #include "sm80/bwd_params.h"
 #include "sm80/bwd_scores.h"
+#include "sm80/bwd_sums.h"
+#include "sm80/bwd_turns.h"
 #include "sm80/bwd_visits.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
@@ -21,25 +23,14 @@
 
 namespace anyflash::sm80 {
 
-// dq_sum += acc, from kFirst on along MMA_M. A warp's sums lie side by side, so that an atomic
-// addition covers whole lines.
-template <int kFirst, class Acc>
-ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, int threads) {
-  using namespace cute;
-  CUTE_UNROLL
-  for (int i = 0; i < size(acc); ++i) {
-    if (i / 4 % decltype(size<1>(acc))::value < kFirst) continue;
-    atomicAdd(tile + i * threads + threadIdx.x, acc(i));
-  }
-}
-
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scales of dS and of P; and dS K
 // to dq_sum, where there is one.
 //
 // A step takes one tile. The next one arrives during the last product, with two buffers during the
-// last two. With kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it
-// was. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden
-// tile of dO: restore_nonfinite() then has to follow.
+// last two. Where two groups of warps take turns, each takes every other tile (bwd_turns.h). With
+// kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it was.
+// smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden tile
+// of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
@@ -53,8 +44,13 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const std::conditional_t<Traits::kKeepSequence, const Sequence, const Sequence&> sequence =
       block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-  RowTiles<Traits, Scores> tiles(params, block, mask);
+  using Tiles = RowTiles<Traits, Scores>;
+  Tiles tiles(params, block, mask);
   if (!tiles.valid()) return;
+  using Sharing = std::conditional_t<Traits::kTurns, Turns<Traits, Tiles>, Together<Traits, Tiles>>;
+  Sharing turns(smem.turns, tiles);
+  const int row_thread = turns.row_thread();
+  const int group = turns.group();
 
   using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
   using ShapeDO = Shape<Int<kBlockM>, Int<Traits::kHeadDimV>>;
@@ -70,8 +66,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   typename Traits::TileDO::Load load_do;
   typename Traits::TileK::Load load_k;
   typename Traits::TileV::Load load_v;
-  auto thread_q = load_q.get_thread_slice(thread);
-  auto thread_do = load_do.get_thread_slice(thread);
+  auto thread_q = load_q.get_thread_slice(row_thread);
+  auto thread_do = load_do.get_thread_slice(row_thread);
   auto thread_k = load_k.get_thread_slice(thread);
   auto thread_v = load_v.get_thread_slice(thread);
   const auto by_key = [](const auto& tile) {
@@ -86,7 +82,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PAGES)
   auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PAGES)
   auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PAGES)
-  const auto load_rows = [&](const RowTiles<Traits, Scores>& at) {
+  const auto load_rows = [&](const Tiles& at) {
     const int64_t first = sequence.first_q + at.row();
     auto gQ =
         gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, at.head(), first);
@@ -116,29 +112,31 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   // S = Q K^T and dP = dO V^T.
   typename Traits::ScoreMma mma;
   using ScoreMma = typename Traits::ScoreMma;
-  Operand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), thread);
-  Operand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(), thread);
-  const Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
-  const Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), thread);
+  Operand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), row_thread);
+  Operand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(), row_thread);
+  Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), row_thread);
+  Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), row_thread);
   constexpr int kPartKeys = Traits::kPartKeys;
   using TileP = typename Traits::TileP;
-  auto sP = make_tensor(make_smem_ptr(smem.p()), typename Traits::PartOfP::Layout{});
-  auto sDS = make_tensor(make_smem_ptr(smem.ds()), typename Traits::PartOfP::Layout{});
+  auto sP = make_tensor(make_smem_ptr(smem.p(group)), typename Traits::PartOfP::Layout{});
+  auto sDS = make_tensor(make_smem_ptr(smem.ds(group)), typename Traits::PartOfP::Layout{});
   auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
-  auto thread_copy_c = copy_c.get_thread_slice(thread);
+  auto thread_copy_c = copy_c.get_thread_slice(row_thread);
   auto tCsP = thread_copy_c.partition_D(sP);    // (COPY, MMA_M, MMA_N)
   auto tCsDS = thread_copy_c.partition_D(sDS);  // (COPY, MMA_M, MMA_N)
   auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kPartKeys>>{});
   // (MMA, MMA_M, MMA_N); the order is its own inverse
-  auto tScS = mma.get_thread_slice(thread).partition_C(make_tensor(
-      cS.data(), composition(cS.layout(), make_tile(_, typename Traits::PartKeyOrder{}))));
+  auto tScS =
+      mma.get_thread_slice(row_thread)
+          .partition_C(make_tensor(
+              cS.data(), composition(cS.layout(), make_tile(_, typename Traits::PartKeyOrder{}))));
 
   // dV += P^T dO and dK += dS^T Q.
   typename Traits::KeyMma mma_kv;
   using KeyMma = typename Traits::KeyMma;
   constexpr bool kTransposed = true;
-  const Operand<KeyMma, Side::kA, TileP, kTransposed> p_t(smem.p(), thread);
-  const Operand<KeyMma, Side::kA, TileP, kTransposed> ds_t(smem.ds(), thread);
+  Operand<KeyMma, Side::kA, TileP, kTransposed> p_t(smem.p(), thread);
+  Operand<KeyMma, Side::kA, TileP, kTransposed> ds_t(smem.ds(), thread);
   Operand<KeyMma, Side::kB, typename Traits::TileQ, kTransposed> q_t(smem.q[0].data(), thread);
   Operand<KeyMma, Side::kB, typename Traits::TileDO, kTransposed> dout_t(smem.dout[0].data(),
                                                                          thread);
@@ -146,15 +144,30 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   // dQ = dS K.
   typename Traits::QueryMma mma_q;
   using QueryMma = typename Traits::QueryMma;
-  const Operand<QueryMma, Side::kA, TileP> ds(smem.ds(), thread);
-  const Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), thread);
+  Operand<QueryMma, Side::kA, TileP> ds(smem.ds(group), row_thread);
+  Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), row_thread);
+
+  // Turns leave few registers: one address of an operand is kept, each product makes the others.
+  if constexpr (Traits::kTurns) {
+    const auto keep_one = [](auto&... operands) { ((operands = operands.anew()), ...); };
+    keep_one(q, dout, k, v, p_t, ds_t, q_t, dout_t, ds, k_t);
+  }
+  const auto ready = [](const auto& operand) ANYFLASH_INLINE_LAMBDA {
+    if constexpr (Traits::kTurns) return operand.anew();
+    else return operand;
+  };
 
   load_keys();
   if constexpr (!Traits::kReloadV) load_values();
-  load_rows(tiles);
+  if constexpr (Traits::kTurns) {
+    tQsQ.data() = tQsQ.data() + group * size(sQ);
+    tOsDO.data() = tOsDO.data() + group * size(sDO);
+  }
+  if (!Traits::kTurns || tiles.valid()) load_rows(tiles);
   cp_async_fence();
   cp_async_wait<0>();
   if (!all_finite(tKsK)) atomicMax(&smem.nonfinite_keys, 1);
+  if constexpr (Traits::kTurns) __syncthreads();  // K and V are there
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
   const typename Scores::Seed seed(params);
@@ -176,8 +189,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       clear_nonfinite(tQsQ);
       if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);
     }
-    __syncthreads();  // the tile is there; every warp has done with the one before, P and dS
-    tiles.advance();
+    // The tile is there; every warp that shares it has done with the one before, P and dS.
+    turns.begin(tiles);
     [[maybe_unused]] const int other_q = buffer == 0 ? size(sQ) : -size(sQ);
     [[maybe_unused]] const int other_do = buffer == 0 ? size(sDO) : -size(sDO);
     const auto load_next = [&] {
@@ -194,6 +207,12 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       cp_async_fence();
     }
 
+    auto tile_q = q;
+    auto tile_do = dout;
+    if constexpr (Traits::kTurns) {
+      tile_q.move(turns.buffer() * size(sQ));
+      tile_do.move(turns.buffer() * size(sDO));
+    }
     for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
       constexpr int kKey = decltype(part)::value * kPartKeys;
       constexpr int kRow = kEdge && kKey >= Traits::kEarlyKeys ? Traits::kEarlyRows : 0;
@@ -213,8 +232,9 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
             extra;
         const ScoreTile tile{mask, row0, block.first_key + kKey};
         variant.template prefetch<kMasked>(extra, coordinates, tile);
-        gemm_smem_smem(acc_s, acc_s, q.template region<kRow, kRows, 0, Traits::kHeadDim>(),
-                       k.template region<kKey, kPartKeys, 0, Traits::kHeadDim>(), mma);
+        gemm_smem_smem(acc_s, acc_s,
+                       ready(tile_q).template region<kRow, kRows, 0, Traits::kHeadDim>(),
+                       ready(k).template region<kKey, kPartKeys, 0, Traits::kHeadDim>(), mma);
         variant.template probabilities<kMasked>(scores, extra, part_stats, coordinates, tile);
         const auto store = [&](const auto& rounded, const auto& sX, const auto& tCsX) {
           const auto source = thread_copy_c.retile_S(rounded);
@@ -222,7 +242,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
           // Where registers are few, addresses that are kept cost more than addresses made anew.
           const auto target = [&] {
             if constexpr (Traits::kHeadDim > 128 || !Scores::kOneP) {
-              return copy_c.get_thread_slice(threadIdx.x).partition_D(sX);
+              return copy_c.get_thread_slice(turns.row_thread()).partition_D(sX);
             } else {
               return tCsX;
             }
@@ -244,17 +264,17 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
           __syncthreads();  // V is there
         }
         const auto dp_init = variant.dp_init(acc_dp, part_stats);
-        gemm_smem_smem(acc_dp, dp_init, dout.template region<kRow, kRows, 0, Traits::kHeadDimV>(),
-                       v.template region<kKey, kPartKeys, 0, Traits::kHeadDimV>(), mma);
+        gemm_smem_smem(acc_dp, dp_init,
+                       ready(tile_do).template region<kRow, kRows, 0, Traits::kHeadDimV>(),
+                       ready(v).template region<kKey, kPartKeys, 0, Traits::kHeadDimV>(), mma);
         if constexpr (Traits::kReloadV) __syncthreads();  // every warp has done with V
+        if constexpr (kKey == 0) turns.await_p();
         store_p();  // not before: the product's operands would wait for it
         variant.template gradients<kMasked>(dp, scores, extra, part_stats);
         variant.chain(dp, extra);
         store(round_fragment<Element>(acc_dp), sDS, tCsDS);
       }
     });
-    __syncthreads();  // P and dS are there
-
     // Calls product(region) with what is seen of the tile.
     const auto by_regions = [&](const auto& product) ANYFLASH_INLINE_LAMBDA {
       if constexpr (!kEdge) {
@@ -264,38 +284,72 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         if constexpr (Traits::kEarlyRows < kBlockM) product(typename Traits::Late{});
       }
     };
-    const auto add_to_keys = [&](auto& all_keys, const auto& scores_t, const auto& rows,
-                                 auto columns) ANYFLASH_INLINE_LAMBDA {
-      by_regions([&](auto region) ANYFLASH_INLINE_LAMBDA {
-        constexpr int kRow = decltype(region)::kRow;
-        constexpr int kRows = decltype(region)::kRows;
-        constexpr int kKeys = decltype(region)::kKeys;
-        auto acc = fragment_from<0, kKeys / (16 * Traits::kShape.key_warps)>(all_keys);
-        gemm_smem_smem(acc, acc, scores_t.template region<kRow, kRows, 0, kKeys>(),
-                       rows.template region<kRow, kRows, 0, decltype(columns)::value>(), mma_kv);
-      });
-    };
-    add_to_keys(acc_dv, p_t, dout_t, Int<Traits::kHeadDimV>{});
-    if constexpr (kStages == 2) load_next();
-    add_to_keys(acc_dk, ds_t, q_t, Int<Traits::kHeadDim>{});
-    if constexpr (kStages == 1) {
-      __syncthreads();  // every warp has done with Q and dO
-      load_next();
+    if constexpr (!Traits::kTurns) {
+      __syncthreads();  // P and dS are there
+      const auto add_to_keys = [&](auto& all_keys, const auto& scores_t, const auto& rows,
+                                   auto columns) ANYFLASH_INLINE_LAMBDA {
+        by_regions([&](auto region) ANYFLASH_INLINE_LAMBDA {
+          constexpr int kRow = decltype(region)::kRow;
+          constexpr int kRows = decltype(region)::kRows;
+          constexpr int kKeys = decltype(region)::kKeys;
+          auto acc = fragment_from<0, kKeys / (16 * Traits::kShape.key_warps)>(all_keys);
+          gemm_smem_smem(acc, acc, scores_t.template region<kRow, kRows, 0, kKeys>(),
+                         rows.template region<kRow, kRows, 0, decltype(columns)::value>(), mma_kv);
+        });
+      };
+      add_to_keys(acc_dv, p_t, dout_t, Int<Traits::kHeadDimV>{});
+      if constexpr (kStages == 2) load_next();
+      add_to_keys(acc_dk, ds_t, q_t, Int<Traits::kHeadDim>{});
+      if constexpr (kStages == 1) {
+        __syncthreads();  // every warp has done with Q and dO
+        load_next();
+      } else {
+        q.move(other_q);
+        q_t.move(other_q);
+        dout.move(other_do);
+        dout_t.move(other_do);
+        buffer ^= 1;
+      }
     } else {
-      q.move(other_q);
-      q_t.move(other_q);
-      dout.move(other_do);
-      dout_t.move(other_do);
-      buffer ^= 1;
+      turns.end_scores();
+      if (turns.with_before()) {
+        if (turns.sees_before()) {
+          add_tile_to_keys(
+              acc_dk, acc_dv, p_t, ds_t, (1 - group) * 2 * size(typename TileP::Layout{}), q_t,
+              turns.other_buffer() * size(sQ), dout_t, turns.other_buffer() * size(sDO), mma_kv);
+        }
+        turns.end_before();
+      }
+      turns.await_scores();
+      if (!kEdge || group == 0) {
+        add_tile_to_keys(acc_dk, acc_dv, p_t, ds_t, group * 2 * size(typename TileP::Layout{}), q_t,
+                         turns.buffer() * size(sQ), dout_t, turns.buffer() * size(sDO), mma_kv);
+      }
+      const int from = turns.buffer();
+      turns.end(tiles);
+      if (tiles.valid()) {
+        const int buffers = turns.buffer() - from;
+        tQsQ.data() = tQsQ.data() + buffers * size(sQ);
+        tOsDO.data() = tOsDO.data() + buffers * size(sDO);
+        load_rows(tiles);
+        cp_async_fence();
+      }
     }
 
     if (params.dq_sum == nullptr) return;
     const bool clear_keys = kMasked && smem.nonfinite_keys != 0;
-    if (clear_keys) {
+    if (!Traits::kTurns && clear_keys) {
       clear_nonfinite(tKsK);
       __syncthreads();  // K without NaN and infinity
     }
     float* dq_sum = params.dq_sum + stats_row * Traits::kHeadDim;
+    if constexpr (Traits::kTurns) {
+      if (clear_keys) {  // in place, it would be gone from the other group's scores
+        constexpr int kKeys = kEdge ? Traits::kEarlyKeys : kBlockN;
+        add_finite_to_dq_sum<Traits, kKeys>(dq_sum, smem.ds(group), smem.k.data(), row_thread);
+        return;
+      }
+    }
     constexpr int kRowTile = 16 * Traits::kShape.query_warps;
     constexpr int kFirst = kEdge && Traits::kEarlyKeys == 0 ? Traits::kEarlyRows / kRowTile : 0;
     for_each(make_int_sequence<Traits::kQueryParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
@@ -308,12 +362,13 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         constexpr int kRows = decltype(region)::kRows;
         constexpr int kKeys = decltype(region)::kKeys;
         auto acc = fragment_from<kRow / kRowTile, kRows / kRowTile>(acc_dq);
-        gemm_smem_smem(acc, acc, ds.template region<kRow, kRows, 0, kKeys>(),
-                       k_t.template region<0, kKeys, kColumn, kColumns>(), mma_q);
+        gemm_smem_smem(acc, acc, ready(ds).template region<kRow, kRows, 0, kKeys>(),
+                       ready(k_t).template region<0, kKeys, kColumn, kColumns>(), mma_q);
       });
-      add_to_dq_sum<kFirst>(dq_sum + kBlockM * kColumn, acc_dq, Traits::kThreads);
+      add_to_dq_sum<kFirst>(dq_sum + kBlockM * kColumn, acc_dq, turns.row_thread(),
+                            Traits::kRowThreads);
     });
-    if (clear_keys) {
+    if (!Traits::kTurns && clear_keys) {
       __syncthreads();  // every warp has done with that K
       load_keys();
       cp_async_fence();
@@ -327,6 +382,15 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     }
     if constexpr (!Scores::kGeneric) {
       while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{}, std::false_type{});
+    }
+  }
+  if constexpr (Traits::kTurns) {
+    if (!turns.with_before()) return;
+    turns.await_scores_before();
+    if (turns.sees_before()) {
+      add_tile_to_keys(acc_dk, acc_dv, p_t, ds_t, (1 - group) * 2 * size(typename TileP::Layout{}),
+                       q_t, turns.other_buffer() * size(sQ), dout_t,
+                       turns.other_buffer() * size(sDO), mma_kv);
     }
   }
 }

@@ -48,6 +48,31 @@ ANYFLASH_DEVICE void load_row(float (&to)[kVector], const void* data, DType dtyp
   }
 }
 
+// A lane's part of the sum of dout * out over a row. All loads come first: memory is far.
+template <class Element>
+ANYFLASH_DEVICE float row_product(const Element* dout, const Element* out, int lane, int columns) {
+  constexpr int kPieces = 256 / (kRowThreads * kVector);
+  Vector<Element> a[kPieces];
+  Vector<Element> b[kPieces];
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int col = (piece * kRowThreads + lane) * kVector;
+    if (col >= columns) continue;
+    a[piece] = *reinterpret_cast<const Vector<Element>*>(dout + col);
+    b[piece] = *reinterpret_cast<const Vector<Element>*>(out + col);
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int col = (piece * kRowThreads + lane) * kVector;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (col + i < columns) sum += to_float(a[piece].x[i]) * to_float(b[piece].x[i]);
+    }
+  }
+  return sum;
+}
+
 ANYFLASH_DEVICE float row_sum(float x) {
   for (int distance = kRowThreads / 2; distance > 0; distance /= 2) {
     x += __shfl_xor_sync(0xffffffffu, x, distance);
@@ -78,7 +103,14 @@ __global__ void __launch_bounds__(kThreads)
     const int row = row0 + r;
     const bool exists = row < sequence.seqlen_q;
     float sum = 0.0f;
-    for (int col = lane * kVector; exists && col < p.head_dim_v; col += kRowThreads * kVector) {
+    const bool short_types = p.dout_dtype != DType::kFloat32 && p.out_dtype != DType::kFloat32;
+    if (exists && short_types) {
+      sum = row_product(static_cast<const Element*>(p.dout) + offset(p.dout_stride, row),
+                        static_cast<const Element*>(p.out) + offset(p.out_stride, row), lane,
+                        p.head_dim_v);
+    }
+    for (int col = lane * kVector; exists && !short_types && col < p.head_dim_v;
+         col += kRowThreads * kVector) {
       float dout[kVector];
       float out[kVector];
       load_row<Element>(dout, p.dout, p.dout_dtype, offset(p.dout_stride, row), p.dout_stride.col,

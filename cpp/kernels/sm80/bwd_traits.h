@@ -3,6 +3,7 @@
 
 #include "common/macros.h"
 #include "sm80/bwd_block.h"
+#include "sm80/bwd_turns.h"
 #include "sm80/traits.h"
 
 namespace anyflash::sm80 {
@@ -28,6 +29,12 @@ struct BackwardTraits {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kTurns = kShape.turns;
+  // What an iteration of the loop takes: where groups take turns, a tile of rows of each.
+  static constexpr Tile kRound{kTurns ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
+  // Those that share a tile of rows.
+  static constexpr int kRowThreads = kTurns ? kThreads / 2 : kThreads;
+  static constexpr int kRowWarps = kRowThreads / 32;
   static constexpr int kStages = kShape.stages;
   static constexpr bool kReloadV = kShape.reload_v;
   static constexpr int kScoreParts = kShape.score_parts;
@@ -54,12 +61,12 @@ struct BackwardTraits {
   using KeyOrder = OrderOf<kBlockN>;
   using PartKeyOrder = OrderOf<kPartKeys>;
 
-  using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
-  using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
+  using TileQ = SmemTile<Element, kRowThreads, kBlockM, kHeadDim>;
+  using TileDO = SmemTile<Element, kRowThreads, kBlockM, kHeadDimV>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
-  using TileP = SmemTile<Element, kThreads, kBlockM, kBlockN>;
-  using PartOfP = SmemTile<Element, kThreads, kBlockM, kPartKeys>;
+  using TileP = SmemTile<Element, kRowThreads, kBlockM, kBlockN>;
+  using PartOfP = SmemTile<Element, kRowThreads, kBlockM, kPartKeys>;
   static_assert(kScoreParts == 1 || kPartKeys % TileP::kPage == 0, "a part is whole pages of P");
   static_assert(kQueryParts == 1 || kPartColumns % TileK::kPage == 0, "a part is whole pages of K");
   template <class Tile>
@@ -69,23 +76,31 @@ struct BackwardTraits {
     alignas(128) cute::array<Buffer<TileDO>, kStages> dout;
     alignas(128) Buffer<TileK> k;  // later dK
     alignas(128) Buffer<TileV> v;  // later dV
-    alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : 2> p_and_ds;
+    alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : kTurns ? 4 : 2> p_and_ds;
+    std::conditional_t<kTurns, TurnBarriers, NoTurnBarriers> turns;
     BackwardBlock block;
     int nonfinite_keys;  // NaN or infinity is in K
     int nonfinite_dout;  // or was in a tile of dO
 
-    ANYFLASH_DEVICE Element* p() {
+    ANYFLASH_DEVICE Element* p(int group = 0) {
       if constexpr (kReloadV) return v.data();
-      else return p_and_ds[0].data();
+      else return p_and_ds[2 * group].data();
     }
-    ANYFLASH_DEVICE Element* ds() { return p() + cute::cosize_v<typename TileP::Layout>; }
+    ANYFLASH_DEVICE Element* ds(int group = 0) {
+      return p(group) + cute::cosize_v<typename TileP::Layout>;
+    }
   };
+  static_assert(!kTurns || (kStages == 3 && kShape.key_warps == 2 && kEarlyRows == kBlockM &&
+                            kEarlyKeys == kBlockN / 2),
+                "a group's keys are all of Early's, or none");
   static_assert(!kReloadV || 2 * kBlockM <= kHeadDimV, "P and dS fit where V was");
 
   // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.
-  using ScoreMma = WarpGrid<Element, kShape.score_warps, kWarps / kShape.score_warps, 32>;
-  using KeyMma = WarpGrid<Element, kShape.key_warps, kWarps / kShape.key_warps, 16>;
-  using QueryMma = WarpGrid<Element, kShape.query_warps, kWarps / kShape.query_warps, 16>;
+  using ScoreMma = WarpGrid<Element, kShape.score_warps, kRowWarps / kShape.score_warps, 32>;
+  using KeyMma =
+      std::conditional_t<kTurns, HalvesGrid<Element, kRowWarps, kBlockN, 16>,
+                         WarpGrid<Element, kShape.key_warps, kWarps / kShape.key_warps, 16>>;
+  using QueryMma = WarpGrid<Element, kShape.query_warps, kRowWarps / kShape.query_warps, 16>;
 
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };

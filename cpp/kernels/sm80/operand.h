@@ -88,6 +88,20 @@ class Operand {
     return result;
   }
 
+  // The same, with its addresses made here from the first, for loops that lack registers for all.
+  ANYFLASH_DEVICE Operand anew() const {
+    Operand result = *this;
+#if !defined(ANYFLASH_EMULATED)
+    auto first = static_cast<uint32_t>(__cvta_generic_to_shared(at_[0]));
+    asm volatile("" : "+r"(first));  // not known before
+    CUTE_UNROLL
+    for (int i = 0; i < kInPage; ++i) {
+      result.at_[i] = static_cast<const Element*>(__cvta_shared_to_generic(first ^ 32 * i));
+    }
+#endif
+    return result;
+  }
+
   // Goes on to a tile that lies so many elements behind this one.
   ANYFLASH_DEVICE void move(int elements) {
     CUTE_UNROLL

@@ -77,6 +77,8 @@ struct BackwardTile {
   // For fewer registers: scores are made by so many parts of the keys, and dQ of its columns.
   int score_parts = 1;
   int query_parts = 1;
+  bool turns = false;  // two groups of warps take the tiles in turns; warps of score_warps and
+                       // query_warps are those of one group
 };
 
 // Two CTAs of four warps, which wait at different times, where an A100's 164 KB of shared memory or
@@ -85,7 +87,7 @@ struct BackwardTile {
 constexpr BackwardTile backward_tile(int head_dim, Room room) {
   if (room == Room::kWide) {
     if (head_dim <= 32) return {{128, 128, 4, 2}, 2, 2, 2, 1, false, 2};
-    if (head_dim <= 128) return {{128, 128, 8}, 4, 2, 4, 1, false, 2};
+    if (head_dim <= 128) return {{64, 128, 8}, 2, 2, 2, 3, false, 2, 1, true};
     return {{128, 64, 8}, 4, 2, head_dim <= 192 ? 2 : 4, 1, false, 1, head_dim / 64};
   }
   if (room == Room::kCompact) return {{64, 64, 4}, 2, 2, 2, 1};

@@ -31,6 +31,18 @@ using WarpGrid = cute::TiledMMA<
                             cute::Stride<cute::_1, cute::Int<kColumns>, cute::_8>>,
                cute::_16>>;
 
+// Two groups of kWarpsN warps: the first owns the first half of kRows rows, the other the rest.
+template <class Element, int kWarpsN, int kRows, int kColumns>
+using HalvesGrid = cute::TiledMMA<
+    MmaAtom<Element>,
+    cute::Layout<cute::Shape<cute::_2, cute::Int<kWarpsN>, cute::_1>,
+                 cute::Stride<cute::Int<kWarpsN>, cute::_1, cute::_1>>,
+    cute::Tile<cute::Layout<cute::Shape<cute::_16, cute::_2, cute::Int<kRows / 32>>,
+                            cute::Stride<cute::_1, cute::Int<kRows / 2>, cute::_16>>,
+               cute::Layout<cute::Shape<cute::_8, cute::Int<kWarpsN>, cute::Int<kColumns / 8>>,
+                            cute::Stride<cute::_1, cute::Int<kColumns>, cute::_8>>,
+               cute::_16>>;
+
 // A swizzled (kRows, kColumns) tile in shared memory, and its copies from and to global memory.
 template <class Element_, int kThreads, int kRows_, int kColumns_>
 struct SmemTile {

@@ -31,6 +31,7 @@ struct Case {
   std::string dout, grad;  // types, the inputs' own if not given
   std::string small = "own";
   int schedule = -1;
+  std::size_t smem = 166912;
 
   // Of decoding.
   bool decode = false, batch_idx = false, hole = false, tree = false, halves = false;
@@ -88,6 +89,7 @@ struct Case {
     else if (key == "grad") grad = value;
     else if (key == "small") small = value;
     else if (key == "schedule") schedule = std::stoi(value);
+    else if (key == "smem") smem = std::stoul(value);
     else read_of_decoding(word, key, value);
   }
 

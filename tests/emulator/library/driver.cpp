@@ -15,6 +15,7 @@
 //   nan=hidden          NaN in K and V of the keys that no query sees
 //   nan=seen            and NaN and infinity at random places of V
 //   schedule=N          of the emulator, instead of the seed's
+//   smem=BYTES          of shared memory that a block may have, instead of the A100's
 //
 // op=backward runs backward() instead, on the out and LSE of the reference. nan=hidden is also in q
 // and dout of the queries that see no key; nan=q, k, v or dout also in one place of each of its
@@ -103,6 +104,7 @@ double run_decode_case(const Case& c) {
 
 double run(const Case& c) {
   emu::options().seed = c.schedule >= 0 ? static_cast<unsigned>(c.schedule) : c.seed;
+  emu::options().shared_memory_limit = c.smem;
   if (c.decode) return run_decode_case(c);
   return c.backward ? run_backward_case(c) : run_forward_case(c);
 }

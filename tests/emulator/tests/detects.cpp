@@ -158,6 +158,20 @@ void named_barrier_kernel(bool planted, float* result) {
   result[i] = shared_floats()[kThreads - 1 - i];
 }
 
+// Two rounds. The wait for the second is for the phase that ends it, or for the one before.
+void mbarrier_kernel(bool planted, float* result) {
+  const int i = threadIdx.x;
+  auto& barrier = *reinterpret_cast<cutlass::arch::ClusterBarrier*>(shared_floats() + 2 * kThreads);
+  if (i == 0) barrier.init(kThreads);
+  __syncthreads();
+  for (int round = 0; round < 2; ++round) {
+    shared_floats()[round * kThreads + i] = static_cast<float>(round * i);
+    barrier.arrive();
+    barrier.wait(planted ? 0 : round);
+  }
+  result[i] = shared_floats()[kThreads + kThreads - 1 - i];
+}
+
 // -- What only a sanitizer sees
 // -----------------------------------------------------------------------
 
@@ -228,6 +242,7 @@ std::vector<Case> all_cases() {
       {"misaligned_cp_async", 1, false, misaligned_copy_kernel},
       {"unknown_instruction", 1, false, without_source(unknown_instruction_kernel)},
       {"named_barrier", 1, false, without_source(named_barrier_kernel)},
+      {"mbarrier", 1, false, without_source(mbarrier_kernel)},
       {"read_past_end", 1, true, read_past_end_kernel},
       {"read_past_shared", 1, true, without_source(read_past_shared_kernel)},
       {"missing_syncwarp", 1, true, without_source(syncwarp_kernel)},

@@ -1,8 +1,10 @@
 #pragma once
 
 #define NamedBarrier NamedBarrier_device
+#define ClusterBarrier ClusterBarrier_device
 #include_next <cutlass/arch/barrier.h>
 #undef NamedBarrier
+#undef ClusterBarrier
 
 namespace cutlass::arch {
 
@@ -44,6 +46,19 @@ class NamedBarrier {
  private:
   uint32_t threads_;
   uint32_t id_;
+};
+
+// Of one block.
+class ClusterBarrier {
+ public:
+  void init(uint32_t threads) { emu::mbarrier_init(&state_, static_cast<int>(threads)); }
+  void arrive() { emu::mbarrier_arrive(&state_); }
+  void wait(uint32_t parity, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    emu::mbarrier_wait(&state_, static_cast<int>(parity), file, line);
+  }
+
+ private:
+  uint64_t state_;
 };
 
 }  // namespace cutlass::arch
