@@ -16,7 +16,6 @@ class Together {
   ANYFLASH_DEVICE Together(NoTurnBarriers&, Tiles&) {}
   ANYFLASH_DEVICE int group() const { return 0; }
   ANYFLASH_DEVICE unsigned row_thread() const { return threadIdx.x; }
-  ANYFLASH_DEVICE int buffer() const { return 0; }
   ANYFLASH_DEVICE void begin(Tiles& tiles) {
     __syncthreads();
     tiles.advance();
