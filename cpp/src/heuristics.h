@@ -19,7 +19,7 @@ inline int equal_sections(int64_t pairs, int64_t most) {
   return static_cast<int>((pairs + sections - 1) / sections);
 }
 
-// How many (batch, head) pairs share a section of the forward grid (fwd_kernel.h).
+// How many (batch, head) pairs share a section of the forward grid (sm80/forward/kernel.h).
 //
 // No bound on the right: 1, so that all row blocks of one head, which read the same K and V, run
 // side by side. Causal, say: the row blocks of a section start with the heaviest, which evens out

@@ -31,7 +31,7 @@ inline constexpr unsigned kNoFeatures = 0;
 inline constexpr unsigned kAllFeatures =
     kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kDropout;
 
-// Of kernels that do the same, for which GPUs or problems one is made (sm80/tiles.h).
+// Of kernels that do the same, for which GPUs or problems one is made (sm80/forward/config.h).
 enum class Room : int { kUsual, kCompact, kWide };
 
 struct Tile {

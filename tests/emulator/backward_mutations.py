@@ -5,16 +5,16 @@ from __future__ import annotations
 from mutations import BACKWARD, DROPOUT, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
 from turns_mutations import TURNS, TURNS_MUTATIONS
 
-MAINLOOP = "sm80/bwd_mainloop.h"
-VISITS = "sm80/bwd_visits.h"
-KERNEL = "sm80/bwd_kernel.h"
-PARTS = "sm80/bwd_parts.h"
-EPILOGUE = "sm80/bwd_epilogue.h"
-SCORES = "sm80/bwd_scores.h"
-SCORED = "sm80/bwd_scored.h"
-ROW_PASS = "sm80/bwd_row_pass.h"
-ROW_TILE = "sm80/bwd_row_tile.h"
-ROWS_SOURCE = "sm80/bwd_rows.cu"
+MAINLOOP = "sm80/backward/mainloop.h"
+VISITS = "cuda/query_tile_iterator.h"
+KERNEL = "sm80/backward/kernel.h"
+PARTS = "sm80/backward/gqa_partials.h"
+EPILOGUE = "sm80/backward/epilogue.h"
+SCORES = "variant/backward_variants.h"
+SCORED = "variant/backward_single_feature.h"
+ROW_PASS = "sm80/backward/row_pass.h"
+ROW_TILE = "sm80/backward/score_gradient_tile.h"
+ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
 CLEAR_DO = "if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);"
 READ_K = "thread_k.partition_D(by_key(sK))"

@@ -32,10 +32,10 @@ class Mutation(NamedTuple):
     after: str = ""  # `old` is looked for after this, which occurs once
 
 
-MAINLOOP = "sm80/fwd_mainloop.h"
-EPILOGUE = "sm80/fwd_epilogue.h"
-KERNEL = "sm80/fwd_kernel.h"
-OPERAND = "sm80/operand.h"
+MAINLOOP = "sm80/forward/mainloop.h"
+EPILOGUE = "sm80/forward/epilogue.h"
+KERNEL = "sm80/forward/kernel.h"
+OPERAND = "sm80/ldmatrix_operand.h"
 SOFTMAX = "common/softmax.h"
 MASK = "variant/mask.h"
 SEQUENCE = "variant/sequence.h"
@@ -43,7 +43,7 @@ SCORE_MOD = "variant/score_mod.h"
 BLOCK_MASK = "variant/block_mask.h"
 DROPOUT = "variant/dropout.h"
 APPLY_DROPOUT = "variant/apply_dropout.h"
-DROPOUT_KERNEL = "sm80/fwd_dropout.h"
+DROPOUT_KERNEL = "variant/forward_dropout.h"
 
 WAIT_K = (
     "cp_async_wait<0>(); if constexpr (kTwoBuffers) clear_values();"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutations import Mutation
 
-MAINLOOP = "sm80/bwd_mainloop.h"
-TURNS = "sm80/bwd_turns.h"
-SUMS = "sm80/bwd_sums.h"
+MAINLOOP = "sm80/backward/mainloop.h"
+TURNS = "sm80/backward/pingpong.h"
+SUMS = "sm80/backward/accumulate.h"
 
 AWAIT_BUFFER = "if (tiles.valid() && shared) barriers_.used[1 - group_].wait(parity_before());"
 RACES = (

@@ -66,7 +66,7 @@ class KernelKey(NamedTuple):
 # Of the plain kernel's sim that those with one feature in its tiles must reach.
 ONE_FEATURE_SHARE = 0.7
 
-# By the C++ names of the variants (sm80/variants.h, sm80/bwd_scores.h, sm80/bwd_scored.h).
+# By the C++ names of the variants (variant/forward_variants.h, variant/backward_variants.h, variant/backward_single_feature.h).
 FEATURES = {
     "Plain": (),
     "Alibi": ("alibi",),

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "cpu/convert.h"
-#include "cpu/quantized.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/quantized.h"
 #include "variant/cache.h"
 
 namespace anyflash {

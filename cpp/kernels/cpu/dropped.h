@@ -6,7 +6,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
-#include "cpu/simd.h"
+#include "cpu/simd/vector.h"
 #include "params.h"
 #include "variant/dropout.h"
 

@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
-#include "cpu/simd.h"
-#include "cpu/tiles.h"
+#include "cpu/simd/vector.h"
+#include "cpu/amx/tiles.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "common/merge.h"
-#include "cpu/convert.h"
+#include "cpu/simd/convert.h"
 
 namespace anyflash {
 

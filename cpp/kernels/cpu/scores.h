@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/convert.h"
-#include "cpu/exp.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/exp.h"
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
-#include "cpu/simd.h"
+#include "cpu/simd/vector.h"
 #include "params.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/simd.h"
+#include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
 #include "params.h"
 
@@ -13,7 +13,7 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Columns of v and o are padded to whole groups (gemm.h) and whole vectors (thin.h).
+// Columns of v and o are padded to whole groups (gemm.h) and whole vectors (cpu/gemv.h).
 template <typename T>
 inline constexpr int kColumnPad = Simd<T>::kLanes > kGroupPad ? Simd<T>::kLanes : kGroupPad;
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "cpu/gemm.h"
-#include "cpu/simd.h"
-#include "cpu/thin.h"
-#include "cpu/tiles.h"
+#include "cpu/simd/vector.h"
+#include "cpu/gemv.h"
+#include "cpu/amx/tiles.h"
 #include "params.h"
 #include "variant/sequence.h"
 

@@ -5,9 +5,9 @@
 #include <type_traits>
 
 #include "device.h"
-#include "sm80/bwd_traits.h"
-#include "sm80/operand.h"
-#include "sm80/traits.h"
+#include "sm80/backward/traits.h"
+#include "sm80/ldmatrix_operand.h"
+#include "sm80/forward/traits.h"
 
 namespace {
 

@@ -1,0 +1,110 @@
+// Attention to a cache: the forward (forward.h) with keys from a cache (cpu/decode/keys.h). Where there
+// are too few sequences and heads to keep all threads busy, the keys of each are split (known as
+// flash-decoding), and the parts are joined at the end.
+//
+// What a row gets depends on the number of splits, or the size of one, but neither on the other
+// sequences nor on the number of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/simd/convert.h"
+#include "cpu/decode/join.h"
+#include "cpu/decode/keys.h"
+#include "cpu/forward/panels.h"
+#include "cpu/scratch.h"
+#include "cpu/tasks.h"
+#include "cpu/forward/single_row.h"
+#include "kernel.h"
+#include "params.h"
+#include "variant/cache.h"
+#include "variant/mask.h"
+
+namespace anyflash::cpu::ANYFLASH_CPU_ISA {
+
+// Splits that may have keys: an even division has no more of them than blocks of keys.
+inline int used_splits(const KvCacheParams& p) {
+  const int keys = p.split_size > 0 ? p.split_size : kBlockN;
+  const int most = p.seqlen_k / keys + (p.seqlen_k % keys != 0);
+  const int splits = p.split_size > 0 || most < p.num_splits ? most : p.num_splits;
+  return splits < 1 ? 1 : splits;
+}
+
+// A tree mask is a bias of the last keys, the same for all heads.
+inline KvCacheParams with_tree_as_bias(const KvCacheParams& p) {
+  KvCacheParams result = p;
+  result.bias = p.tree_mask;
+  result.bias.stride.head = 0;
+  return result;
+}
+
+// One thread's work on one task after the other: a task of the forward and one split.
+template <typename E>
+class DecodeRunner {
+ public:
+  using T = typename Compute<E>::Type;
+
+  DecodeRunner(const KvCacheParams& p, const Split& split, const Scratch<T>& scratch,
+               const PartialResults<T>& partial)
+      : p_(p), split_(split), splits_(partial.splits), rows_(p, scratch, partial) {}
+
+  void run(std::int64_t number) {
+    Task task = split_.task(number / splits_);
+    const int split = static_cast<int>(number % splits_);
+    const CachedSequence cached = cached_sequence(p_, task.index);
+    task.sequence.seqlen_k = task.sequence.all_keys = cached.seqlen_k;
+    const Mask mask(p_.seqlen_q, cached.seqlen_k, p_.window);
+    const SplitKeys keys =
+        split_keys(p_, split, mask.first_key(0), mask.end_key(p_.seqlen_q - 1), kBlockN);
+    task.first_key = keys.begin;
+    task.end_key = keys.end;
+    const int most = split_.rows_per_task();
+    for (std::int64_t row = task.first_row; row < task.end_row; row += most) {
+      const std::int64_t rest = task.end_row - row;
+      rows_.begin(task, cached, split, row, rest < most ? static_cast<int>(rest) : most);
+      if (keys.begin == keys.end && splits_ > 1) {
+        rows_.finish_empty();
+      } else if (task.thin) {
+        ThinTask<CacheRows<E>>(rows_).run();
+      } else {
+        PanelTask<CacheRows<E>>(rows_).run();
+      }
+    }
+  }
+
+ private:
+  const KvCacheParams& p_;
+  const Split& split_;
+  const int splits_;
+  CacheRows<E> rows_;
+};
+
+template <typename E>
+std::size_t decode_scratch_bytes(const KvCacheParams& p, int num_threads) {
+  using T = typename Compute<E>::Type;
+  const std::size_t threads = static_cast<std::size_t>(num_threads < 1 ? 1 : num_threads);
+  return Scratch<T>::bytes(with_tree_as_bias(p)) * threads +
+         PartialResults<T>::carve(p, used_splits(p), nullptr).size;
+}
+
+template <typename E>
+void decode(const KvCacheParams& params, const LaunchContext& context) {
+  using T = typename Compute<E>::Type;
+  const KvCacheParams p = with_tree_as_bias(params);
+  const int threads = context.num_threads < 1 ? 1 : context.num_threads;
+  const int splits = used_splits(p);
+  const Split split = Split::make<T>(p, threads, splits);
+  const std::size_t bytes = Scratch<T>::bytes(p);
+  char* const base = static_cast<char*>(context.scratch);
+  const auto partial = PartialResults<T>::carve(p, splits, base + bytes * threads);
+  run_tasks(split.tasks() * splits, threads, [&](int thread) {
+    return DecodeRunner<E>(p, split, Scratch<T>::carve(p, base + bytes * thread), partial);
+  });
+  if (!partial.used()) return;
+  run_tasks(p.batch * p.heads, threads, [&](int thread) {
+    return Joiner<E>(p, partial, Scratch<T>::carve(p, base + bytes * thread).row);
+  });
+}
+
+}  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -1,0 +1,228 @@
+// See combine.h. With weights exp(lse_s) / (exp(sink) + sum exp(lse)),  out = sum_s weight_s out_s.
+// Splits without keys (lse -inf) have not written theirs.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/launch.h"
+#include "common/store.h"
+#include "cuda/combine.h"
+#include "variant/auxiliary.h"
+
+namespace anyflash {
+
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kWarps = 4;
+constexpr int kLanes = 32;
+constexpr int kThreads = kWarps * kLanes;
+constexpr int kColumns = 256;                    // the largest head dim
+constexpr int kPerLane = kColumns / kLanes / 4;  // pieces of four columns
+constexpr int kParts = 8;                        // that are loaded at once
+
+// Of the warps that share a row.
+template <int kRowWarps>
+struct Smem {
+  alignas(16) float out[kRowWarps][kColumns];
+  float warp[kRowWarps];
+  float weight[kRowWarps * kLanes];  // of splits
+  bool seen[kRowWarps * kLanes];
+};
+
+// One row of the result by kRowWarps warps, which are a whole CTA if they are more than one.
+template <int kRowWarps>
+class RowCombiner {
+  static constexpr int kRowThreads = kRowWarps * kLanes;
+
+ public:
+  __device__ RowCombiner(const CombineParams& params, Smem<kRowWarps>& smem)
+      : params_(params),
+        p_(params.result),
+        smem_(smem),
+        rows_(lse_stride_of_split(params.result)),
+        columns_(part_columns(params.result)),
+        thread_(static_cast<int>(threadIdx.x) % kRowThreads) {}
+
+  __device__ void combine(int64_t row) {
+    const int64_t query = row % p_.seqlen_q;
+    const int64_t head = row / p_.seqlen_q % p_.heads;
+    const int64_t batch = row / p_.seqlen_q / p_.heads;
+    const float sink =
+        p_.sinks.data == nullptr ? -INFINITY : load_float(p_.sinks, head * p_.sinks.stride.head);
+    float top = sink;
+    for (int s = thread_; s < p_.num_splits; s += kRowThreads) top = fmaxf(top, lse(s, row));
+    top = reduce(top, [](float a, float b) { return fmaxf(a, b); });
+    const float reference = top == -INFINITY ? 0.0f : top;
+    float sum = 0.0f;
+    for (int s = thread_; s < p_.num_splits; s += kRowThreads) {
+      sum += exp2f((lse(s, row) - reference) * kLog2E);
+    }
+    sum = reduce(sum, [](float a, float b) { return a + b; });
+    if (sink != -INFINITY) sum += exp2f((sink - reference) * kLog2E);
+    if (thread_ == 0 && p_.lse != nullptr) {
+      const Strides& stride = p_.lse_stride;
+      p_.lse[batch * stride.batch + head * stride.head + query * stride.row] =
+          sum == 0.0f ? -INFINITY : reference + logf(sum);
+    }
+
+    float acc[kPerLane][4] = {};
+    add_splits(row, reference, sum == 0.0f ? 0.0f : 1.0f / sum, acc);
+    if (!add_warps(acc)) return;
+    const Strides& stride = p_.out_stride;
+    const int64_t offset = batch * stride.batch + query * stride.row + head * stride.head;
+    if (p_.out_dtype == DType::kFloat32) store(static_cast<float*>(p_.out) + offset, acc);
+    else if (params_.q_dtype == DType::kFloat16) store(static_cast<__half*>(p_.out) + offset, acc);
+    else store(static_cast<__nv_bfloat16*>(p_.out) + offset, acc);
+  }
+
+ private:
+  static __device__ void sync() {
+    if constexpr (kRowWarps == 1) __syncwarp();
+    else __syncthreads();
+  }
+
+  __device__ float lse(int64_t split, int64_t row) const {
+    return params_.lse[split * rows_ + row];
+  }
+
+  // Over the row's threads, in the same order whenever it runs.
+  template <class Op>
+  __device__ float reduce(float x, const Op& op) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      x = op(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    }
+    if constexpr (kRowWarps == 1) return x;
+    sync();  // every warp has done with what lay there
+    if (thread_ % kLanes == 0) smem_.warp[thread_ / kLanes] = x;
+    sync();  // all warps' numbers are there
+    x = smem_.warp[0];
+#pragma unroll
+    for (int warp = 1; warp < kRowWarps; ++warp) x = op(x, smem_.warp[warp]);
+    return x;
+  }
+
+  // acc += weight * part over this warp's splits, of this lane's columns.
+  __device__ void add_splits(int64_t row, float reference, float inverse,
+                             float (&acc)[kPerLane][4]) {
+    for (int first = 0; first < p_.num_splits; first += kRowThreads) {
+      // Weights first: then the loads of the parts depend on nothing that has to be waited for.
+      sync();  // every warp has done with the weights before
+      const int split = first + thread_;
+      const float part = split < p_.num_splits ? lse(split, row) : -INFINITY;
+      smem_.weight[thread_] = exp2f((part - reference) * kLog2E) * inverse;
+      smem_.seen[thread_] = part != -INFINITY;
+      sync();  // the weights are there
+      const int count = min(kRowThreads, p_.num_splits - first);
+      for (int i = thread_ / kLanes; i < count; i += kParts * kRowWarps) {
+        add_parts(first, i, row, acc);
+      }
+    }
+  }
+
+  // kParts of them: their loads overlap. What a part has between its columns and its end is read,
+  // but not written to the result.
+  __device__ void add_parts(int first, int split, int64_t row, float (&acc)[kPerLane][4]) const {
+    const int lane = thread_ % kLanes;
+    float4 parts[kParts][kPerLane];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const int at = split + i * kRowWarps;
+      const bool seen = at < kRowThreads && smem_.seen[at];
+      const int64_t part = ((first + at) * rows_ + row) * columns_;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        const int col = (j * kLanes + lane) * 4;
+        parts[i][j] = seen && col < columns_
+                          ? *reinterpret_cast<const float4*>(params_.out + part + col)
+                          : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const int at = split + i * kRowWarps;
+      const float weight = at < kRowThreads ? smem_.weight[at] : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        acc[j][0] += weight * parts[i][j].x;
+        acc[j][1] += weight * parts[i][j].y;
+        acc[j][2] += weight * parts[i][j].z;
+        acc[j][3] += weight * parts[i][j].w;
+      }
+    }
+  }
+
+  // The sum over the warps, in the first one; false in the others.
+  __device__ bool add_warps(float (&acc)[kPerLane][4]) {
+    if constexpr (kRowWarps == 1) return true;
+    const int warp = thread_ / kLanes;
+    const int first = thread_ % kLanes * 4;
+#pragma unroll
+    for (int i = 0; i < kPerLane * 4; ++i) {
+      smem_.out[warp][i / 4 * kLanes * 4 + first + i % 4] = acc[i / 4][i % 4];
+    }
+    sync();  // every warp's sums are there
+    if (warp != 0) return false;
+#pragma unroll
+    for (int w = 1; w < kRowWarps; ++w) {
+#pragma unroll
+      for (int i = 0; i < kPerLane * 4; ++i) {
+        acc[i / 4][i % 4] += smem_.out[w][i / 4 * kLanes * 4 + first + i % 4];
+      }
+    }
+    return true;
+  }
+
+  template <class Out>
+  __device__ void store(Out* row, const float (&acc)[kPerLane][4]) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int col = (i * kLanes + thread_ % kLanes) * 4;
+      store_four(acc[i], row + col * p_.out_stride.col, p_.out_stride.col, p_.head_dim_v - col);
+    }
+  }
+
+  const CombineParams& params_;
+  const KvCacheParams& p_;
+  Smem<kRowWarps>& smem_;
+  int64_t rows_;
+  int columns_;
+  int thread_;  // of the row
+};
+
+template <int kRowWarps>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineParams params) {
+  constexpr int kRows = kWarps / kRowWarps;
+  const int place = static_cast<int>(threadIdx.x) / (kRowWarps * kLanes);
+  RowCombiner<kRowWarps> combiner(params, reinterpret_cast<Smem<kRowWarps>*>(anyflash_smem)[place]);
+  const int64_t rows = lse_stride_of_split(params.result);
+  for (int64_t row = int64_t{blockIdx.x} * kRows + place; row < rows;
+       row += int64_t{gridDim.x} * kRows) {
+    combiner.combine(row);
+  }
+}
+
+template <int kRowWarps>
+void launch_combine(const CombineParams& params, void* stream) {
+  constexpr int kRows = kWarps / kRowWarps;
+  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
+  const int64_t blocks =
+      std::min((lse_stride_of_split(params.result) + kRows - 1) / kRows, kMaxBlocks);
+  if (blocks == 0) return;
+  launch<combine_kernel<kRowWarps>>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                                    kRows * sizeof(Smem<kRowWarps>), stream, params);
+}
+
+}  // namespace
+
+void combine_splits(const CombineParams& params, void* stream) {
+  // A warp a row where it has all of its splits on their way at once.
+  if (params.result.num_splits <= kParts) launch_combine<1>(params, stream);
+  else launch_combine<kWarps>(params, stream);
+}
+
+}  // namespace anyflash

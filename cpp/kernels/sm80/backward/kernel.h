@@ -1,0 +1,102 @@
+// The backward's main kernel: dK and dV of one block of keys a CTA, and what it adds to dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/launch.h"
+#include "variant/work_tile.h"
+#include "sm80/backward/epilogue.h"
+#include "sm80/backward/mainloop.h"
+#include "variant/backward_scratch.h"
+#include "sm80/backward/gqa_partials.h"
+#include "sm80/forward/traits.h"
+#include "variant/sequence.h"
+
+namespace anyflash::sm80 {
+
+// Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
+// heads_per_section; within a section the first blocks, which most rows see, start first. (The
+// forward's GridOrder gains nothing here: CONTRIBUTING, Speed.)
+template <int kBlockN>
+ANYFLASH_DEVICE BackwardBlock backward_block(const BackwardScratch& params, int index) {
+  const int key_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  const int heads = params.heads_k * params.group_parts;
+  const int triples = static_cast<int>(params.batch) * heads;
+  const int section = index / (params.heads_per_section * key_blocks);
+  const int first = section * params.heads_per_section;
+  const int section_triples = min(params.heads_per_section, triples - first);
+  const int rest = index - first * key_blocks;
+  const int triple = first + rest % section_triples;
+  const int64_t batch = triple / heads;
+  const int head = triple % heads;
+  return BackwardBlock{sequence_of(params, batch), batch, head / params.group_parts,
+                       head % params.group_parts, rest / section_triples * kBlockN};
+}
+
+template <class Traits, class Scores>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_kernel(const __grid_constant__ BackwardScratch params) {
+  using namespace cute;
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  const BackwardBlock here = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
+  if (threadIdx.x == 0) {
+    smem.block = here;
+    smem.nonfinite_keys = smem.nonfinite_dout = 0;
+    if constexpr (Traits::kTurns) smem.turns.init(Traits::kRowThreads, Traits::kThreads);
+  }
+  __syncthreads();  // read from there, because the loop needs the registers
+  const BackwardBlock& block = smem.block;
+
+  const typename Traits::KeyMma mma;
+  auto acc_dk = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>{});
+  auto acc_dv = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDimV>>{});
+  clear(acc_dk);  // (MMA, MMA_N, MMA_D)
+  clear(acc_dv);  // (MMA, MMA_N, MMA_D)
+  backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+
+  cp_async_wait<0>();
+  __syncthreads();  // every warp has done with K and V, and nothing is on its way there
+  const bool nonfinite_dout = smem.nonfinite_dout != 0;
+  if (params.part_sums != nullptr) {
+    store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
+  } else {
+    write_key_gradients<Traits, Scores>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
+  }
+}
+
+// dQ = ds_scale * dq_sum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
+// pairs.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kRowThreads)
+    finish_dq_kernel(const __grid_constant__ BackwardScratch params) {
+  using namespace cute;
+  using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
+  auto& smem = *reinterpret_cast<Buffer*>(anyflash_smem);
+  const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int row = static_cast<int>(blockIdx.x) % row_blocks * Traits::kBlockM;
+  const int pair = static_cast<int>(blockIdx.x) / row_blocks;
+  const int64_t batch = pair / params.heads;
+  const int head = pair % params.heads;
+  const Sequence sequence = sequence_of(params, batch);
+  if (row >= sequence.seqlen_q) return;
+
+  const typename Traits::QueryMma mma;
+  auto acc = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+  const float* const tile =
+      params.dq_sum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc); ++i) {
+    acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
+  }
+  const auto store = [&](auto type) {
+    const auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride, sequence.batch,
+                                                      head, sequence.first_q + row,
+                                                      sequence.seqlen_q - row, params.head_dim);
+    store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
+  };
+  if (params.grad_dtype == DType::kFloat32) store(float{});
+  else store(typename Traits::Element{});
+}
+
+}  // namespace anyflash::sm80

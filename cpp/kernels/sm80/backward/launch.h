@@ -1,0 +1,167 @@
+// Host side of the sm_80 backward kernels: one KernelRow per (dtype, head dims, variant).
+//
+//   prepare_rows      delta and LSE of every row; dq_sum = 0
+//   backward_kernel   dK, dV; adds to dq_sum
+//   sum_parts_kernel  dK, dV, where the heads of a group come in parts
+//   finish_dq_kernel  dQ from dq_sum;  deterministic: row_pass_kernel makes dQ instead
+//   dbias_kernel, row_pass_kernel, sum_*   the other gradients, where they are wanted
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "common/launch.h"
+#include "common/softmax.h"
+#include "kernel.h"
+#include "sm80/backward/kernel.h"
+#include "variant/backward_scratch.h"
+#include "sm80/backward/gqa_partials.h"
+#include "sm80/backward/row_pass.h"
+#include "cuda/backward_preprocess.h"
+#include "variant/backward_single_feature.h"
+#include "variant/backward_variants.h"
+#include "sm80/backward/traits.h"
+
+namespace anyflash::sm80 {
+
+// Divides `memory` (null: only the size is wanted) among what the kernels need there. Returns the
+// bytes used.
+template <class Traits>
+std::size_t place_scratch(BackwardScratch& p, char* memory) {
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const auto padded = [](int64_t rows) {
+    return (rows + Traits::kBlockM - 1) / Traits::kBlockM * Traits::kBlockM;
+  };
+  const int64_t heads = (packed ? 1 : p.batch) * p.heads;
+  p.block_m = Traits::kBlockM;
+  p.padded_rows = packed ? padded(p.total_q + p.batch * Traits::kBlockM) : padded(p.seqlen_q);
+  p.dq_columns = Traits::kHeadDim;
+  std::size_t used = 0;
+  const auto take = [&](auto*& at, int64_t count) {
+    constexpr std::size_t kAlignment = 256;
+    if (memory != nullptr) at = reinterpret_cast<decltype(+at)>(memory + used);
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(*at);
+    used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  take(p.stats, heads * p.padded_rows);
+  if (!p.deterministic) take(p.dq_sum, heads * p.padded_rows * p.dq_columns);
+  if (p.dout_dtype == DType::kFloat32) {
+    const int64_t columns = (p.head_dim_v + 7) / 8 * 8;
+    auto* rounded = static_cast<typename Traits::Element*>(nullptr);
+    take(rounded, heads * (packed ? p.total_q : p.seqlen_q) * columns);
+    p.dout_rounded = rounded;
+  }
+  if (p.alibi_slopes.data != nullptr) take(p.slopes_log2, p.batch * p.heads);
+  if (p.group_parts > 1) {
+    constexpr int kBlockN = Traits::kBlockN;
+    p.key_blocks = packed ? p.total_k / kBlockN + p.batch : (p.seqlen_k + kBlockN - 1) / kBlockN;
+    const int64_t parts = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks * p.group_parts;
+    take(p.part_sums, parts * kPartElements<Traits>);
+    take(p.part_nonfinite_dout, parts);
+  }
+  if (p.dalibi_slopes.data != nullptr) {
+    take(p.slope_sums, p.batch * p.heads * ((int64_t{p.seqlen_q} + 63) / 64));
+  }
+  return used;
+}
+
+template <class Traits>
+std::size_t backward_scratch_bytes(const BackwardParams& params, int) {
+  BackwardScratch scratch{params};
+  return place_scratch<Traits>(scratch, nullptr);
+}
+
+// Runs kKernel on `blocks` CTAs, none where there is nothing to do.
+template <auto kKernel, class Traits, int kThreads = Traits::kThreads>
+void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream,
+                   const BackwardScratch& params) {
+  if (blocks == 0) return;
+  if (blocks > INT32_MAX) {
+    throw Error(ErrorCode::kUnsupported, "the problem needs " + std::to_string(blocks) +
+                                             " CTAs; a CUDA grid holds at most 2147483647");
+  }
+  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params);
+}
+
+template <class Traits, class RowTraits, class Scores>
+void launch_backward(const BackwardParams& params, const LaunchContext& context) {
+  BackwardScratch p{params};
+  p.dtype = std::is_same_v<typename Traits::Element, cutlass::half_t> ? DType::kFloat16
+                                                                      : DType::kBFloat16;
+  place_scratch<Traits>(p, static_cast<char*>(context.scratch));
+  // What 16-bit numbers make of such a scale is 0, as in the forward.
+  constexpr double kLeastScale = 1e-20;
+  if (std::fabs(p.softmax_scale) < kLeastScale) p.softmax_scale = 0.0;
+  p.scale_log2 = static_cast<float>(p.softmax_scale) * kLog2E;
+  p.lse_unit = Scores::kGeneric ? 1.0f : kLog2E;
+  p.ds_scale = static_cast<float>(p.softmax_scale) * Scores::ds_factor(p);
+
+  void* const stream = context.stream;
+  const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
+  const int64_t pairs = p.batch * p.heads;
+  prepare_rows(p, stream);
+  if (p.dout_rounded != nullptr) {
+    const int64_t columns = (p.head_dim_v + 7) / 8 * 8;
+    const int64_t rows = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
+    p.dout = p.dout_rounded;
+    p.dout_stride = Strides{p.heads * rows * columns, columns, rows * columns, 1};
+  }
+  launch_blocks<backward_kernel<Traits, Scores>, Traits>(
+      blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k * p.group_parts,
+      sizeof(typename Traits::SharedStorage), stream, p);
+  if (p.part_sums != nullptr) {
+    launch_blocks<sum_parts_kernel<Traits, Scores>, Traits>(
+        blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k, sizeof(PartsStorage<Traits>),
+        stream, p);
+  }
+  if (!p.deterministic) {
+    launch_blocks<finish_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
+        blocks(p.seqlen_q, Traits::kBlockM) * pairs,
+        sizeof(typename Traits::template Buffer<typename Traits::TileQ>), stream, p);
+  }
+  if (p.deterministic || p.slope_sums != nullptr) {
+    launch_blocks<row_pass_kernel<RowTraits, Scores>, RowTraits>(
+        blocks(p.seqlen_q, RowTraits::kBlockM) * pairs, sizeof(typename RowTraits::SharedStorage),
+        stream, p);
+  }
+  if constexpr ((Scores::kFeatures & kBias) != 0) {
+    if (p.dbias.data != nullptr) {
+      const Strides& stride = p.dbias.stride;
+      const int64_t tiles = (stride.row == 0 ? 1 : blocks(p.dbias_rows, RowTraits::kBlockM)) *
+                            (stride.col == 0 ? 1 : blocks(p.dbias_columns, RowTraits::kBlockN));
+      launch_blocks<dbias_kernel<RowTraits, Scores>, RowTraits>(
+          p.dbias_batch * p.dbias_heads * tiles, kDbiasBytes<RowTraits>, stream, p);
+    }
+  }
+  if (p.dalibi_slopes.data != nullptr) sum_dalibi_slopes(p, stream);
+  if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
+}
+
+template <class Element, int kHeadDim, int kHeadDimV, class Scores, Room kRoom = Room::kUsual>
+constexpr KernelRow backward_row(const char* name) {
+  using Traits =
+      BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys, kRoom>;
+  using RowTraits = RowPassTraits<Element, kHeadDim, kHeadDimV>;
+  return KernelRow{
+      name,
+      Arch::kSm80,
+      CpuIsa::kAuto,
+      Op::kBackward,
+      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16,
+      kHeadDim,
+      kHeadDimV,
+      Scores::kFeatures,
+      Traits::kRound,
+      std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>),
+      {},
+      {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>},
+      {},
+      kRoom,
+  };
+}
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,111 @@
+// How the warps of the backward's main kernel share its tiles of rows: all of them each tile, or
+// two groups of warps in turns.
+#pragma once
+
+#include "common/macros.h"
+#include "cuda/named_barrier.h"
+
+namespace anyflash::sm80 {
+
+struct NoTurnBarriers {};
+
+// All warps work at the same tile.
+template <class Traits, class Tiles>
+class Together {
+ public:
+  ANYFLASH_DEVICE Together(NoTurnBarriers&, Tiles&) {}
+  ANYFLASH_DEVICE int group() const { return 0; }
+  ANYFLASH_DEVICE unsigned row_thread() const { return threadIdx.x; }
+  ANYFLASH_DEVICE void begin(Tiles& tiles) {
+    __syncthreads();
+    tiles.advance();
+  }
+  ANYFLASH_DEVICE void await_p() const {}
+};
+
+// Warps in step all multiply, make probabilities or add to dQ at the same time, and wait for the
+// same. Here the tiles go to two groups alternately. Of its own tile h a group makes scores, P, dS
+// and dQ. dK and dV need all tiles: each group owns half of the keys, and adds what the other
+// group's tile h - 1 gives, then what its own does. Its scores begin when those of tile h - 1 are
+// there, so that the groups are half a round apart:
+//
+//   group 0   scores 0 | dK dV 0  | dQ 0         | scores 2 | dK dV 1, 2 | dQ 2 ...
+//   group 1            | scores 1 | dK dV 0, 1   | dQ 1     | scores 3   | dK dV 2, 3 ...
+//
+// Q and dO of tile h lie in buffer h mod 3; P and dS where those of tile h - 2 were.
+struct TurnBarriers {
+  Mbarrier scores[2];  // of each group's tile: its P and dS are there
+  Mbarrier used[2];    // and both groups have added what they give to dK and dV
+
+  // By one thread; then __syncthreads().
+  ANYFLASH_DEVICE void init(int group_threads, int threads) {
+    for (int group = 0; group < 2; ++group) {
+      scores[group].init(group_threads);
+      used[group].init(threads);
+    }
+  }
+};
+
+template <class Traits, class Tiles>
+class Turns {
+ public:
+  // Leaves `tiles` at the group's first one.
+  ANYFLASH_DEVICE Turns(TurnBarriers& barriers, Tiles& tiles)
+      : barriers_(barriers),
+        group_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / Traits::kRowThreads, 0)),
+        buffer_(group_) {
+    if (group_ == 1) pass(tiles);
+  }
+
+  ANYFLASH_DEVICE int group() const { return group_; }
+  // The thread's place in its group.
+  ANYFLASH_DEVICE unsigned row_thread() const { return threadIdx.x % Traits::kRowThreads; }
+  // Of the group's tile; of the one before, and so of the group's next one.
+  ANYFLASH_DEVICE int buffer() const { return buffer_; }
+  ANYFLASH_DEVICE int other_buffer() const { return buffer_ == 0 ? 2 : buffer_ - 1; }
+  // Whether there is a tile before, and whether the group's keys see it.
+  ANYFLASH_DEVICE bool with_before() const { return before_ != kNone; }
+  ANYFLASH_DEVICE bool sees_before() const { return before_ == kSeen; }
+
+  // Begins the group's tile: all of the group have loaded it, and done with dS of its last one,
+  // and the scores of the tile before are there.
+  ANYFLASH_DEVICE void begin(Tiles&) {
+    sync_some(group_, Traits::kRowThreads);
+    if (with_before()) await_scores_before();
+  }
+  ANYFLASH_DEVICE void await_scores_before() { barriers_.scores[1 - group_].wait(parity_before()); }
+  // P of the group's last tile has been used.
+  ANYFLASH_DEVICE void await_p() { barriers_.used[group_].wait(parity_ ^ 1); }
+  ANYFLASH_DEVICE void end_scores() { barriers_.scores[group_].arrive(); }
+  ANYFLASH_DEVICE void await_scores() { barriers_.scores[group_].wait(parity_); }
+  ANYFLASH_DEVICE void end_before() { barriers_.used[1 - group_].arrive(); }
+  // Ends the group's tile, but for its dQ, and goes on to its next one, whose buffer is free then.
+  ANYFLASH_DEVICE void end(Tiles& tiles) {
+    barriers_.used[group_].arrive();
+    const bool shared = with_before();
+    tiles.advance();
+    pass(tiles);
+    if (tiles.valid() && shared) barriers_.used[1 - group_].wait(parity_before());
+    buffer_ = other_buffer();
+    parity_ ^= 1;
+  }
+
+ private:
+  static constexpr int kNone = 0;
+  static constexpr int kSeen = 1;
+  static constexpr int kUnseen = 2;  // on the edge: Early's keys are group 0's
+
+  ANYFLASH_DEVICE void pass(Tiles& tiles) {
+    before_ = !tiles.valid() ? kNone : tiles.on_edge() && group_ == 1 ? kUnseen : kSeen;
+    tiles.advance();
+  }
+  ANYFLASH_DEVICE int parity_before() const { return parity_ ^ group_ ^ 1; }
+
+  TurnBarriers& barriers_;
+  int group_;
+  int buffer_;
+  int parity_ = 0;  // of the phases of the group's tile
+  int before_ = kNone;
+};
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,182 @@
+// Gradients of the scores of one tile at a time, in registers: what the backward's passes over rows
+// are made of. Each warp owns 16 rows, so that dS is an operand of dS K as it is.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/convert.h"
+#include "common/finite.h"
+#include "common/layout.h"
+#include "common/macros.h"
+#include "variant/backward_scratch.h"
+#include "variant/backward_variants.h"
+#include "sm80/copy.h"
+#include "sm80/gemm.h"
+#include "sm80/ldmatrix_operand.h"
+#include "sm80/forward/traits.h"
+#include "variant/mask.h"
+
+namespace anyflash::sm80 {
+
+// Signed: offsets that follow from it are, too, where strides are negative.
+ANYFLASH_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+
+template <class Element_, int kHeadDim_, int kHeadDimV_>
+struct RowPassTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr Tile kTile = generic_forward_tile(kHeadDim, kHeadDimV);
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kThreads = 32 * kTile.warps;
+  using KeyOrder = QuadKeyOrder<kBlockN>;
+
+  using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
+  using TileDO = SmemTile<Element, kThreads, kBlockM, kHeadDimV>;
+  using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
+  using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
+
+  template <class Tile>
+  using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
+  struct SharedStorage {
+    alignas(128) Buffer<TileQ> q;  // later dQ
+    alignas(128) Buffer<TileDO> dout;
+    alignas(128) Buffer<TileK> k;
+    alignas(128) Buffer<TileV> v;
+  };
+
+  using TiledMma =
+      cute::TiledMMA<MmaAtom<Element>,
+                     cute::Layout<cute::Shape<cute::Int<kTile.warps>, cute::_1, cute::_1>>,
+                     cute::Tile<cute::Int<16 * kTile.warps>, cute::_16, cute::_16>>;
+};
+
+// One thread's view of the tiles in shared memory.
+template <class Traits>
+class RowTile {
+ public:
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
+
+  ANYFLASH_DEVICE RowTile(const BackwardScratch& params, const Sequence& sequence,
+                          typename Traits::SharedStorage& smem)
+      : params_(params), sequence_(sequence), smem_(smem) {}
+
+  // Places of this thread's scores in a tile, as a (row, col) view.
+  ANYFLASH_DEVICE static auto coordinates() {
+    using namespace cute;
+    auto cS = make_identity_tensor(ShapeS{});
+    auto tScS =
+        typename Traits::TiledMma{}
+            .get_thread_slice(thread_index())
+            .partition_C(make_tensor(
+                cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
+    return make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
+  }
+
+  ANYFLASH_DEVICE void load_rows(int head, int row0) const {
+    const int64_t row = sequence_.first_q + row0;
+    const int rows = sequence_.seqlen_q - row0;
+    load<typename Traits::TileQ, cute::Layout<cute::Int<kBlockM>>>(
+        smem_.q, params_.q, params_.q_stride, head, row, rows, params_.head_dim);
+    load<typename Traits::TileDO, cute::Layout<cute::Int<kBlockM>>>(
+        smem_.dout, params_.dout, params_.dout_stride, head, row, rows, params_.head_dim_v);
+    cute::cp_async_fence();
+  }
+  ANYFLASH_DEVICE void load_keys(int head_k, int col0) const {
+    const int64_t row = sequence_.first_k + col0;
+    const int rows = sequence_.seqlen_k - col0;
+    load<typename Traits::TileK, typename Traits::KeyOrder>(smem_.k, params_.k, params_.k_stride,
+                                                            head_k, row, rows, params_.head_dim);
+    load<typename Traits::TileV, typename Traits::KeyOrder>(smem_.v, params_.v, params_.v_stride,
+                                                            head_k, row, rows, params_.head_dim_v);
+    cute::cp_async_fence();
+  }
+
+  // The gradient of the final scores, and calls use(dS as a (row, col) view, coordinates) before it
+  // becomes the gradient of softmax_scale q.k, which is returned as an accumulator.
+  template <class Scores, class Use>
+  ANYFLASH_DEVICE auto gradients(const Scores& variant, const Mask& mask, const RowStats* stats,
+                                 int row0, int col0, const Use& use) const {
+    using namespace cute;
+    typename Traits::TiledMma mma;
+    const auto places = coordinates();
+    const auto rows = load_stats(stats, places);
+    const ScoreTile tile{mask, row0, col0};
+    auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
+    auto acc_dp = partition_fragment_C(mma, ShapeS{});
+    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
+    auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
+    typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
+                                    decltype(size<1>(scores))::value>
+        extra;
+    variant.template prefetch<true>(extra, places, tile);
+    clear(acc_s);
+    multiply<typename Traits::TileQ, typename Traits::TileK>(acc_s, acc_s, smem_.q, smem_.k);
+    variant.template probabilities<true>(scores, extra, rows, places, tile);
+    if constexpr (Scores::kGeneric) variant.dropped(scores, extra, places, tile);
+    multiply<typename Traits::TileDO, typename Traits::TileV>(acc_dp, variant.dp_init(acc_dp, rows),
+                                                              smem_.dout, smem_.v);
+    variant.template gradients<true>(dp, scores, extra, rows);
+    use(dp, places);
+    variant.chain(dp, extra);
+    return acc_dp;
+  }
+
+  // Takes NaN and infinity out of the K in shared memory, for all threads.
+  ANYFLASH_DEVICE void clear_nonfinite_keys() const {
+    auto thread = typename Traits::TileK::Load{}.get_thread_slice(thread_index());
+    auto tKsK = thread.partition_D(
+        cute::make_tensor(cute::make_smem_ptr(smem_.k.data()), typename Traits::TileK::Layout{}));
+    if (__syncthreads_or(!all_finite(tKsK)) == 0) return;  // every warp has done with K
+    clear_nonfinite(tKsK);
+    __syncthreads();  // K without NaN and infinity
+  }
+
+  // acc += dS K.
+  template <class Acc, class AccS>
+  ANYFLASH_DEVICE void add_product(Acc& acc, const AccS& acc_ds) const {
+    using Mma = typename Traits::TiledMma;
+    const Operand<Mma, Side::kB, typename Traits::TileK, /*kTransposed=*/true> k_t(smem_.k.data(),
+                                                                                   thread_index());
+    auto rounded = round_fragment<Element>(acc_ds);
+    auto tQrDS = cute::make_tensor(rounded.data(), accumulator_as_operand_a(acc_ds.layout()));
+    gemm_register_smem(acc, tQrDS, k_t, Mma{});
+  }
+
+ private:
+  template <class Tile, class Order, class Buffer>
+  ANYFLASH_DEVICE void load(Buffer& buffer, const void* data, const Strides& stride, int head,
+                            int64_t row, int rows, int columns) const {
+    using namespace cute;
+    auto sX = make_tensor(make_smem_ptr(buffer.data()), typename Tile::Layout{});
+    const typename Tile::Shape shape;
+    auto cX = make_identity_tensor(shape);
+    auto gX = gmem_tile<Element>(shape, data, stride, sequence_.batch, head, row);
+    auto thread = typename Tile::Load{}.get_thread_slice(thread_index());
+    auto tXsX =
+        thread.partition_D(make_tensor(sX.data(), composition(sX.layout(), make_tile(Order{}, _))));
+    auto tXcX = thread.partition_S(cX);  // (VECTOR, ROWS, PAGES)
+    const ColumnGuard<decltype(size<2>(tXsX))::value> guard(tXcX, columns);
+    load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);
+  }
+
+  // acc = init + A B^T.
+  template <class TileA, class TileB, class Acc, class Init, class BufferA, class BufferB>
+  ANYFLASH_DEVICE static void multiply(Acc& acc, const Init& init, const BufferA& a,
+                                       const BufferB& b) {
+    using Mma = typename Traits::TiledMma;
+    const Operand<Mma, Side::kA, TileA> operand_a(a.data(), thread_index());
+    const Operand<Mma, Side::kB, TileB> operand_b(b.data(), thread_index());
+    gemm_smem_smem(acc, init, operand_a, operand_b, Mma{});
+  }
+
+  const BackwardScratch& params_;
+  const Sequence& sequence_;
+  typename Traits::SharedStorage& smem_;
+};
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,108 @@
+// Types that the backward's main kernel is made of.
+#pragma once
+
+#include "common/macros.h"
+#include "variant/work_tile.h"
+#include "sm80/backward/pingpong.h"
+#include "sm80/forward/traits.h"
+
+namespace anyflash::sm80 {
+
+// Of a tile of scores: kRows rows from kRow on, and the first kKeys keys.
+template <int kRow_, int kRows_, int kKeys_>
+struct Region {
+  static constexpr int kRow = kRow_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kKeys = kKeys_;
+};
+
+// kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys.
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, Room kRoom>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr BackwardTile kShape =
+      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kRoom);
+  static constexpr Tile kTile = kShape.tile;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kWarps = kTile.warps;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kTurns = kShape.turns;
+  // What an iteration of the loop takes: where groups take turns, a tile of rows of each.
+  static constexpr Tile kRound{kTurns ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
+  // Those that share a tile of rows.
+  static constexpr int kRowThreads = kTurns ? kThreads / 2 : kThreads;
+  static constexpr int kRowWarps = kRowThreads / 32;
+  static constexpr int kStages = kShape.stages;
+  static constexpr bool kReloadV = kShape.reload_v;
+  static constexpr int kScoreParts = kShape.score_parts;
+  static constexpr int kQueryParts = kShape.query_parts;
+  // In registers, where some are left; else each tile asks shared memory for its place.
+  static constexpr bool kKeepSequence = kHeadDim > 128 && !kGeneric && kRoom == Room::kUsual;
+  static constexpr int kPartKeys = kBlockN / kScoreParts;
+  // A tile on the edge of a causal mask, whose first kEarlyRows rows see no more than its first
+  // kEarlyKeys keys, has these two regions. Products can leave out the rest where each warp has
+  // rows, or keys, in both halves.
+  static constexpr int kEarlyRows = kBlockM < kBlockN ? kBlockM : kBlockM / 2;
+  static constexpr int kEarlyKeys = kBlockM > kBlockN ? 0 : kBlockN / 2;
+  using All = Region<0, kBlockM, kBlockN>;
+  using Early = Region<0, kEarlyRows, kEarlyKeys>;
+  using Late = Region<kEarlyRows, kBlockM - kEarlyRows, kBlockN>;
+  static constexpr bool kHalves =
+      kEarlyKeys % kPartKeys == 0 && kEarlyKeys % (16 * kShape.key_warps) == 0 &&
+      (kEarlyRows == kBlockM || (kEarlyRows % (16 * kShape.score_warps) == 0 &&
+                                 kEarlyRows % (16 * kShape.query_warps) == 0));
+  // dQ's columns, and so K's, in such parts.
+  static constexpr int kPartColumns = kHeadDim / kQueryParts;
+  template <int kKeys>
+  using OrderOf = std::conditional_t<kQuadKeys, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;
+  using KeyOrder = OrderOf<kBlockN>;
+  using PartKeyOrder = OrderOf<kPartKeys>;
+
+  using TileQ = SmemTile<Element, kRowThreads, kBlockM, kHeadDim>;
+  using TileDO = SmemTile<Element, kRowThreads, kBlockM, kHeadDimV>;
+  using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
+  using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
+  using TileP = SmemTile<Element, kRowThreads, kBlockM, kBlockN>;
+  using PartOfP = SmemTile<Element, kRowThreads, kBlockM, kPartKeys>;
+  static_assert(kScoreParts == 1 || kPartKeys % TileP::kPage == 0, "a part is whole pages of P");
+  static_assert(kQueryParts == 1 || kPartColumns % TileK::kPage == 0, "a part is whole pages of K");
+  template <class Tile>
+  using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
+  struct SharedStorage {
+    alignas(128) cute::array<Buffer<TileQ>, kStages> q;
+    alignas(128) cute::array<Buffer<TileDO>, kStages> dout;
+    alignas(128) Buffer<TileK> k;  // later dK
+    alignas(128) Buffer<TileV> v;  // later dV
+    alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : kTurns ? 4 : 2> p_and_ds;
+    std::conditional_t<kTurns, TurnBarriers, NoTurnBarriers> turns;
+    BackwardBlock block;
+    int nonfinite_keys;  // NaN or infinity is in K
+    int nonfinite_dout;  // or was in a tile of dO
+
+    ANYFLASH_DEVICE Element* p(int group = 0) {
+      if constexpr (kReloadV) return v.data();
+      else return p_and_ds[2 * group].data();
+    }
+    ANYFLASH_DEVICE Element* ds(int group = 0) {
+      return p(group) + cute::cosize_v<typename TileP::Layout>;
+    }
+  };
+  static_assert(!kTurns || (kStages == 3 && kShape.key_warps == 2 && kEarlyRows == kBlockM &&
+                            kEarlyKeys == kBlockN / 2),
+                "a group's keys are all of Early's, or none");
+  static_assert(!kReloadV || 2 * kBlockM <= kHeadDimV, "P and dS fit where V was");
+
+  // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.
+  using ScoreMma = WarpGrid<Element, kShape.score_warps, kRowWarps / kShape.score_warps, 32>;
+  using KeyMma =
+      std::conditional_t<kTurns, HalvesGrid<Element, kRowWarps, kBlockN, 16>,
+                         WarpGrid<Element, kShape.key_warps, kWarps / kShape.key_warps, 16>>;
+  using QueryMma = WarpGrid<Element, kShape.query_warps, kRowWarps / kShape.query_warps, 16>;
+
+  using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
+};
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,41 @@
+// Decoding: attention of a few queries to a cache of keys and values (Flash-Decoding,
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html), one CTA a split of the keys of a tile
+// of rows, which are the queries and heads that share a head of K and V.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/launch.h"
+#include "common/softmax.h"
+#include "params.h"
+#include "sm80/decode/epilogue.h"
+#include "sm80/decode/mainloop.h"
+#include "sm80/decode/traits.h"
+
+namespace anyflash::sm80 {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
+    decode_kernel(const __grid_constant__ KvCacheParams params) {
+  using namespace cute;
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  if (threadIdx.x == 0) {
+    const DecodeBlock here = decode_block<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
+    smem.block = here;
+  }
+  __syncthreads();  // the block is known to all
+  const DecodeBlock& block = smem.block;
+  if (params.num_splits > 1 && block.keys.begin >= block.keys.end) {
+    decode_nothing<Traits>(params, block);
+    return;
+  }
+  auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
+                                    Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+  clear(acc_o);  // (MMA, MMA_M, MMA_N)
+  OnlineSoftmax<2> softmax(kLog2E);
+  float unit = Traits::k8Bit ? 0.0f : 1.0f;
+  const bool found_nonfinite = decode_mainloop<Traits>(params, block, smem, acc_o, softmax, unit);
+  decode_epilogue<Traits>(params, block, smem, acc_o, softmax, unit, found_nonfinite);
+}
+
+}  // namespace anyflash::sm80

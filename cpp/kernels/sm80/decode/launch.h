@@ -1,0 +1,93 @@
+// Host side of the sm_80 decoding kernels: one KernelRow per dtype, head dim, row tile and kind of
+// cache.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "common/launch.h"
+#include "kernel.h"
+#include "cuda/combine.h"
+#include "sm80/decode/kernel.h"
+#include "sm80/decode/traits.h"
+
+namespace anyflash::sm80 {
+
+template <class Element>
+inline constexpr DType kElementType =
+    std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+
+inline std::size_t partial_out_bytes(const KvCacheParams& params) {
+  const auto bytes = static_cast<std::size_t>(params.num_splits * stride_of_split(params)) * 4;
+  return (bytes + 255) / 256 * 256;
+}
+
+inline std::size_t decode_scratch_bytes(const KvCacheParams& params, int) {
+  if (params.num_splits == 1) return 0;
+  const int64_t lses = params.num_splits * lse_stride_of_split(params);
+  return partial_out_bytes(params) + static_cast<std::size_t>(lses) * sizeof(float);
+}
+
+// The same problem with partial results for results.
+inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchContext& context) {
+  KvCacheParams parts = params;
+  char* const scratch = static_cast<char*>(context.scratch);
+  const int64_t rows = params.seqlen_q;
+  const int64_t columns = part_columns(params);
+  parts.out = scratch;
+  parts.out_dtype = DType::kFloat32;
+  parts.out_stride = {params.heads * rows * columns, columns, rows * columns, 1};
+  parts.lse = reinterpret_cast<float*>(scratch + partial_out_bytes(params));
+  parts.lse_stride = {params.heads * rows, 1, rows, 0};
+  parts.sinks = {};
+  return parts;
+}
+
+template <class Traits>
+void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
+  const int64_t rows = int64_t{params.seqlen_q} * (params.heads / params.heads_k);
+  const int64_t row_tiles = (rows + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int64_t blocks = row_tiles * params.batch * params.heads_k * params.num_splits;
+  if (blocks > INT32_MAX || rows > INT32_MAX - Traits::kBlockM) {
+    throw Error(ErrorCode::kUnsupported,
+                "batch * heads_k * num_splits * ceil(seqlen_q * heads / heads_k / " +
+                    std::to_string(Traits::kBlockM) + ") is " + std::to_string(blocks) +
+                    "; a CUDA grid holds at most 2147483647 blocks");
+  }
+  const bool split = params.num_splits > 1;
+  const KvCacheParams target = split ? partial_params(params, context) : params;
+  launch<decode_kernel<Traits>>(dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
+                                sizeof(typename Traits::SharedStorage), context.stream, target);
+  if (!split) return;
+  CombineParams combine;
+  combine.result = params;
+  combine.out = static_cast<const float*>(target.out);
+  combine.lse = target.lse;
+  combine.q_dtype = kElementType<typename Traits::Element>;
+  combine_splits(combine, context.stream);
+}
+
+template <class Element, int kHeadDim, int kBlockM, bool k8Bit>
+constexpr KernelRow decode_row(const char* name) {
+  using Traits = DecodeTraits<Element, kHeadDim, kBlockM, k8Bit>;
+  return KernelRow{
+      name,
+      Arch::kSm80,
+      CpuIsa::kAuto,
+      Op::kDecode,
+      kElementType<Element>,
+      kHeadDim,
+      kHeadDim,
+      kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures),
+      Traits::kTile,
+      sizeof(typename Traits::SharedStorage),
+      {},
+      {},
+      {decode_scratch_bytes, launch_decode<Traits>},
+  };
+}
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,84 @@
+// Types that a decoding kernel is made of.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "sm80/decode/work_tile.h"
+#include "sm80/forward/config.h"
+#include "sm80/forward/traits.h"
+
+namespace anyflash::sm80 {
+
+// k8Bit: the cache holds int8 or float8_e4m3fn. Two such elements are moved as if they were one
+// Element, up to the registers.
+template <class Element_, int kHeadDim_, int kBlockM_, bool k8Bit_>
+struct DecodeTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;  // of K and V
+  static constexpr bool k8Bit = k8Bit_;
+  static constexpr DecodeTile kDecodeTile = decode_tile(kHeadDim, kBlockM_, k8Bit);
+  static constexpr Tile kTile = kDecodeTile.tile;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kStages = kDecodeTile.stages;
+  static constexpr int kThreads = 32 * kTile.warps;
+  static constexpr int kKeyWarps = kDecodeTile.key_warps;
+  static constexpr int kGroupThreads = kThreads / kKeyWarps;  // that share keys
+  static constexpr int kWarpKeys = kBlockN / kKeyWarps;
+  static constexpr int kStoredDim = k8Bit ? kHeadDim / 2 : kHeadDim;
+  // Q stays in registers where O and the scores leave room for it.
+  static constexpr bool kHoldsQ = kHeadDim <= 128 && kBlockM < 64;
+  static_assert(kStages >= 2 && kWarpKeys % 16 == 0);
+
+  using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
+  using TileKv = SmemTile<Element, kThreads, kBlockN, kStoredDim>;
+  static constexpr int kWarpOffset = kWarpKeys * TileKv::kPage;
+  static constexpr int kTileElements = cute::cosize_v<typename TileKv::Layout>;
+
+  // Rows of O are padded so that the eight rows that a warp writes at once lie in different banks.
+  static constexpr int kOutStride = kHeadDim + 8;
+  struct Buffers {
+    alignas(128) Element k[kStages][kTileElements];
+    alignas(128) Element v[kStages][kTileElements];
+    float k_scale[kStages][kBlockN];  // 8-bit caches
+    float v_scale[kStages][kBlockN];
+  };
+  struct Result {  // after the loop, in the place of the buffers
+    alignas(16) float out[kKeyWarps][kBlockM][kOutStride];
+    float lse[kKeyWarps][kBlockM];
+  };
+  struct SharedStorage {
+    alignas(128) Element q[cute::cosize_v<typename TileQ::Layout>];
+    union {
+      Buffers buffers;
+      Result result;
+    };
+    DecodeBlock block;
+  };
+
+  using TiledMma =
+      cute::TiledMMA<MmaAtom<Element>,
+                     cute::Layout<cute::Shape<cute::Int<kBlockM / 16>, cute::_1, cute::_1>>,
+                     cute::Tile<cute::Int<kBlockM>, cute::_16, cute::_16>>;
+  using LoadPair = cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>;
+
+  // 8-bit K: a lane gets four neighbouring columns of every 16 at once, which mma.sync takes for
+  // the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9; Q is read in the same order.
+  using QColumns = std::conditional_t<
+      k8Bit,
+      cute::Layout<cute::Shape<cute::_2, cute::_4, cute::_2, cute::Int<kHeadDim / 16>>,
+                   cute::Stride<cute::_1, cute::_4, cute::_2, cute::_16>>,
+      cute::Layout<cute::Int<kHeadDim>>>;
+  // 8-bit V: of every 16 columns the even ones become one block of eight, the odd ones the next.
+  using OutColumns =
+      std::conditional_t<k8Bit,
+                         cute::Layout<cute::Shape<cute::_8, cute::_2, cute::Int<kHeadDim / 16>>,
+                                      cute::Stride<cute::_2, cute::_1, cute::_16>>,
+                         cute::Layout<cute::Int<kHeadDim>>>;
+};
+
+}  // namespace anyflash::sm80

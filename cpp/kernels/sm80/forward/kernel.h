@@ -1,0 +1,59 @@
+// The forward kernel: FlashAttention-2 (arXiv 2307.08691) on mma.sync, one CTA per block of query
+// rows.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/launch.h"
+#include "common/softmax.h"
+#include "params.h"
+#include "sm80/forward/epilogue.h"
+#include "sm80/forward/mainloop.h"
+#include "cuda/tile_scheduler.h"
+#include "variant/forward_variants.h"
+#include "variant/sequence.h"
+
+namespace anyflash::sm80 {
+
+// What the forward kernels are told beside ForwardParams.
+struct ForwardLaunch : ForwardParams {
+  GridOrder order{};      // of (batch, head) pairs; members of a group share K and V
+  float q_factor = 1.0f;  // what Q is multiplied by: 1, or the scale's sign or 0 (scale_log2)
+};
+
+// Grid: x = all blocks of query rows, in the order of params.order. A head's last row blocks, which
+// see the most keys, start first.
+template <int kBlockM>
+ANYFLASH_DEVICE ForwardBlock forward_block(const ForwardLaunch& params, int index) {
+  const GridOrder::Place place = params.order.place(index);
+  const int row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  return ForwardBlock{sequence_of(params, place.batch), place.batch, place.head, place.group,
+                      (row_blocks - 1 - place.block) * kBlockM};
+}
+
+template <class Traits, class Variant>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
+    forward_kernel(const __grid_constant__ ForwardLaunch params) {
+  using namespace cute;
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  ForwardBlock block = forward_block<Traits::kBlockM>(params, blockIdx.x);
+  if (block.first_row >= block.sequence.seqlen_q) return;  // shorter than the longest
+  if (threadIdx.x == 0) smem.block = block;
+
+  // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
+  const float scale_log2 = Variant::kGeneric ? kLog2E : params.scale_log2;
+  const float q_factor = Variant::kGeneric ? 1.0f : params.q_factor;
+
+  auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
+                                    Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
+  clear(acc_o);  // (MMA, MMA_M, MMA_N)
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kShape.lazy_rescale> softmax(
+      scale_log2, params.max_logits != nullptr);
+  const bool found_nonfinite =
+      forward_mainloop<Traits, Variant>(params, block, smem, acc_o, softmax, q_factor);
+  __syncthreads();     // the block is in shared memory, and every warp has done with Q
+  block = smem.block;  // from there, because the loop needs the registers
+  forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite);
+}
+
+}  // namespace anyflash::sm80

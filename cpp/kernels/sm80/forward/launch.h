@@ -1,0 +1,70 @@
+// Host side of the sm_80 forward kernels: one KernelRow per (dtype, head dims, variant).
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "kernel.h"
+#include "sm80/forward/kernel.h"
+#include "cuda/tile_scheduler.h"
+#include "sm80/forward/traits.h"
+#include "variant/forward_variants.h"
+
+namespace anyflash::sm80 {
+
+template <class Traits, class Variant>
+void launch_forward(const ForwardParams& params, const LaunchContext& context) {
+  const int64_t row_blocks = (int64_t{params.seqlen_q} + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int64_t blocks = row_blocks * params.batch * params.heads;
+  if (blocks > INT32_MAX) {
+    throw Error(ErrorCode::kUnsupported,
+                "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
+                    std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
+  }
+  const int64_t bias_stride = params.bias.stride.col;
+  if (params.bias.data != nullptr && bias_stride != static_cast<int32_t>(bias_stride)) {
+    throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(bias_stride) +
+                                             " along the keys; the CUDA kernels take 32 bits");
+  }
+  ForwardLaunch prepared{params};
+  // What 16-bit numbers make of such a scale is 0, but units of it (ScoreMod) may be infinite.
+  constexpr double kLeastScale = 1e-20;
+  if (std::fabs(params.softmax_scale) < kLeastScale) prepared.softmax_scale = 0.0;
+  prepared.scale_log2 = static_cast<float>(std::fabs(prepared.softmax_scale)) * kLog2E;
+  if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
+  prepared.q_factor =
+      static_cast<float>((prepared.softmax_scale > 0.0) - (prepared.softmax_scale < 0.0));
+  prepared.order = GridOrder(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
+                             params.heads_per_section);
+  launch<forward_kernel<Traits, Variant>>(
+      dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
+      sizeof(typename Traits::SharedStorage), context.stream, prepared);
+}
+
+inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
+
+template <class Element, int kHeadDim, int kHeadDimV, class Variant, Room kRoom = Room::kUsual>
+constexpr KernelRow forward_row(const char* name) {
+  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kRoom>;
+  return KernelRow{
+      name,
+      Arch::kSm80,
+      CpuIsa::kAuto,
+      Op::kForward,
+      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16,
+      kHeadDim,
+      kHeadDimV,
+      Variant::kFeatures,
+      Traits::kTile,
+      sizeof(typename Traits::SharedStorage),
+      {no_scratch, launch_forward<Traits, Variant>},
+      {},
+      {},
+      kRoom,
+  };
+}
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,230 @@
+// The backward's scores with one feature: ALiBi, softcap or dropout, which need nothing but a score
+// and its place, in the plain kernel's tiles. A kernel for each, since code that is skipped slows
+// the loop, too; two features together are left to the generic kernel.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/convert.h"
+#include "common/macros.h"
+#include "common/softmax.h"
+#include "kernel.h"
+#include "variant/backward_scratch.h"
+#include "variant/backward_variants.h"
+#include "variant/uniform_seed.h"
+#include "variant/dropout.h"
+#include "variant/sequence.h"
+
+namespace anyflash {
+
+// Of dV's product: a tile, rounded, in the order of the accumulator that `scores` is a view of.
+template <class Element, int kRows, int kCols>
+struct RoundedP {
+  decltype(cute::make_tensor<Element>(cute::Int<kRows * kCols>{})) p;
+
+  // That of two neighbouring columns.
+  template <class Scores>
+  ANYFLASH_DEVICE void set(const Scores& scores, int row, int col, float2 pair) {
+    auto pairs = cute::recast<decltype(round_pair(pair, Element{}))>(p);
+    pairs(scores.layout()(row, col) / 2) = round_pair(pair, Element{});
+  }
+};
+
+// A tile that the diagonal does not cross needs no absolute value: its distances have one sign, and
+// what ALiBi adds is a number of the row and one of the column.
+class AlibiScores : public PlainScores {
+ public:
+  static constexpr unsigned kFeatures = kAlibi;
+
+  ANYFLASH_DEVICE AlibiScores(const BackwardScratch& params, const Sequence& sequence,
+                              int64_t batch, int head, Seed seed)
+      : PlainScores(params, sequence, batch, head, seed),
+        shift_(sequence.seqlen_k - sequence.seqlen_q),
+        slope_log2_(params.slopes_log2[batch * params.heads + head]) {}
+
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence& sequence, int row0,
+                                      int col0) {
+    const int diagonal = row0 - col0 + sequence.seqlen_k - sequence.seqlen_q;
+    return diagonal > -kBlockM && diagonal < kBlockN;
+  }
+
+  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra&, const Stats& stats,
+                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+    using namespace cute;
+    const float slope = tile.row0 + shift_ > tile.col0 ? slope_log2_ : -slope_log2_;
+    const int first_row = get<0>(coordinates(0, 0));
+    const int first_col = get<1>(coordinates(0, 0));
+    const float diagonal =
+        static_cast<float>(tile.row0 + first_row + shift_ - tile.col0 - first_col);
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int i = tile.row0 + get<0>(coordinates(row, 0));
+      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
+      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      const float row_offset = static_cast<float>(get<0>(coordinates(row, 0)) - first_row);
+      const float distance = diagonal + row_offset;  // row_offset and offset are constants
+      const float at_first = -stats(row).lse - distance * slope;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int j = get<1>(coordinates(row, col));
+        const float offset = static_cast<float>(j - first_col);
+        const float added = kMasked ? -stats(row).lse - fabsf(distance - offset) * slope_log2_
+                                    : at_first + offset * slope;
+        const float p = exp2f(scores(row, col) * scale_log2_ + added);
+        scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
+      }
+    }
+  }
+
+  // The derivative of a score by the slope.
+  ANYFLASH_DEVICE float slope_factor(int row, int col) const {
+    return -fabsf(static_cast<float>(row + shift_ - col));
+  }
+
+ private:
+  int shift_;
+  float slope_log2_;
+};
+
+// With t = 1 / (1 + exp(2 x)), x = scale q.k / softcap: tanh(x) = 1 - 2 t, whose slope is
+// 4 t (1 - t). P is 4 times as large as it should be, so that no score is multiplied by that 4.
+class SoftcapScores : public PlainScores {
+ public:
+  static constexpr bool kOneP = false;
+  static constexpr unsigned kFeatures = kSoftcap;
+  template <class Element, int kRows, int kCols>
+  using Extra = RoundedP<Element, kRows, kCols>;
+
+  ANYFLASH_DEVICE SoftcapScores(const BackwardScratch& params, const Sequence& sequence,
+                                int64_t batch, int head, Seed seed)
+      : PlainScores(params, sequence, batch, head, seed),
+        softcap_log2_(static_cast<float>(params.softcap) * kLog2E) {}
+
+  ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 0.25f; }
+
+  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra& extra, const Stats& stats,
+                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+    using namespace cute;
+    constexpr float kLog2Of4 = 2.0f;
+    const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2_;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int i = tile.row0 + get<0>(coordinates(row, 0));
+      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
+      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      const float added = kLog2Of4 - stats(row).lse;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); col += 2) {
+        float both[2];
+        CUTE_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const int j = get<1>(coordinates(row, col + k));
+          float& s = scores(row, col + k);
+          const float t = __fdividef(1.0f, 1.0f + exp2f(s * factor));
+          const float slope = t - t * t;
+          const float p = (added + softcap_log2_) - 2.0f * softcap_log2_ * t;
+          const bool hidden = kMasked && (j < first || j >= end);
+          both[k] = hidden ? kHiddenP : exp2f(p);
+          s = hidden ? kHiddenP : both[k] * slope;
+        }
+        extra.set(scores, row, col, float2{both[0], both[1]});
+      }
+    }
+  }
+
+  template <class Element, class Acc, class Extra>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra& extra) const {
+    return cute::make_tensor(extra.p.data(), p.layout());
+  }
+
+ private:
+  float softcap_log2_;
+};
+
+// dS = P (kept dP - delta), without the factor on what is kept: P (dP - delta (1 - p)), or where P
+// is dropped, P (-delta (1 - p)). P is made negative there, and 0 for dV's product.
+class DropoutScores : public PlainScores {
+ public:
+  static constexpr bool kQuadKeys = true;
+  static constexpr unsigned kFeatures = kDropout;
+  using Seed = UniformSeed;
+
+  ANYFLASH_DEVICE DropoutScores(const BackwardScratch& params, const Sequence& sequence,
+                                int64_t batch, int head, const Seed& seed)
+      : PlainScores(params, sequence, batch, head, PlainScores::Seed(params)),
+        dropout_(params, seed, batch, head),
+        kept_(1.0f / dropout_scale(params.dropout_threshold)) {}
+
+  ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
+    return dropout_scale(params.dropout_threshold);
+  }
+  static float ds_factor(const BackwardScratch& params) {
+    return dropout_scale(params.dropout_threshold);
+  }
+  ANYFLASH_DEVICE bool drops(int row, int col) const {
+    return !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
+  }
+
+  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra& extra, const Stats& stats,
+                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+    using namespace cute;
+    PlainScores::template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
+    constexpr int kRows = decltype(size<0>(scores))::value;
+    int rows[kRows];
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) rows[row] = tile.row0 + get<0>(coordinates(row, 0));
+    CUTE_UNROLL
+    for (int run = 0; run < size<1>(scores); run += 8) {
+      Draws draws[kRows];
+      dropout_.draws(draws, rows, (tile.col0 + get<1>(coordinates(0, run))) / 8);
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          float& p = scores(row, run + i);
+          p = dropout_.keep(draws[row], i) ? p : -p;
+        }
+      }
+    }
+  }
+
+  template <class Element, class Acc, class Extra>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra&) const {
+    return round_positive<Element>(p);
+  }
+
+  template <class Acc, class Stats>
+  ANYFLASH_DEVICE auto dp_init(const Acc& acc, const Stats& stats) const {
+    auto init = PlainScores::dp_init(acc, stats);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::cosize_v<decltype(init.layout())>; ++i) init.data()[i] *= kept_;
+    return init;
+  }
+
+  template <bool kMasked, class Scores, class Extra, class Stats>
+  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra&,
+                                 const Stats& stats) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(p); ++row) {
+      const float of_dropped = stats(row).delta * kept_;  // P's sign turns it
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(p); ++col) {
+        const float ds = p(row, col) * (p(row, col) < 0.0f ? of_dropped : dp(row, col));
+        dp(row, col) = kMasked && p(row, col) == 0.0f ? 0.0f : ds;
+      }
+    }
+  }
+
+ private:
+  Dropout dropout_;
+  float kept_;  // the share of it, 1 - p
+};
+
+}  // namespace anyflash

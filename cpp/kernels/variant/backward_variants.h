@@ -1,0 +1,293 @@
+// From a tile of q.k and of dO.v to probabilities P and to the gradient dS of q.k, in registers.
+//
+//   P  = exp(S - lse)                      0 where hidden
+//   dS = P (kept dP - delta) dS/d(q.k)     0 where hidden, whatever dP is; without softmax_scale
+//
+// kept is 0 or 1 / (1 - p) with dropout, else 1. Tensors are (row, col) views of accumulators,
+// `coordinates` places relative to (row0, col0). Here is what every kernel has, and the generic
+// one; those with one feature are in variant/backward_single_feature.h.
+#pragma once
+
+#include <cmath>
+#include <cute/tensor.hpp>
+
+#include "common/convert.h"
+#include "common/macros.h"
+#include "common/softmax.h"
+#include "kernel.h"
+#include "variant/backward_scratch.h"
+#include "variant/dropout.h"
+#include "variant/mask.h"
+#include "variant/score_mod.h"
+#include "variant/sequence.h"
+
+namespace anyflash {
+
+// Of a thread's rows; `stats` are those of row0.
+template <class Coordinates>
+ANYFLASH_DEVICE auto load_stats(const RowStats* stats, const Coordinates& coordinates) {
+  constexpr int kRows = decltype(cute::size<0>(coordinates))::value;
+  auto rows = cute::make_tensor<RowStats>(cute::Int<kRows>{});
+  CUTE_UNROLL
+  for (int row = 0; row < kRows; ++row) {
+    const auto* const at =
+        reinterpret_cast<const float2*>(stats + cute::get<0>(coordinates(row, 0)));
+    rows(row) = RowStats{at->x, at->y};
+  }
+  return rows;
+}
+
+// Those of a thread's rows from the kFirst-th on.
+template <int kFirst, class Rows>
+ANYFLASH_DEVICE auto rows_from(const Rows& rows) {
+  constexpr int kCount = decltype(cute::size(rows))::value - kFirst;
+  return cute::make_tensor(rows.data() + kFirst, cute::make_layout(cute::Int<kCount>{}));
+}
+
+// Where a tile of scores lies and what it is made with.
+struct ScoreTile {
+  const Mask& mask;
+  int row0;
+  int col0;
+};
+
+// The P of a hidden score, which no other has, not even where it is rounded to 0.
+inline constexpr float kHiddenP = -0.0f;
+ANYFLASH_DEVICE bool is_hidden(float p) { return __float_as_uint(p) == 0x80000000u; }
+
+// Masks by position only. The LSE is in units of log 2: one FFMA and one MUFU a score.
+class PlainScores {
+ public:
+  static constexpr bool kGeneric = false;   // with the generic kernel's tiles
+  static constexpr bool kQuadKeys = false;  // QuadKeyOrder
+  static constexpr bool kOneP = true;       // else Extra has the P of dV's product, rounded
+  static constexpr unsigned kFeatures = kNoFeatures;
+  template <class Element, int kRows, int kCols>
+  struct Extra {};  // what is kept beside a tile of scores
+  struct Seed {     // what is read once, not for each head
+    ANYFLASH_DEVICE explicit Seed(const BackwardScratch&) {}
+  };
+
+  // Whether a tile needs the masked loop for another reason than its masks.
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence&, int, int) {
+    return false;
+  }
+  // What the sum of P^T dO is multiplied by, and that of dS beside softmax_scale.
+  ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 1.0f; }
+  static float ds_factor(const BackwardScratch&) { return 1.0f; }
+
+  ANYFLASH_DEVICE PlainScores(const BackwardScratch& params, const Sequence&, int64_t, int, Seed)
+      : scale_log2_(params.scale_log2) {}
+
+  // Whether keys may be hidden in any tile.
+  ANYFLASH_DEVICE bool hides() const { return false; }
+  ANYFLASH_DEVICE bool keep(int, int) const { return true; }
+  ANYFLASH_DEVICE bool drops(int, int) const { return false; }
+
+  // Before the products, so that it arrives meanwhile.
+  template <bool kEdge, class Extra, class Coordinates>
+  ANYFLASH_DEVICE void prefetch(Extra&, const Coordinates&, const ScoreTile&) const {}
+
+  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra&, const Stats& stats,
+                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int i = tile.row0 + get<0>(coordinates(row, 0));
+      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
+      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int j = get<1>(coordinates(row, col));
+        const float p = exp2f(scores(row, col) * scale_log2_ - stats(row).lse);
+        scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
+      }
+    }
+  }
+
+  // The P of dV's product, from the accumulator that probabilities() has worked on.
+  template <class Element, class Acc, class Extra>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra&) const {
+    return round_fragment<Element>(p);
+  }
+
+  // What the product dO V^T is added to: -delta, which costs nothing there.
+  template <class Acc, class Stats>
+  ANYFLASH_DEVICE auto dp_init(const Acc& acc, const Stats& stats) const {
+    using namespace cute;
+    // (MMA, MMA_M, MMA_N): what holds for eight columns holds for all.
+    using Rows = Int<decltype(size<1>(acc))::value>;
+    using Cols = Int<decltype(size<2>(acc))::value>;
+    auto init = make_tensor<float>(make_layout(Shape<_4, Rows, Cols>{}, Stride<_1, _4, _0>{}));
+    CUTE_UNROLL
+    for (int m = 0; m < Rows{}; ++m) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) init(i, m, 0) = -stats(2 * m + i / 2).delta;
+    }
+    return init;
+  }
+
+  // dp - delta becomes the gradient of the final score: of a bias, say.
+  template <bool kMasked, class Scores, class Extra, class Stats>
+  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra&, const Stats&) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int i = 0; i < size(p); ++i) {
+      dp(i) = kMasked && is_hidden(p(i)) ? 0.0f : p(i) * dp(i);
+    }
+  }
+
+  // The gradient of the final score becomes that of softmax_scale q.k.
+  template <class Scores, class Extra>
+  ANYFLASH_DEVICE void chain(Scores&, const Extra&) const {}
+
+ protected:
+  float scale_log2_;
+};
+
+// Every feature, in any combination. The LSE is in natural units.
+class GenericScores {
+ public:
+  static constexpr bool kGeneric = true;
+  static constexpr bool kQuadKeys = true;
+  static constexpr bool kOneP = true;
+  static constexpr unsigned kFeatures = kAllFeatures;
+  template <class Element, int kRows, int kCols>
+  struct Extra {
+    using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kCols>>;
+    decltype(cute::make_tensor<uint32_t>(Shape{})) biases;
+    decltype(cute::make_tensor<float>(Shape{})) slopes;              // of the softcap
+    decltype(cute::make_tensor<uint32_t>(cute::Int<kRows>{})) kept;  // a bit a column
+  };
+  using Seed = PlainScores::Seed;
+
+  // A bias may hide keys anywhere.
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence&, int, int) {
+    return true;
+  }
+  ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
+    return dropout_scale(params.dropout_threshold);
+  }
+  static float ds_factor(const BackwardScratch&) { return 1.0f; }
+
+  ANYFLASH_DEVICE GenericScores(const BackwardScratch& params, const Sequence& sequence,
+                                int64_t batch, int head, Seed)
+      : score_mod_(params, sequence, batch, head, static_cast<float>(params.softmax_scale), 1.0f),
+        dropout_(params, batch, head) {}
+
+  ANYFLASH_DEVICE bool hides() const { return score_mod_.hides(); }
+  ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod_.keep(row, col); }
+  ANYFLASH_DEVICE bool drops(int row, int col) const {
+    return dropout_.active() && !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
+  }
+
+  template <bool kEdge, class Extra, class Coordinates>
+  ANYFLASH_DEVICE void prefetch(Extra& extra, const Coordinates& coordinates,
+                                const ScoreTile& tile) const {
+    score_mod_.template prefetch<kEdge>(extra.biases, coordinates, tile.row0, tile.col0);
+  }
+
+  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra& extra, const Stats& stats,
+                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+    using namespace cute;
+    score_mod_.apply(scores, extra.slopes, extra.biases, coordinates, tile.row0, tile.col0);
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int i = tile.row0 + get<0>(coordinates(row, 0));
+      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
+      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int j = get<1>(coordinates(row, col));
+        const float s = scores(row, col);
+        const bool hidden = s == -INFINITY || (kMasked && (j < first || j >= end));
+        scores(row, col) = hidden ? 0.0f : exp2f((s - stats(row).lse) * kLog2E);
+      }
+    }
+  }
+
+  // The probabilities with dropout, but for the factor on what is kept.
+  template <class Scores, class Extra, class Coordinates>
+  ANYFLASH_DEVICE auto dropped(const Scores& p, Extra& extra, const Coordinates& coordinates,
+                               const ScoreTile& tile) const {
+    using namespace cute;
+    static_assert(decltype(size<1>(p))::value <= 32, "a bit a column");
+    auto result = make_tensor<float>(p.layout());
+    copy(p, result);
+    if (!dropout_.active()) return result;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(p); ++row) {
+      uint32_t kept = 0;
+      CUTE_UNROLL
+      for (int run = 0; run < size<1>(p); run += 8) {
+        const Draws draws = dropout_.draws(tile.row0 + get<0>(coordinates(row, 0)),
+                                           (tile.col0 + get<1>(coordinates(row, run))) / 8);
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          const bool keep = dropout_.keep(draws[i]);
+          kept |= (keep ? 1u : 0u) << (run + i);
+          if (!keep) result(row, run + i) = 0.0f;
+        }
+      }
+      extra.kept(row) = kept;
+    }
+    return result;
+  }
+
+  template <class Acc, class Stats>
+  ANYFLASH_DEVICE auto dp_init(const Acc& acc, const Stats&) const {
+    auto init = cute::make_fragment_like(acc);
+    cute::clear(init);
+    return init;
+  }
+
+  template <bool kMasked, class Scores, class Extra, class Stats>
+  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra& extra,
+                                 const Stats& stats) const {
+    using namespace cute;
+    if (dropout_.active()) {
+      const float factor = dropout_.scale();
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(dp); ++row) {
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(dp); ++col) {
+          const bool keep = (extra.kept(row) >> col & 1u) != 0;
+          dp(row, col) = keep ? dp(row, col) * factor : 0.0f;
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(p); ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(p); ++col) {
+        const float ds = p(row, col) * (dp(row, col) - stats(row).delta);
+        dp(row, col) = p(row, col) == 0.0f ? 0.0f : ds;
+      }
+    }
+  }
+
+  // The derivative of a score by ALiBi's slope.
+  ANYFLASH_DEVICE float slope_factor(int row, int col) const {
+    return score_mod_.slope_factor(row, col);
+  }
+
+  template <class Scores, class Extra>
+  ANYFLASH_DEVICE void chain(Scores& ds, const Extra& extra) const {
+    if (!score_mod_.caps()) return;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(ds); ++i) {
+      // A hidden score may be NaN, and so its slope.
+      ds(i) = ds(i) == 0.0f ? 0.0f : ds(i) * extra.slopes(i);
+    }
+  }
+
+ private:
+  ScoreMod score_mod_;
+  Dropout dropout_;
+};
+
+}  // namespace anyflash
