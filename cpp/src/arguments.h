@@ -76,7 +76,8 @@ inline Strides strides_of(const TensorView& t) {
 }
 // Of a small tensor, whose axes are members of Strides: 0 where it is broadcast.
 Strides broadcast_strides_of(const TensorView& t, std::initializer_list<int64_t Strides::*> axes);
-inline Auxiliary auxiliary_of(const TensorView& t, std::initializer_list<int64_t Strides::*> axes) {
+inline BroadcastTensor auxiliary_of(const TensorView& t,
+                                    std::initializer_list<int64_t Strides::*> axes) {
   return {t.data, t.dtype, broadcast_strides_of(t, axes)};
 }
 

@@ -53,8 +53,8 @@ struct BackwardPlan : KernelPlan {
     dq = plan(t.dq);
     dk = plan(t.dk);
     dv = plan(t.dv);
-    params.group_parts = group_parts(params);
-    params.heads_per_section =
+    params.gqa_splits = gqa_splits(params);
+    params.heads_per_l2_section =
         heads_per_section_backward(params, device_properties(t.q.device.index).multiprocessors);
   }
 

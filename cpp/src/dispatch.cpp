@@ -18,8 +18,8 @@ namespace anyflash {
 
 namespace {
 
-std::vector<const KernelRow*> all_rows() {
-  std::vector<const KernelRow*> rows;
+std::vector<const KernelDescriptor*> all_rows() {
+  std::vector<const KernelDescriptor*> rows;
   for (std::size_t unit = 0; unit < kKernelUnitCount; ++unit) {
     for (std::size_t i = 0; i < kKernelUnits[unit]->count; ++i) {
       rows.push_back(&kKernelUnits[unit]->rows[i]);
@@ -41,16 +41,16 @@ unsigned features_of(const ForwardParams& p) {
 
 struct Registry {
   Registry() {
-    for (const KernelRow* row : rows) {
+    for (const KernelDescriptor* row : rows) {
       launches[row] = 0;
       if (row->arch == Arch::kSm80) cuda[{row->op, row->dtype}].push_back(row);
     }
   }
 
-  std::vector<const KernelRow*> rows = all_rows();
-  std::unordered_map<const KernelRow*, std::atomic<std::uint64_t>> launches;
+  std::vector<const KernelDescriptor*> rows = all_rows();
+  std::unordered_map<const KernelDescriptor*, std::atomic<std::uint64_t>> launches;
   // A call looks at those for its operation and type alone: all are many.
-  std::map<std::pair<Op, DType>, std::vector<const KernelRow*>> cuda;
+  std::map<std::pair<Op, DType>, std::vector<const KernelDescriptor*>> cuda;
 };
 
 Registry& registry() {
@@ -59,7 +59,7 @@ Registry& registry() {
 }
 
 // Decoding: a tile that holds all rows reads the keys once, and a smaller one wastes less.
-bool has_better_tile(int64_t rows, const KernelRow& a, const KernelRow& b) {
+bool has_better_tile(int64_t rows, const KernelDescriptor& a, const KernelDescriptor& b) {
   const bool fits_a = a.tile.block_m >= rows;
   const bool fits_b = b.tile.block_m >= rows;
   if (fits_a != fits_b) return fits_a;
@@ -72,8 +72,8 @@ bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& 
 }
 
 // Of two rows that can run a problem, the one that does less besides, or that suits the GPU.
-bool is_closer(const Problem& problem, const DeviceProperties& device, const KernelRow& a,
-               const KernelRow& b) {
+bool is_closer(const Problem& problem, const DeviceProperties& device, const KernelDescriptor& a,
+               const KernelDescriptor& b) {
   if (problem.op == Op::kDecode && a.tile.block_m != b.tile.block_m) {
     return has_better_tile(problem.rows, a, b);
   }
@@ -98,7 +98,7 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
 }
 
 // The best instruction set that has a kernel; AMX has some only, and AVX-512 the others.
-const KernelRow& select_cpu(const Problem& problem) {
+const KernelDescriptor& select_cpu(const Problem& problem) {
   const CpuIsa wanted = problem.cpu_isa;
   if (!cpu_has(wanted)) {
     throw Error(ErrorCode::kUnsupported,
@@ -108,8 +108,8 @@ const KernelRow& select_cpu(const Problem& problem) {
     if (wanted == CpuIsa::kAuto) return cpu_has(isa);
     return isa == wanted || (wanted == CpuIsa::kAmx && isa == CpuIsa::kAvx512);
   };
-  const KernelRow* best = nullptr;
-  for (const KernelRow* row : registry().rows) {
+  const KernelDescriptor* best = nullptr;
+  for (const KernelDescriptor* row : registry().rows) {
     if (row->arch != Arch::kCpu || row->op != problem.op || row->dtype != problem.dtype) continue;
     if (is_allowed(row->isa) && (best == nullptr || row->isa > best->isa)) best = row;
   }
@@ -136,27 +136,27 @@ std::string with_features(unsigned features) {
 }
 
 // The rows for the problem's operation and type.
-const std::vector<const KernelRow*>& cuda_rows(const Problem& problem) {
-  static const std::vector<const KernelRow*> none;
+const std::vector<const KernelDescriptor*>& cuda_rows(const Problem& problem) {
+  static const std::vector<const KernelDescriptor*> none;
   const auto& rows = registry().cuda;
   const auto found = rows.find({problem.op, problem.dtype});
   return found == rows.end() ? none : found->second;
 }
 
 // Has all features, and fits the GPU.
-bool suffices(const KernelRow& row, const Problem& problem, const DeviceProperties& device) {
+bool suffices(const KernelDescriptor& row, const Problem& problem, const DeviceProperties& device) {
   return (problem.features & ~row.features) == 0 && row.smem_bytes <= device.smem_per_block;
 }
 
 // Of the rows for its operation and type.
-bool can_run(const KernelRow& row, const Problem& problem, const DeviceProperties& device) {
+bool can_run(const KernelDescriptor& row, const Problem& problem, const DeviceProperties& device) {
   return suffices(row, problem, device) && row.head_dim >= problem.head_dim &&
          row.head_dim_v >= problem.head_dim_v;
 }
 
 [[noreturn]] void refuse(const Problem& problem, const DeviceProperties& device) {
   int largest = 0;
-  for (const KernelRow* row : cuda_rows(problem)) {
+  for (const KernelDescriptor* row : cuda_rows(problem)) {
     if (suffices(*row, problem, device)) {
       largest = std::max(largest, std::min(row->head_dim, row->head_dim_v));
     }
@@ -175,8 +175,8 @@ bool can_run(const KernelRow& row, const Problem& problem, const DevicePropertie
 }
 
 // Instead of the row that the rules chose, a plain one that was measured to be faster.
-const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
-                       const KernelRow& chosen) {
+const KernelDescriptor& tuned(const Problem& problem, const DeviceProperties& device,
+                              const KernelDescriptor& chosen) {
   const auto has_dims = [&chosen](const auto& x) {
     return x.head_dim == chosen.head_dim && x.head_dim_v == chosen.head_dim_v;
   };
@@ -188,8 +188,8 @@ const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
         !has_dims(*tile) || tile->bounded != problem.bounded || tile->size != size) {
       continue;
     }
-    for (const KernelRow* row : cuda_rows(problem)) {
-      if (row->room == tile->room && row->features == kNoFeatures && has_dims(*row) &&
+    for (const KernelDescriptor* row : cuda_rows(problem)) {
+      if (row->tile_config == tile->tile_config && row->features == kNoFeatures && has_dims(*row) &&
           can_run(*row, problem, device)) {
         return *row;
       }
@@ -199,18 +199,18 @@ const KernelRow& tuned(const Problem& problem, const DeviceProperties& device,
 }
 
 // What prefer_kernel() was told; kNoRow can run nothing.
-constexpr KernelRow kNoRow{};
-std::atomic<const KernelRow*> preferred{nullptr};
+constexpr KernelDescriptor kNoRow{};
+std::atomic<const KernelDescriptor*> preferred{nullptr};
 
-const KernelRow& select_cuda(const Problem& problem) {
+const KernelDescriptor& select_cuda(const Problem& problem) {
   check_built_for(problem.device.index);
   const DeviceProperties& device = device_properties(problem.device.index);
-  const KernelRow* const wanted = preferred.load(std::memory_order_relaxed);
+  const KernelDescriptor* const wanted = preferred.load(std::memory_order_relaxed);
   const bool may_run =
       wanted != nullptr && wanted->op == problem.op && wanted->dtype == problem.dtype;
   if (may_run && can_run(*wanted, problem, device)) return *wanted;
-  const KernelRow* best = nullptr;
-  for (const KernelRow* row : cuda_rows(problem)) {
+  const KernelDescriptor* best = nullptr;
+  for (const KernelDescriptor* row : cuda_rows(problem)) {
     if (!can_run(*row, problem, device)) continue;
     if (best == nullptr || is_closer(problem, device, *row, *best)) best = row;
   }
@@ -223,20 +223,20 @@ const KernelRow& select_cuda(const Problem& problem) {
 std::vector<CountedKernel> counted_kernels() {
   const Registry& r = registry();
   std::vector<CountedKernel> kernels;
-  for (const KernelRow* row : r.rows) {
+  for (const KernelDescriptor* row : r.rows) {
     kernels.push_back({row, r.launches.at(row).load(std::memory_order_relaxed)});
   }
   return kernels;
 }
 
-void count_launch(const KernelRow& row) {
+void count_launch(const KernelDescriptor& row) {
   registry().launches.at(&row).fetch_add(1, std::memory_order_relaxed);
 }
 
 CpuIsa best_isa() {
   static const CpuIsa best = [] {
     CpuIsa isa = CpuIsa::kBaseline;
-    for (const KernelRow* row : registry().rows) {
+    for (const KernelDescriptor* row : registry().rows) {
       if (row->arch == Arch::kCpu && cpu_has(row->isa) && row->isa > isa) isa = row->isa;
     }
     return isa;
@@ -249,7 +249,7 @@ Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuI
   Problem problem{op, q.device, q.dtype, params.head_dim, params.head_dim_v, features, cpu_isa};
   if (op == Op::kBackward) {
     problem.rows = params.seqlen_k;
-    problem.pairs = params.batch * params.heads_k * group_parts(params);
+    problem.pairs = params.batch * params.heads_k * gqa_splits(params);
   } else {
     problem.rows = params.seqlen_q;
     problem.pairs = params.batch * params.heads;
@@ -265,15 +265,15 @@ Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_
   return problem;
 }
 
-const KernelRow& select_kernel(const Problem& problem) {
+const KernelDescriptor& select_kernel(const Problem& problem) {
   return problem.device.type == DeviceType::kCpu ? select_cpu(problem) : select_cuda(problem);
 }
 
 void prefer_kernel(const char* name) {
   const std::string wanted = name == nullptr ? "" : name;
-  const KernelRow* found = name == nullptr ? nullptr : &kNoRow;
+  const KernelDescriptor* found = name == nullptr ? nullptr : &kNoRow;
   std::string names;
-  for (const KernelRow* row : registry().rows) {
+  for (const KernelDescriptor* row : registry().rows) {
     if (row->arch != Arch::kSm80) continue;
     if (row->name == wanted) found = row;
     names += (names.empty() ? "" : ", ") + std::string(row->name);
@@ -347,13 +347,13 @@ const char* name(Op op) {
   return "unknown";
 }
 
-const char* name(Room room) {
-  switch (room) {
-    case Room::kUsual:
+const char* name(TileConfig tile_config) {
+  switch (tile_config) {
+    case TileConfig::kDefault:
       return "";
-    case Room::kCompact:
+    case TileConfig::kCompact:
       return "compact";
-    case Room::kWide:
+    case TileConfig::kWide:
       return "wide";
   }
   return "unknown";

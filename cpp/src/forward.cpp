@@ -28,8 +28,8 @@ struct ForwardPlan : KernelPlan {
       v = plan_repack(with_batch(v_, packed), bytes);
       // float32 results of 16-bit inputs are written element by element, wherever they lie.
       if (out_.dtype == q_.dtype) out = plan_repack(with_batch(out_, packed), bytes);
-      params.heads_per_section =
-          heads_per_section(params, device_properties(q_.device.index).multiprocessors);
+      params.heads_per_l2_section =
+          heads_per_l2_section(params, device_properties(q_.device.index).multiprocessors);
     } else {
       set_threads(options);
     }

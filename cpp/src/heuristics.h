@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "device.h"
-#include "kernel.h"
+#include "kernel_descriptor.h"
 #include "params.h"
 
 namespace anyflash {
@@ -27,7 +27,7 @@ inline int equal_sections(int64_t pairs, int64_t most) {
 // multiprocessors idle, and of at most a quarter as many pairs as there are multiprocessors: eight
 // or more CTAs then read a tile of K and V at about the same time. On an H200, 512 to 8192 keys,
 // that is 1.00 to 1.17 times as fast as sections whose K and V fit in half of the L2 cache.
-inline int heads_per_section(const ForwardParams& params, int multiprocessors) {
+inline int heads_per_l2_section(const ForwardParams& params, int multiprocessors) {
   if (params.window.right < 0) return 1;
   return equal_sections(params.batch * params.heads, multiprocessors / 4);
 }
@@ -35,7 +35,7 @@ inline int heads_per_section(const ForwardParams& params, int multiprocessors) {
 // Into how many parts the backward divides the query heads that share a K/V head: of at most four
 // heads each, so that few K/V heads keep a GPU busy, too, but at most 32, because their sums take
 // memory. It depends on the group alone, so that a sequence's results do not depend on its batch.
-inline int group_parts(const ForwardParams& params) {
+inline int gqa_splits(const ForwardParams& params) {
   constexpr int kHeads = 4;
   constexpr int kMostParts = 32;
   const int group = params.heads / std::max(params.heads_k, 1);
@@ -43,14 +43,14 @@ inline int group_parts(const ForwardParams& params) {
 }
 
 // How many (batch, key head, part) triples share a section of the backward's grid over blocks of
-// keys, as heads_per_section(). Each reads the Q and dO of its heads and adds to their dQ; at most
-// half as many as in the forward, because all of this passes the L2 cache. On an H200, causal, 4096
-// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and dQ
-// fit in half of the cache.
+// keys, as heads_per_l2_section(). Each reads the Q and dO of its heads and adds to their dQ; at
+// most half as many as in the forward, because all of this passes the L2 cache. On an H200, causal,
+// 4096 tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and
+// dQ fit in half of the cache.
 inline int heads_per_section_backward(const BackwardParams& params, int multiprocessors) {
   const bool bounded = params.window.left >= 0 || params.window.right >= 0;
   if (!bounded) return 1;
-  return equal_sections(params.batch * params.heads_k * params.group_parts, multiprocessors / 8);
+  return equal_sections(params.batch * params.heads_k * params.gqa_splits, multiprocessors / 8);
 }
 
 // Decoding: the rows of q that share the keys of one head.
@@ -66,7 +66,7 @@ inline int64_t visible_keys(const KvCacheParams& params) {
 }
 
 // How many CTAs of a kernel a multiprocessor holds at once.
-inline int64_t resident_ctas(const KernelRow& row, const DeviceProperties& device) {
+inline int64_t resident_ctas(const KernelDescriptor& row, const DeviceProperties& device) {
   constexpr std::size_t kReservedSmem = 1024;  // of each CTA
   const auto by_smem =
       static_cast<int64_t>(device.smem_per_multiprocessor / (row.smem_bytes + kReservedSmem));

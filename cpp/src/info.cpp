@@ -13,7 +13,7 @@ namespace anyflash {
 
 namespace {
 
-std::string arch_name(const KernelRow& row) {
+std::string arch_name(const KernelDescriptor& row) {
   return row.arch == Arch::kCpu ? std::string("cpu-") + name(row.isa) : "sm80";
 }
 
@@ -49,10 +49,11 @@ BuildInfo build_info() {
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> result;
   for (const CountedKernel& kernel : counted_kernels()) {
-    const KernelRow& row = *kernel.row;
+    const KernelDescriptor& row = *kernel.row;
     result.push_back({row.name, arch_name(row), name(row.op), row.dtype, row.head_dim,
-                      row.head_dim_v, feature_names(row.features), name(row.room), row.tile.block_m,
-                      row.tile.block_n, row.tile.warps, row.smem_bytes, kernel.launches});
+                      row.head_dim_v, feature_names(row.features), name(row.tile_config),
+                      row.tile.block_m, row.tile.block_n, row.tile.warps, row.smem_bytes,
+                      kernel.launches});
   }
   return result;
 }

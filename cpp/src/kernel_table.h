@@ -7,23 +7,23 @@
 
 #include "anyflash/options.h"
 #include "anyflash/tensor_view.h"
-#include "kernel.h"
+#include "kernel_descriptor.h"
 
 namespace anyflash {
 
 // Defined in the generated kernel_table.cpp (cmake/kernels.cmake).
-extern const KernelRows* const kKernelUnits[];
+extern const KernelUnit* const kKernelUnits[];
 extern const std::size_t kKernelUnitCount;
 // "sm_80" for machine code, "compute_80" for PTX; ends with a null pointer.
 extern const char* const kCudaArchs[];
 
 // Every row with its launch counter, in the table's order.
 struct CountedKernel {
-  const KernelRow* row;
+  const KernelDescriptor* row;
   std::uint64_t launches;
 };
 std::vector<CountedKernel> counted_kernels();
-void count_launch(const KernelRow& row);
+void count_launch(const KernelDescriptor& row);
 
 // What the choice depends on.
 struct Problem {
@@ -59,15 +59,15 @@ struct TunedTile {
   int head_dim_v;
   bool bounded;  // as Problem's
   ProblemSize size;
-  Room room;
+  TileConfig tile_config;
 };
 extern const TunedTile kTunedTiles[];
 
 // The row that runs the problem; throws Error(kUnsupported) that lists what was built.
-const KernelRow& select_kernel(const Problem& problem);
+const KernelDescriptor& select_kernel(const Problem& problem);
 
-const char* name(Op op);      // "forward"
-const char* name(Room room);  // "compact"; the usual one: ""
+const char* name(Op op);                   // "forward"
+const char* name(TileConfig tile_config);  // "compact"; the usual one: ""
 // Names of a set of features: "softcap", ...
 std::vector<std::string> feature_names(unsigned features);
 

@@ -96,8 +96,8 @@ class CacheLengths {
 
   void check(int64_t index) const {
     const UsedRows rows = used_rows(index);
-    if (places_.data() != nullptr && !is_within(places_.data()[index], p_.slabs - 1)) {
-      invalid_element("cache_batch_idx", index, places_.data()[index], p_.slabs - 1,
+    if (places_.data() != nullptr && !is_within(places_.data()[index], p_.slots - 1)) {
+      invalid_element("cache_batch_idx", index, places_.data()[index], p_.slots - 1,
                       "the sequences of the cache");
     }
     if (p_.block_table != nullptr) check_pages(index, rows);
@@ -138,9 +138,9 @@ class CacheLengths {
     const HostCopy copy(entries, (last - first) * std::abs(step) + 1, device_, stream_);
     for (int64_t page = first; page <= last; ++page) {
       const int32_t entry = copy.data()[page * step - lowest];
-      if (entry >= 0 && entry < p_.slabs) continue;
+      if (entry >= 0 && entry < p_.slots) continue;
       invalid_value("block_table[" + std::to_string(index) + ", " + std::to_string(page) + "] is " +
-                    std::to_string(entry) + "; the cache has " + std::to_string(p_.slabs) +
+                    std::to_string(entry) + "; the cache has " + std::to_string(p_.slots) +
                     " pages");
     }
   }

@@ -16,7 +16,7 @@ struct Strides {
 };
 
 // A small tensor that is read element by element; strides of broadcast axes are 0. Null: not used.
-struct Auxiliary {
+struct BroadcastTensor {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
   Strides stride;
@@ -64,15 +64,15 @@ struct ForwardParams {
   int64_t total_k = 0;
 
   double softmax_scale = 1.0;
-  float scale_log2 = 1.0f;  // |softmax_scale| log2(e) for kernels that fold the sign into Q
-  double softcap = 0.0;     // 0: none
-  Window window;            // causal: right = 0
-  Auxiliary alibi_slopes;   // (batch, head)
-  Auxiliary bias;           // (batch, row, head, col); kBool: keys to keep
-  Auxiliary block_mask;     // (batch, query block, head, key block), kBool
+  float scale_log2 = 1.0f;       // |softmax_scale| log2(e) for kernels that fold the sign into Q
+  double softcap = 0.0;          // 0: none
+  Window window;                 // causal: right = 0
+  BroadcastTensor alibi_slopes;  // (batch, head)
+  BroadcastTensor bias;          // (batch, row, head, col); kBool: keys to keep
+  BroadcastTensor block_mask;    // (batch, query block, head, key block), kBool
   int block_size_q = 1;
   int block_size_k = 1;
-  Auxiliary sinks;  // (head)
+  BroadcastTensor sinks;  // (head)
 
   // A probability is dropped if its 16-bit draw is below the threshold; 0: no dropout.
   uint32_t dropout_threshold = 0;
@@ -81,7 +81,7 @@ struct ForwardParams {
   const uint64_t* rng_state = nullptr;  // seed and offset, instead of the two above
 
   // Grid order (heuristics.h): so many (batch, head) pairs share one section of the grid.
-  int heads_per_section = 1;
+  int heads_per_l2_section = 1;
 };
 
 // A gradient that is written element by element; strides of broadcast axes, which it is summed
@@ -118,7 +118,7 @@ struct BackwardParams : ForwardParams {
   bool deterministic = false;
 
   // A GPU shares the query heads of a K/V head out to so many CTAs (heuristics.h).
-  int group_parts = 1;
+  int gqa_splits = 1;
 };
 
 // Attention to a cache (attention.h: forward_with_kvcache). k and v are the cache, their strides'
@@ -126,16 +126,16 @@ struct BackwardParams : ForwardParams {
 // variant/cache.h says where a key lies.
 struct KvCacheParams : ForwardParams {
   DType cache_dtype = DType::kFloat32;       // q's, kInt8 or kFloat8E4M3
-  int64_t slabs = 0;                         // extent of the cache's first axis
+  int64_t slots = 0;                         // extent of the cache's first axis
   const int32_t* cache_seqlens = nullptr;    // null: the capacity
   const int32_t* cache_batch_idx = nullptr;  // null: the sequence's number
   const int32_t* cache_leftpad = nullptr;    // null: 0
   const int32_t* block_table = nullptr;      // null: not paged
   Strides block_table_stride;                // (batch, col)
   int page_shift = 0;                        // a page has 2^page_shift rows
-  Auxiliary k_scale;                         // (batch: slab, head), float32; null: 1
-  Auxiliary v_scale;
-  Auxiliary tree_mask;  // (batch, row, col), kBool
+  BroadcastTensor k_scale;                   // (batch: slot, head), float32; null: 1
+  BroadcastTensor v_scale;
+  BroadcastTensor tree_mask;  // (batch, row, col), kBool
 
   int num_splits = 1;
   int split_size = 0;  // keys of a split; 0: a sequence's keys are shared out evenly
@@ -152,8 +152,8 @@ struct KvCacheParams : ForwardParams {
 struct AppendParams {
   KvCacheParams cache;            // q as given
   DType dtype = DType::kFloat32;  // of q, k_new and v_new
-  Auxiliary rotary_cos;           // (row, col); null: no rotation
-  Auxiliary rotary_sin;
+  BroadcastTensor rotary_cos;     // (row, col); null: no rotation
+  BroadcastTensor rotary_sin;
   int64_t rotary_rows = 0;
   int rotary_dim = 0;
   bool rotary_interleaved = true;

@@ -12,7 +12,7 @@
 namespace anyflash {
 
 struct KernelPlan {
-  const KernelRow* row = nullptr;
+  const KernelDescriptor* row = nullptr;
   int num_threads = 1;  // CPU
   bool empty = false;   // nothing to launch
   std::size_t scratch_offset = 0;
@@ -35,7 +35,7 @@ struct KernelPlan {
 
   // `empty`, and params as the kernel reads them, must be known.
   template <class Params>
-  void reserve_scratch(const Entry<Params>& entry, const Params& params) {
+  void reserve_scratch(const KernelEntryPoints<Params>& entry, const Params& params) {
     scratch_bytes = empty ? 0 : entry.scratch_bytes(params, num_threads);
     scratch_offset = reserve(bytes, scratch_bytes);
   }

@@ -137,8 +137,8 @@ class KvCacheArguments {
     p_.heads_k = checked_extent(k[2], "k_cache", "heads");
     p_.head_dim = checked_extent(n[3], "q", "head_dim");
     p_.head_dim_v = checked_extent(columns_v, "v_cache", "head_dim_v");
-    p_.slabs = k[0];
-    paged ? pages(*c_.block_table) : slabs();
+    p_.slots = k[0];
+    paged ? pages(*c_.block_table) : slots();
     p_.q = t_.q.data;
     p_.k = t_.k_cache.data;
     p_.v = t_.v_cache.data;
@@ -150,11 +150,11 @@ class KvCacheArguments {
     check_aligned(t_.v_cache, "v_cache");
   }
 
-  void slabs() {
+  void slots() {
     p_.seqlen_k = checked_extent(t_.k_cache.shape[1], "k_cache", "capacity");
-    if (c_.cache_batch_idx == nullptr && p_.slabs < p_.batch) {
+    if (c_.cache_batch_idx == nullptr && p_.slots < p_.batch) {
       invalid_value("k_cache has shape " + shape_of(t_.k_cache) + ", room for " +
-                    std::to_string(p_.slabs) + " sequences, but q has batch " +
+                    std::to_string(p_.slots) + " sequences, but q has batch " +
                     std::to_string(p_.batch) +
                     "; at least as many, or cache_batch_idx, are needed");
     }
@@ -291,7 +291,7 @@ class KvCacheArguments {
     p_.tree_mask = auxiliary_of(t, {&Strides::batch, &Strides::row, &Strides::col});
   }
 
-  Auxiliary scale(const TensorView* t, const char* argument) {
+  BroadcastTensor scale(const TensorView* t, const char* argument) {
     if (t == nullptr) return {};
     if (!is_8bit(p_.cache_dtype)) {
       invalid_value(std::string(argument) + " is given, but the cache is " + name(p_.cache_dtype) +
@@ -307,7 +307,7 @@ class KvCacheArguments {
       check_shape(*t, argument, {{p_.heads_k}}, layout, ", one for each head of the cache");
       return auxiliary_of(*t, {&Strides::head});
     }
-    check_shape(*t, argument, {{p_.slabs}, {p_.heads_k}}, layout);
+    check_shape(*t, argument, {{p_.slots}, {p_.heads_k}}, layout);
     return auxiliary_of(*t, {&Strides::batch, &Strides::head});
   }
 

@@ -25,7 +25,7 @@ nb::list kernel_dicts() {
     d["head_dim"] = kernel.head_dim;
     d["head_dim_v"] = kernel.head_dim_v;
     d["features"] = kernel.features;
-    d["room"] = kernel.room;
+    d["tile_config"] = kernel.tile_config;
     d["block_m"] = kernel.block_m;
     d["block_n"] = kernel.block_n;
     d["warps"] = kernel.warps;

@@ -9,7 +9,7 @@
 
 using anyflash::cached_sequence;
 using anyflash::CachedSequence;
-using anyflash::CachePlace;
+using anyflash::CacheSlot;
 using anyflash::is_slab;
 using anyflash::KvCacheParams;
 using anyflash::place_of;
@@ -23,7 +23,7 @@ namespace {
 KvCacheParams params() {
   KvCacheParams p;
   p.batch = 3;
-  p.slabs = 4;
+  p.slots = 4;
   p.seqlen_k = 20;
   p.seqlen_new = 3;
   return p;
@@ -32,7 +32,7 @@ KvCacheParams params() {
 void check_lengths() {
   KvCacheParams p = params();
   const CachedSequence all = cached_sequence(p, 2);  // no lengths: everything
-  CHECK(all.pages == nullptr && all.slab == 2 && all.first_row == 0);
+  CHECK(all.pages == nullptr && all.slot == 2 && all.first_row == 0);
   CHECK(all.keys_before == 17 && all.seqlen_k == 20);
 
   // What does not fit is clamped.
@@ -62,26 +62,26 @@ void check_places() {
   const std::vector<int32_t> places = {3, -1, 4};
   p.cache_seqlens = lengths.data();
   p.cache_leftpad = pads.data();
-  CHECK_EQ(place_of(p, cached_sequence(p, 1), 6).slab, 1);
+  CHECK_EQ(place_of(p, cached_sequence(p, 1), 6).slot, 1);
   p.cache_batch_idx = places.data();
   const CachedSequence first = cached_sequence(p, 0);
   for (int key = 0; key < first.seqlen_k; ++key) {
-    const CachePlace place = place_of(p, first, key);
-    CHECK_EQ(place.slab, 3);
+    const CacheSlot place = place_of(p, first, key);
+    CHECK_EQ(place.slot, 3);
     CHECK_EQ(place.row, key + 2);
     CHECK_EQ(table_entry(p, first, key), 3);
   }
-  CHECK_EQ(place_of(p, cached_sequence(p, 1), 0).slab, -1);
-  CHECK_EQ(place_of(p, cached_sequence(p, 2), 0).slab, -1);
-  p.slabs = 0;
-  CHECK_EQ(cached_sequence(p, 0).slab, -1);
+  CHECK_EQ(place_of(p, cached_sequence(p, 1), 0).slot, -1);
+  CHECK_EQ(place_of(p, cached_sequence(p, 2), 0).slot, -1);
+  p.slots = 0;
+  CHECK_EQ(cached_sequence(p, 0).slot, -1);
 }
 
 void check_slabs() {
   KvCacheParams p = params();
   for (const int64_t entry : {0, 1, 3}) CHECK(is_slab(p, entry));
   for (const int64_t entry : {-1, 4, INT_MIN, INT_MAX}) CHECK(!is_slab(p, entry));
-  p.slabs = 0;
+  p.slots = 0;
   CHECK(!is_slab(p, 0));
 }
 
@@ -93,7 +93,7 @@ void check_pages() {
     const int pages = 20 / size + 1;
     p.seqlen_k = pages * size;
     p.page_shift = shift;
-    p.slabs = 3 * pages;
+    p.slots = 3 * pages;
     std::vector<int32_t> table(static_cast<std::size_t>(3 * pages * 2), 1 << 20);
     p.block_table_stride = {1, 0, 0, -6};  // columns backwards, two apart
     int32_t* const last_column = table.data() + 6 * (pages - 1);
@@ -102,7 +102,7 @@ void check_pages() {
         *(last_column + b - 6 * i) = (7 * (b * pages + i) + 1) % (3 * pages);
       }
     }
-    *(last_column + 1) = p.slabs;
+    *(last_column + 1) = p.slots;
     p.block_table = last_column;
     const std::vector<int32_t> lengths = {9, 4, 0};
     const std::vector<int32_t> pads = {2, 0, 0};
@@ -110,14 +110,14 @@ void check_pages() {
     p.cache_leftpad = pads.data();
     for (int b = 0; b < 3; ++b) {
       const CachedSequence s = cached_sequence(p, b);
-      CHECK(s.slab == -1 || s.pages != nullptr);
+      CHECK(s.slot == -1 || s.pages != nullptr);
       for (int key = 0; key < s.seqlen_k; ++key) {
         const int row = key + pads[static_cast<std::size_t>(b)];
-        const CachePlace place = place_of(p, s, key);
+        const CacheSlot place = place_of(p, s, key);
         const bool broken = b == 1 && row / size == 0;
         const int page = (7 * (b * pages + row / size) + 1) % (3 * pages);
-        CHECK_EQ(table_entry(p, s, key), broken ? p.slabs : page);  // as it stands there
-        CHECK_EQ(place.slab, broken ? -1 : page);
+        CHECK_EQ(table_entry(p, s, key), broken ? p.slots : page);  // as it stands there
+        CHECK_EQ(place.slot, broken ? -1 : page);
         CHECK_EQ(place.row, row % size);
       }
     }

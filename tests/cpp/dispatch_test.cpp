@@ -14,29 +14,30 @@ namespace anyflash {
 
 namespace {
 
-constexpr KernelRow sm80_row(const char* name, int head_dim, int head_dim_v, unsigned features,
-                             std::size_t smem_bytes, Op op = Op::kForward) {
+constexpr KernelDescriptor sm80_row(const char* name, int head_dim, int head_dim_v,
+                                    unsigned features, std::size_t smem_bytes,
+                                    Op op = Op::kForward) {
   return {name,     Arch::kSm80, CpuIsa::kAuto, op,     DType::kFloat16,
           head_dim, head_dim_v,  features,      Tile{}, smem_bytes,
           {},       {}};
 }
 
-constexpr KernelRow room_row(const char* name, int ctas, std::size_t smem_bytes) {
-  KernelRow row = sm80_row(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
+constexpr KernelDescriptor room_row(const char* name, int ctas, std::size_t smem_bytes) {
+  KernelDescriptor row = sm80_row(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
   row.tile.ctas = ctas;
   return row;
 }
 
-constexpr KernelRow decode_row(const char* name, int head_dim, int block_m, unsigned features,
-                               std::size_t smem_bytes) {
-  KernelRow row = sm80_row(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
+constexpr KernelDescriptor decode_row(const char* name, int head_dim, int block_m,
+                                      unsigned features, std::size_t smem_bytes) {
+  KernelDescriptor row = sm80_row(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
   row.tile.block_m = block_m;
   return row;
 }
 
-constexpr KernelRow tile_row(const char* name, int head_dim, int block_m, std::size_t smem_bytes,
-                             int ctas = 1) {
-  KernelRow row = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
+constexpr KernelDescriptor tile_row(const char* name, int head_dim, int block_m,
+                                    std::size_t smem_bytes, int ctas = 1) {
+  KernelDescriptor row = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
   row.tile.block_m = block_m;
   row.tile.ctas = ctas;
   return row;
@@ -44,13 +45,13 @@ constexpr KernelRow tile_row(const char* name, int head_dim, int block_m, std::s
 
 constexpr unsigned kScores = kSoftcap | kAlibi;
 
-constexpr KernelRow cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
-                            DType dtype = DType::kFloat32) {
+constexpr KernelDescriptor cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
+                                   DType dtype = DType::kFloat32) {
   return {name, Arch::kCpu, isa, op, dtype, 0, 0, kAllFeatures, Tile{}, 0, {}, {}};
 }
 
 // The order is of no consequence: larger ones and those with features come first here.
-constexpr KernelRow kRows[] = {
+constexpr KernelDescriptor kRows[] = {
     sm80_row("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
     sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
     sm80_row("backward_d64_softcap", 64, 64, kSoftcap, 60000, Op::kBackward),
@@ -86,13 +87,13 @@ constexpr KernelRow kRows[] = {
     decode_row("decode_d64_m16", 64, 16, kScores, 30000),
     decode_row("decode_d256_m16", 256, 16, kScores, 90000),
 };
-constexpr KernelRows kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
+constexpr KernelUnit kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
 DeviceProperties gpu;
 
 }  // namespace
 
-const KernelRows* const kKernelUnits[] = {&kUnit};
+const KernelUnit* const kKernelUnits[] = {&kUnit};
 const std::size_t kKernelUnitCount = 1;
 const char* const kCudaArchs[] = {"sm_80", nullptr};
 

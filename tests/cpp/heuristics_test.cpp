@@ -13,10 +13,10 @@ using anyflash::decode_num_splits;
 using anyflash::decode_num_splits_on_cpu;
 using anyflash::DeviceProperties;
 using anyflash::ForwardParams;
-using anyflash::group_parts;
-using anyflash::heads_per_section;
+using anyflash::gqa_splits;
+using anyflash::heads_per_l2_section;
 using anyflash::heads_per_section_backward;
-using anyflash::KernelRow;
+using anyflash::KernelDescriptor;
 using anyflash::KvCacheParams;
 using anyflash::query_rows;
 using anyflash::resident_ctas;
@@ -50,27 +50,27 @@ void check_section(int64_t section, int64_t pairs, int64_t most) {
 }
 
 void check_bounds(const ForwardParams& p, int multiprocessors) {
-  const int section = heads_per_section(p, multiprocessors);
+  const int section = heads_per_l2_section(p, multiprocessors);
   check_section(section, p.batch * p.heads, multiprocessors / 4);
 
   ForwardParams all = p;
   all.window = {5, -1};
-  CHECK_EQ(heads_per_section(all, multiprocessors), 1);
+  CHECK_EQ(heads_per_l2_section(all, multiprocessors), 1);
   ForwardParams window = p;
   window.window.right = 1000;
-  CHECK_EQ(heads_per_section(window, multiprocessors), section);
+  CHECK_EQ(heads_per_l2_section(window, multiprocessors), section);
 }
 
 BackwardParams backward_params(const ForwardParams& forward) {
   BackwardParams p;
   static_cast<ForwardParams&>(p) = forward;
-  p.group_parts = group_parts(p);
+  p.gqa_splits = gqa_splits(p);
   return p;
 }
 
 void check_backward_bounds(const BackwardParams& p, int multiprocessors) {
   const int section = heads_per_section_backward(p, multiprocessors);
-  check_section(section, p.batch * p.heads_k * p.group_parts, multiprocessors / 8);
+  check_section(section, p.batch * p.heads_k * p.gqa_splits, multiprocessors / 8);
 
   BackwardParams window = p;
   window.window = {7, -1};
@@ -148,7 +148,7 @@ void check_windows() {
 }
 
 void check_resident_ctas() {
-  KernelRow row{};
+  KernelDescriptor row{};
   row.tile = {16, 64, 4, 3};
   DeviceProperties device;
   device.smem_per_multiprocessor = 167936;  // A100
@@ -239,9 +239,9 @@ int main() {
     }
   }
   // A100: at most 27 of 256 pairs, in 10 sections. H200: 33 of 128, in 4; and all of 16.
-  CHECK_EQ(heads_per_section(causal_params(8, 32, 8, 2048, 128), 108), 26);
-  CHECK_EQ(heads_per_section(causal_params(8, 16, 16, 2048, 128), 132), 32);
-  CHECK_EQ(heads_per_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
+  CHECK_EQ(heads_per_l2_section(causal_params(8, 32, 8, 2048, 128), 108), 26);
+  CHECK_EQ(heads_per_l2_section(causal_params(8, 16, 16, 2048, 128), 132), 32);
+  CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
   // Backward, H200: 16 of 64 key heads, and all of 8.
   const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
   CHECK_EQ(heads_per_section_backward(backward, 132), 16);
@@ -252,10 +252,10 @@ int main() {
   // A part has at most four heads, but there are at most 32 parts.
   for (const auto& [group, parts] :
        {std::pair{1, 1}, {4, 1}, {5, 2}, {8, 2}, {9, 3}, {128, 32}, {1000, 32}}) {
-    CHECK_EQ(group_parts(backward_params(causal_params(3, 2 * group, 2, 100, 64))), parts);
+    CHECK_EQ(gqa_splits(backward_params(causal_params(3, 2 * group, 2, 100, 64))), parts);
   }
   BackwardParams none = backward;
   none.heads = none.heads_k = 0;
-  CHECK_EQ(group_parts(none), 1);
+  CHECK_EQ(gqa_splits(none), 1);
   return check::report();
 }

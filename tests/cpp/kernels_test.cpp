@@ -38,8 +38,10 @@ void check_table() {
     CHECK_EQ(kernel.name, std::string(anyflash_kernel_name(i)));
     CHECK_MSG(std::find(std::begin(kOps), std::end(kOps), kernel.op) != std::end(kOps), kernel.op);
     CHECK_MSG(check::contains(kernel.name, "_" + kernel.op + "_"), kernel.name);
-    for (const std::string room : {"compact", "wide"}) {
-      CHECK_MSG(check::contains(kernel.name, "_" + room) == (kernel.room == room), kernel.name);
+    for (const std::string tile_config : {"compact", "wide"}) {
+      CHECK_MSG(
+          check::contains(kernel.name, "_" + tile_config) == (kernel.tile_config == tile_config),
+          kernel.name);
     }
     CHECK_MSG(kernel.block_m > 0 && kernel.block_n > 0, kernel.name);
     const bool cpu = kernel.arch.rfind("cpu-", 0) == 0;

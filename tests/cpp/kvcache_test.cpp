@@ -65,10 +65,10 @@ Index place(const Appending& c, int64_t b, int64_t row) {
   return {page, row % page_size, 0, 0};
 }
 
-float scale_of(const TensorView* scale, int64_t slab, int64_t head) {
+float scale_of(const TensorView* scale, int64_t slot, int64_t head) {
   if (scale == nullptr) return 1.0f;
   const auto* const data = static_cast<const float*>(scale->data);
-  return scale->rank == 1 ? data[head] : data[slab * scale->stride[0] + head * scale->stride[1]];
+  return scale->rank == 1 ? data[head] : data[slot * scale->stride[0] + head * scale->stride[1]];
 }
 
 // What the cache holds after the call: checked element by element, and returned as float32.

@@ -79,8 +79,9 @@ void check_tiles(const Case& c, int block_m, int block_n) {
   const int tiles = (c.seqlen_k + block_n - 1) / block_n;
   for (int first_row = 0; first_row < c.seqlen_q; first_row += block_m) {
     const KRange range = mask.k_range(first_row, block_m, block_n);
-    CHECK_MSG(0 <= range.begin && range.begin <= range.left && range.left <= range.masked &&
-                  range.masked <= range.end && range.end <= tiles,
+    CHECK_MSG(0 <= range.begin && range.begin <= range.unmasked_begin &&
+                  range.unmasked_begin <= range.unmasked_end && range.unmasked_end <= range.end &&
+                  range.end <= tiles,
               what);
     check_order(range, tiles, what);
     const int full = std::min(block_m, c.seqlen_q - first_row) * block_n;
@@ -107,8 +108,9 @@ void check_row_tiles(const Case& c, int block_m, int block_n) {
   const int tiles = (c.seqlen_q + block_m - 1) / block_m;
   for (int tile_n = 0; tile_n * block_n < c.seqlen_k; ++tile_n) {
     const MRange range = mask.m_range(int64_t{tile_n} * block_n, block_n, block_m);
-    CHECK_MSG(0 <= range.begin && range.begin <= range.full && range.full <= range.masked &&
-                  range.masked <= range.end && range.end <= tiles,
+    CHECK_MSG(0 <= range.begin && range.begin <= range.unmasked_begin &&
+                  range.unmasked_begin <= range.unmasked_end && range.unmasked_end <= range.end &&
+                  range.end <= tiles,
               what);
     for (int tile = 0; tile < tiles; ++tile) {
       const int rows = std::min(block_m, c.seqlen_q - tile * block_m);
@@ -178,9 +180,9 @@ void check_large_case(const Case& c, int block_m, int block_n) {
     const int64_t left = (first_key(last_row) + block_n - 1) / block_n;
     const int64_t masked = end_key(first_row) / block_n;
     if (left < masked) {
-      CHECK_MSG(range.left == left && range.masked == masked, c.text());
+      CHECK_MSG(range.unmasked_begin == left && range.unmasked_end == masked, c.text());
     } else {
-      CHECK_MSG(range.left == range.masked, c.text());
+      CHECK_MSG(range.unmasked_begin == range.unmasked_end, c.text());
     }
   }
 }
@@ -226,9 +228,9 @@ void check_large_row_tiles(const Case& c, int block_m, int block_n) {
     const int64_t full = (full_row + block_m - 1) / block_m;
     const int64_t masked = full_end == n ? (n + block_m - 1) / block_m : full_end / block_m;
     if (full_row < full_end && full < masked) {
-      CHECK_MSG(range.full == full && range.masked == masked, c.text());
+      CHECK_MSG(range.unmasked_begin == full && range.unmasked_end == masked, c.text());
     } else {
-      CHECK_MSG(range.full == range.masked, c.text());
+      CHECK_MSG(range.unmasked_begin == range.unmasked_end, c.text());
     }
   }
 }

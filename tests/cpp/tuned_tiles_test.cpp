@@ -13,49 +13,51 @@ namespace anyflash {
 
 namespace {
 
-constexpr KernelRow row_of(const char* name, Op op, int head_dim, int block_m,
-                           Room room = Room::kUsual, std::size_t smem_bytes = 90000,
-                           unsigned features = kNoFeatures, DType dtype = DType::kFloat16) {
+constexpr KernelDescriptor row_of(const char* name, Op op, int head_dim, int block_m,
+                                  TileConfig tile_config = TileConfig::kDefault,
+                                  std::size_t smem_bytes = 90000, unsigned features = kNoFeatures,
+                                  DType dtype = DType::kFloat16) {
   Tile tile;
   tile.block_m = block_m;
   return {name,     Arch::kSm80, CpuIsa::kAuto, op, dtype, head_dim, head_dim,
-          features, tile,        smem_bytes,    {}, {},    {},       room};
+          features, tile,        smem_bytes,    {}, {},    {},       tile_config};
 }
 
-constexpr KernelRow kRows[] = {
-    row_of("forward_d128_compact", Op::kForward, 128, 64, Room::kCompact, 50000),
-    row_of("forward_d64_generic", Op::kForward, 64, 64, Room::kUsual, 90000, kAllFeatures),
-    row_of("forward_d64_compact", Op::kForward, 64, 64, Room::kCompact, 50000),
+constexpr KernelDescriptor kRows[] = {
+    row_of("forward_d128_compact", Op::kForward, 128, 64, TileConfig::kCompact, 50000),
+    row_of("forward_d64_generic", Op::kForward, 64, 64, TileConfig::kDefault, 90000, kAllFeatures),
+    row_of("forward_d64_compact", Op::kForward, 64, 64, TileConfig::kCompact, 50000),
     row_of("forward_d64", Op::kForward, 64, 128),
-    row_of("forward_d64_wide", Op::kForward, 64, 128, Room::kWide, 200000),
+    row_of("forward_d64_wide", Op::kForward, 64, 128, TileConfig::kWide, 200000),
     row_of("forward_d128", Op::kForward, 128, 128),
-    row_of("forward_bf16", Op::kForward, 64, 128, Room::kUsual, 90000, kNoFeatures,
+    row_of("forward_bf16", Op::kForward, 64, 128, TileConfig::kDefault, 90000, kNoFeatures,
            DType::kBFloat16),
-    row_of("backward_d64_generic", Op::kBackward, 64, 64, Room::kCompact, 90000, kAllFeatures),
+    row_of("backward_d64_generic", Op::kBackward, 64, 64, TileConfig::kCompact, 90000,
+           kAllFeatures),
     row_of("backward_d64", Op::kBackward, 64, 64),
-    row_of("backward_d64_wide", Op::kBackward, 64, 64, Room::kWide, 80000),
+    row_of("backward_d64_wide", Op::kBackward, 64, 64, TileConfig::kWide, 80000),
 };
-constexpr KernelRows kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
+constexpr KernelUnit kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
 DeviceProperties gpu;
 
 }  // namespace
 
-const KernelRows* const kKernelUnits[] = {&kUnit};
+const KernelUnit* const kKernelUnits[] = {&kUnit};
 const std::size_t kKernelUnitCount = 1;
 const char* const kCudaArchs[] = {"compute_80", nullptr};
 
 const DeviceProperties& device_properties(int) { return gpu; }
 
 const TunedTile kTunedTiles[] = {
-    {90, Op::kForward, 64, 64, true, ProblemSize::kLong, Room::kCompact},
-    {90, Op::kForward, 64, 64, false, ProblemSize::kLong, Room::kWide},
-    {90, Op::kForward, 64, 64, false, ProblemSize::kSmallGrid, Room::kUsual},
-    {90, Op::kForward, 128, 128, true, ProblemSize::kLong, Room::kWide},  // is not built
-    {90, Op::kBackward, 64, 64, true, ProblemSize::kLong, Room::kWide},
-    {90, Op::kBackward, 64, 64, false, ProblemSize::kLong, Room::kCompact},  // has features
-    {90, Op::kBackward, 64, 64, true, ProblemSize::kShort, Room::kUsual},
-    {100, Op::kForward, 64, 64, true, ProblemSize::kLong, Room::kUsual},
+    {90, Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kCompact},
+    {90, Op::kForward, 64, 64, false, ProblemSize::kLong, TileConfig::kWide},
+    {90, Op::kForward, 64, 64, false, ProblemSize::kSmallGrid, TileConfig::kDefault},
+    {90, Op::kForward, 128, 128, true, ProblemSize::kLong, TileConfig::kWide},  // is not built
+    {90, Op::kBackward, 64, 64, true, ProblemSize::kLong, TileConfig::kWide},
+    {90, Op::kBackward, 64, 64, false, ProblemSize::kLong, TileConfig::kCompact},  // has features
+    {90, Op::kBackward, 64, 64, true, ProblemSize::kShort, TileConfig::kDefault},
+    {100, Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kDefault},
     {},
 };
 
@@ -182,9 +184,9 @@ void check_unknown_name() {
 }
 
 void check_names() {
-  CHECK_EQ(name(Room::kUsual), std::string());
-  CHECK_EQ(name(Room::kCompact), std::string("compact"));
-  CHECK_EQ(name(Room::kWide), std::string("wide"));
+  CHECK_EQ(name(TileConfig::kDefault), std::string());
+  CHECK_EQ(name(TileConfig::kCompact), std::string("compact"));
+  CHECK_EQ(name(TileConfig::kWide), std::string("wide"));
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutations import BACKWARD, DROPOUT, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
-from turns_mutations import TURNS, TURNS_MUTATIONS
+from pingpong_mutations import PINGPONG, PINGPONG_MUTATIONS
 
 MAINLOOP = "sm80/backward/mainloop.h"
 VISITS = "cuda/query_tile_iterator.h"
@@ -12,7 +12,7 @@ PARTS = "sm80/backward/gqa_partials.h"
 EPILOGUE = "sm80/backward/epilogue.h"
 SCORES = "variant/backward_variants.h"
 SCORED = "variant/backward_single_feature.h"
-ROW_PASS = "sm80/backward/row_pass.h"
+ROW_PASS = "sm80/backward/deterministic_dq.h"
 ROW_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
@@ -35,7 +35,7 @@ HIDE = "kMasked && (j < first || j >= end) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
 
 SYNCHRONISATION = (
-    Mutation("no-barrier-for-tile", TURNS, "__syncthreads();"),
+    Mutation("no-barrier-for-tile", PINGPONG, "__syncthreads();"),
     Mutation("no-barrier-for-p", MAINLOOP, "__syncthreads(); // P and dS are there"),
     Mutation("no-barrier-for-cleared-k", MAINLOOP, "__syncthreads(); // K without NaN"),
     Mutation(
@@ -50,8 +50,8 @@ SYNCHRONISATION = (
         after=BEGIN_STEP,
     ),
     Mutation("no-flip-of-loads", MAINLOOP, "tQsQ.data() = tQsQ.data() + other_q;"),
-    Mutation("no-flip-of-scores", MAINLOOP, "q.move(other_q);"),
-    Mutation("no-flip-of-products", MAINLOOP, "dout_t.move(other_do);"),
+    Mutation("no-flip-of-scores", MAINLOOP, "q.advance(other_q);"),
+    Mutation("no-flip-of-products", MAINLOOP, "dout_t.advance(other_do);"),
     Mutation("flip-in-one-direction", MAINLOOP, "buffer ^= 1;"),
     Mutation(
         "no-barrier-for-block", KERNEL, "__syncthreads(); // read from there", sanitizer="tsan"
@@ -133,8 +133,8 @@ POSITIONS = (
         "ceil_div(static_cast<int>(end), block_m)",
         "static_cast<int>(end) / block_m",
     ),
-    Mutation("head-of-larger-part-forgotten", VISITS, "block.part < larger ? 1 : 0", "0"),
-    Mutation("first-heads-in-all-parts", VISITS, "block.part * each", "0"),
+    Mutation("head-of-larger-part-forgotten", VISITS, "block.gqa_split < larger ? 1 : 0", "0"),
+    Mutation("first-heads-in-all-parts", VISITS, "block.gqa_split * each", "0"),
     Mutation(
         "hidden-block-visited",
         VISITS,
@@ -200,7 +200,10 @@ ARITHMETIC = (
     Mutation("nan-in-k-not-seen", MAINLOOP, "!all_finite(tKsK)", "false"),
     Mutation("hidden-k-not-cleared", MAINLOOP, "kMasked && smem.nonfinite_keys != 0", "false"),
     Mutation(
-        "hidden-k-not-cleared-in-pass", ROW_PASS, "range.needs_mask(n) || variant.hides()", "false"
+        "hidden-k-not-cleared-in-pass",
+        ROW_PASS,
+        "range.needs_mask(n) || variant.may_hide_anywhere()",
+        "false",
     ),
     Mutation(
         "restored-where-mask-hides",
@@ -214,22 +217,22 @@ ARITHMETIC = (
         "!mask.keep(row, key) || !variant.keep(row, key)",
         "!mask.keep(row, key)",
     ),
-    Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
+    Mutation("dropped-infinity-restored", EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),
     Mutation("mask-of-first-part", MAINLOOP, "block.first_key + kKey", "block.first_key"),
     Mutation("edge-everywhere", VISITS, "edge_ && m_ == range_.begin", "m_ == range_.begin"),
     Mutation("edge-in-all-tiles", VISITS, "edge_ && m_ == range_.begin", "edge_"),
-    Mutation("edge-a-row-early", VISITS, "Traits::kEarlyRows - 1", "Traits::kEarlyRows - 2"),
+    Mutation("edge-a-row-early", VISITS, "Traits::kTopRows - 1", "Traits::kTopRows - 2"),
     Mutation("nan-of-hidden-generic-dp", SCORES, "p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(
         "nan-of-hidden-slope",
         SCORES,
-        "ds(i) == 0.0f ? 0.0f : ds(i) * extra.slopes(i)",
-        "ds(i) * extra.slopes(i)",
+        "ds(i) == 0.0f ? 0.0f : ds(i) * aux.slopes(i)",
+        "ds(i) * aux.slopes(i)",
     ),
     Mutation(
-        "no-slope-of-softcap", SCORES, "ds(i) == 0.0f ? 0.0f : ds(i) * extra.slopes(i)", "ds(i)"
+        "no-slope-of-softcap", SCORES, "ds(i) == 0.0f ? 0.0f : ds(i) * aux.slopes(i)", "ds(i)"
     ),
     Mutation("slope-of-softcap", SCORE_MOD, "1.0f - x * x", "1.0f - x"),
     Mutation(
@@ -256,14 +259,16 @@ ARITHMETIC = (
         "return dropout_scale(params.dropout_threshold);",
         "return 1.0f;",
     ),
-    Mutation("parts-overwritten", PARTS, "first_part<Traits>(params, block) + block.part", "0"),
+    Mutation(
+        "parts-overwritten", PARTS, "first_part<Traits>(params, block) + block.gqa_split", "0"
+    ),
     Mutation(
         "last-part-forgotten",
         PARTS,
-        "part < first + params.group_parts",
-        "part < first + params.group_parts - 1",
+        "part < first + params.gqa_splits",
+        "part < first + params.gqa_splits - 1",
     ),
-    Mutation("nan-of-parts", PARTS, "nonfinite_dout |= params.part_nonfinite_dout[part];"),
+    Mutation("nan-of-parts", PARTS, "nonfinite_dout |= params.gqa_nonfinite_dout[part];"),
     Mutation(
         "part-of-keys-not-used-not-written",
         PARTS,
@@ -348,10 +353,10 @@ OF_ROWS = (
     Mutation(
         "rows-beyond-not-prepared",
         ROWS_SOURCE,
-        "p.stats[padded + r] = stats;",
-        "if (exists) p.stats[padded + r] = stats;",
+        "p.lse_delta[padded + r] = stats;",
+        "if (exists) p.lse_delta[padded + r] = stats;",
     ),
-    Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="RowStats stats{"),
+    Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseDelta stats{"),
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
@@ -379,7 +384,7 @@ ONE_BUFFER_MUTATIONS = (
         MAINLOOP,
         "__syncthreads(); // every warp has done with Q and dO",
     ),
-    Mutation("no-barrier-for-only-tile", TURNS, "__syncthreads();"),
+    Mutation("no-barrier-for-only-tile", PINGPONG, "__syncthreads();"),
     Mutation("no-wait-for-only-tile", MAINLOOP, "cp_async_wait<0>();", after=BEGIN_STEP),
 )
 
@@ -393,7 +398,7 @@ RELOADED_V_MUTATIONS = (
 BACKWARD_MUTATIONS = (
     *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + ONE_FEATURE),
     *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
-    *_of_unit(ONE_BUFFER, TURNS_MUTATIONS),
+    *_of_unit(ONE_BUFFER, PINGPONG_MUTATIONS),
     *_of_unit(RELOADED_V, RELOADED_V_MUTATIONS),
     *_of_unit(ROWS, OF_ROWS),
 )

@@ -33,12 +33,12 @@ RACES = decode(
     Case(
         seqlen_q=1,
         seqlen_k=1600,
-        more="filled=1590 new=1 page=16 cache=e4m3 scales=slab nan=seen splits=2 sink=1",
+        more="filled=1590 new=1 page=16 cache=e4m3 scales=slot nan=seen splits=2 sink=1",
     ),
     Case(seqlen_q=9, seqlen_k=400, causal=1, more="left=300 nan=seen out=fp32"),
     Case(seqlen_q=20, seqlen_k=320, causal=1, heads=3, more="left=300 nan=seen page=64"),
     Case(seqlen_q=9, seqlen_k=700, more="tree=1 cache=e4m3 scales=head nan=seen alibi=0.05"),
-    Case(seqlen_q=17, seqlen_k=400, causal=1, more="cache=int8 scales=slab page=16 leftpad=5"),
+    Case(seqlen_q=17, seqlen_k=400, causal=1, more="cache=int8 scales=slot page=16 leftpad=5"),
     Case(seqlen_q=1, seqlen_k=100, more="filled=0 sink=1"),
     Case(seqlen_q=1, seqlen_k=300, heads=1, more="splits=130"),
 )
@@ -74,7 +74,7 @@ CASES = decode(
         seqlen_k=256,
         head_dim=40,
         head_dim_v=37,
-        more="filled=250,90 new=2 rotary=30 page=2 cache=int8 scales=slab splits=2",
+        more="filled=250,90 new=2 rotary=30 page=2 cache=int8 scales=slot splits=2",
     ),
     Case(seqlen_q=2, seqlen_k=192, head_dim=48, head_dim_v=32, more="filled=180 new=12 rotary=8"),
     Case(
@@ -91,7 +91,7 @@ CASES = decode(
         seqlen_k=1600,
         heads=4,
         heads_k=2,
-        more="filled=1500,40 batch_idx=1 cache=int8 scales=slab alibi=0.05",
+        more="filled=1500,40 batch_idx=1 cache=int8 scales=slot alibi=0.05",
     ),
     Case(
         batch=2,
@@ -99,7 +99,7 @@ CASES = decode(
         seqlen_k=1408,
         heads=4,
         heads_k=2,
-        more="filled=1400,40 page=64 cache=e4m3 scales=slab nan=seen split_size=640",
+        more="filled=1400,40 page=64 cache=e4m3 scales=slot nan=seen split_size=640",
     ),
     Case(seqlen_q=9, seqlen_k=700, scale=0.003, causal=1, more="cache=int8 new=9 leftpad=3"),
     Case(
@@ -109,14 +109,14 @@ CASES = decode(
         heads=4,
         heads_k=2,
         causal=1,
-        more="filled=580,60 new=10 rotary=32 left=70 page=16 cache=e4m3 scales=slab nan=seen",
+        more="filled=580,60 new=10 rotary=32 left=70 page=16 cache=e4m3 scales=slot nan=seen",
     ),
     Case(
         batch=2,
         seqlen_q=40,
         seqlen_k=512,
         causal=1,
-        more="filled=450,20 new=40 cache=e4m3 scales=slab page=1 nan=seen softcap=20 out=fp32",
+        more="filled=450,20 new=40 cache=e4m3 scales=slot page=1 nan=seen softcap=20 out=fp32",
     ),
     Case(seqlen_q=3, seqlen_k=256, more="tree=1"),
     # More rows than the largest tile has, of a group that does not divide it.

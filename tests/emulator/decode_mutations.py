@@ -80,7 +80,7 @@ IN_KERNEL = of(
         "hidden-scale-counts", MAINLOOP, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),
     Mutation("scales-not-filled", MAINLOOP, "loader.fill_scales(smem.buffers);"),
-    Mutation("scale-of-first-slab", LOADER, "exists ? entry * stride : 0", "0"),
+    Mutation("scale-of-first-slot", LOADER, "exists ? entry * stride : 0", "0"),
     Mutation(
         "page-mask-too-wide", LOADER, "(1 << params.page_shift) - 1", "(2 << params.page_shift) - 1"
     ),
@@ -112,7 +112,7 @@ IN_COMBINE = of(
     Mutation("no-barrier-for-weights", COMBINE_SOURCE, "sync(); // the weights are there"),
     Mutation("no-barrier-for-sums", COMBINE_SOURCE, "sync(); // every warp's sums are"),
     Mutation("empty-splits-count", COMBINE_SOURCE, "part != -INFINITY", "true"),
-    Mutation("sink-not-joined", COMBINE_SOURCE, "exp2f((sink - reference) * kLog2E)", "0.0f"),
+    Mutation("sink-not-row_exchange", COMBINE_SOURCE, "exp2f((sink - reference) * kLog2E)", "0.0f"),
 )
 
 IN_APPEND = of(
@@ -127,9 +127,9 @@ IN_APPEND = of(
     Mutation("queries-step-always", APPEND_SOURCE, "p_.rotary_steps ? at.row : 0", "at.row"),
     Mutation("pairs-of-halves", APPEND_SOURCE, "at.col % 2 != 0", "at.col >= half"),
     Mutation(
-        "appended-scale-of-first-slab",
+        "appended-scale-of-first-slot",
         APPEND_SOURCE,
-        "place.slab * scale.stride.batch",
+        "place.slot * scale.stride.batch",
         "0",
     ),
     Mutation(
@@ -137,7 +137,7 @@ IN_APPEND = of(
         CACHE,
         "s.first_row + key",
         "key",
-        after="CachePlace place_of(",
+        after="CacheSlot place_of(",
     ),
 )
 

@@ -255,7 +255,7 @@ def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
 
 # For the kernel of head dim 128 of which two groups of warps take turns, where 227 KB are: several
 # tiles a group, one, and none; heads in one part and in two; either group's on the edge of a mask.
-TURNS_CASES = tuple(
+PINGPONG_CASES = tuple(
     case._replace(head_dim_v=128, more=f"{case.more} smem=232448")
     for case in wide(
         backward(

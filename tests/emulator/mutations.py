@@ -15,7 +15,7 @@ PAIRED = "sm80_forward_f16_d256"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
 RELOADED_V = "sm80_backward_f16_d256"
-ROWS = "bwd_rows"
+ROWS = "backward_preprocess"
 
 
 class Mutation(NamedTuple):
@@ -74,10 +74,12 @@ SYNCHRONISATION = (
     Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
     Mutation("no-barrier-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("__syncthreads();", "")),
     Mutation("no-flip-of-loads", MAINLOOP, "tVsV.data() = tVsV.data() + to_other * size(sV);", ""),
-    Mutation("no-flip-of-v", MAINLOOP, "v_t.move(to_other * size(sV));", ""),
+    Mutation("no-flip-of-v", MAINLOOP, "v_t.advance(to_other * size(sV));", ""),
     Mutation("no-flip-back", MAINLOOP, "to_other = -to_other;", ""),
     Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads(); // Q has landed", "", "tsan"),
-    Mutation("no-barrier-for-joined", MAINLOOP, "sync_pair(); // both warps'", "", unit=PAIRED),
+    Mutation(
+        "no-barrier-for-row_exchange", MAINLOOP, "sync_pair(); // both warps'", "", unit=PAIRED
+    ),
     Mutation("no-barrier-for-p-of-pair", MAINLOOP, "sync_pair(); // P is there", "", unit=PAIRED),
     Mutation("no-wait-for-q-of-no-keys", MAINLOOP, "cp_async_wait<0>(); // the output goes", ""),
     Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
@@ -104,12 +106,16 @@ POSITIONS = (
     Mutation(
         "left-zone-not-visited", MASK, "if (tile == masked && left > begin) return left - 1;", ""
     ),
-    Mutation("left-zone-visited-twice", MAINLOOP, "n > range.left", "n > range.begin"),
-    Mutation("left-zone-visited-twice-plain", MAINLOOP, "n - range.left", "n - range.begin"),
+    Mutation("left-zone-visited-twice", MAINLOOP, "n > range.unmasked_begin", "n > range.begin"),
+    Mutation(
+        "left-zone-visited-twice-plain", MAINLOOP, "n - range.unmasked_begin", "n - range.begin"
+    ),
     Mutation(
         "keys-of-half-the-rows", MAINLOOP, "block.first_row + kLateRows - 1", "block.first_row"
     ),
-    Mutation("early-half", MAINLOOP, "(kBlockM - kLateRows) * TileQ::kPage", "0", unit=LAZY),
+    Mutation(
+        "early-half", MAINLOOP, "(kBlockM - kLateRows) * TileQ::kPanelColumns", "0", unit=LAZY
+    ),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
     Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
     Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),
@@ -194,20 +200,20 @@ ARITHMETIC = (
     Mutation("sum-not-rescaled", SOFTMAX, "sum *= rescale;", ""),
     Mutation("output-not-rescaled-lazily", SOFTMAX, LAZY_OUTPUT, "", unit=LAZY),
     Mutation("sum-not-rescaled-lazily", SOFTMAX, "sum_(kFirst + i) *= rescale(i);", "", unit=LAZY),
-    Mutation("maxima-not-joined", SOFTMAX, "join(maxima);", "", unit=PAIRED),
-    Mutation("sums-not-joined", SOFTMAX, "join(sum_);", "", unit=PAIRED),
+    Mutation("maxima-not-row_exchange", SOFTMAX, "join(maxima);", "", unit=PAIRED),
+    Mutation("sums-not-row_exchange", SOFTMAX, "join(sum_);", "", unit=PAIRED),
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
     Mutation("sign-of-scale-lost", MAINLOOP, "(q_factor != 1.0f)", "false"),
-    Mutation("hidden-v-not-cleared", MAINLOOP, "variant.hides()", "false"),
+    Mutation("hidden-v-not-cleared", MAINLOOP, "variant.may_hide_anywhere()", "false"),
     Mutation(
         "restored-where-bias-hides",
         EPILOGUE,
         "!mask.keep(row, key) || !variant.keep(row, key)",
         "!mask.keep(row, key)",
     ),
-    Mutation("dropped-infinity-restored", EPILOGUE, "variant.drops(row, key)", "false"),
+    Mutation("dropped-infinity-restored", EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation(
         "restored-of-another-sequence", EPILOGUE, "sequence.first_k * params.v_stride.row", "0"
     ),

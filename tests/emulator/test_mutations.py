@@ -27,8 +27,8 @@ from emulated_driver import (
     CASES,
     FORWARD_RACES,
     GROWING_CASES,
+    PINGPONG_CASES,
     ROOT,
-    TURNS_CASES,
     Case,
     run,
     wide,
@@ -114,9 +114,9 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
         return re.sub(rf".*decode_row<(?!.*{keep}).*\n", "", source)
-    if room := {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
+    if tile_config := {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
         rows = re.compile(r" *sm80::(for|back)ward_row<[^(]*\([^)]*\),\n")
-        return rows.sub(lambda row: row[0] if room in row[0] else "", source)
+        return rows.sub(lambda row: row[0] if tile_config in row[0] else "", source)
     if mutation.unit == ONE_BUFFER:
         keep = "kWide" if mutation.sanitizer else "kWide|Generic"
         return re.sub(rf'.*ward_row<((?!{keep})[^"])*".*\n', "", source)
@@ -135,7 +135,7 @@ def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:
     command = _compile_command(build, driver, mutation.unit)
     command[command.index("-o") + 1] = str(folder / "unit.o")
     unit = folder / f"{mutation.unit}.cpp"
-    changed = folder / "sm80" / f"{mutation.unit}.cu"
+    changed = folder / "cuda" / f"{mutation.unit}.cu"
     source = (changed if changed.exists() else Path(command[-1])).read_text()
     unit.write_text(_fewer_kernels(source, mutation))
     command[-1] = str(unit)
@@ -189,8 +189,8 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
     if unit in (DECODE, COMBINE, APPEND):
         return _decode_cases(unit, sanitizer)
     if unit == ONE_BUFFER:
-        turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in TURNS_CASES]
-        return list(TURNS_CASES) if sanitizer else turns + wide(BACKWARD_RACES)
+        turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in PINGPONG_CASES]
+        return list(PINGPONG_CASES) if sanitizer else turns + wide(BACKWARD_RACES)
     if sanitizer == "tsan":  # slow; its mutations are of what the plain kernels do, too
         return list(FORWARD_RACES[:4] if unit == FORWARD else BACKWARD_RACES[:4])
     if unit == FORWARD:

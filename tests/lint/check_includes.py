@@ -4,9 +4,10 @@
 
 The layers, an arrow meaning "includes":
 
-    python/src -> cpp/include <- cpp/src <- cpp/kernels/<arch> -> variant -> common -> CuTe
+    python/src -> cpp/include <- cpp/src <- kernels/<family> -> cuda -> variant -> common -> CuTe
 
-A kernel sees of cpp/src only plain data (KERNEL_CONTRACT); architectures never see each other.
+A kernel sees of cpp/src only plain data (KERNEL_CONTRACT); families never see each other. The CPU's
+includes nothing of cuda.
 Prints one line per finding and exits with 1 if there are any.
 """
 
@@ -30,7 +31,7 @@ LONG_FILES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".py", ".cmake", ".in"}
 KERNEL_CONTRACT = {
     "append.h",
     "copy_rows.h",
-    "kernel.h",
+    "kernel_descriptor.h",
     "merge_states.h",
     "params.h",
     "side_outputs.h",
@@ -77,8 +78,8 @@ def contract(names: set[str]) -> frozenset[str]:
 
 
 def layers(root: Path) -> list[Layer]:
-    """The rules; every architecture folder below cpp/kernels gets the same ones."""
-    common, variant = "cpp/kernels/common/", "cpp/kernels/variant/"
+    """The rules; every family's folder below cpp/kernels gets the same ones."""
+    common, variant, cuda = (f"cpp/kernels/{name}/" for name in ("common", "variant", "cuda"))
     shared = (PUBLIC, common, variant)
     kernel_headers = contract(KERNEL_CONTRACT)
     result = [
@@ -90,6 +91,7 @@ def layers(root: Path) -> list[Layer]:
         ),
         Layer(common, (PUBLIC, common), kernel_headers, DEVICE),
         Layer(variant, shared, kernel_headers, DEVICE),
+        Layer(cuda, (*shared, cuda), kernel_headers, DEVICE),
         Layer(
             "python/src/",
             (PUBLIC, "python/src/"),
@@ -100,11 +102,13 @@ def layers(root: Path) -> list[Layer]:
     kernels = root / "cpp" / "kernels"
     for folder in sorted(kernels.iterdir()) if kernels.is_dir() else []:
         own = f"cpp/kernels/{folder.name}/"
-        if not folder.is_dir() or own in (common, variant):
+        if not folder.is_dir() or own in (common, variant, cuda):
             continue
-        host = frozenset({"std", "openmp", "intrinsics"})
-        external = host if folder.name == "cpu" else DEVICE
-        result.append(Layer(own, (*shared, own), kernel_headers, external))
+        if folder.name == "cpu":
+            external = frozenset({"std", "openmp", "intrinsics"})
+            result.append(Layer(own, (*shared, own), kernel_headers, external))
+        else:
+            result.append(Layer(own, (*shared, cuda, own), kernel_headers, DEVICE))
     return result
 
 

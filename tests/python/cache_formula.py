@@ -36,11 +36,11 @@ def call(
     kind = of_q if cache_dtype is None else cache_dtype
     count, filled = len(LENGTHS), np.array(LENGTHS, np.int32)
     pages = CAPACITY // page_size if page_size else 1
-    slabs = (count * pages + 1, page_size) if page_size else (count, CAPACITY)
+    slots = (count * pages + 1, page_size) if page_size else (count, CAPACITY)
     arguments: Arguments = {"q": random.standard_normal((count, 2, heads[0], 20)).astype(of_q)}
     for name, columns in (("k_cache", 20), ("v_cache", 12)):
         poison = np.nan if kind != np.int8 else 99
-        arguments[name] = np.full((*slabs, heads[1], columns), poison, kind)
+        arguments[name] = np.full((*slots, heads[1], columns), poison, kind)
     if new:
         arguments["k"] = random.standard_normal((count, new, heads[1], 20)).astype(of_q)
         arguments["v"] = random.standard_normal((count, new, heads[1], 12)).astype(of_q)
@@ -152,12 +152,12 @@ def window(arguments: Arguments) -> tuple[int, int]:
     return left, 0 if arguments.get("causal") else right
 
 
-def scale_of(arguments: Arguments, name: str, slab: int) -> Array | float:
+def scale_of(arguments: Arguments, name: str, slot: int) -> Array | float:
     """A factor for each head of a row, (heads_k, 1)."""
     scale = arguments.get(f"{name}_scale")
     if scale is None:
         return 1.0
-    chosen = scale if scale.ndim == 1 else scale[slab]
+    chosen = scale if scale.ndim == 1 else scale[slot]
     return np.asarray(chosen.astype(np.float64)[:, None])
 
 

@@ -57,7 +57,7 @@ class CacheCase:
     capacity: int = 0  # 0: as much as need be
     page: int = 0  # rows of a page; 0: not paged
     cache_dtype: str = ""  # q's; "int8", "e4m3"
-    scales: str = ""  # of an 8-bit cache: "head" or "slab"
+    scales: str = ""  # of an 8-bit cache: "head" or "slot"
     leftpad: tuple[int, ...] = ()
     batch_idx: bool = False
     seqlens: bool = True  # False: no cache_seqlens, all rows are filled
@@ -191,9 +191,9 @@ class _Builder:
         self.cache_dtype = CACHE_DTYPES[case.cache_dtype or case.dtype]
         self.columns = case.rows // case.page if case.page else 1
         if case.page:
-            self.slabs = case.batch * self.columns + 3
+            self.slots = case.batch * self.columns + 3
         else:
-            self.slabs = case.batch + (3 if case.batch_idx else 0)
+            self.slots = case.batch + (3 if case.batch_idx else 0)
 
     def normal(self, *shape: int) -> Array:
         return self.random.standard_normal(shape).astype(np.float32)
@@ -227,7 +227,7 @@ class _Builder:
     def empty_cache(self, columns: int) -> Array:
         case = self.case
         return np.zeros(
-            (self.slabs, case.page or case.rows, case.heads_k, columns), self.cache_dtype
+            (self.slots, case.page or case.rows, case.heads_k, columns), self.cache_dtype
         )
 
     def fill(self, call: CacheCall, k: Array, v: Array) -> None:
@@ -265,13 +265,13 @@ class _Builder:
         else:
             x[...] = np.nan if name == "k" or self.cache_dtype == E4M3 else np.inf
 
-    def elements(self, x: Array, scale: Array | None, slabs: Array) -> Array:
+    def elements(self, x: Array, scale: Array | None, slots: Array) -> Array:
         if self.cache_dtype not in LARGEST:
             return x.astype(self.cache_dtype)
         if scale is None:
             x = x * (8 if self.cache_dtype == INT8 else 1)
         elif scale.ndim == 2:
-            x = x / scale[slabs][..., None]
+            x = x / scale[slots][..., None]
         else:
             x = x / scale[:, None]
         return quantised(x, self.cache_dtype)
@@ -290,7 +290,7 @@ class _Builder:
             cache["cache_seqlens"] = int32_tensor(case.lengths)
         if case.batch_idx:
             cache["cache_batch_idx"] = int32_tensor(
-                self.random.permutation(self.slabs)[: case.batch]
+                self.random.permutation(self.slots)[: case.batch]
             )
         if case.leftpad:
             cache["cache_leftpad"] = int32_tensor(case.leftpad)
@@ -302,7 +302,7 @@ class _Builder:
             tree = np.array(trees, bool).reshape(count, case.sq, case.sq)
             cache["tree_mask"] = place(tree, case.small_layout, "bsd")
         if case.scales:
-            shape = (case.heads_k,) if case.scales == "head" else (self.slabs, case.heads_k)
+            shape = (case.heads_k,) if case.scales == "head" else (self.slots, case.heads_k)
             for name in ("k_scale", "v_scale"):
                 unit = 1 / 32 if self.cache_dtype == INT8 else 1 / 64
                 scale = unit * self.random.uniform(0.8, 1.6, shape).astype(np.float32)
@@ -315,12 +315,12 @@ class _Builder:
 
     def table(self) -> Array:
         case = self.case
-        pages = self.random.permutation(self.slabs)[: case.batch * self.columns]
+        pages = self.random.permutation(self.slots)[: case.batch * self.columns]
         table = pages.reshape(case.batch, self.columns).astype(np.int32)
         for b, length in enumerate(case.lengths):
             used = -(-(length + case.new) // case.page)
             rest = self.columns - used
-            table[b, used:] = self.random.choice([*NO_PAGE, self.slabs], rest)
+            table[b, used:] = self.random.choice([*NO_PAGE, self.slots], rest)
         return table
 
     def rotary(self, append: Append) -> dict[str, Any]:

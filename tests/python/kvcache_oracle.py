@@ -80,22 +80,22 @@ class CacheProblem:
 
     def places(self, sequence: int, rows: Array) -> tuple[Array, Array]:
         """Where in the cache the rows of a sequence lie; -1: nowhere."""
-        slabs = self.k_cache.shape[0]
+        slots = self.k_cache.shape[0]
         if self.block_table is not None:
             page_size = self.k_cache.shape[1]
-            slab = self.block_table[sequence].astype(np.int64)[rows // page_size]
+            slot = self.block_table[sequence].astype(np.int64)[rows // page_size]
             rows = rows % page_size
         elif self.cache_batch_idx is not None:
-            slab = np.full_like(rows, self.cache_batch_idx[sequence])
+            slot = np.full_like(rows, self.cache_batch_idx[sequence])
         else:
-            slab = np.full_like(rows, sequence)
-        return np.where((slab < 0) | (slab >= slabs), -1, slab), rows
+            slot = np.full_like(rows, sequence)
+        return np.where((slot < 0) | (slot >= slots), -1, slot), rows
 
 
 class Written(NamedTuple):
     """What an append writes to one tensor, by (new row, head, column)."""
 
-    slabs: Array
+    slots: Array
     rows: Array
     low: Array  # what may be written: rounding of exact results, and of what float32 makes of them
     value: Array  # of the cache's dtype
@@ -143,25 +143,25 @@ def quantised(x: Array, dtype: np.dtype[Any]) -> Array:
 
 def all_places(p: CacheProblem, first: Array, count: Array) -> tuple[Array, Array]:
     """Of `count` rows of each sequence from its row `first` on."""
-    slabs, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    slots, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for b, (start, n) in enumerate(zip(first, count, strict=True)):
-        slab, row = p.places(b, start + np.arange(n))
-        slabs.append(slab)
+        slot, row = p.places(b, start + np.arange(n))
+        slots.append(slot)
         rows.append(row)
-    return np.concatenate(slabs), np.concatenate(rows)
+    return np.concatenate(slots), np.concatenate(rows)
 
 
-def scale_of(scale: Array | None, slabs: Array) -> Array:
+def scale_of(scale: Array | None, slots: Array) -> Array:
     """(rows, heads_k or 1, 1)"""
     if scale is None:
         return np.ones((1, 1, 1), np.float32)
     if scale.ndim == 1:
         return scale[None, :, None]
-    return np.where(slabs[:, None] >= 0, scale[slabs], np.float32(1))[..., None]
+    return np.where(slots[:, None] >= 0, scale[slots], np.float32(1))[..., None]
 
 
 def written(p: CacheProblem, new: Array, cache: Array, scale: Array | None, turn: bool) -> Written:
-    slabs, rows = all_places(p, p.filled, np.full(len(new), new.shape[1]))
+    slots, rows = all_places(p, p.filled, np.full(len(new), new.shape[1]))
     exact, error = new.astype(np.float64), np.zeros(new.shape)
     if turn:
         exact, error = rotated(p, new, p.filled - p.first_row, steps=True)
@@ -169,16 +169,16 @@ def written(p: CacheProblem, new: Array, cache: Array, scale: Array | None, turn
     for sign in (-1, 0, 1):
         x = (exact + sign * error).astype(new.dtype).reshape(-1, *new.shape[2:])
         if cache.dtype in LARGEST:
-            x = x.astype(np.float64) / scale_of(scale, slabs).astype(np.float64)
+            x = x.astype(np.float64) / scale_of(scale, slots).astype(np.float64)
             x = x + np.where(np.isfinite(x), sign * 2.0**-22 * np.abs(x), 0)
         results.append(quantised(x, cache.dtype))
-    inside = slabs >= 0
-    return Written(slabs[inside], rows[inside], *(x[inside] for x in results))
+    inside = slots >= 0
+    return Written(slots[inside], rows[inside], *(x[inside] for x in results))
 
 
 def check_written(name: str, cache: Array, expected: Written) -> None:
     """Raise AssertionError unless the cache's new rows hold what they may."""
-    actual = cache[expected.slabs, expected.rows].astype(np.float64)
+    actual = cache[expected.slots, expected.rows].astype(np.float64)
     low, value, high = (x.astype(np.float64) for x in expected[2:])
     nan = np.isnan(value)
     wrong = np.where(nan, ~np.isnan(actual), ~((low <= actual) & (actual <= high)))
@@ -197,14 +197,14 @@ def check_written(name: str, cache: Array, expected: Written) -> None:
 def gathered(p: CacheProblem, cache: Array, scale: Array | None, exact: bool) -> Array:
     """(total_k, heads_k, columns): the keys or values of all sequences; 8-bit ones times their
     scale, exactly or rounded to float32."""
-    slabs, rows = all_places(p, p.first_row, p.lengths)
-    found = cache[slabs, rows]
-    found[slabs < 0] = 0
+    slots, rows = all_places(p, p.first_row, p.lengths)
+    found = cache[slots, rows]
+    found[slots < 0] = 0
     if cache.dtype not in LARGEST:
         return found
     dtype = np.dtype(np.float64 if exact else np.float32)
     with np.errstate(over="ignore"):  # of keys that nobody sees
-        return found.astype(dtype) * scale_of(scale, slabs).astype(dtype)
+        return found.astype(dtype) * scale_of(scale, slots).astype(dtype)
 
 
 def tree_bias(p: CacheProblem) -> Array | None:
@@ -288,5 +288,5 @@ def answer(p: CacheProblem) -> Answer:
         k = written(p, p.k_new, p.k_cache, p.k_scale, turn=True)
         v = written(p, p.v_new, p.v_cache, p.v_scale, turn=False)
     k_cache, v_cache = p.k_cache.copy(), p.v_cache.copy()
-    k_cache[k.slabs, k.rows], v_cache[v.slabs, v.rows] = k.value, v.value
+    k_cache[k.slots, k.rows], v_cache[v.slots, v.rows] = k.value, v.value
     return Answer(attention(p, k_cache, v_cache), k, v)

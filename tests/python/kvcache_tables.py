@@ -92,7 +92,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "append": {"append": Append(7)},
     "rotary": {"append": Append(5, rotary=32, neox=True)},
     "int8": {"cache_dtype": "int8", "scales": "head"},
-    "e4m3": {"cache_dtype": "e4m3", "scales": "slab"},
+    "e4m3": {"cache_dtype": "e4m3", "scales": "slot"},
     "gqa": {"heads": 8, "heads_k": 2},
     "dv": {"d": 80, "dv": 96},
     "far": {"values": "rising"},
@@ -144,7 +144,7 @@ def _features() -> Iterator[CacheCase]:
     for dtype, splits in itertools.product((*FLOATS, "fp64"), (0, 1, 5)):
         changes = everything | {"dtype": dtype, "splits": splits}
         yield with_(base, f"everything-{dtype}-{splits}", sq=9, **changes)
-        changes |= {"cache_dtype": "int8", "scales": "slab"}
+        changes |= {"cache_dtype": "int8", "scales": "slot"}
         yield with_(base, f"everything-int8-{dtype}-{splits}", sq=9, **changes)
     for values, dtype in itertools.product(("large", "negative", "falling", "zeros"), FLOATS):
         yield with_(base, f"{values}-{dtype}", dtype=dtype, values=values, splits=2)
@@ -186,7 +186,7 @@ def _layouts() -> Iterator[CacheCase]:
         case = with_(base, name, layout=how, page=page, d=d, append=Append(2))
         yield case
         yield with_(case, f"{name}-fp32", dtype="fp32")
-        changes = {"cache_dtype": "int8", "scales": "slab"}
+        changes = {"cache_dtype": "int8", "scales": "slot"}
         yield with_(case, f"{name}-int8", **changes)
 
 
@@ -223,18 +223,18 @@ def _appends() -> Iterator[CacheCase]:
 
 def _quantised() -> Iterator[CacheCase]:
     base = CacheCase("", "fp16", (129, 40, 0, 16), page=16, capacity=144)
-    kinds = itertools.product(("int8", "e4m3"), ("", "head", "slab"), (1, 6), (*FLOATS, "fp64"))
+    kinds = itertools.product(("int8", "e4m3"), ("", "head", "slot"), (1, 6), (*FLOATS, "fp64"))
     for cache_dtype, scales, sq, dtype in kinds:
         changes = {"cache_dtype": cache_dtype, "scales": scales, "sq": sq, "causal": True}
         name = f"{cache_dtype}-{scales or 'bare'}-sq{sq}-{dtype}"
         yield with_(base, name, dtype=dtype, **changes)
         yield with_(base, f"{name}-append", dtype=dtype, append=Append(sq, 32, True), **changes)
     for cache_dtype, d in itertools.product(("int8", "e4m3"), (40, 59, 128, 192, 256)):
-        changes = {"cache_dtype": cache_dtype, "scales": "slab", "append": Append(2, 32)}
+        changes = {"cache_dtype": cache_dtype, "scales": "slot", "append": Append(2, 32)}
         yield with_(base, f"{cache_dtype}-d{d}", d=d, sq=3, **changes)
         yield with_(base, f"{cache_dtype}-d{d}-fp32", d=d, dtype="fp32", sq=3, **changes)
     for cache_dtype, (heads, sq) in itertools.product(("int8", "e4m3"), ((8, 4), (8, 7), (8, 20))):
-        changes = {"cache_dtype": cache_dtype, "scales": "slab", "heads": heads, "heads_k": 1}
+        changes = {"cache_dtype": cache_dtype, "scales": "slot", "heads": heads, "heads_k": 1}
         name = f"{cache_dtype}-rows{heads * sq}"
         yield with_(base, name, sq=sq, dtype="bf16", splits=3, **changes)
         yield with_(base, f"{name}-idx", sq=sq, page=0, batch_idx=True, **changes)

@@ -49,7 +49,7 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
         capacity=draw(st.integers(0, 400)),
         page=page,
         cache_dtype=cache_dtype,
-        scales=draw(st.sampled_from(("", "head", "slab"))) if cache_dtype else "",
+        scales=draw(st.sampled_from(("", "head", "slot"))) if cache_dtype else "",
         leftpad=tuple(draw(st.integers(0, n)) for n in lengths) if draw(st.booleans()) else (),
         batch_idx=not page and draw(st.booleans()),
         append=draw(_append(d)),

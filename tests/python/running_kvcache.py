@@ -90,7 +90,7 @@ def check_call(call: CacheCall, before: CacheCall, expected: Answer) -> None:
 def _as_expected(call: CacheCall, expected: Answer) -> bool:
     pairs = ((call.k_cache, expected.k), (call.v_cache, expected.v))
     return all(
-        bits(tensor.view[rows.slabs, rows.rows]) == bits(rows.value)
+        bits(tensor.view[rows.slots, rows.rows]) == bits(rows.value)
         for tensor, rows in pairs
         if rows
     )
@@ -98,7 +98,7 @@ def _as_expected(call: CacheCall, expected: Answer) -> bool:
 
 def _mark(tensor: Tensor, rows: Written | None, marks: Array) -> None:
     if rows is not None:
-        tensor.strided(marks)[rows.slabs, rows.rows] = True
+        tensor.strided(marks)[rows.slots, rows.rows] = True
 
 
 def _check_rest_of_cache(call: CacheCall, before: CacheCall, expected: Answer) -> None:

@@ -27,53 +27,53 @@ CAUSAL = KEY._replace(bounded=True)
 
 
 def measured(key=KEY, rules="", bits=None, **seconds):
-    """`usual=1.0, wide=1.1`: seconds of each room; `bits`: those that differ from the others'."""
-    times = {"" if room == "usual" else room: s for room, s in seconds.items()}
+    """`default=1.0, wide=1.1`: seconds of each config; `bits`: those that differ from the rest."""
+    times = {"" if config == "default" else config: s for config, s in seconds.items()}
     return Measured(key, times, rules, dict.fromkeys(times, 0) | (bits or {}))
 
 
 # -- choosing
 def test_only_what_gains_more_than_noise_is_written():
-    assert chosen([measured(usual=1.0, wide=0.97)]) == {KEY: "wide"}
-    assert chosen([measured(usual=1.0, wide=0.99)]) == {}
-    assert chosen([measured(usual=1.0, wide=1.1)]) == {}
-    assert chosen([measured(rules="wide", usual=1.0, wide=1.1)]) == {KEY: ""}
-    assert chosen([measured(usual=1.0, wide=0.9, compact=0.8)]) == {KEY: "compact"}
+    assert chosen([measured(default=1.0, wide=0.97)]) == {KEY: "wide"}
+    assert chosen([measured(default=1.0, wide=0.99)]) == {}
+    assert chosen([measured(default=1.0, wide=1.1)]) == {}
+    assert chosen([measured(rules="wide", default=1.0, wide=1.1)]) == {KEY: ""}
+    assert chosen([measured(default=1.0, wide=0.9, compact=0.8)]) == {KEY: "compact"}
 
 
 def test_the_geometric_mean_of_a_keys_problems_decides():
-    gains = [measured(usual=1.0, wide=0.8), measured(usual=10.0, wide=12.0)]
+    gains = [measured(default=1.0, wide=0.8), measured(default=10.0, wide=12.0)]
     assert chosen(gains) == {KEY: "wide"}
-    assert chosen([*gains, measured(usual=1.0, wide=1.1)]) == {}
+    assert chosen([*gains, measured(default=1.0, wide=1.1)]) == {}
     # The rules may choose another one for each.
-    cells = [measured(usual=1.0, wide=1.5), measured(rules="wide", usual=1.5, wide=1.0)]
+    cells = [measured(default=1.0, wide=1.5), measured(rules="wide", default=1.5, wide=1.0)]
     assert chosen(cells) == {}
 
 
 def test_each_key_has_its_own():
     cells = [
-        measured(usual=1.0, wide=0.9),
-        measured(SMALL, usual=1.0, wide=1.2),
-        measured(CAUSAL, rules="wide", usual=0.9, wide=1.0),
+        measured(default=1.0, wide=0.9),
+        measured(SMALL, default=1.0, wide=1.2),
+        measured(CAUSAL, rules="wide", default=0.9, wide=1.0),
     ]
     assert chosen(cells) == {KEY: "wide", CAUSAL: ""}
     other = KEY._replace(op="backward")
-    assert chosen([*cells, measured(other, usual=1.0, wide=0.5)])[other] == "wide"
+    assert chosen([*cells, measured(other, default=1.0, wide=0.5)])[other] == "wide"
 
 
 def test_a_gpu_takes_rooms_with_the_same_bits():
     """For all keys of some head dims: the fastest group, if it gains on the rules' own."""
     other = {"wide": 1}
-    faster = [measured(bits=other, usual=1.0, wide=0.5)]
-    assert chosen([*faster, measured(SMALL, bits=other, usual=1.0, wide=1.2)]) == {
+    faster = [measured(bits=other, default=1.0, wide=0.5)]
+    assert chosen([*faster, measured(SMALL, bits=other, default=1.0, wide=1.2)]) == {
         KEY: "wide",
         SMALL: "wide",
     }
-    assert chosen([*faster, measured(SMALL, bits=other, usual=1.0, wide=3.0)]) == {}
+    assert chosen([*faster, measured(SMALL, bits=other, default=1.0, wide=3.0)]) == {}
     # Within the rules' group they still choose by key.
     cells = [
-        measured(bits=other, usual=1.0, wide=0.9, compact=0.8),
-        measured(SMALL, bits=other, usual=1.0, wide=0.9, compact=1.2),
+        measured(bits=other, default=1.0, wide=0.9, compact=0.8),
+        measured(SMALL, bits=other, default=1.0, wide=0.9, compact=1.2),
     ]
     assert chosen(cells) == {KEY: "compact"}
     assert alike(cells) == [{"", "compact"}, {"wide"}]
@@ -84,8 +84,8 @@ def test_a_gpu_takes_rooms_with_the_same_bits():
 
 def test_other_bits_need_a_gain_as_well():
     other = {"wide": 1}
-    assert chosen([measured(bits=other, usual=1.0, wide=0.99)]) == {}
-    assert chosen([measured(bits=other, usual=1.0, wide=0.97)]) == {KEY: "wide"}
+    assert chosen([measured(bits=other, default=1.0, wide=0.99)]) == {}
+    assert chosen([measured(bits=other, default=1.0, wide=0.97)]) == {KEY: "wide"}
 
 
 # -- the file
@@ -96,8 +96,8 @@ def test_the_committed_table_can_be_read_and_written():
     assert len(lines) == len(table) + 1
     assert all(capability > 0 for capability, _ in table)
     for capability in {capability for capability, _ in table} | {0}:
-        rooms = {key: room for (cc, key), room in table.items() if cc == capability}
-        assert rewritten(text, capability, rooms) == text
+        configs = {key: config for (cc, key), config in table.items() if cc == capability}
+        assert rewritten(text, capability, configs) == text
     # A GPU takes one key's row at most, so that order is of no consequence.
     assert len(table) == len(set(table))
 
@@ -105,11 +105,14 @@ def test_the_committed_table_can_be_read_and_written():
 def test_rows_of_other_gpus_stay():
     bare = rewritten(FILE.read_text(), 90, {})
     first = rewritten(bare, 100, {KEY: "wide", SMALL: ""})
-    assert "    {100, Op::kForward, 128, 128, false, ProblemSize::kLong, Room::kWide},\n" in first
-    small = "{100, Op::kForward, 128, 128, false, ProblemSize::kSmallGrid, Room::kUsual}"
+    assert (
+        "    {100, Op::kForward, 128, 128, false, ProblemSize::kLong, TileConfig::kWide},\n"
+        in first
+    )
+    small = "{100, Op::kForward, 128, 128, false, ProblemSize::kSmallGrid, TileConfig::kDefault}"
     assert f"    {small},\n    {{}},\n" in first
     second = rewritten(first, 89, {CAUSAL._replace(op="backward", d=192): "compact"})
-    line = "{89, Op::kBackward, 192, 128, true, ProblemSize::kLong, Room::kCompact}"
+    line = "{89, Op::kBackward, 192, 128, true, ProblemSize::kLong, TileConfig::kCompact}"
     assert f"    {line},\n    {{100, " in second
     third = rewritten(second, 100, {CAUSAL: "compact"})
     added = {x: y for x, y in rows(third).items() if x[0] in {89, 100}}
@@ -127,10 +130,10 @@ def test_another_file_is_refused():
 
 # -- measuring, on a GPU that is not there
 class FakeGpu:
-    """Kernels by room, their times, and how dispatch chooses: `rules`, or what is preferred."""
+    """Kernels by config, their times, and how dispatch chooses: `rules`, or what is preferred."""
 
     def __init__(self, monkeypatch, times, rules="wide", tuned="", fits=None):
-        self.names = {room: f"sm80_forward_bf16_d128_{room or 'usual'}" for room in times}
+        self.names = {config: f"sm80_forward_bf16_d128_{config or 'default'}" for config in times}
         self.times, self.rules, self.tuned = times, rules, tuned
         self.fits = set(times) if fits is None else fits
         self.other_bits = {"wide": 1.0}
@@ -139,10 +142,13 @@ class FakeGpu:
         self.ran = []
         kernels = [
             {"name": name, "arch": "sm80", "op": "forward", "dtype": "bfloat16", "head_dim": 128,
-             "head_dim_v": 128, "features": [], "room": room}
-            for room, name in self.names.items()
+             "head_dim_v": 128, "features": [], "tile_config": config}
+            for config, name in self.names.items()
         ]  # fmt: skip
-        alone = [{**kernels[0], "head_dim": 64}, {**kernels[0], "features": ["bias"], "room": "x"}]
+        alone = [
+            {**kernels[0], "head_dim": 64},
+            {**kernels[0], "features": ["bias"], "tile_config": "x"},
+        ]
         info = {"kernels": [*kernels, *alone]}
         monkeypatch.setattr(_tune, "_core", SimpleNamespace(prefer_kernel=self.prefer))
         monkeypatch.setattr(_tune, "launches", lambda: dict(self.counts))
@@ -154,8 +160,8 @@ class FakeGpu:
         self.preferred = name
 
     @property
-    def room(self):
-        by_name = {name: room for room, name in self.names.items()}
+    def config(self):
+        by_name = {name: config for config, name in self.names.items()}
         if self.preferred is None:
             return self.tuned
         wanted = by_name.get(self.preferred)
@@ -163,9 +169,9 @@ class FakeGpu:
 
     def call(self, problem):
         def run(turn):
-            self.ran.append(self.room)
-            self.counts[self.names[self.room]] += 1
-            return (np.full(3, self.other_bits.get(self.room, 2.0)),)
+            self.ran.append(self.config)
+            self.counts[self.names[self.config]] += 1
+            return (np.full(3, self.other_bits.get(self.config, 2.0)),)
 
         return Call(run, lambda result: result)
 
@@ -173,7 +179,7 @@ class FakeGpu:
         def sample(repeats):
             with call.context():
                 call.run(0)
-                return self.times[self.room]
+                return self.times[self.config]
 
         return sample
 
@@ -237,11 +243,11 @@ def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):
     path = tmp_path / "tiles.cpp"
     path.write_text(FILE.read_text())
     assert command_line.main(["bench", "tune", "--quick", "--write", str(path)]) == 0
-    table = {key: room for (cc, key), room in rows(path.read_text()).items() if cc == 121}
+    table = {key: config for (cc, key), config in rows(path.read_text()).items() if cc == 121}
     every = itertools.product((False, True), SIZES)
     assert table == {Key("forward", 128, 128, *both): "compact" for both in every}
     told = capsys.readouterr().out
-    assert "not the same bits, so that only one of: usual, compact | wide" in told
+    assert "not the same bits, so that only one of: default, compact | wide" in told
     lines = [line.split() for line in told.splitlines()]
     assert ["forward", "128", "full", "long", "compact", "tuned"] in [x[:6] for x in lines]
     assert ["now,", "rules"] in [x[5:7] for x in lines]
@@ -285,8 +291,10 @@ def test_a_file_that_is_not_the_table_is_refused_first(monkeypatch, tmp_path, ca
 
 def test_kernels_have_rooms():
     for kernel in anyflash.build_info()["kernels"]:
-        rooms = [room for room in ("compact", "wide") if kernel["name"].endswith(f"_{room}")]
-        assert kernel["room"] == "".join(rooms)
+        configs = [
+            config for config in ("compact", "wide") if kernel["name"].endswith(f"_{config}")
+        ]
+        assert kernel["tile_config"] == "".join(configs)
 
 
 @pytest.mark.parametrize("name", ["sm80_forward_bf16_d65", "cpu_baseline_forward_f32"])

@@ -192,7 +192,7 @@ def test_tiles_do_not_change_bits(
     assert_same_bits(run(backend, case), large)
 
 
-# What a GPU may take by turns for an operation and head dims (names of rooms, kernel.h).
+# What a GPU may take by turns for an operation and head dims: names of tile configs.
 SAME_BITS = {
     ("forward", 64, 64): {"", "compact"},
     ("forward", 128, 128): {"", "compact", "wide"},
@@ -206,7 +206,7 @@ SAME_BITS = {
 
 
 def results(family: tuple[str, int, int], causal: bool) -> tuple[str, dict[str, bytes]]:
-    """The kernel's room ("generic" and so on, if it is no plain one), and the results' bits."""
+    """The kernel's config ("generic" and so on, if it is no plain one), and the results' bits."""
     op, d, d_v = family
     emulated = capi.backend("emulated-sm80")
     library = emulated.library
@@ -219,8 +219,8 @@ def results(family: tuple[str, int, int], causal: bool) -> tuple[str, dict[str, 
         found = backward(emulated, GradientCase(case, deterministic=True)).outputs()
     (name,) = (name for name, n in library.launches().items() if n != before[name])
     variant = capi.Row.parse(name).variant
-    room = "" if variant == "plain" else variant
-    return room, {name: bits(tensor.view) for name, tensor in found.items()}
+    config = "" if variant == "plain" else variant
+    return config, {name: bits(tensor.view) for name, tensor in found.items()}
 
 
 @pytest.mark.parametrize("family", SAME_BITS, ids=str)
@@ -231,10 +231,10 @@ def test_rooms_with_the_same_bits(
     emulated.emu_set_options(0, -1, LARGE_SMEM)
     name = f"sm80_{family[0]}_f16_d{'_'.join(dict.fromkeys(map(str, family[1:])))}"
     found = {}
-    for room in SAME_BITS[family]:
-        emulated.emulated_prefer_kernel("_".join([name, *([room] if room else [])]).encode())
-        ran, found[room] = results(family, causal)
-        assert ran == room
+    for config in SAME_BITS[family]:
+        emulated.emulated_prefer_kernel("_".join([name, *([config] if config else [])]).encode())
+        ran, found[config] = results(family, causal)
+        assert ran == config
     first, *others = found.values()
     assert others
     for other in others:
@@ -243,7 +243,7 @@ def test_rooms_with_the_same_bits(
 
 def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
     """Of what a GPU takes for some head dims, by the table or by the rules. The table's head dims
-    that the emulator lacks must all have one room."""
+    that the emulator lacks must all have one config."""
     table = rows((capi.REPOSITORY / "cpp/src/tuned_tiles.cpp").read_text())
     capabilities = {cc for cc, _ in table}
     assert capabilities <= SMEM.keys(), "SMEM lacks a GPU's shared memory"
@@ -256,10 +256,10 @@ def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
         taken = set()
         for bounded, size in itertools.product((False, True), SIZES):
             emulated.emulated_set_full_grid(10**6 if size == "small grid" else 1)
-            room = table.get((capability, Key(*family, bounded, size)))
-            if room is None:
-                room = results(family, bounded)[0] if family in has else "what the rules choose"
-            taken.add(room)
+            config = table.get((capability, Key(*family, bounded, size)))
+            if config is None:
+                config = results(family, bounded)[0] if family in has else "what the rules choose"
+            taken.add(config)
         alike = len(taken) == 1 or taken <= SAME_BITS.get(family, set())
         assert alike, f"{capability}, {family}: {taken}"
 

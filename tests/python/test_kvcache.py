@@ -286,5 +286,5 @@ def test_append_beyond_int32(backend: Backend, axis: int, cache_dtype: str) -> N
     expected = case.expected()
     for cache, rows in ((call.k_cache, expected.k), (call.v_cache, expected.v)):
         assert rows is not None
-        assert bits(cache.view[rows.slabs, rows.rows]) == bits(rows.value)
+        assert bits(cache.view[rows.slots, rows.rows]) == bits(rows.value)
     check(call.out.view, call.lse.view, expected.reference)

@@ -94,8 +94,8 @@ def test_jax(jax: ModuleType, dtype: str) -> None:
 def test_eight_bits(cache_dtype: Any, page_size: int, dtype: str) -> None:
     arguments = call(dtype=dtype, page_size=page_size, cache_dtype=cache_dtype)
     arguments["k_scale"] = np.array([0.03, 0.001], np.float32)  # the second one: much is clamped
-    slabs = len(arguments["v_cache"])
-    arguments["v_scale"] = abs(random(slabs, 2)) + np.float32(0.01)
+    slots = len(arguments["v_cache"])
+    arguments["v_scale"] = abs(random(slots, 2)) + np.float32(0.01)
     right = expected(arguments)
     out, _ = attend(arguments, out_dtype="float32")
     np.testing.assert_allclose(out, right.out, rtol=1e-3, atol=1e-3)

@@ -53,7 +53,7 @@ def call(
         "k": random(torch, BATCH, new, 2, 64, dtype=dtype, seed=1),
         "v": random(torch, BATCH, new, 2, 64, dtype=dtype, seed=2),
         "cache_seqlens": integers(torch, [0, 1, 100, 300]),
-        # Room for 8, 8, 128 and 496 tokens.
+        # TileConfig for 8, 8, 128 and 496 tokens.
         "block_table": integers(torch, spread(table, [8, 8, 128, 496], page_size)),
         "causal": True,
     }

@@ -100,7 +100,7 @@ def test_every_number_is_rounded_right(backend: Backend, cache_dtype: str, dtype
     check_written("k_cache", call.k_cache.view, expected.k)
     check_written("v_cache", call.v_cache.view, expected.v)
     if cache_dtype == "e4m3":
-        stored = call.k_cache.view[expected.k.slabs, expected.k.rows].ravel()
+        stored = call.k_cache.view[expected.k.slots, expected.k.rows].ravel()
         nan = np.isnan(values.astype(np.float32))
         assert (stored.view(np.uint8)[nan] & 0x7F == 0x7F).all()
 

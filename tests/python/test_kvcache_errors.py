@@ -16,7 +16,7 @@ from tensors import place
 
 BASE = CacheCase("errors", lengths=(20, 33), sq=2, page=16, append=Append(3, 32))
 FLAT = replace(BASE, page=0, batch_idx=True)
-INT8 = replace(BASE, cache_dtype="int8", scales="slab", append=Append(3))
+INT8 = replace(BASE, cache_dtype="int8", scales="slot", append=Append(3))
 
 
 def floats(*shape: int) -> Any:

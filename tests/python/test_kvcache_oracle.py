@@ -22,7 +22,7 @@ NAMES = (
     "single-idx-fp64",
     "single-both-fp64",
     "single-rotary-fp64",
-    "e4m3-slab-sq6-fp64-append",
+    "e4m3-slot-sq6-fp64-append",
     "int8-bare-sq1-fp64",
     "rotary-leftpad-fp64",
     "rotary-idx-fp64",
@@ -52,10 +52,10 @@ def turned(p: CacheProblem, x: Array, position: int) -> list[float]:
     return result
 
 
-def element_scale(scale: Array | None, slab: int, head: int) -> float:
+def element_scale(scale: Array | None, slot: int, head: int) -> float:
     if scale is None:
         return 1.0
-    return float(scale[head] if scale.ndim == 1 else scale[slab, head])
+    return float(scale[head] if scale.ndim == 1 else scale[slot, head])
 
 
 def append(p: CacheProblem) -> tuple[Array, Array]:
@@ -65,11 +65,11 @@ def append(p: CacheProblem) -> tuple[Array, Array]:
     for b, t, head in np.ndindex(*p.k_new.shape[:3]):
         filled = int(p.cache_seqlens[b])
         pad = 0 if p.cache_leftpad is None else int(p.cache_leftpad[b])
-        slab, row = place_of(p, b, filled + t)
+        slot, row = place_of(p, b, filled + t)
         k = turned(p, p.k_new[b, t, head], filled - pad + t)
         for cache, x, scale in ((k_cache, k, p.k_scale), (v_cache, p.v_new[b, t, head], p.v_scale)):
-            scaled = [float(value) / element_scale(scale, slab, head) for value in x]
-            cache[slab, row, head] = quantised(np.array(scaled), cache.dtype)
+            scaled = [float(value) / element_scale(scale, slot, head) for value in x]
+            cache[slot, row, head] = quantised(np.array(scaled), cache.dtype)
     return k_cache, v_cache
 
 
@@ -153,12 +153,12 @@ def test_elements_of_8_bits() -> None:
 
 def test_a_wrong_element_is_found() -> None:
     """By an append's check: the next number in either direction, and a row that is not written."""
-    for name in ("single-rotary-fp64", "e4m3-slab-sq6-fp64-append"):
+    for name in ("single-rotary-fp64", "e4m3-slot-sq6-fp64-append"):
         case = CASES[name]
         k, _ = append(case.problem())
         rows = case.expected().k
         assert rows is not None
-        place = rows.slabs[3], rows.rows[3], 1, 5
+        place = rows.slots[3], rows.rows[3], 1, 5
         for change in (-1, 1):
             wrong = k.copy()
             bits = np.dtype(f"i{wrong.dtype.itemsize}")

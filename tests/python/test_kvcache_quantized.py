@@ -21,7 +21,7 @@ def codes(cache_dtype: str) -> np.ndarray:
     return np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[cache_dtype])
 
 
-@pytest.mark.parametrize("scales", ["", "head", "slab"])
+@pytest.mark.parametrize("scales", ["", "head", "slot"])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
 def test_every_element_as_a_value(backend: Backend, cache_dtype: str, scales: str) -> None:
     """One key: the result is the value, in every column."""
@@ -67,7 +67,7 @@ def test_every_element_as_a_key(backend: Backend, cache_dtype: str) -> None:
     np.testing.assert_allclose(call.lse.view[0, :, 0], wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("scales", ["", "head", "slab"])
+@pytest.mark.parametrize("scales", ["", "head", "slot"])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
 def test_scales_of_one_are_none(backend: Backend, cache_dtype: str, scales: str) -> None:
     case = replace(BASE, cache_dtype=cache_dtype)
@@ -110,7 +110,7 @@ def test_visible_nan(backend: Backend, which: str) -> None:
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
 def test_scales_may_be_broadcast_views(backend: Backend, cache_dtype: str) -> None:
     """Scales by page with any strides, and one number for all of them."""
-    case = replace(BASE, cache_dtype=cache_dtype, scales="slab", poison=False)
+    case = replace(BASE, cache_dtype=cache_dtype, scales="slot", poison=False)
     plain = run_cache(backend, case.call())
     for layout in ("flip_bh", "step_h", "sbhd"):
         call = case.call()

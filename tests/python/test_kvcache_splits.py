@@ -22,7 +22,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tree": {"tree": "b", "causal": False},
     "alibi": {"alibi": "bh", "softcap": 20.0},
     "append": {"append": Append(3, 32)},
-    "e4m3": {"cache_dtype": "e4m3", "scales": "slab"},
+    "e4m3": {"cache_dtype": "e4m3", "scales": "slot"},
 }
 
 
@@ -56,9 +56,9 @@ def test_bits_do_not_depend_on_the_capacity(backend: Backend) -> None:
         call = case.call()
         source = BASE.call().problem()
         for b, length in enumerate(BASE.lengths):
-            slabs, rows = source.places(b, np.arange(length))
-            call.k_cache.view[b, :length] = source.k_cache[slabs, rows]
-            call.v_cache.view[b, :length] = source.v_cache[slabs, rows]
+            slots, rows = source.places(b, np.arange(length))
+            call.k_cache.view[b, :length] = source.k_cache[slots, rows]
+            call.v_cache.view[b, :length] = source.v_cache[slots, rows]
         call.q.view[...] = source.q
         results.append(run_cache(backend, call).out.view)
     for other in results[1:]:

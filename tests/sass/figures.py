@@ -60,13 +60,14 @@ class KernelKey(NamedTuple):
     head_dim_v: int
     features: tuple[str, ...]
     block_m: int = 0  # of decoding kernels, which are there for several
-    room: str = ""  # "compact" or "wide": for GPUs with less or more shared memory
+    tile_config: str = ""  # "compact" or "wide": for GPUs with less or more shared memory
 
 
 # Of the plain kernel's sim that those with one feature in its tiles must reach.
 ONE_FEATURE_SHARE = 0.7
 
-# By the C++ names of the variants (variant/forward_variants.h, variant/backward_variants.h, variant/backward_single_feature.h).
+# By the C++ names of the variants (kernels/variant: forward_variants.h, backward_variants.h,
+# backward_single_feature.h).
 FEATURES = {
     "Plain": (),
     "Alibi": ("alibi",),
@@ -76,7 +77,7 @@ FEATURES = {
     "Generic": ("softcap", "alibi", "bias", "block_mask", "dropout"),
 }
 DECODE_FEATURES = {"0": ("softcap", "alibi"), "1": ("softcap", "alibi", "quantized_cache")}
-ROOMS = ("", "compact", "wide")
+TILE_CONFIGS = ("", "compact", "wide")
 DTYPES = {"half_t": "float16", "bfloat16_t": "bfloat16"}
 
 
@@ -96,18 +97,26 @@ def kernel_key(mangled: str) -> KernelKey | None:
         mangled,
     )
     variant = re.search(rf"\d({'|'.join(FEATURES)})(?:Variant|Scores)E", mangled)
-    room = re.search(r"4RoomE([012])E", mangled)
-    if not (found and variant and room):
+    tile_config = re.search(r"10TileConfigE([012])E", mangled)
+    if not (found and variant and tile_config):
         return None
     op, element, head_dim, head_dim_v = found.groups()
     dims = int(head_dim), int(head_dim_v)
-    return KernelKey(op, DTYPES[element], *dims, FEATURES[variant[1]], room=ROOMS[int(room[1])])
+    return KernelKey(
+        op,
+        DTYPES[element],
+        *dims,
+        FEATURES[variant[1]],
+        tile_config=TILE_CONFIGS[int(tile_config[1])],
+    )
 
 
 def row_key(row: Row) -> KernelKey:
     dims = row["head_dim"], row["head_dim_v"]
     block_m = row["block_m"] if row["op"] == "decode" else 0
-    return KernelKey(row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, row["room"])
+    return KernelKey(
+        row["op"], row["dtype"], *dims, tuple(row["features"]), block_m, row["tile_config"]
+    )
 
 
 def plain_name(name: str) -> str:

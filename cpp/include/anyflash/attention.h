@@ -142,7 +142,7 @@ struct KernelInfo {
   int head_dim = 0;  // of q and k: the largest it takes; 0: any
   int head_dim_v = 0;
   std::vector<std::string> features;  // beyond masks by position: "softcap", "bias", ...
-  std::string room;                   // of several that do the same: "", "compact" or "wide" tiles
+  std::string tile_config;            // of several that do the same: "", "compact" or "wide" tiles
   int block_m = 0;
   int block_n = 0;
   int warps = 0;

@@ -33,7 +33,7 @@ ANYFLASH_DEVICE float quad_reduce(float x, Op op) {
 inline constexpr float kLazyLimit = 8.0f;
 
 // Joins values of rows with those of other warps that share them; of a warp alone, nothing.
-struct NoJoin {
+struct NoExchange {
   template <class Rows>
   ANYFLASH_DEVICE void operator()(Rows&) const {}
 };
@@ -53,18 +53,18 @@ class OnlineSoftmax {
 
   // Turns scores into probabilities in place and rescales `out` to the new maximum; both hold the
   // rows from kFirst on, the others see none of these scores. kWide: c * s may overflow.
-  // join(maxima) makes the rows' maxima of this warp's.
-  template <bool kWide, int kFirst = 0, class Scores, class Out, class Join = NoJoin>
-  ANYFLASH_DEVICE void update(Scores& scores, Out& out, const Join& join = {}) {
+  // all_reduce_pair(maxima) makes the rows' maxima of this warp's.
+  template <bool kWide, int kFirst = 0, class Scores, class Out, class AllReduce = NoExchange>
+  ANYFLASH_DEVICE void update(Scores& scores, Out& out, const AllReduce& all_reduce_pair = {}) {
     static_assert(!(kLazy && kWide));
     const auto maximum_of = [&](int i) { return maximum(scores, i, max_(kFirst + i)); };
     Rows maxima;
-    if constexpr (kLazy && std::is_same_v<Join, NoJoin>) {
+    if constexpr (kLazy && std::is_same_v<AllReduce, NoExchange>) {
       move_references<kFirst>(maximum_of, out);
     } else {
       CUTE_UNROLL
       for (int i = 0; i < kRows - kFirst; ++i) maxima(i) = maximum_of(i);
-      join(maxima);
+      all_reduce_pair(maxima);
       if constexpr (kLazy) move_references<kFirst>([&](int i) { return maxima(i); }, out);
     }
     CUTE_UNROLL
@@ -97,14 +97,15 @@ class OnlineSoftmax {
     }
   }
 
-  // Before finish(), where warps share rows: join(sums) makes the rows' sums of this warp's.
-  template <class Join>
-  ANYFLASH_DEVICE void join_sums(const Join& join) {
+  // Before finish(), where warps share rows: all_reduce_pair(sums) makes the rows' sums of this
+  // warp's.
+  template <class AllReduce>
+  ANYFLASH_DEVICE void exchange_sums(const AllReduce& all_reduce_pair) {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       sum_(row) = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
     }
-    join(sum_);
+    all_reduce_pair(sum_);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) sum_(row) *= 0.25f;  // finish() adds four lanes'
   }

@@ -91,14 +91,14 @@ struct Source {
 
 // A row of k or v of the cache.
 template <class E, class C>
-Target<E, C> cache_row(const void* cache, const Strides& st, const Auxiliary& scale,
-                       const CachePlace& place, int64_t head) {
+Target<E, C> cache_row(const void* cache, const Strides& st, const BroadcastTensor& scale,
+                       const CacheSlot& place, int64_t head) {
   // The cache is an output here, and an input of attention.
   C* const base = static_cast<C*>(const_cast<void*>(cache));
-  Target<E, C> to{base + place.slab * st.batch + place.row * st.row + head * st.head, st.col, 1};
+  Target<E, C> to{base + place.slot * st.batch + place.row * st.row + head * st.head, st.col, 1};
   if (scale.data != nullptr) {
     to.scale = static_cast<typename Target<E, C>::T>(
-        read_number(scale, place.slab * scale.stride.batch + head * scale.stride.head));
+        read_number(scale, place.slot * scale.stride.batch + head * scale.stride.head));
   }
   return to;
 }
@@ -120,8 +120,8 @@ void append_keys(const AppendParams& p, int num_threads) {
     const int64_t batch = i / cache.heads_k / cache.seqlen_new;
     const CachedSequence sequence = cached_sequence(cache, batch);
     const int key = sequence.keys_before + t;
-    const CachePlace place = place_of(cache, sequence, key);
-    if (place.slab < 0) continue;
+    const CacheSlot place = place_of(cache, sequence, key);
+    if (place.slot < 0) continue;
     const Rotation<E> rotation = rotate ? Rotation<E>(p, key) : Rotation<E>(p);
     rotation.copy_row(k.row(batch, t, head), k.stride.col, k.columns,
                       cache_row<E, C>(cache.k, cache.k_stride, cache.k_scale, place, head));

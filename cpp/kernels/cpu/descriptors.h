@@ -6,7 +6,7 @@
 // and includes cpu/forward/kernels.h or cpu/backward/kernels.h, which define that object.
 #pragma once
 
-#include "kernel.h"
+#include "kernel_descriptor.h"
 
 #define ANYFLASH_CPU_STRING2(x) #x
 #define ANYFLASH_CPU_STRING(x) ANYFLASH_CPU_STRING2(x)
@@ -16,9 +16,9 @@
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
-constexpr KernelRow kernel_row(const char* name, Op op, DType dtype, const Tile& tile,
-                               const Entry<ForwardParams>& forward,
-                               const Entry<BackwardParams>& backward) {
+constexpr KernelDescriptor kernel_row(const char* name, Op op, DType dtype, const Tile& tile,
+                                      const KernelEntryPoints<ForwardParams>& forward,
+                                      const KernelEntryPoints<BackwardParams>& backward) {
   return {name,
           Arch::kCpu,
           CpuIsa::ANYFLASH_CPU_ISA_ENUM,

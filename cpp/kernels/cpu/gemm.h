@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
-#include "cpu/simd/vector.h"
 #include "cpu/amx/tiles.h"
+#include "cpu/simd/vector.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 

@@ -6,14 +6,14 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd/convert.h"
-#include "cpu/simd/exp.h"
 #include "cpu/gemm.h"
+#include "cpu/gemv.h"
 #include "cpu/scores.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/exp.h"
 #include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
-#include "cpu/gemv.h"
 #include "params.h"
 #include "variant/block_mask.h"
 #include "variant/mask.h"
@@ -109,7 +109,7 @@ struct KeyTensor {
   const void* data;
   const Strides& stride;
   int columns;
-  const Auxiliary* scale;  // of an 8-bit cache (cpu/decode/keys.h)
+  const BroadcastTensor* scale;  // of an 8-bit cache (cpu/decode/keys.h)
 };
 
 // Row `query` of head `head` of the results.
@@ -293,8 +293,8 @@ class TaskRows {
 
  protected:
   TaskRows(const ForwardParams& p, const Scratch<T>& scratch_memory,
-           const ScoreModifier<T>& score_modifier, const Auxiliary* k_scale,
-           const Auxiliary* v_scale)
+           const ScoreModifier<T>& score_modifier, const BroadcastTensor* k_scale,
+           const BroadcastTensor* v_scale)
       : params(p),
         k{p.k, p.k_stride, p.head_dim, k_scale},
         v{p.v, p.v_stride, p.head_dim_v, v_scale},

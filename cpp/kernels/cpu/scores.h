@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd/convert.h"
-#include "cpu/simd/exp.h"
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/exp.h"
 #include "cpu/simd/vector.h"
 #include "params.h"
 

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "cpu/gemm.h"
-#include "cpu/simd/vector.h"
-#include "cpu/gemv.h"
 #include "cpu/amx/tiles.h"
+#include "cpu/gemm.h"
+#include "cpu/gemv.h"
+#include "cpu/simd/vector.h"
 #include "params.h"
 #include "variant/sequence.h"
 

@@ -8,7 +8,7 @@
 
 #include "append.h"
 #include "common/launch.h"
-#include "variant/auxiliary.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/cache.h"
 
 namespace anyflash {
@@ -93,7 +93,7 @@ class Appender {
     const int step = p_.rotary_interleaved ? 1 : half;
     const int other = second ? at.col - step : at.col + step;
     const int64_t angle = position < p_.rotary_rows ? position : p_.rotary_rows - 1;
-    const auto load = [&](const Auxiliary& table) {
+    const auto load = [&](const BroadcastTensor& table) {
       return load_float(table, angle * table.stride.row + pair * table.stride.col);
     };
     const float cos = load(p_.rotary_cos);
@@ -104,13 +104,13 @@ class Appender {
   }
 
   // Writes one element of new row `at.row` to the cache, unless its place does not exist.
-  __device__ void write(const void* cache, const Strides& stride, const Auxiliary& scale,
+  __device__ void write(const void* cache, const Strides& stride, const BroadcastTensor& scale,
                         const CachedSequence& sequence, const Place& at, Element x) const {
-    const CachePlace place = place_of(c_, sequence, sequence.keys_before + at.row);
-    if (place.slab < 0) return;
+    const CacheSlot place = place_of(c_, sequence, sequence.keys_before + at.row);
+    if (place.slot < 0) return;
     // The cache is the caller's to write where there is something to append.
     void* const target = const_cast<void*>(cache);
-    const int64_t index = place.slab * stride.batch + int64_t{place.row} * stride.row +
+    const int64_t index = place.slot * stride.batch + int64_t{place.row} * stride.row +
                           at.head * stride.head + at.col * stride.col;
     if (c_.cache_dtype != DType::kInt8 && c_.cache_dtype != DType::kFloat8E4M3) {
       static_cast<Element*>(target)[index] = x;
@@ -118,7 +118,7 @@ class Appender {
     }
     float quantised = static_cast<float>(x);
     if (scale.data != nullptr) {
-      quantised /= load_float(scale, place.slab * scale.stride.batch + at.head * scale.stride.head);
+      quantised /= load_float(scale, place.slot * scale.stride.batch + at.head * scale.stride.head);
     }
     if (c_.cache_dtype == DType::kInt8) {
       const float number = isnan(quantised) ? 0.0f : fminf(fmaxf(quantised, -128.0f), 127.0f);

@@ -9,7 +9,7 @@
 #include "common/reduce.h"
 #include "common/softmax.h"
 #include "cuda/backward_preprocess.h"
-#include "variant/auxiliary.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/sequence.h"
 
 namespace anyflash {
@@ -84,7 +84,7 @@ ANYFLASH_DEVICE float row_sum(float x) {
 // One CTA a tile of block_m rows of a (batch, head) pair.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    prepare_rows_kernel(const __grid_constant__ BackwardScratch p) {
+    preprocess_kernel(const __grid_constant__ BackwardScratch p) {
   const int row_blocks = (p.seqlen_q + p.block_m - 1) / p.block_m;
   const int row0 = static_cast<int>(blockIdx.x) % row_blocks * p.block_m;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     sum = row_sum(sum);
     if (lane != 0) continue;
-    RowStats stats{INFINITY, 0.0f};
+    LseDelta stats{INFINITY, 0.0f};
     if (exists) {
       const float lse = p.lse[offset(p.lse_stride, row)];
       if (fabsf(lse) != INFINITY) {
@@ -142,15 +142,15 @@ __global__ void __launch_bounds__(kThreads)
         stats.delta = sum - (p.dlse == nullptr ? 0.0f : p.dlse[offset(p.dlse_stride, row)]);
       }
     }
-    p.stats[padded + r] = stats;
+    p.lse_delta[padded + r] = stats;
   }
   if (p.slopes_log2 != nullptr && row0 == 0 && threadIdx.x == 0) {
     const Strides& stride = p.alibi_slopes.stride;
     p.slopes_log2[pair] =
         load_float(p.alibi_slopes, batch * stride.batch + head * stride.head) * kLog2E;
   }
-  if (p.dq_sum == nullptr) return;
-  auto* const sums = reinterpret_cast<float4*>(p.dq_sum + padded * p.dq_columns);
+  if (p.dq_accum == nullptr) return;
+  auto* const sums = reinterpret_cast<float4*>(p.dq_accum + padded * p.dq_columns);
   for (int i = threadIdx.x; i < p.block_m * p.dq_columns / 4; i += kThreads) {
     sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.0f;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const Sequence sequence = sequence_of(p, batch);
-    const RowStats* const stats = p.stats + p.first_row(sequence, batch, head);
+    const LseDelta* const stats = p.lse_delta + p.first_row(sequence, batch, head);
     for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
       const float probability = expf(sink - stats[row].lse / p.lse_unit);
       if (stats[row].lse != INFINITY) sum -= probability * stats[row].delta;
@@ -195,15 +195,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void prepare_rows(const BackwardScratch& params, void* stream) {
+void backward_preprocess(const BackwardScratch& params, void* stream) {
   const int64_t blocks = (int64_t{params.seqlen_q} + params.block_m - 1) / params.block_m *
                          params.batch * params.heads;
   if (blocks == 0) return;
   const dim3 grid(static_cast<unsigned>(blocks));
   if (params.dtype == DType::kFloat16) {
-    launch<prepare_rows_kernel<__half>>(grid, dim3(kThreads), 0, stream, params);
+    launch<preprocess_kernel<__half>>(grid, dim3(kThreads), 0, stream, params);
   } else {
-    launch<prepare_rows_kernel<__nv_bfloat16>>(grid, dim3(kThreads), 0, stream, params);
+    launch<preprocess_kernel<__nv_bfloat16>>(grid, dim3(kThreads), 0, stream, params);
   }
 }
 

@@ -6,8 +6,8 @@
 
 namespace anyflash {
 
-// stats; slopes_log2, dq_sum = 0 and dout_rounded, where there are such.
-void prepare_rows(const BackwardScratch& params, void* stream);
+// stats; slopes_log2, dq_accum = 0 and dout_rounded, where there are such.
+void backward_preprocess(const BackwardScratch& params, void* stream);
 
 // dsinks = -sum over batch and rows of exp(sink - lse) delta, in a fixed order.
 void sum_dsinks(const BackwardScratch& params, void* stream);

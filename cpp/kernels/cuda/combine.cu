@@ -9,7 +9,7 @@
 #include "common/launch.h"
 #include "common/store.h"
 #include "cuda/combine.h"
-#include "variant/auxiliary.h"
+#include "variant/broadcast_tensor.h"
 
 namespace anyflash {
 

@@ -27,8 +27,6 @@ struct CombineParams {
   const float* lse = nullptr;
 };
 
-namespace sm80 {
 void combine_splits(const CombineParams& params, void* stream);  // asynchronous
-}  // namespace sm80
 
 }  // namespace anyflash

@@ -12,7 +12,7 @@
 namespace anyflash {
 
 // Waits for all of `threads` that come to barrier `id`, 0 to 7. (CUTLASS's has no code for sm_80.)
-ANYFLASH_DEVICE void sync_some(int id, int threads) {
+ANYFLASH_DEVICE void named_barrier_sync(int id, int threads) {
 #if defined(ANYFLASH_EMULATED)
   cutlass::arch::NamedBarrier::sync(threads, id);
 #else

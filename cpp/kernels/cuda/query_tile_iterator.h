@@ -2,44 +2,44 @@
 #pragma once
 
 #include "common/macros.h"
-#include "variant/work_tile.h"
 #include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
 #include "variant/mask.h"
+#include "variant/work_tile.h"
 
 namespace anyflash {
 
 // The tiles that a CTA visits, head by head. In each head a few tiles need a mask.
 template <class Traits, class Scores>
-class RowTiles {
+class QueryTileIterator {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
 
  public:
-  ANYFLASH_DEVICE RowTiles(const BackwardScratch& params, const BackwardBlock& block,
-                           const Mask& mask)
+  ANYFLASH_DEVICE QueryTileIterator(const BackwardScratch& params, const BackwardWorkTile& block,
+                                    const Mask& mask)
       : params_(params),
         block_(block),
         range_(mask.m_range(block.first_key, kBlockN, kBlockM)),
         m_(range_.begin) {
-    const int last_early_row = m_ * kBlockM + Traits::kEarlyRows - 1;
-    edge_ = mask.end_key(last_early_row) <= block.first_key + Traits::kEarlyKeys;
+    const int last_early_row = m_ * kBlockM + Traits::kTopRows - 1;
+    edge_ = mask.end_key(last_early_row) <= block.first_key + Traits::kTopKeys;
     const int group = params.heads / params.heads_k;
-    const int each = group / params.group_parts;
-    const int larger = group % params.group_parts;  // so many parts have one head more
-    head_ = block.head_k * group + block.part * each + min(block.part, larger);
+    const int each = group / params.gqa_splits;
+    const int larger = group % params.gqa_splits;  // so many parts have one head more
+    head_ = block.head_k * group + block.gqa_split * each + min(block.gqa_split, larger);
     end_head_ = head_;
-    if (range_.begin < range_.end) end_head_ += each + (block.part < larger ? 1 : 0);
+    if (range_.begin < range_.end) end_head_ += each + (block.gqa_split < larger ? 1 : 0);
     skip_hidden();
   }
 
   ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
   ANYFLASH_DEVICE bool needs_mask() const {
-    return range_.needs_mask(m_) || Scores::template special<kBlockM, kBlockN>(
+    return range_.needs_mask(m_) || Scores::template needs_masked_loop<kBlockM, kBlockN>(
                                         params_, block_.sequence, row(), block_.first_key);
   }
   // Whether only Early and Late of the tile are seen.
-  ANYFLASH_DEVICE bool on_edge() const { return edge_ && m_ == range_.begin; }
+  ANYFLASH_DEVICE bool on_diagonal() const { return edge_ && m_ == range_.begin; }
   ANYFLASH_DEVICE int head() const { return head_; }
   ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
   ANYFLASH_DEVICE void advance() {
@@ -62,7 +62,7 @@ class RowTiles {
   }
 
   const BackwardScratch& params_;
-  const BackwardBlock& block_;
+  const BackwardWorkTile& block_;
   MRange range_;
   int m_;
   int head_;

@@ -13,35 +13,36 @@ namespace anyflash {
 // Heads of all sequences come in sections; within a section all heads' first blocks come before all
 // second ones. The divisions that an index takes are prepared on the host: a CTA would wait longer
 // for them than for its first loads.
-class GridOrder {
+class LptTileScheduler {
  public:
-  struct Place {
+  struct TileCoord {
     int batch;
     int head;
     int group;  // of heads
     int block;
   };
 
-  GridOrder() = default;
-  GridOrder(int64_t batch, int heads, int group_heads, int64_t blocks, int heads_per_section)
-      : section_heads_(heads_per_section),
-        last_section_(static_cast<int>((batch * heads - 1) / heads_per_section)),
-        by_section_(divisor(blocks * heads_per_section)),
-        by_section_head_(divisor(heads_per_section)),
-        by_last_head_(divisor(batch * heads - int64_t{last_section_} * heads_per_section)),
+  LptTileScheduler() = default;
+  LptTileScheduler(int64_t batch, int heads, int group_heads, int64_t blocks,
+                   int heads_per_l2_section)
+      : section_heads_(heads_per_l2_section),
+        last_section_(static_cast<int>((batch * heads - 1) / heads_per_l2_section)),
+        by_section_(divisor(blocks * heads_per_l2_section)),
+        by_section_head_(divisor(heads_per_l2_section)),
+        by_last_head_(divisor(batch * heads - int64_t{last_section_} * heads_per_l2_section)),
         by_head_(divisor(heads)),
         by_group_head_(divisor(group_heads)) {}
 
-  ANYFLASH_DEVICE Place place(int index) const {
-    Place place;
+  ANYFLASH_DEVICE TileCoord tile_at(int index) const {
+    TileCoord coord;
     int section, in_section, pair;
     by_section_(section, in_section, index);
-    if (section == last_section_) by_last_head_(place.block, pair, in_section);
-    else by_section_head_(place.block, pair, in_section);
+    if (section == last_section_) by_last_head_(coord.block, pair, in_section);
+    else by_section_head_(coord.block, pair, in_section);
     pair += section * section_heads_;
-    by_head_(place.batch, place.head, pair);
-    place.group = by_group_head_.div(place.head);
-    return place;
+    by_head_(coord.batch, coord.head, pair);
+    coord.group = by_group_head_.div(coord.head);
+    return coord;
   }
 
  private:

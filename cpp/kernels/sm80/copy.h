@@ -37,7 +37,7 @@ struct ColumnGuard {
   bool ok[kPages];
 
   template <class Coordinates>
-  ANYFLASH_DEVICE ColumnGuard(const Coordinates& tXcX, int columns) {  // (VECTOR, ROWS, PAGES)
+  ANYFLASH_DEVICE ColumnGuard(const Coordinates& tXcX, int columns) {  // (VECTOR, ROWS, PANELS)
     CUTE_UNROLL
     for (int page = 0; page < kPages; ++page) {
       ok[page] = cute::get<1>(tXcX(0, 0, page)) < columns;

@@ -21,7 +21,7 @@ enum class Side { kA, kB };
 // are the operand's rows.
 template <class Mma, Side kSide, class Tile, bool kTransposed = false, int kTileRows = Tile::kRows,
           int kTileColumns = Tile::kColumns>
-class Operand {
+class LdmatrixOperand {
   static constexpr bool kIsA = kSide == Side::kA;
   static constexpr int kWarpsM = decltype(cute::size<1>(typename Mma::ThrLayoutVMNK{}))::value;
   static constexpr int kWarpsN = decltype(cute::size<2>(typename Mma::ThrLayoutVMNK{}))::value;
@@ -31,21 +31,22 @@ class Operand {
       kWarps > 1 &&
       decltype(cute::stride<kIsA ? 1 : 2>(typename Mma::ThrLayoutVMNK{}))::value == 32;
   static constexpr int kMmaRows = decltype(cute::tile_size<kIsA ? 0 : 1>(Mma{}))::value;
-  static constexpr int kRun = kMmaRows / kWarps;  // so many neighbouring rows are one warp's
+  static constexpr int kWarpRows = kMmaRows / kWarps;  // so many neighbouring rows are one warp's
   static constexpr int kRows = kTransposed ? kTileColumns : kTileRows;
   static constexpr int kDepth = kTransposed ? kTileRows : kTileColumns;
-  static constexpr int kGroups = kRows / (16 * kWarps);
+  static constexpr int kRowGroups = kRows / (16 * kWarps);
   static constexpr int kAtomRows = kIsA ? 16 : 8;
-  static_assert(kRun % 16 == 0 && kRows % kMmaRows == 0 && kDepth % 16 == 0);
+  static_assert(kWarpRows % 16 == 0 && kRows % kMmaRows == 0 && kDepth % 16 == 0);
 
  public:
   using Element = typename Tile::Element;
   static constexpr int kBlocks = kDepth / 16;
 
-  ANYFLASH_DEVICE Operand(const Element* tile, int thread) {
+  ANYFLASH_DEVICE LdmatrixOperand(const Element* tile, int thread) {
     const int lane = thread % 32;
     const int warp = thread / 32;
-    const int first = (kInnermost ? warp % kWarps : warp / (kWarpsM * kWarpsN / kWarps)) * kRun;
+    const int first =
+        (kInnermost ? warp % kWarps : warp / (kWarpsM * kWarpsN / kWarps)) * kWarpRows;
     // Each lane names a row of eight elements of one of four 8x8 matrices, which go to registers in
     // this order: of A the lower eight rows come before the next eight of the sum, of B after them.
     const int low = lane % 16;
@@ -59,7 +60,7 @@ class Operand {
 
   // Registers for all of it: (MMA, MMA_M or MMA_N, MMA_K).
   ANYFLASH_DEVICE static auto fragment() {
-    using Rows = cute::Int<kGroups * 16 / kAtomRows>;
+    using Rows = cute::Int<kRowGroups * 16 / kAtomRows>;
     return cute::make_tensor<Element>(
         cute::Shape<cute::Int<kAtomRows / 2>, Rows, cute::Int<kBlocks>>{});
   }
@@ -67,13 +68,13 @@ class Operand {
   // Loads block `k` of the sum.
   template <class Fragment>
   ANYFLASH_DEVICE void load(Fragment& fragment, int k) const {
-    auto* const words = reinterpret_cast<uint32_t*>(fragment.data()) + k * kGroups * 4;
+    auto* const words = reinterpret_cast<uint32_t*>(fragment.data()) + k * kRowGroups * 4;
     CUTE_UNROLL
-    for (int group = 0; group < kGroups; ++group) {
-      const int first = 16 * group % kRun + 16 * group / kRun * kMmaRows;
+    for (int group = 0; group < kRowGroups; ++group) {
+      const int first = 16 * group % kWarpRows + 16 * group / kWarpRows * kMmaRows;
       const int row = kTransposed ? 16 * k : first;
       const int column = kTransposed ? first : 16 * k;
-      const Element* const from = at_[column / 16 % kInPage] + Tile::page_offset(row, column);
+      const Element* const from = at_[column / 16 % kInPage] + Tile::panel_offset(row, column);
       uint32_t* const to = words + group * 4;
       LoadMatrix::copy(*reinterpret_cast<const cute::uint128_t*>(from), to[0], to[1], to[2], to[3]);
     }
@@ -82,15 +83,16 @@ class Operand {
   // The same of a region of the tile: so many rows and columns from (kRow, kColumn) on.
   template <int kRow, int kCountRows, int kColumn, int kCountColumns>
   ANYFLASH_DEVICE auto region() const {
-    static_assert(kRow % 8 == 0 && kColumn % Tile::kPage == 0, "where the swizzle begins anew");
-    auto result = Operand<Mma, kSide, Tile, kTransposed, kCountRows, kCountColumns>(at_);
-    result.move(Tile::page_offset(kRow, kColumn));
+    static_assert(kRow % 8 == 0 && kColumn % Tile::kPanelColumns == 0,
+                  "where the swizzle begins anew");
+    auto result = LdmatrixOperand<Mma, kSide, Tile, kTransposed, kCountRows, kCountColumns>(at_);
+    result.advance(Tile::panel_offset(kRow, kColumn));
     return result;
   }
 
   // The same, with its addresses made here from the first, for loops that lack registers for all.
-  ANYFLASH_DEVICE Operand anew() const {
-    Operand result = *this;
+  ANYFLASH_DEVICE LdmatrixOperand rematerialized() const {
+    LdmatrixOperand result = *this;
 #if !defined(ANYFLASH_EMULATED)
     auto first = static_cast<uint32_t>(__cvta_generic_to_shared(at_[0]));
     asm volatile("" : "+r"(first));  // not known before
@@ -103,19 +105,19 @@ class Operand {
   }
 
   // Goes on to a tile that lies so many elements behind this one.
-  ANYFLASH_DEVICE void move(int elements) {
+  ANYFLASH_DEVICE void advance(int elements) {
     CUTE_UNROLL
     for (int i = 0; i < kInPage; ++i) at_[i] += elements;
   }
 
  private:
   template <class, Side, class, bool, int, int>
-  friend class Operand;
+  friend class LdmatrixOperand;
   using LoadMatrix =
       std::conditional_t<kTransposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
-  static constexpr int kInPage = Tile::kPage / 16;
+  static constexpr int kInPage = Tile::kPanelColumns / 16;
 
-  ANYFLASH_DEVICE explicit Operand(const Element* const (&at)[kInPage]) {
+  ANYFLASH_DEVICE explicit LdmatrixOperand(const Element* const (&at)[kInPage]) {
     CUTE_UNROLL
     for (int i = 0; i < kInPage; ++i) at_[i] = at[i];
   }

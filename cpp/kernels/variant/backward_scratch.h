@@ -13,7 +13,7 @@
 namespace anyflash {
 
 // Of one query row.
-struct alignas(8) RowStats {
+struct alignas(8) LseDelta {
   float lse;    // times BackwardScratch::lse_unit; +inf where the row sees no key
   float delta;  // rowsum(dO * out) - dlse
 };
@@ -22,17 +22,17 @@ struct BackwardScratch : BackwardParams {
   DType dtype = DType::kFloat16;  // of q, k and v
   int block_m = 0;                // a power of two
   int64_t padded_rows = 0;        // of one head; packed: of all sequences together
-  RowStats* stats = nullptr;      // (batch or 1, heads, padded_rows)
-  float* dq_sum = nullptr;        // (batch or 1, heads, padded_rows, kernel's head dim); null: none
+  LseDelta* lse_delta = nullptr;  // (batch or 1, heads, padded_rows)
+  float* dq_accum = nullptr;      // (batch or 1, heads, padded_rows, kernel's head dim); null: none
   int64_t dq_columns = 0;         // the kernel's head dim
   void* dout_rounded = nullptr;   // float32 dout as the kernels' type, (batch or 1, padded_rows,
                                   // heads, head_dim_v rounded up); null: dout is read as it is
   float* slope_sums = nullptr;    // (batch, heads, row blocks of 64)
   float* slopes_log2 = nullptr;   // ALiBi's, times log2(e), (batch, heads); null: there are none
   // Where groups come in parts (sm80/backward/gqa_partials.h), else null.
-  float* part_sums = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
-  bool* part_nonfinite_dout = nullptr;  // of each part, as SharedStorage::nonfinite_dout
-  int64_t key_blocks = 0;               // of one head; packed: of all sequences together
+  float* gqa_partials = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
+  bool* gqa_nonfinite_dout = nullptr;  // of each part, as SharedStorage::nonfinite_dout
+  int64_t key_blocks = 0;              // of one head; packed: of all sequences together
   float lse_unit = 1.0f;
   float scale_log2 = 1.0f;  // softmax_scale log2(e)
   float ds_scale = 1.0f;    // of sums of dS: softmax_scale, and what Scores leave out of dS

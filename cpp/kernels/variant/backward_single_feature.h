@@ -10,12 +10,12 @@
 #include "common/convert.h"
 #include "common/macros.h"
 #include "common/softmax.h"
-#include "kernel.h"
+#include "kernel_descriptor.h"
 #include "variant/backward_scratch.h"
 #include "variant/backward_variants.h"
-#include "variant/uniform_seed.h"
 #include "variant/dropout.h"
 #include "variant/sequence.h"
+#include "variant/uniform_seed.h"
 
 namespace anyflash {
 
@@ -34,26 +34,26 @@ struct RoundedP {
 
 // A tile that the diagonal does not cross needs no absolute value: its distances have one sign, and
 // what ALiBi adds is a number of the row and one of the column.
-class AlibiScores : public PlainScores {
+class AlibiBackward : public PlainBackward {
  public:
   static constexpr unsigned kFeatures = kAlibi;
 
-  ANYFLASH_DEVICE AlibiScores(const BackwardScratch& params, const Sequence& sequence,
-                              int64_t batch, int head, Seed seed)
-      : PlainScores(params, sequence, batch, head, seed),
+  ANYFLASH_DEVICE AlibiBackward(const BackwardScratch& params, const Sequence& sequence,
+                                int64_t batch, int head, Seed seed)
+      : PlainBackward(params, sequence, batch, head, seed),
         shift_(sequence.seqlen_k - sequence.seqlen_q),
         slope_log2_(params.slopes_log2[batch * params.heads + head]) {}
 
   template <int kBlockM, int kBlockN>
-  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence& sequence, int row0,
-                                      int col0) {
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence& sequence,
+                                                int row0, int col0) {
     const int diagonal = row0 - col0 + sequence.seqlen_k - sequence.seqlen_q;
     return diagonal > -kBlockM && diagonal < kBlockN;
   }
 
-  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra&, const Stats& stats,
-                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux&, const Stats& stats,
+                                 const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     const float slope = tile.row0 + shift_ > tile.col0 ? slope_log2_ : -slope_log2_;
     const int first_row = get<0>(coordinates(0, 0));
@@ -92,23 +92,23 @@ class AlibiScores : public PlainScores {
 
 // With t = 1 / (1 + exp(2 x)), x = scale q.k / softcap: tanh(x) = 1 - 2 t, whose slope is
 // 4 t (1 - t). P is 4 times as large as it should be, so that no score is multiplied by that 4.
-class SoftcapScores : public PlainScores {
+class SoftcapBackward : public PlainBackward {
  public:
-  static constexpr bool kOneP = false;
+  static constexpr bool kSharesP = false;
   static constexpr unsigned kFeatures = kSoftcap;
   template <class Element, int kRows, int kCols>
-  using Extra = RoundedP<Element, kRows, kCols>;
+  using ScoreAux = RoundedP<Element, kRows, kCols>;
 
-  ANYFLASH_DEVICE SoftcapScores(const BackwardScratch& params, const Sequence& sequence,
-                                int64_t batch, int head, Seed seed)
-      : PlainScores(params, sequence, batch, head, seed),
+  ANYFLASH_DEVICE SoftcapBackward(const BackwardScratch& params, const Sequence& sequence,
+                                  int64_t batch, int head, Seed seed)
+      : PlainBackward(params, sequence, batch, head, seed),
         softcap_log2_(static_cast<float>(params.softcap) * kLog2E) {}
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 0.25f; }
 
-  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra& extra, const Stats& stats,
-                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const Stats& stats,
+                                 const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     constexpr float kLog2Of4 = 2.0f;
     const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2_;
@@ -132,14 +132,14 @@ class SoftcapScores : public PlainScores {
           both[k] = hidden ? kHiddenP : exp2f(p);
           s = hidden ? kHiddenP : both[k] * slope;
         }
-        extra.set(scores, row, col, float2{both[0], both[1]});
+        aux.set(scores, row, col, float2{both[0], both[1]});
       }
     }
   }
 
-  template <class Element, class Acc, class Extra>
-  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra& extra) const {
-    return cute::make_tensor(extra.p.data(), p.layout());
+  template <class Element, class Acc, class ScoreAux>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const ScoreAux& aux) const {
+    return cute::make_tensor(aux.p.data(), p.layout());
   }
 
  private:
@@ -148,15 +148,15 @@ class SoftcapScores : public PlainScores {
 
 // dS = P (kept dP - delta), without the factor on what is kept: P (dP - delta (1 - p)), or where P
 // is dropped, P (-delta (1 - p)). P is made negative there, and 0 for dV's product.
-class DropoutScores : public PlainScores {
+class DropoutBackward : public PlainBackward {
  public:
   static constexpr bool kQuadKeys = true;
   static constexpr unsigned kFeatures = kDropout;
   using Seed = UniformSeed;
 
-  ANYFLASH_DEVICE DropoutScores(const BackwardScratch& params, const Sequence& sequence,
-                                int64_t batch, int head, const Seed& seed)
-      : PlainScores(params, sequence, batch, head, PlainScores::Seed(params)),
+  ANYFLASH_DEVICE DropoutBackward(const BackwardScratch& params, const Sequence& sequence,
+                                  int64_t batch, int head, const Seed& seed)
+      : PlainBackward(params, sequence, batch, head, PlainBackward::Seed(params)),
         dropout_(params, seed, batch, head),
         kept_(1.0f / dropout_scale(params.dropout_threshold)) {}
 
@@ -166,15 +166,15 @@ class DropoutScores : public PlainScores {
   static float ds_factor(const BackwardScratch& params) {
     return dropout_scale(params.dropout_threshold);
   }
-  ANYFLASH_DEVICE bool drops(int row, int col) const {
+  ANYFLASH_DEVICE bool is_dropped(int row, int col) const {
     return !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
 
-  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra& extra, const Stats& stats,
-                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const Stats& stats,
+                                 const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
-    PlainScores::template probabilities<kMasked>(scores, extra, stats, coordinates, tile);
+    PlainBackward::template compute_p<kMasked>(scores, aux, stats, coordinates, tile);
     constexpr int kRows = decltype(size<0>(scores))::value;
     int rows[kRows];
     CUTE_UNROLL
@@ -194,22 +194,22 @@ class DropoutScores : public PlainScores {
     }
   }
 
-  template <class Element, class Acc, class Extra>
-  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra&) const {
+  template <class Element, class Acc, class ScoreAux>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const ScoreAux&) const {
     return round_positive<Element>(p);
   }
 
   template <class Acc, class Stats>
-  ANYFLASH_DEVICE auto dp_init(const Acc& acc, const Stats& stats) const {
-    auto init = PlainScores::dp_init(acc, stats);
+  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const Stats& stats) const {
+    auto init = PlainBackward::initial_dp(acc, stats);
     CUTE_UNROLL
     for (int i = 0; i < cute::cosize_v<decltype(init.layout())>; ++i) init.data()[i] *= kept_;
     return init;
   }
 
-  template <bool kMasked, class Scores, class Extra, class Stats>
-  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra&,
-                                 const Stats& stats) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats>
+  ANYFLASH_DEVICE void compute_ds(Scores& dp, const Scores& p, const ScoreAux&,
+                                  const Stats& stats) const {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(p); ++row) {

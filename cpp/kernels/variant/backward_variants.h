@@ -14,7 +14,7 @@
 #include "common/convert.h"
 #include "common/macros.h"
 #include "common/softmax.h"
-#include "kernel.h"
+#include "kernel_descriptor.h"
 #include "variant/backward_scratch.h"
 #include "variant/dropout.h"
 #include "variant/mask.h"
@@ -25,14 +25,14 @@ namespace anyflash {
 
 // Of a thread's rows; `stats` are those of row0.
 template <class Coordinates>
-ANYFLASH_DEVICE auto load_stats(const RowStats* stats, const Coordinates& coordinates) {
+ANYFLASH_DEVICE auto load_lse_delta(const LseDelta* stats, const Coordinates& coordinates) {
   constexpr int kRows = decltype(cute::size<0>(coordinates))::value;
-  auto rows = cute::make_tensor<RowStats>(cute::Int<kRows>{});
+  auto rows = cute::make_tensor<LseDelta>(cute::Int<kRows>{});
   CUTE_UNROLL
   for (int row = 0; row < kRows; ++row) {
     const auto* const at =
         reinterpret_cast<const float2*>(stats + cute::get<0>(coordinates(row, 0)));
-    rows(row) = RowStats{at->x, at->y};
+    rows(row) = LseDelta{at->x, at->y};
   }
   return rows;
 }
@@ -56,42 +56,42 @@ inline constexpr float kHiddenP = -0.0f;
 ANYFLASH_DEVICE bool is_hidden(float p) { return __float_as_uint(p) == 0x80000000u; }
 
 // Masks by position only. The LSE is in units of log 2: one FFMA and one MUFU a score.
-class PlainScores {
+class PlainBackward {
  public:
   static constexpr bool kGeneric = false;   // with the generic kernel's tiles
   static constexpr bool kQuadKeys = false;  // QuadKeyOrder
-  static constexpr bool kOneP = true;       // else Extra has the P of dV's product, rounded
+  static constexpr bool kSharesP = true;    // else ScoreAux has the P of dV's product, rounded
   static constexpr unsigned kFeatures = kNoFeatures;
   template <class Element, int kRows, int kCols>
-  struct Extra {};  // what is kept beside a tile of scores
-  struct Seed {     // what is read once, not for each head
+  struct ScoreAux {};  // what is kept beside a tile of scores
+  struct Seed {        // what is read once, not for each head
     ANYFLASH_DEVICE explicit Seed(const BackwardScratch&) {}
   };
 
   // Whether a tile needs the masked loop for another reason than its masks.
   template <int kBlockM, int kBlockN>
-  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence&, int, int) {
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence&, int, int) {
     return false;
   }
   // What the sum of P^T dO is multiplied by, and that of dS beside softmax_scale.
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 1.0f; }
   static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
-  ANYFLASH_DEVICE PlainScores(const BackwardScratch& params, const Sequence&, int64_t, int, Seed)
+  ANYFLASH_DEVICE PlainBackward(const BackwardScratch& params, const Sequence&, int64_t, int, Seed)
       : scale_log2_(params.scale_log2) {}
 
   // Whether keys may be hidden in any tile.
-  ANYFLASH_DEVICE bool hides() const { return false; }
+  ANYFLASH_DEVICE bool may_hide_anywhere() const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
-  ANYFLASH_DEVICE bool drops(int, int) const { return false; }
+  ANYFLASH_DEVICE bool is_dropped(int, int) const { return false; }
 
   // Before the products, so that it arrives meanwhile.
-  template <bool kEdge, class Extra, class Coordinates>
-  ANYFLASH_DEVICE void prefetch(Extra&, const Coordinates&, const ScoreTile&) const {}
+  template <bool kEdge, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE void prefetch(ScoreAux&, const Coordinates&, const ScoreTile&) const {}
 
-  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra&, const Stats& stats,
-                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux&, const Stats& stats,
+                                 const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
@@ -107,15 +107,15 @@ class PlainScores {
     }
   }
 
-  // The P of dV's product, from the accumulator that probabilities() has worked on.
-  template <class Element, class Acc, class Extra>
-  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const Extra&) const {
+  // The P of dV's product, from the accumulator that compute_p() has worked on.
+  template <class Element, class Acc, class ScoreAux>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const ScoreAux&) const {
     return round_fragment<Element>(p);
   }
 
   // What the product dO V^T is added to: -delta, which costs nothing there.
   template <class Acc, class Stats>
-  ANYFLASH_DEVICE auto dp_init(const Acc& acc, const Stats& stats) const {
+  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const Stats& stats) const {
     using namespace cute;
     // (MMA, MMA_M, MMA_N): what holds for eight columns holds for all.
     using Rows = Int<decltype(size<1>(acc))::value>;
@@ -130,8 +130,9 @@ class PlainScores {
   }
 
   // dp - delta becomes the gradient of the final score: of a bias, say.
-  template <bool kMasked, class Scores, class Extra, class Stats>
-  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra&, const Stats&) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats>
+  ANYFLASH_DEVICE void compute_ds(Scores& dp, const Scores& p, const ScoreAux&,
+                                  const Stats&) const {
     using namespace cute;
     CUTE_UNROLL
     for (int i = 0; i < size(p); ++i) {
@@ -140,32 +141,32 @@ class PlainScores {
   }
 
   // The gradient of the final score becomes that of softmax_scale q.k.
-  template <class Scores, class Extra>
-  ANYFLASH_DEVICE void chain(Scores&, const Extra&) const {}
+  template <class Scores, class ScoreAux>
+  ANYFLASH_DEVICE void apply_score_derivative(Scores&, const ScoreAux&) const {}
 
  protected:
   float scale_log2_;
 };
 
 // Every feature, in any combination. The LSE is in natural units.
-class GenericScores {
+class GenericBackward {
  public:
   static constexpr bool kGeneric = true;
   static constexpr bool kQuadKeys = true;
-  static constexpr bool kOneP = true;
+  static constexpr bool kSharesP = true;
   static constexpr unsigned kFeatures = kAllFeatures;
   template <class Element, int kRows, int kCols>
-  struct Extra {
+  struct ScoreAux {
     using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kCols>>;
     decltype(cute::make_tensor<uint32_t>(Shape{})) biases;
     decltype(cute::make_tensor<float>(Shape{})) slopes;              // of the softcap
     decltype(cute::make_tensor<uint32_t>(cute::Int<kRows>{})) kept;  // a bit a column
   };
-  using Seed = PlainScores::Seed;
+  using Seed = PlainBackward::Seed;
 
   // A bias may hide keys anywhere.
   template <int kBlockM, int kBlockN>
-  ANYFLASH_DEVICE static bool special(const BackwardScratch&, const Sequence&, int, int) {
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence&, int, int) {
     return true;
   }
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
@@ -173,28 +174,28 @@ class GenericScores {
   }
   static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
-  ANYFLASH_DEVICE GenericScores(const BackwardScratch& params, const Sequence& sequence,
-                                int64_t batch, int head, Seed)
+  ANYFLASH_DEVICE GenericBackward(const BackwardScratch& params, const Sequence& sequence,
+                                  int64_t batch, int head, Seed)
       : score_mod_(params, sequence, batch, head, static_cast<float>(params.softmax_scale), 1.0f),
         dropout_(params, batch, head) {}
 
-  ANYFLASH_DEVICE bool hides() const { return score_mod_.hides(); }
+  ANYFLASH_DEVICE bool may_hide_anywhere() const { return score_mod_.may_hide_anywhere(); }
   ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod_.keep(row, col); }
-  ANYFLASH_DEVICE bool drops(int row, int col) const {
+  ANYFLASH_DEVICE bool is_dropped(int row, int col) const {
     return dropout_.active() && !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
 
-  template <bool kEdge, class Extra, class Coordinates>
-  ANYFLASH_DEVICE void prefetch(Extra& extra, const Coordinates& coordinates,
+  template <bool kEdge, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE void prefetch(ScoreAux& aux, const Coordinates& coordinates,
                                 const ScoreTile& tile) const {
-    score_mod_.template prefetch<kEdge>(extra.biases, coordinates, tile.row0, tile.col0);
+    score_mod_.template prefetch<kEdge>(aux.biases, coordinates, tile.row0, tile.col0);
   }
 
-  template <bool kMasked, class Scores, class Extra, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void probabilities(Scores& scores, Extra& extra, const Stats& stats,
-                                     const Coordinates& coordinates, const ScoreTile& tile) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const Stats& stats,
+                                 const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
-    score_mod_.apply(scores, extra.slopes, extra.biases, coordinates, tile.row0, tile.col0);
+    score_mod_.apply(scores, aux.slopes, aux.biases, coordinates, tile.row0, tile.col0);
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
@@ -211,8 +212,8 @@ class GenericScores {
   }
 
   // The probabilities with dropout, but for the factor on what is kept.
-  template <class Scores, class Extra, class Coordinates>
-  ANYFLASH_DEVICE auto dropped(const Scores& p, Extra& extra, const Coordinates& coordinates,
+  template <class Scores, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE auto dropped(const Scores& p, ScoreAux& aux, const Coordinates& coordinates,
                                const ScoreTile& tile) const {
     using namespace cute;
     static_assert(decltype(size<1>(p))::value <= 32, "a bit a column");
@@ -233,21 +234,21 @@ class GenericScores {
           if (!keep) result(row, run + i) = 0.0f;
         }
       }
-      extra.kept(row) = kept;
+      aux.kept(row) = kept;
     }
     return result;
   }
 
   template <class Acc, class Stats>
-  ANYFLASH_DEVICE auto dp_init(const Acc& acc, const Stats&) const {
+  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const Stats&) const {
     auto init = cute::make_fragment_like(acc);
     cute::clear(init);
     return init;
   }
 
-  template <bool kMasked, class Scores, class Extra, class Stats>
-  ANYFLASH_DEVICE void gradients(Scores& dp, const Scores& p, const Extra& extra,
-                                 const Stats& stats) const {
+  template <bool kMasked, class Scores, class ScoreAux, class Stats>
+  ANYFLASH_DEVICE void compute_ds(Scores& dp, const Scores& p, const ScoreAux& aux,
+                                  const Stats& stats) const {
     using namespace cute;
     if (dropout_.active()) {
       const float factor = dropout_.scale();
@@ -255,7 +256,7 @@ class GenericScores {
       for (int row = 0; row < size<0>(dp); ++row) {
         CUTE_UNROLL
         for (int col = 0; col < size<1>(dp); ++col) {
-          const bool keep = (extra.kept(row) >> col & 1u) != 0;
+          const bool keep = (aux.kept(row) >> col & 1u) != 0;
           dp(row, col) = keep ? dp(row, col) * factor : 0.0f;
         }
       }
@@ -275,13 +276,13 @@ class GenericScores {
     return score_mod_.slope_factor(row, col);
   }
 
-  template <class Scores, class Extra>
-  ANYFLASH_DEVICE void chain(Scores& ds, const Extra& extra) const {
+  template <class Scores, class ScoreAux>
+  ANYFLASH_DEVICE void apply_score_derivative(Scores& ds, const ScoreAux& aux) const {
     if (!score_mod_.caps()) return;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(ds); ++i) {
       // A hidden score may be NaN, and so its slope.
-      ds(i) = ds(i) == 0.0f ? 0.0f : ds(i) * extra.slopes(i);
+      ds(i) = ds(i) == 0.0f ? 0.0f : ds(i) * aux.slopes(i);
     }
   }
 

@@ -11,15 +11,15 @@ namespace ANYFLASH_SHARED_NAMESPACE {
 
 struct CachedSequence {
   const int32_t* pages;  // its row of the block table; null: not paged
-  int64_t slab;          // not paged: its place along the cache's first axis, -1 if it has none
+  int64_t slot;          // not paged: its place along the cache's first axis, -1 if it has none
   int first_row;         // of key 0
   int keys_before;       // that were there before the append
   int seqlen_k;          // with what was appended
 };
 
-// A row of the cache: `slab` is a page or a sequence, -1 if the table points nowhere.
-struct CachePlace {
-  int64_t slab;
+// A row of the cache: `slot` is a page or a sequence, -1 if the table points nowhere.
+struct CacheSlot {
+  int64_t slot;
   int row;
 };
 
@@ -27,9 +27,9 @@ struct CachePlace {
 ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int64_t index) {
   CachedSequence s;
   s.pages = nullptr;
-  s.slab = p.cache_batch_idx == nullptr ? index : int64_t{p.cache_batch_idx[index]};
+  s.slot = p.cache_batch_idx == nullptr ? index : int64_t{p.cache_batch_idx[index]};
   if (p.block_table != nullptr) s.pages = p.block_table + index * p.block_table_stride.batch;
-  else if (s.slab < 0 || s.slab >= p.slabs) s.slab = -1;
+  else if (s.slot < 0 || s.slot >= p.slots) s.slot = -1;
   const int capacity = p.seqlen_k - p.seqlen_new;
   const int filled =
       p.cache_seqlens == nullptr ? capacity : clamp_length(p.cache_seqlens[index], capacity);
@@ -42,20 +42,20 @@ ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int6
 // What the block table says of key j, 0 <= j < seqlen_k: a page, if there is such a one. Without a
 // table, the sequence's place (there are fewer than 2^31: a grid holds no more).
 ANYFLASH_HOST_DEVICE int table_entry(const KvCacheParams& p, const CachedSequence& s, int key) {
-  if (p.block_table == nullptr) return static_cast<int>(s.slab);
+  if (p.block_table == nullptr) return static_cast<int>(s.slot);
   return s.pages[((s.first_row + key) >> p.page_shift) * p.block_table_stride.col];
 }
 
 ANYFLASH_HOST_DEVICE bool is_slab(const KvCacheParams& p, int64_t entry) {
-  return entry >= 0 && entry < p.slabs;
+  return entry >= 0 && entry < p.slots;
 }
 
 // Of key j, 0 <= j < seqlen_k.
-ANYFLASH_HOST_DEVICE CachePlace place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
+ANYFLASH_HOST_DEVICE CacheSlot place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
   const int row = s.first_row + key;
   const int entry = table_entry(p, s, key);
-  const int slab = is_slab(p, entry) ? entry : -1;
-  return {slab, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
+  const int slot = is_slab(p, entry) ? entry : -1;
+  return {slot, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
 }
 
 // The keys [begin, end) of split `split` of a sequence that has seqlen_k, where those that count

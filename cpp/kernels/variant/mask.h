@@ -9,40 +9,51 @@
 
 namespace ANYFLASH_SHARED_NAMESPACE {
 
-// K tiles of one block of query rows: [left, masked) need no mask, [begin, left) and [masked, end)
-// do, the rest is skipped. They are visited from the last to the first, but masked ones before
-// unmasked ones: [masked, end), [begin, left), [left, masked). The only tile that can hold keys
-// that do not exist is end - 1, and if it does, it is masked and so the first.
+// Tiles of keys that one block of query rows visits. [unmasked_begin, unmasked_end) need no mask;
+// [begin, unmasked_begin) and [unmasked_end, end) need one; the rest is skipped. The order is
+// [unmasked_end, end), [begin, unmasked_begin), [unmasked_begin, unmasked_end), each from its last
+// tile to its first. Only tile end - 1 can hold keys that do not exist. If it does, it is masked,
+// and so the first.
 struct KRange {
   int begin;
-  int left;
-  int masked;
+  int unmasked_begin;
+  int unmasked_end;
   int end;
 
-  ANYFLASH_HOST_DEVICE bool needs_mask(int tile) const { return tile < left || tile >= masked; }
+  ANYFLASH_HOST_DEVICE bool needs_mask(int tile) const {
+    return tile < unmasked_begin || tile >= unmasked_end;
+  }
   ANYFLASH_HOST_DEVICE int first() const {
-    return end > masked ? end - 1 : left > begin ? left - 1 : masked > left ? masked - 1 : -1;
+    return end > unmasked_end              ? end - 1
+           : unmasked_begin > begin        ? unmasked_begin - 1
+           : unmasked_end > unmasked_begin ? unmasked_end - 1
+                                           : -1;
   }
   // The tile after `tile`, -1 after the last.
   ANYFLASH_HOST_DEVICE int next(int tile) const {
-    if (tile > masked || (tile < left && tile > begin) || (tile < masked && tile > left)) {
+    if (tile > unmasked_end || (tile < unmasked_begin && tile > begin) ||
+        (tile < unmasked_end && tile > unmasked_begin)) {
       return tile - 1;
     }
-    if (tile == masked && left > begin) return left - 1;
-    if (tile >= masked || tile < left) return masked > left ? masked - 1 : -1;
+    if (tile == unmasked_end && unmasked_begin > begin) return unmasked_begin - 1;
+    if (tile >= unmasked_end || tile < unmasked_begin)
+      return unmasked_end > unmasked_begin ? unmasked_end - 1 : -1;
     return -1;
   }
 };
 
-// Tiles of query rows that see one block of keys: [full, masked) need no mask, [begin, full) and
-// [masked, end) do, the rest is skipped. A tile may hold rows beyond the last one.
+// Tiles of query rows that see one block of keys. [unmasked_begin, unmasked_end) need no mask;
+// [begin, unmasked_begin) and [unmasked_end, end) need one; the rest is skipped. A tile may hold
+// rows beyond the last one.
 struct MRange {
   int begin;
-  int full;
-  int masked;
+  int unmasked_begin;
+  int unmasked_end;
   int end;
 
-  ANYFLASH_HOST_DEVICE bool needs_mask(int tile) const { return tile < full || tile >= masked; }
+  ANYFLASH_HOST_DEVICE bool needs_mask(int tile) const {
+    return tile < unmasked_begin || tile >= unmasked_end;
+  }
 };
 
 // A window around the diagonal that ends at the bottom right:
@@ -77,9 +88,10 @@ class Mask {
     range.begin = first / block_n;
     range.end = ceil_div(end, block_n);
     // Tiles that the last row sees from their beginning, and the first row to their end.
-    range.left = ceil_div(first_key(end_row - 1), block_n);
-    range.masked = end_key(first_row) / block_n;
-    if (range.left >= range.masked) range.left = range.masked = range.begin;
+    range.unmasked_begin = ceil_div(first_key(end_row - 1), block_n);
+    range.unmasked_end = end_key(first_row) / block_n;
+    if (range.unmasked_begin >= range.unmasked_end)
+      range.unmasked_begin = range.unmasked_end = range.begin;
     return range;
   }
 
@@ -99,9 +111,10 @@ class Mask {
     int64_t full = row_clamp(end_key - 1 - last_);
     int64_t full_end = row_clamp(first_key - first_ + 1);
     if (end_key > seqlen_k_ || full_end < full) full = full_end = begin;
-    range.full = ceil_div(static_cast<int>(full), block_m);
-    range.masked = static_cast<int>(full_end == seqlen_q_ ? range.end : full_end / block_m);
-    if (range.full >= range.masked) range.full = range.masked = range.begin;
+    range.unmasked_begin = ceil_div(static_cast<int>(full), block_m);
+    range.unmasked_end = static_cast<int>(full_end == seqlen_q_ ? range.end : full_end / block_m);
+    if (range.unmasked_begin >= range.unmasked_end)
+      range.unmasked_begin = range.unmasked_end = range.begin;
     return range;
   }
 

@@ -11,18 +11,18 @@
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "params.h"
-#include "variant/auxiliary.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/sequence.h"
 
 namespace anyflash {
 
 // How much of ScoreMod a loop over tiles holds: less code runs faster, also than code skipped.
-enum class ScorePart {
+enum class ScoreOps {
   kNone,
-  kSlope,   // ALiBi with slopes that are not negative
-  kCap,     // a softcap that is not too large
-  kScores,  // any softcap and any slope
-  kAll,     // and a bias
+  kAlibi,         // with slopes that are not negative
+  kSoftcap,       // not a large one
+  kSoftcapAlibi,  // any softcap and any slope
+  kAll,           // and a bias
 };
 
 // s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -
@@ -70,9 +70,9 @@ class ScoreMod {
         seqlen_k_(0) {}
 
   // Whether this part of the code, kSlope or kCap, is enough.
-  ANYFLASH_DEVICE bool within(ScorePart part) const {
+  ANYFLASH_DEVICE bool covered_by(ScoreOps part) const {
     if (accurate_ || slope_ < 0.0f || bias_ != nullptr) return false;
-    return part == ScorePart::kSlope ? softcap_ == 0.0f : slope_ == 0.0f && softcap_ > 0.0f;
+    return part == ScoreOps::kAlibi ? softcap_ == 0.0f : slope_ == 0.0f && softcap_ > 0.0f;
   }
 
   // The scale and the softcap alone.
@@ -84,7 +84,7 @@ class ScoreMod {
   }
 
   // Whether a bias may hide keys, in any tile.
-  ANYFLASH_DEVICE bool hides() const { return bias_ != nullptr; }
+  ANYFLASH_DEVICE bool may_hide_anywhere() const { return bias_ != nullptr; }
 
   // Whether the bias leaves the key visible.
   ANYFLASH_DEVICE bool keep(int row, int col) const {
@@ -118,18 +118,18 @@ class ScoreMod {
   }
 
   // kScale: scale is not 1.
-  template <ScorePart kPart, bool kScale, class Scores, class Raw, class Coordinates>
+  template <ScoreOps kOps, bool kScale, class Scores, class Raw, class Coordinates>
   ANYFLASH_DEVICE void apply(Scores& scores, const Raw& raw, const Coordinates& coordinates,
                              int row0, int col0) const {
-    constexpr bool kAny = kPart == ScorePart::kScores || kPart == ScorePart::kAll;
-    if constexpr (kPart == ScorePart::kCap) {
+    constexpr bool kAny = kOps == ScoreOps::kSoftcapAlibi || kOps == ScoreOps::kAll;
+    if constexpr (kOps == ScoreOps::kSoftcap) {
       cap(scores);
       return;
     }
     if (kAny && accurate_) cap_accurately(scores);
-    else if (kPart != ScorePart::kSlope && softcap_ > 0.0f) cap(scores);
+    else if (kOps != ScoreOps::kAlibi && softcap_ > 0.0f) cap(scores);
     else if (kScale) multiply(scores);
-    add<kPart, kScale>(scores, raw, coordinates, row0, col0);
+    add<kOps, kScale>(scores, raw, coordinates, row0, col0);
   }
 
   // For the backward: the whole of apply<kAll, true>(), and the slope of the softcap,
@@ -150,7 +150,7 @@ class ScoreMod {
         slopes(i) = 1.0f - x * x;
       }
     }
-    add<ScorePart::kAll, true>(scores, raw, coordinates, row0, col0);
+    add<ScoreOps::kAll, true>(scores, raw, coordinates, row0, col0);
   }
   ANYFLASH_DEVICE bool caps() const { return softcap_ > 0.0f; }
 
@@ -161,15 +161,15 @@ class ScoreMod {
 
  private:
   // What is added to a score.
-  template <ScorePart kPart, bool kScale, class Scores, class Raw, class Coordinates>
+  template <ScoreOps kOps, bool kScale, class Scores, class Raw, class Coordinates>
   ANYFLASH_DEVICE void add(Scores& scores, const Raw& raw, const Coordinates& coordinates, int row0,
                            int col0) const {
-    constexpr bool kAny = kPart == ScorePart::kScores || kPart == ScorePart::kAll;
-    if constexpr (kPart == ScorePart::kAll) {
+    constexpr bool kAny = kOps == ScoreOps::kSoftcapAlibi || kOps == ScoreOps::kAll;
+    if constexpr (kOps == ScoreOps::kAll) {
       if (bias_ != nullptr) add_bias(scores, raw);
     }
     // With nothing else to do there is a slope, for sure; the generic kernel may have a block map.
-    constexpr bool kSlopeOnly = kPart == ScorePart::kSlope && !kScale;
+    constexpr bool kSlopeOnly = kOps == ScoreOps::kAlibi && !kScale;
     if (kSlopeOnly || slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
     } else if (kAny && slope_ < 0.0f) {

@@ -8,7 +8,7 @@
 namespace anyflash {
 
 // Of the forward.
-struct ForwardBlock {
+struct ForwardWorkTile {
   Sequence sequence;
   int64_t batch;  // index of the sequence
   int head;
@@ -17,11 +17,11 @@ struct ForwardBlock {
 };
 
 // Of the backward's main kernel.
-struct BackwardBlock {
+struct BackwardWorkTile {
   Sequence sequence;
   int64_t batch;  // index of the sequence
   int head_k;
-  int part;  // of the query heads that share head_k
+  int gqa_split;  // of the query heads that share head_k
   int first_key;
 };
 

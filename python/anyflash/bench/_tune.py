@@ -1,8 +1,8 @@
 """`python -m anyflash bench tune`: which tiles are the fastest on this GPU.
 
 Plain kernels of some head dims exist several times, with tiles for other sizes of shared memory:
-their rooms (KernelRow::room). dispatch.cpp chooses by rules; where another room is measured to be
-faster, a row of cpp/src/tuned_tiles.cpp says so.
+their configs (KernelDescriptor::tile_config). dispatch.cpp chooses by rules; where another config
+is measured to be faster, a row of cpp/src/tuned_tiles.cpp says so.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 ALONE = (128, 256, 512, 1024, 2048, 4096)  # of one sequence
 QUICK_SEQLENS, QUICK_ALONE = (512, 1024, 8192), (128, 512)
 
-Rooms = Mapping[str, str]  # the kernels' names
+Configs = Mapping[str, str]  # the kernels' names
 Family = tuple[str, int, int]  # operation, head dims
 
 
 def families(dtype: str) -> dict[Family, dict[str, str]]:
-    """Plain GPU kernels of which there are several for the same head dims, by room."""
+    """Plain GPU kernels of which there are several for the same head dims, by config."""
     found: dict[Family, dict[str, str]] = {}
     for kernel in anyflash.build_info()["kernels"]:
         if kernel["arch"] == "sm80" and kernel["dtype"] == dtype and not kernel["features"]:
             family = kernel["op"], kernel["head_dim"], kernel["head_dim_v"]
-            found.setdefault(family, {})[kernel["room"]] = kernel["name"]
-    return {family: rooms for family, rooms in found.items() if len(rooms) > 1}
+            found.setdefault(family, {})[kernel["tile_config"]] = kernel["name"]
+    return {family: configs for family, configs in found.items() if len(configs) > 1}
 
 
 def cells(
@@ -92,34 +92,34 @@ def ran(call: Call) -> tuple[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Result:
-    """A problem as measured, and the room that is chosen for it now."""
+    """A problem as measured, and the config that is chosen for it now."""
 
     measured: Measured
     cell: Cell
     now: str
 
 
-def measure(key: Key, cell: Cell, rooms: Rooms, bench: Bench) -> Result | None:
+def measure(key: Key, cell: Cell, configs: Configs, bench: Bench) -> Result | None:
     """None where another kernel runs the problem, since the GPU has too little shared memory."""
     with bench.world.apart() if cell.timing == "graph" else nullcontext():
         call = _own.own(Problem(cell, bench.world))
-        named = {name: room for room, name in rooms.items()}
+        named = {name: config for config, name in configs.items()}
         now, _ = ran(call)
         rules, _ = ran(_preferred(call, ""))
         if now not in named or rules not in named:
             return None
         calls: dict[str, Call] = {}
         results: dict[str, tuple[Any, ...]] = {}
-        for room, name in rooms.items():
+        for config, name in configs.items():
             preferred = _preferred(call, name)
             launched, outputs = ran(preferred)
             if launched == name:  # else it does not fit
                 # The sums of a backward's dq come in any order.
-                calls[room], results[room] = preferred, outputs[1:] or outputs
+                calls[config], results[config] = preferred, outputs[1:] or outputs
         samples = timed(calls, cell, bench)
     for error in samples.errors.values():
         raise error
-    seconds = {room: statistics.median(samples.seconds[room]) for room in calls}
+    seconds = {config: statistics.median(samples.seconds[config]) for config in calls}
     measured = Measured(key, seconds, named[rules], _numbered(results, bench.world.difference))
     return Result(measured, cell, named[now])
 
@@ -134,13 +134,13 @@ def _numbered(
     """The same number for the same bits."""
     kinds: list[tuple[Any, ...]] = []
     numbers: dict[str, int] = {}
-    for room, outputs in results.items():
+    for config, outputs in results.items():
         for i, known in enumerate(kinds):
             if all(difference(a, b) == 0.0 for a, b in zip(known, outputs, strict=True)):
-                numbers[room] = i
+                numbers[config] = i
                 break
         else:
-            numbers[room] = len(kinds)
+            numbers[config] = len(kinds)
             kinds.append(outputs)
     return numbers
 
@@ -151,16 +151,16 @@ def table(results: Sequence[Result], written: Mapping[Key, str]) -> Table:
     for key in dict.fromkeys(result.measured.key for result in results):
         mine = [result for result in results if result.measured.key == key]
         speeds = {
-            room: geometric_mean([r.cell.flop / r.measured.seconds[room] for r in mine])
-            for room in mine[0].measured.seconds
+            config: geometric_mean([r.cell.flop / r.measured.seconds[config] for r in mine])
+            for config in mine[0].measured.seconds
         }
-        for room, speed in speeds.items():
-            chooses = ["now"] if any(r.now == room for r in mine) else []
-            chooses += ["rules"] if any(r.measured.rules == room for r in mine) else []
-            chooses += ["tuned"] if written.get(key) == room else []
+        for config, speed in speeds.items():
+            chooses = ["now"] if any(r.now == config for r in mine) else []
+            chooses += ["rules"] if any(r.measured.rules == config for r in mine) else []
+            chooses += ["tuned"] if written.get(key) == config else []
             dims = str(key.d) if key.d == key.d_v else f"{key.d}/{key.d_v}"
             words = [key.op, dims, "causal" if key.bounded else "full"]
-            words += [key.size, room or "usual", ", ".join(chooses)]
+            words += [key.size, config or "default", ", ".join(chooses)]
             rows.append([*words, number(speed / 1e12), f"{speed / max(speeds.values()):.3f}"])
     header = ["op", "d", "mask", "size", "tiles", "chosen", "TFLOP/s", "of best"]
     return Table("geometric means", header, rows, _notes(results, written), 6)
@@ -174,7 +174,7 @@ def _notes(results: Sequence[Result], written: Mapping[Key, str]) -> list[str]:
     for family in dict.fromkeys(result.measured.key.family for result in results):
         groups = alike([r.measured for r in results if r.measured.key.family == family])
         if len(groups) > 1:
-            told = " | ".join(", ".join(room or "usual" for room in sorted(g)) for g in groups)
+            told = " | ".join(", ".join(c or "default" for c in sorted(g)) for g in groups)
             dims = "/".join(dict.fromkeys(map(str, family[1:])))
             notes.append(f"{family[0]} d {dims}: not the same bits, so that only one of: {told}")
     return notes
@@ -185,14 +185,14 @@ def tune(dtypes: Sequence[str], quick: bool, bench: Bench) -> list[Result]:
     properties = importlib.import_module("torch").cuda.get_device_properties(0)
     results = []
     for dtype in dtypes:
-        for family, rooms in families(dtype).items():
+        for family, configs in families(dtype).items():
             for key, cell in cells(family, dtype, properties.multi_processor_count, quick):
-                result = measure(key, cell, rooms, bench)
+                result = measure(key, cell, configs, bench)
                 bench.world.release()
                 if result is not None:
                     results.append(result)
                     seconds = result.measured.seconds.items()
-                    told = ", ".join(f"{room or 'usual'} {1e6 * s:.1f} us" for room, s in seconds)
+                    told = ", ".join(f"{c or 'default'} {1e6 * s:.1f} us" for c, s in seconds)
                     print(f"{cell.key}: {told}", file=sys.stderr, flush=True)
     if not results:
         raise ValueError(
@@ -207,11 +207,11 @@ def run(dtypes: Sequence[str], arguments: argparse.Namespace, bench: Bench) -> N
     if path is not None:
         rewritten(_read(path), 0, {})  # before anything is measured: it is the table
     results = tune(dtypes, arguments.quick, bench)
-    rooms = chosen([result.measured for result in results])
-    print("\n".join(aligned(table(results, rooms))))
+    configs = chosen([result.measured for result in results])
+    print("\n".join(aligned(table(results, configs))))
     if path is not None:
         major, minor = importlib.import_module("torch").cuda.get_device_capability(0)
-        path.write_text(rewritten(_read(path), 10 * major + minor, rooms))
+        path.write_text(rewritten(_read(path), 10 * major + minor, configs))
         print(f"wrote {path}: build anew", file=sys.stderr)
 
 

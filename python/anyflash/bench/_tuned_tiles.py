@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A problem: seconds of each room (the tiles of a kernel, KernelRow::room), which one the rules
+    """A problem: seconds of each config (KernelDescriptor::tile_config), which one the rules
     choose, and which ones gave the same bits: those with the same number."""
 
     key: Key
@@ -42,7 +42,7 @@ class Measured:
 
 
 def chosen(measured: Iterable[Measured]) -> dict[Key, str]:
-    """The rooms to write: those that gain on what the rules choose, in the geometric mean of a
+    """The configs to write: those that gain on what the rules choose, in the geometric mean of a
     key's problems. All that a GPU takes for some head dims must give a row the same bits: the size
     of a grid depends on the batch."""
     ordered = sorted(measured, key=lambda m: m.key)
@@ -51,9 +51,9 @@ def chosen(measured: Iterable[Measured]) -> dict[Key, str]:
         family = list(grouped)
         best: dict[Key, str] = {}
         most = 0.0
-        for rooms in alike(family):
-            wanted, gain = _fastest(rooms, family)
-            if all(m.rules in rooms for m in family):
+        for configs in alike(family):
+            wanted, gain = _fastest(configs, family)
+            if all(m.rules in configs for m in family):
                 gain *= LEAST_GAIN  # where others are faster by less, nothing changes
             if gain > most:
                 best, most = wanted, gain
@@ -62,65 +62,66 @@ def chosen(measured: Iterable[Measured]) -> dict[Key, str]:
 
 
 def alike(family: Sequence[Measured]) -> list[set[str]]:
-    """Rooms that gave the same bits in all problems."""
-    rooms = set.intersection(*(set(m.seconds) for m in family))
+    """Configs that gave the same bits in all problems."""
+    configs = set.intersection(*(set(m.seconds) for m in family))
     groups: dict[tuple[int, ...], set[str]] = {}
-    for room in sorted(rooms):
-        groups.setdefault(tuple(m.bits[room] for m in family), set()).add(room)
+    for config in sorted(configs):
+        groups.setdefault(tuple(m.bits[config] for m in family), set()).add(config)
     return list(groups.values())
 
 
-def _fastest(rooms: set[str], family: Sequence[Measured]) -> tuple[dict[Key, str], float]:
-    """Of these rooms, the one for each key that the rules would not choose, and how many times as
+def _fastest(configs: set[str], family: Sequence[Measured]) -> tuple[dict[Key, str], float]:
+    """Of these configs, the one for each key that the rules would not choose, and how many times as
     fast as the rules' all keys then are."""
     wanted: dict[Key, str] = {}
     gains = []
     for key, grouped in itertools.groupby(family, lambda m: m.key):
         cells = list(grouped)
-        by_room = {
-            room: geometric_mean([m.seconds[m.rules] / m.seconds[room] for m in cells])
-            for room in sorted(rooms)
+        by_config = {
+            config: geometric_mean([m.seconds[m.rules] / m.seconds[config] for m in cells])
+            for config in sorted(configs)
         }
-        room = max(by_room, key=by_room.__getitem__)
-        if all(m.rules in rooms for m in cells) and by_room[room] <= LEAST_GAIN:
+        config = max(by_config, key=by_config.__getitem__)
+        if all(m.rules in configs for m in cells) and by_config[config] <= LEAST_GAIN:
             gains.append(1.0)
         else:
-            wanted[key] = room
-            gains.append(by_room[room])
+            wanted[key] = config
+            gains.append(by_config[config])
     return wanted, geometric_mean(gains)
 
 
 ROW = re.compile(
-    r"^ *\{(\d+), Op::k(\w+), (\d+), (\d+), (true|false), ProblemSize::k(\w+), Room::k(\w+)\},$"
+    r"^ *\{(\d+), Op::k(\w+), (\d+), (\d+), (true|false), "
+    r"ProblemSize::k(\w+), TileConfig::k(\w+)\},$"
 )
 SIZE_NAMES = {"".join(map(str.capitalize, size.split())): size for size in SIZES}
 END = re.compile(r"^ *\{\},$")
 
 
 def rows(text: str) -> dict[tuple[int, Key], str]:
-    """Rooms, by compute capability (90 for 9.0) and key."""
+    """Configs, by compute capability (90 for 9.0) and key."""
     found = {}
     for line in text.splitlines():
         if match := ROW.match(line):
-            capability, op, d, d_v, bounded, size, room = match.groups()
+            capability, op, d, d_v, bounded, size, config = match.groups()
             key = Key(op.lower(), int(d), int(d_v), bounded == "true", SIZE_NAMES[size])
-            found[int(capability), key] = "" if room == "Usual" else room.lower()
+            found[int(capability), key] = "" if config == "Default" else config.lower()
     return found
 
 
-def rewritten(text: str, capability: int, rooms: Mapping[Key, str]) -> str:
+def rewritten(text: str, capability: int, configs: Mapping[Key, str]) -> str:
     """The file with these rows, instead of those that it has for this compute capability."""
     lines = text.splitlines()
     ends = [i for i, line in enumerate(lines) if END.match(line)]
     if len(ends) != 1:
         raise ValueError("it is not the table of tiles, cpp/src/tuned_tiles.cpp: no row ends it")
-    table = {(cc, key): room for (cc, key), room in rows(text).items() if cc != capability}
-    table |= {(capability, key): room for key, room in rooms.items()}
+    table = {(cc, key): config for (cc, key), config in rows(text).items() if cc != capability}
+    table |= {(capability, key): config for key, config in configs.items()}
     names = {size: name for name, size in SIZE_NAMES.items()}
     made = [
         f"    {{{cc}, Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, {str(key.bounded).lower()}, "
-        f"ProblemSize::k{names[key.size]}, Room::k{room.capitalize() or 'Usual'}}},"
-        for (cc, key), room in sorted(table.items())
+        f"ProblemSize::k{names[key.size]}, TileConfig::k{config.capitalize() or 'Default'}}},"
+        for (cc, key), config in sorted(table.items())
     ]
     before, after = lines[: ends[0]], lines[ends[0] :]
     kept = [line for line in before if not ROW.match(line)]

@@ -41,8 +41,8 @@ inline void run_decode(const DecodeProblem& p) {
   give(cache.rotary_cos, p.cos, 2);
   give(cache.rotary_sin, p.sin, 2);
   cache.rotary_interleaved = !c.halves;
-  give(cache.k_scale, p.k_scale, c.scales == "slab" ? 2 : 1);
-  give(cache.v_scale, p.v_scale, c.scales == "slab" ? 2 : 1);
+  give(cache.k_scale, p.k_scale, c.scales == "slot" ? 2 : 1);
+  give(cache.v_scale, p.v_scale, c.scales == "slot" ? 2 : 1);
   cache.num_splits = c.splits;
   cache.split_size = c.split_size;
 

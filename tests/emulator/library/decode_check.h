@@ -33,8 +33,8 @@ inline std::vector<double> rotated(const DecodeProblem& p, const Tensor& tensor,
   return row;
 }
 
-inline double scale_of(const std::optional<Tensor>& scale, int64_t slab, int64_t head) {
-  return scale ? scale->at(0, 0, slab, head) : 1.0;
+inline double scale_of(const std::optional<Tensor>& scale, int64_t slot, int64_t head) {
+  return scale ? scale->at(0, 0, slot, head) : 1.0;
 }
 
 inline double round_to(DType dtype, double x) {
@@ -70,8 +70,8 @@ class CacheValues {
   static void write(const DecodeProblem& p, const Tensor& cache, std::vector<double>& values,
                     const CacheRow& at, int64_t head, const std::vector<double>& row,
                     const std::optional<Tensor>& scale) {
-    const auto divisor = static_cast<float>(scale_of(scale, at.slab, head));
-    const auto first = static_cast<std::size_t>(cache.index(at.slab, at.row, head, 0));
+    const auto divisor = static_cast<float>(scale_of(scale, at.slot, head));
+    const auto first = static_cast<std::size_t>(cache.index(at.slot, at.row, head, 0));
     for (std::size_t x = 0; x < row.size(); ++x) {
       const auto rounded = static_cast<float>(round_to(p.q.dtype(), row[x]));
       values[first + x] = round_to(cache.dtype(), rounded / divisor);
@@ -118,10 +118,10 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
     double& score = scores[static_cast<std::size_t>(j)];
     score = 0;
     const CacheRow at = p.place(b, j);
-    for (int64_t x = 0; at.slab >= 0 && x < c.head_dim; ++x) {
-      score += q[static_cast<std::size_t>(x)] * p.k.at(at.slab, at.row, head, x);
+    for (int64_t x = 0; at.slot >= 0 && x < c.head_dim; ++x) {
+      score += q[static_cast<std::size_t>(x)] * p.k.at(at.slot, at.row, head, x);
     }
-    if (at.slab >= 0) score *= c.scale * scale_of(p.k_scale, at.slab, head);
+    if (at.slot >= 0) score *= c.scale * scale_of(p.k_scale, at.slot, head);
     if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
     if (p.slopes) score -= p.slopes->get(h) * std::abs(double(i + keys - c.seqlen_q - j));
     top = std::max(top, score);
@@ -136,10 +136,10 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
   for (int64_t j = 0; j < keys; ++j) {
     const double score = scores[static_cast<std::size_t>(j)];
     const CacheRow at = p.place(b, j);
-    if (score == -INFINITY || at.slab < 0) continue;
-    const double weight = std::exp(score - top) / sum * scale_of(p.v_scale, at.slab, head);
+    if (score == -INFINITY || at.slot < 0) continue;
+    const double weight = std::exp(score - top) / sum * scale_of(p.v_scale, at.slot, head);
     for (std::size_t x = 0; x < columns; ++x) {
-      const double term = weight * p.v.at(at.slab, at.row, head, static_cast<int64_t>(x));
+      const double term = weight * p.v.at(at.slot, at.row, head, static_cast<int64_t>(x));
       row.out[x] += term;
       row.size[x] += std::abs(term);
     }

@@ -36,20 +36,20 @@ inline void allow(void* data, int64_t bytes) {
 #endif
 }
 
-// Row `row` of page or sequence `slab`; -1: it does not exist.
+// Row `row` of page or sequence `slot`; -1: it does not exist.
 struct CacheRow {
-  int64_t slab, row;
+  int64_t slot, row;
 };
 
 class DecodeProblem {
  public:
   explicit DecodeProblem(const Case& problem)
       : c(problem),
-        slabs(c.page > 0 ? needed_pages() + 2 : c.batch + (c.batch_idx ? 1 : 0)),
+        slots(c.page > 0 ? needed_pages() + 2 : c.batch + (c.batch_idx ? 1 : 0)),
         rows(c.page > 0 ? c.page : c.seqlen_k),
         q(dtype_of(c.dtype), {c.batch, c.seqlen_q, c.heads, c.head_dim}),
-        k(dtype_of(c.cache), {slabs, rows, c.heads_k, c.head_dim}),
-        v(dtype_of(c.cache), {slabs, rows, c.heads_k, c.head_dim_v}),
+        k(dtype_of(c.cache), {slots, rows, c.heads_k, c.head_dim}),
+        v(dtype_of(c.cache), {slots, rows, c.heads_k, c.head_dim_v}),
         out(dtype_of(c.out), {c.batch, c.seqlen_q, c.heads, c.head_dim_v}),
         lse(DType::kFloat32, {1, c.batch, c.heads, c.seqlen_q}),
         random_(c.seed) {
@@ -79,7 +79,7 @@ class DecodeProblem {
     if (c.page > 0) {
       return {static_cast<int64_t>(table->at(0, 0, b, row / c.page)), row % c.page};
     }
-    return {c.batch_idx ? slabs - 1 - b : b, row};
+    return {c.batch_idx ? slots - 1 - b : b, row};
   }
 
   bool visible(int64_t b, int64_t i, int64_t j) const {
@@ -92,13 +92,13 @@ class DecodeProblem {
 
   // Rows of the cache that no sequence has, and entries of the table that belong to none.
   void forbid_unused() {
-    std::vector<bool> used(static_cast<std::size_t>(slabs * rows));
+    std::vector<bool> used(static_cast<std::size_t>(slots * rows));
     for_each_key([&](int64_t, int64_t, const CacheRow& at) {
-      used[static_cast<std::size_t>(at.slab * rows + at.row)] = true;
+      used[static_cast<std::size_t>(at.slot * rows + at.row)] = true;
     });
     for (Tensor* const cache : {&k, &v}) {
-      const int64_t bytes = cache->bytes() / (slabs * rows);
-      for (int64_t row = 0; row < slabs * rows; ++row) {
+      const int64_t bytes = cache->bytes() / (slots * rows);
+      for (int64_t row = 0; row < slots * rows; ++row) {
         if (!used[static_cast<std::size_t>(row)]) forbid(cache->bytes_at(row * bytes), bytes);
       }
     }
@@ -120,13 +120,13 @@ class DecodeProblem {
     for (int64_t b = 0; b < c.batch; ++b) {
       for (int64_t j = 0; j < keys(b); ++j) {
         const CacheRow at = place(b, j);
-        if (at.slab >= 0) function(b, j, at);
+        if (at.slot >= 0) function(b, j, at);
       }
     }
   }
 
   Case c;
-  int64_t slabs, rows;  // of the cache, and of one of them
+  int64_t slots, rows;  // of the cache, and of one of them
   Tensor q, k, v, out, lse;
   std::optional<Tensor> slopes, sinks, seqlens, leftpad, batch_idx, table, tree, k_new, v_new;
   std::optional<Tensor> cos, sin, k_scale, v_scale;
@@ -178,14 +178,14 @@ class DecodeProblem {
       make_vector(seqlens, [&](int64_t b) { return filled(b); });
     }
     if (!c.leftpad.empty()) make_vector(leftpad, [&](int64_t b) { return pad(b); });
-    if (c.batch_idx) make_vector(batch_idx, [&](int64_t b) { return slabs - 1 - b; });
+    if (c.batch_idx) make_vector(batch_idx, [&](int64_t b) { return slots - 1 - b; });
   }
 
   // An even number of columns: see forbid().
   void make_table() {
     const int64_t columns = (c.seqlen_k / c.page + 1) / 2 * 2;
     table.emplace(DType::kInt32, std::array<int64_t, 4>{1, 1, c.batch, columns});
-    std::vector<int64_t> pages(static_cast<std::size_t>(slabs));
+    std::vector<int64_t> pages(static_cast<std::size_t>(slots));
     std::iota(pages.begin(), pages.end(), 0);
     std::shuffle(pages.begin(), pages.end(), random_);
     std::size_t next = 0;
@@ -229,19 +229,19 @@ class DecodeProblem {
   void make_scales() {
     std::uniform_real_distribution<double> factor(0.5, 1.5);
     for (std::optional<Tensor>* const scale : {&k_scale, &v_scale}) {
-      const int64_t count = c.scales == "slab" ? slabs : 1;
+      const int64_t count = c.scales == "slot" ? slots : 1;
       scale->emplace(DType::kFloat32, std::array<int64_t, 4>{1, 1, count, c.heads_k});
-      const auto set = [&](int64_t slab) {
+      const auto set = [&](int64_t slot) {
         for (int64_t head = 0; head < c.heads_k; ++head) {
-          (*scale)->set(slab * c.heads_k + head, factor(random_) / magnitude());
+          (*scale)->set(slot * c.heads_k + head, factor(random_) / magnitude());
         }
       };
-      // Those of slabs of which nothing is seen remain NaN, or larger than all others.
+      // Those of slots of which nothing is seen remain NaN, or larger than all others.
       for (int64_t i = 0; i < count * c.heads_k; i += 2) (*scale)->set(i, 1e38);
-      if (c.scales != "slab") set(0);
+      if (c.scales != "slot") set(0);
       else
         for_each_key([&](int64_t b, int64_t j, const CacheRow& at) {
-          if (seen(b, j)) set(at.slab);
+          if (seen(b, j)) set(at.slot);
         });
     }
   }
@@ -252,7 +252,7 @@ class DecodeProblem {
     for_each_key([&](int64_t b, int64_t j, const CacheRow& at) {
       if (j >= filled(b) - pad(b) || !seen(b, j)) return;
       for (Tensor* const cache : {&k, &v}) {
-        const int64_t first = cache->index(at.slab, at.row, 0, 0);
+        const int64_t first = cache->index(at.slot, at.row, 0, 0);
         const int64_t count = c.heads_k * cache->extent()[3];
         for (int64_t x = 0; x < count; ++x) cache->set(first + x, magnitude() * normal_(random_));
         if (cache == &v && c.nan == "seen" && chosen(random_)) {

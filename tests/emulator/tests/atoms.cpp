@@ -98,7 +98,8 @@ void test_mma_special_values() {
   for (int i = 0; i < kCases; ++i) {
     const float want = static_cast<float>(T::bitcast(bits[i]));
     const float got = d[i * 8];
-    expect(got == want || (got != got && want != want), "mma of a special value", i, got, want);
+    expect(got == want || (got != got && want != want), "mma of a needs_masked_loop value", i, got,
+           want);
   }
 }
 

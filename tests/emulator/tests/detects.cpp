@@ -345,7 +345,7 @@ uint64_t conflicts(bool swizzled) {
 
 bool test_bank_conflicts() {
   const bool ok = check(conflicts(true) == 0, "no conflicts with a swizzle");
-  return check(conflicts(false) == 4 * 7, "seven extra wavefronts a matrix without one") && ok;
+  return check(conflicts(false) == 4 * 7, "seven aux wavefronts a matrix without one") && ok;
 }
 
 // Host fallbacks in CuTe and CUTLASS that do nothing or return a constant, without a message.

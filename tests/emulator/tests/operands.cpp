@@ -6,12 +6,12 @@
 
 #include "device.h"
 #include "sm80/backward/traits.h"
-#include "sm80/ldmatrix_operand.h"
 #include "sm80/forward/traits.h"
+#include "sm80/ldmatrix_operand.h"
 
 namespace {
 
-using anyflash::Room;
+using anyflash::TileConfig;
 using namespace anyflash::sm80;
 using Element = cutlass::half_t;
 
@@ -36,7 +36,7 @@ __global__ void load_kernel(uint16_t* loaded) {
         Element::bitcast(static_cast<uint16_t>(i));
   }
   __syncthreads();
-  const Operand<Mma, kSide, Tile, kTransposed> whole(tile, static_cast<int>(threadIdx.x));
+  const LdmatrixOperand<Mma, kSide, Tile, kTransposed> whole(tile, static_cast<int>(threadIdx.x));
   const auto operand =
       whole.template region<Part::kRow, Part::kRows, Part::kColumn, Part::kColumns>();
   auto fragment = operand.fragment();
@@ -78,9 +78,9 @@ void check(const char* what) {
   }
 }
 
-template <int kHeadDim, bool kGeneric, bool kQuadKeys, Room kRoom>
+template <int kHeadDim, bool kGeneric, bool kQuadKeys, TileConfig kTileConfig>
 void check_backward(const char* what) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kQuadKeys, kRoom>;
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kQuadKeys, kTileConfig>;
   using TileQ = typename Traits::TileQ;
   using TileK = typename Traits::TileK;
   using TileP = typename Traits::TileP;
@@ -96,8 +96,8 @@ void check_backward(const char* what) {
   check<typename Traits::QueryMma, Side::kA, TileP>(what);
   check<typename Traits::QueryMma, Side::kB, TileK, true,
         Part<0, kKeys, kHeadDim - kColumns, kColumns>>(what);
-  if constexpr (!kGeneric && Traits::kHalves) {
-    constexpr int kLate = kRows - Traits::kEarlyRows == 0 ? 0 : Traits::kEarlyRows;
+  if constexpr (!kGeneric && Traits::kSkipsMaskedHalf) {
+    constexpr int kLate = kRows - Traits::kTopRows == 0 ? 0 : Traits::kTopRows;
     check<typename Traits::ScoreMma, Side::kA, TileQ, false,
           Part<kLate, kRows - kLate, 0, kHeadDim>>(what);
     check<typename Traits::KeyMma, Side::kB, TileQ, true, Part<kLate, kRows - kLate, 0, kHeadDim>>(
@@ -110,17 +110,17 @@ void check_backward(const char* what) {
 }  // namespace
 
 int main() {
-  check_backward<32, false, false, Room::kUsual>("backward, head dim 32");
-  check_backward<64, false, false, Room::kUsual>("backward, head dim 64");
-  check_backward<96, false, false, Room::kUsual>("backward, head dim 96");
-  check_backward<128, false, false, Room::kUsual>("backward, head dim 128");
-  check_backward<128, false, false, Room::kCompact>("backward, head dim 128 for 99 KB");
-  check_backward<32, false, false, Room::kWide>("backward, head dim 32 for 227 KB");
-  check_backward<128, false, false, Room::kWide>("backward, head dim 128 for 227 KB");
-  check_backward<192, false, false, Room::kWide>("backward, head dim 192 for 227 KB");
-  check_backward<256, false, false, Room::kWide>("backward, head dim 256 for 227 KB");
-  check_backward<64, false, true, Room::kUsual>("backward, head dim 64, one feature");
-  check_backward<256, true, false, Room::kCompact>("backward, head dim 256 for 99 KB");
+  check_backward<32, false, false, TileConfig::kDefault>("backward, head dim 32");
+  check_backward<64, false, false, TileConfig::kDefault>("backward, head dim 64");
+  check_backward<96, false, false, TileConfig::kDefault>("backward, head dim 96");
+  check_backward<128, false, false, TileConfig::kDefault>("backward, head dim 128");
+  check_backward<128, false, false, TileConfig::kCompact>("backward, head dim 128 for 99 KB");
+  check_backward<32, false, false, TileConfig::kWide>("backward, head dim 32 for 227 KB");
+  check_backward<128, false, false, TileConfig::kWide>("backward, head dim 128 for 227 KB");
+  check_backward<192, false, false, TileConfig::kWide>("backward, head dim 192 for 227 KB");
+  check_backward<256, false, false, TileConfig::kWide>("backward, head dim 256 for 227 KB");
+  check_backward<64, false, true, TileConfig::kDefault>("backward, head dim 64, one feature");
+  check_backward<256, true, false, TileConfig::kCompact>("backward, head dim 256 for 99 KB");
   // Decoding: each warp takes its own rows of a tile.
   using Mma =
       cute::TiledMMA<MmaAtom<Element>, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>,

@@ -11,11 +11,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd/convert.h"
+#include "cpu/amx/tiles.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
 #include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
-#include "cpu/amx/tiles.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 

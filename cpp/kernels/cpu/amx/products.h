@@ -9,13 +9,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd/convert.h"
-#include "cpu/gemm.h"
+#include "cpu/amx/tiles.h"
 #include "cpu/forward/panel_products.h"
+#include "cpu/gemm.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
 #include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
-#include "cpu/amx/tiles.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -39,7 +39,7 @@ class TileProducts : public PanelProducts<Rows> {
   using UIntVec = S::UIntVec;
 
   // A step of O^T through memory costs as much as its product.
-  static constexpr T kSlack = 8;
+  static constexpr T kLazyRescaleLimit = 8;
 
   using Base::Base;
 

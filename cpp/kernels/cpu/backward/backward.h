@@ -5,7 +5,7 @@
 //     dV    = (P kept)^T dO,  dK = scale dS0^T Q     cpu/backward/tasks.h, keys()
 //     dQ    = scale dS0 K                            cpu/backward/tasks.h, rows()
 //     dbias = dS                                     cpu/backward/tasks.h, bias()
-//     dsink = -sum e^(sink - lse) delta,  dslope = -sum dist dS        cpu/backward/sums.h, HeadSums
+//     dsink = -sum e^(sink - lse) delta,  dslope = -sum dist dS   cpu/backward/sums.h, HeadSums
 //
 // dQ has tasks of its own, which make S and dO V^T again: 7 products instead of 5, but every sum is
 // made by one thread in a fixed order, without a copy of dQ for each block of keys. dbias, which
@@ -21,7 +21,7 @@
 #include "cpu/backward/tasks.h"
 #include "cpu/simd/convert.h"
 #include "cpu/tasks.h"
-#include "kernel.h"
+#include "kernel_descriptor.h"
 #include "params.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {

@@ -6,8 +6,8 @@
 
 #include "cpu/backward/products.h"
 #include "cpu/backward/scratch.h"
-#include "cpu/simd/convert.h"
 #include "cpu/scores.h"
+#include "cpu/simd/convert.h"
 #include "params.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"

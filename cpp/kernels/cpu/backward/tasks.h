@@ -246,7 +246,7 @@ class BackwardTasks {
   const BackwardParams& p_;
   BackwardScratch<T> scratch_;
   Blocks<E> blocks_;
-  BackwardTile<E> tile_;
+  BackwardConfig<E> tile_;
 };
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

@@ -16,10 +16,10 @@
 #include "cpu/backward/blocks.h"
 #include "cpu/backward/products.h"
 #include "cpu/backward/scratch.h"
-#include "cpu/simd/convert.h"
 #include "cpu/dropped.h"
-#include "cpu/simd/exp.h"
 #include "cpu/scores.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/exp.h"
 #include "cpu/simd/vector.h"
 #include "params.h"
 #include "variant/block_mask.h"
@@ -37,13 +37,14 @@ struct TileKind {
 };
 
 template <typename E>
-class BackwardTile {
+class BackwardConfig {
  public:
   using T = typename Compute<E>::Type;
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  BackwardTile(const BackwardParams& p, const Blocks<E>& blocks, const BackwardScratch<T>& scratch)
+  BackwardConfig(const BackwardParams& p, const Blocks<E>& blocks,
+                 const BackwardScratch<T>& scratch)
       : p_(p),
         blocks_(blocks),
         modifier_(blocks.modifier()),

@@ -1,6 +1,6 @@
-// Attention to a cache: the forward (forward.h) with keys from a cache (cpu/decode/keys.h). Where there
-// are too few sequences and heads to keep all threads busy, the keys of each are split (known as
-// flash-decoding), and the parts are joined at the end.
+// Attention to a cache: the forward (cpu/forward/forward.h) with keys from a cache
+// (cpu/decode/keys.h). Where there are too few sequences and heads to keep all threads busy, the
+// keys of each are split (known as flash-decoding), and the parts are joined at the end.
 //
 // What a row gets depends on the number of splits, or the size of one, but neither on the other
 // sequences nor on the number of threads.
@@ -9,14 +9,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/simd/convert.h"
 #include "cpu/decode/join.h"
 #include "cpu/decode/keys.h"
 #include "cpu/forward/panels.h"
-#include "cpu/scratch.h"
-#include "cpu/tasks.h"
 #include "cpu/forward/single_row.h"
-#include "kernel.h"
+#include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
+#include "cpu/tasks.h"
+#include "kernel_descriptor.h"
 #include "params.h"
 #include "variant/cache.h"
 #include "variant/mask.h"

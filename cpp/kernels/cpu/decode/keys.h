@@ -3,12 +3,12 @@
 
 #include <cstdint>
 
-#include "cpu/simd/convert.h"
 #include "cpu/decode/join.h"
-#include "cpu/simd/quantized.h"
 #include "cpu/query_rows.h"
 #include "cpu/scores.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/quantized.h"
 #include "cpu/tasks.h"
 #include "params.h"
 #include "variant/cache.h"
@@ -46,8 +46,8 @@ class CacheRows : public TaskRows<Element> {
 
   // A row that the block table puts nowhere is zero.
   void load_key(const KeyTensor& x, int key, T* to) const {
-    const CachePlace place = place_of(p_, cached_, key);
-    if (place.slab < 0) return Base::fill_zero(to, x.columns);
+    const CacheSlot place = place_of(p_, cached_, key);
+    if (place.slot < 0) return Base::fill_zero(to, x.columns);
     const std::int64_t at = offset(x, place);
     switch (p_.cache_dtype) {
       case DType::kInt8:
@@ -101,22 +101,22 @@ class CacheRows : public TaskRows<Element> {
   const T* row_in_place(const KeyTensor& x, int key, int padded) const {
     if constexpr (sizeof(E) == sizeof(T)) {
       if (x.stride.col != 1 || x.columns != padded || quantized()) return nullptr;
-      const CachePlace place = place_of(p_, cached_, key);
-      if (place.slab >= 0) return static_cast<const E*>(x.data) + offset(x, place);
+      const CacheSlot place = place_of(p_, cached_, key);
+      if (place.slot >= 0) return static_cast<const E*>(x.data) + offset(x, place);
     }
     return nullptr;
   }
 
-  std::int64_t offset(const KeyTensor& x, const CachePlace& place) const {
-    return place.slab * x.stride.batch + std::int64_t{place.row} * x.stride.row +
+  std::int64_t offset(const KeyTensor& x, const CacheSlot& place) const {
+    return place.slot * x.stride.batch + std::int64_t{place.row} * x.stride.row +
            this->task.head_k * x.stride.head;
   }
 
-  T scale(const KeyTensor& x, const CachePlace& place) const {
+  T scale(const KeyTensor& x, const CacheSlot& place) const {
     if (x.scale->data == nullptr) return T(1);
     const Strides& st = x.scale->stride;
     return static_cast<T>(
-        read_number(*x.scale, place.slab * st.batch + this->task.head_k * st.head));
+        read_number(*x.scale, place.slot * st.batch + this->task.head_k * st.head));
   }
 
   std::int64_t partial_at(int r) const {

@@ -12,10 +12,12 @@
 //     l     = l + e^(z - m)
 //     out   = O / (l (1 - p)),  lse = m + ln l.
 // Where nothing is done to q.k but the scale, S and m are in units of log2 e, so that the
-// exponential is 2^x. By tiles (cpu/amx/products.h) m is replaced only where m' exceeds it by kSlack.
+// exponential is 2^x. By tiles (cpu/amx/products.h) m is replaced only where m' exceeds it by
+// kLazyRescaleLimit.
 //
 // A task is up to kTaskPanels panels of query rows of one (sequence, kv head); a panel is what fits
-// the registers (cpu/forward/panels.h). Where a sequence has very few rows they go one by one (cpu/forward/single_row.h).
+// the registers (cpu/forward/panels.h). Where a sequence has very few rows they go one by one
+// (cpu/forward/single_row.h).
 //
 // What a row gets depends on its own scores, on the block borders (multiples of kPanelKeys) and on
 // whether its sequence is a thin one (seqlen_q, heads / heads_k), hence neither on the other rows,
@@ -25,13 +27,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/simd/convert.h"
 #include "cpu/forward/panels.h"
+#include "cpu/forward/single_row.h"
 #include "cpu/query_rows.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
 #include "cpu/tasks.h"
-#include "cpu/forward/single_row.h"
-#include "kernel.h"
+#include "kernel_descriptor.h"
 #include "params.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {

@@ -1,21 +1,21 @@
 // The rows of the forward kernels: see cpu/descriptors.h.
 #pragma once
 
-#include "cpu/forward/forward.h"
 #include "cpu/descriptors.h"
-#include "kernel.h"
+#include "cpu/forward/forward.h"
+#include "kernel_descriptor.h"
 
 namespace anyflash {
 namespace cpu::ANYFLASH_CPU_ISA {
 
 template <typename E>
-constexpr KernelRow forward_row(const char* name, DType dtype) {
+constexpr KernelDescriptor forward_row(const char* name, DType dtype) {
   using T = typename Compute<E>::Type;
   const Tile tile{kTaskPanels<T> * kPanelRows<T>, kPanelKeys, /*warps=*/0};
   return kernel_row(name, Op::kForward, dtype, tile, {&forward_scratch_bytes<E>, &forward<E>}, {});
 }
 
-constexpr KernelRow kForwardRows[] = {
+constexpr KernelDescriptor kForwardRows[] = {
 #if !ANYFLASH_CPU_TILES  // what has no tiles runs as for AVX-512
     forward_row<double>(ANYFLASH_CPU_NAME("forward", "f64"), DType::kFloat64),
     forward_row<float>(ANYFLASH_CPU_NAME("forward", "f32"), DType::kFloat32),
@@ -26,9 +26,10 @@ constexpr KernelRow kForwardRows[] = {
 
 }  // namespace cpu::ANYFLASH_CPU_ISA
 
-namespace rows {
-extern const KernelRows ANYFLASH_ROWS;
-const KernelRows ANYFLASH_ROWS = {cpu::ANYFLASH_CPU_ISA::kForwardRows,
-                                  sizeof(cpu::ANYFLASH_CPU_ISA::kForwardRows) / sizeof(KernelRow)};
-}  // namespace rows
+namespace kernel_units {
+extern const KernelUnit ANYFLASH_ROWS;
+const KernelUnit ANYFLASH_ROWS = {
+    cpu::ANYFLASH_CPU_ISA::kForwardRows,
+    sizeof(cpu::ANYFLASH_CPU_ISA::kForwardRows) / sizeof(KernelDescriptor)};
+}  // namespace kernel_units
 }  // namespace anyflash

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd/convert.h"
 #include "cpu/gemm.h"
 #include "cpu/query_rows.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/convert.h"
 #include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
 #include "params.h"
@@ -24,7 +24,7 @@ class PanelProducts {
   using Vec = typename S::Vec;
 
   // By how much scores may exceed what is subtracted from them before sums are rescaled.
-  static constexpr T kSlack = 0;
+  static constexpr T kLazyRescaleLimit = 0;
 
   // Scores are `scale` q.k.
   PanelProducts(const Rows& rows, T scale)

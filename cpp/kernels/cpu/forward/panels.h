@@ -4,16 +4,16 @@
 
 #include <cstdint>
 
-#include "cpu/simd/convert.h"
+#include "cpu/amx/products.h"
 #include "cpu/dropped.h"
-#include "cpu/simd/exp.h"
-#include "cpu/gemm.h"
 #include "cpu/forward/panel_products.h"
+#include "cpu/gemm.h"
 #include "cpu/query_rows.h"
 #include "cpu/scores.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/exp.h"
 #include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
-#include "cpu/amx/products.h"
 #include "params.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
@@ -119,7 +119,8 @@ class PanelTask {
     const Vec to_log2 = S::broadcast(T(natural_ ? kLog2E : 1.0));
     Vec alpha[NV];
     Vec base[NV];
-    const Vec slack = S::broadcast(p_.max_logits == nullptr ? ProductsOf<Rows>::kSlack : T(0));
+    const Vec slack =
+        S::broadcast(p_.max_logits == nullptr ? ProductsOf<Rows>::kLazyRescaleLimit : T(0));
     for (int n = 0; n < NV; ++n) {
       const Vec before = S::load(m + n * S::kLanes);
       const Vec top = range.max[n] > before + slack ? range.max[n] : before;

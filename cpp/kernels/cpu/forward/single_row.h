@@ -3,14 +3,14 @@
 
 #include <cstdint>
 
-#include "cpu/simd/convert.h"
 #include "cpu/dropped.h"
-#include "cpu/simd/exp.h"
+#include "cpu/gemv.h"
 #include "cpu/query_rows.h"
 #include "cpu/scores.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/exp.h"
 #include "cpu/simd/vector.h"
 #include "cpu/tasks.h"
-#include "cpu/gemv.h"
 #include "params.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {

@@ -185,7 +185,7 @@ inline void store_row(const T* src, int n, E* dst, std::int64_t stride) {
 }
 
 // Element `at` of a tensor of numbers.
-inline double read_number(const Auxiliary& x, std::int64_t at) {
+inline double read_number(const BroadcastTensor& x, std::int64_t at) {
   switch (x.dtype) {
     case DType::kFloat64:
       return static_cast<const double*>(x.data)[at];
@@ -200,7 +200,8 @@ inline double read_number(const Auxiliary& x, std::int64_t at) {
 
 // dst[i] = element at + i * stride of a bias; of a boolean one 0 where the key is kept, else -inf.
 template <typename T>
-inline void read_bias(const Auxiliary& x, std::int64_t at, std::int64_t stride, int n, T* dst) {
+inline void read_bias(const BroadcastTensor& x, std::int64_t at, std::int64_t stride, int n,
+                      T* dst) {
   switch (x.dtype) {
     case DType::kFloat64:
       return load_row(static_cast<const double*>(x.data) + at, stride, n, dst);

@@ -1,8 +1,8 @@
 // 2^x and tanh on vectors.
 #pragma once
 
-#include "cpu/simd/vector.h"
 #include "cpu/amx/tiles.h"
+#include "cpu/simd/vector.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 

@@ -15,18 +15,18 @@ template <class Traits, class AccK, class AccV, class P, class Q, class DO, clas
 ANYFLASH_DEVICE void add_tile_to_keys(AccK& acc_dk, AccV& acc_dv, P p_t, P ds_t, Q q_t, DO dout_t,
                                       int group, int buffer, const Mma& mma) {
   constexpr int kP = 2 * cute::cosize_v<typename Traits::TileP::Layout>;  // and dS
-  p_t.move(group * kP);
-  ds_t.move(group * kP);
-  q_t.move(buffer * cute::cosize_v<typename Traits::TileQ::Layout>);
-  dout_t.move(buffer * cute::cosize_v<typename Traits::TileDO::Layout>);
-  gemm_smem_smem(acc_dv, acc_dv, p_t.anew(), dout_t.anew(), mma);
-  gemm_smem_smem(acc_dk, acc_dk, ds_t.anew(), q_t.anew(), mma);
+  p_t.advance(group * kP);
+  ds_t.advance(group * kP);
+  q_t.advance(buffer * cute::cosize_v<typename Traits::TileQ::Layout>);
+  dout_t.advance(buffer * cute::cosize_v<typename Traits::TileDO::Layout>);
+  gemm_smem_smem(acc_dv, acc_dv, p_t.rematerialized(), dout_t.rematerialized(), mma);
+  gemm_smem_smem(acc_dk, acc_dk, ds_t.rematerialized(), q_t.rematerialized(), mma);
 }
 
-// dq_sum += acc, from kFirst on along MMA_M, in the order of the fragments: element i of all
+// dq_accum += acc, from kFirst on along MMA_M, in the order of the fragments: element i of all
 // threads side by side, so that a warp's atomic addition covers whole lines.
 template <int kFirst, class Acc>
-ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, unsigned thread, int threads) {
+ANYFLASH_DEVICE void add_to_dq_accum(float* tile, const Acc& acc, unsigned thread, int threads) {
   using namespace cute;
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) {
@@ -35,11 +35,11 @@ ANYFLASH_DEVICE void add_to_dq_sum(float* tile, const Acc& acc, unsigned thread,
   }
 }
 
-// dq_sum += dS K of the first kKeys keys, with 0 for NaN and infinity in K. Rare: plain loops over
-// shared memory.
+// dq_accum += dS K of the first kKeys keys, with 0 for NaN and infinity in K. Rare: plain loops
+// over shared memory.
 template <class Traits, int kKeys>
-ANYFLASH_DEVICE void add_finite_to_dq_sum(float* tile, const typename Traits::Element* ds,
-                                          const typename Traits::Element* k, int thread) {
+ANYFLASH_DEVICE void add_finite_to_dq_accum(float* tile, const typename Traits::Element* ds,
+                                            const typename Traits::Element* k, int thread) {
   using namespace cute;
   const typename Traits::QueryMma mma;
   const auto tQcQ = mma.get_thread_slice(thread).partition_C(

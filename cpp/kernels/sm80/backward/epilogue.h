@@ -7,11 +7,11 @@
 #include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "variant/work_tile.h"
-#include "variant/backward_scratch.h"
 #include "sm80/copy.h"
+#include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
 #include "variant/mask.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
 
@@ -54,9 +54,9 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, const Mma& 
     auto ordered = make_tensor(sX.data(), composition(sX.layout(), make_tile(Order{}, _)));
     auto gX = make_tensor(make_gmem_ptr(target.data), typename Tile::Shape{},
                           make_stride(static_cast<int>(target.stride.row), _1{}));
-    auto tXsX = thread_store.partition_S(ordered);  // (VECTOR, ROWS, PAGES)
-    auto tXgX = thread_store.partition_D(gX);       // (VECTOR, ROWS, PAGES)
-    auto tXcX = thread_store.partition_D(cX);       // (VECTOR, ROWS, PAGES)
+    auto tXsX = thread_store.partition_S(ordered);  // (VECTOR, ROWS, PANELS)
+    auto tXgX = thread_store.partition_D(gX);       // (VECTOR, ROWS, PANELS)
+    auto tXcX = thread_store.partition_D(cX);       // (VECTOR, ROWS, PANELS)
     auto tXrX = make_fragment_like(tXsX);
     copy(typename Tile::Store{}, tXsX, tXrX);
     const ColumnGuard<decltype(size<2>(tXsX))::value> columns(tXcX, target.columns);
@@ -79,7 +79,7 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, const Mma& 
 // infinity in it does not depend on its finite terms and weights. Rare: plain loops over global
 // memory.
 template <class Traits, class Scores, class Out>
-ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const BackwardBlock& block,
+ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const BackwardWorkTile& block,
                                        const GradientTile<Out>& dv) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
@@ -96,7 +96,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
     for (int m = range.begin; m < range.end; ++m) {
       const bool cleared =
-          range.needs_mask(m) || Scores::template special<kBlockM, Traits::kBlockN>(
+          range.needs_mask(m) || Scores::template needs_masked_loop<kBlockM, Traits::kBlockN>(
                                      params, sequence, m * kBlockM, block.first_key);
       if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
@@ -108,7 +108,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
             const int key = block.first_key + i;
             if (!mask.keep(row, key) || !variant.keep(row, key)) continue;
             // A dropped probability is 0, and 0 * infinity is NaN.
-            const float term = variant.drops(row, key) ? NAN : static_cast<float>(value);
+            const float term = variant.is_dropped(row, key) ? NAN : static_cast<float>(value);
             Out& result = dv.data[i * dv.stride.row + x * dv.stride.col];
             result = Out(static_cast<float>(result) + term);
           }
@@ -120,8 +120,9 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
 
 // Writes dK and dV of the CTA's keys, also of those that are not used, as Out.
 template <class Traits, class Scores, class Out, class Smem, class AccK, class AccV>
-ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
-                                         Smem& smem, bool nonfinite_dout, const AccK& acc_dk,
+ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
+                                         const BackwardWorkTile& block, Smem& smem,
+                                         bool nonfinite_dout, const AccK& acc_dk,
                                          const AccV& acc_dv) {
   const Sequence& sequence = block.sequence;
   const int64_t row = sequence.first_k + block.first_key;
@@ -141,9 +142,9 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params, const Ba
 
 // Scales acc_dk and acc_dv, and writes them as dK and dV in the dtype that is wanted.
 template <class Traits, class Scores, class Smem, class AccK, class AccV>
-ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params, const BackwardBlock& block,
-                                         Smem& smem, bool nonfinite_dout, AccK& acc_dk,
-                                         AccV& acc_dv) {
+ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
+                                         const BackwardWorkTile& block, Smem& smem,
+                                         bool nonfinite_dout, AccK& acc_dk, AccV& acc_dv) {
   const float p_scale = Scores::p_scale(params);
   CUTE_UNROLL
   for (int i = 0; i < cute::size(acc_dk); ++i) acc_dk(i) *= params.ds_scale;

@@ -9,9 +9,9 @@
 
 #include "common/launch.h"
 #include "common/macros.h"
-#include "variant/work_tile.h"
 #include "sm80/backward/epilogue.h"
 #include "variant/backward_scratch.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
 
@@ -40,28 +40,29 @@ ANYFLASH_DEVICE void add_sums(Acc& acc, const float* tile, int threads) {
 template <class Traits>
 inline constexpr int kPartElementsK = Traits::kBlockN * Traits::kHeadDim;
 template <class Traits>
-inline constexpr int kPartElements = kPartElementsK<Traits> + Traits::kBlockN * Traits::kHeadDimV;
+inline constexpr int kGqaPartialElements =
+    kPartElementsK<Traits> + Traits::kBlockN * Traits::kHeadDimV;
 
 // Of the first part of a block of keys, counted over all.
 template <class Traits>
-ANYFLASH_DEVICE int64_t first_part(const BackwardScratch& params, const BackwardBlock& block) {
+ANYFLASH_DEVICE int64_t first_part(const BackwardScratch& params, const BackwardWorkTile& block) {
   const int64_t first =
       params.first_block(block.sequence, block.batch, block.head_k, Traits::kBlockN);
-  return (first + block.first_key / Traits::kBlockN) * params.group_parts;
+  return (first + block.first_key / Traits::kBlockN) * params.gqa_splits;
 }
 
 template <class Traits, class AccK, class AccV>
-ANYFLASH_DEVICE void store_part(const BackwardScratch& params, const BackwardBlock& block,
+ANYFLASH_DEVICE void store_part(const BackwardScratch& params, const BackwardWorkTile& block,
                                 bool nonfinite_dout, const AccK& acc_dk, const AccV& acc_dv) {
-  const int64_t part = first_part<Traits>(params, block) + block.part;
-  float* const sums = params.part_sums + part * kPartElements<Traits>;
+  const int64_t part = first_part<Traits>(params, block) + block.gqa_split;
+  float* const sums = params.gqa_partials + part * kGqaPartialElements<Traits>;
   store_sums(sums, acc_dk, Traits::kThreads);
   store_sums(sums + kPartElementsK<Traits>, acc_dv, Traits::kThreads);
-  if (threadIdx.x == 0) params.part_nonfinite_dout[part] = nonfinite_dout;
+  if (threadIdx.x == 0) params.gqa_nonfinite_dout[part] = nonfinite_dout;
 }
 
 template <class Traits>
-struct PartsStorage {
+struct GqaPartialsStorage {
   alignas(128) typename Traits::template Buffer<typename Traits::TileK> k;
   alignas(128) typename Traits::template Buffer<typename Traits::TileV> v;
 };
@@ -70,14 +71,14 @@ struct PartsStorage {
 // head) pairs.
 template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads)
-    sum_parts_kernel(const __grid_constant__ BackwardScratch params) {
+    reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
-  auto& smem = *reinterpret_cast<PartsStorage<Traits>*>(anyflash_smem);
+  auto& smem = *reinterpret_cast<GqaPartialsStorage<Traits>*>(anyflash_smem);
   const int key_blocks = (params.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
   const int pair = static_cast<int>(blockIdx.x) / key_blocks;
   const int64_t batch = pair / params.heads_k;
-  const BackwardBlock block{sequence_of(params, batch), batch, pair % params.heads_k, 0,
-                            static_cast<int>(blockIdx.x) % key_blocks * Traits::kBlockN};
+  const BackwardWorkTile block{sequence_of(params, batch), batch, pair % params.heads_k, 0,
+                               static_cast<int>(blockIdx.x) % key_blocks * Traits::kBlockN};
   if (block.first_key >= block.sequence.all_keys) return;
 
   const typename Traits::KeyMma mma;
@@ -87,11 +88,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
   clear(acc_dv);  // (MMA, MMA_N, MMA_D)
   const int64_t first = first_part<Traits>(params, block);
   bool nonfinite_dout = false;
-  for (int64_t part = first; part < first + params.group_parts; ++part) {
-    const float* const sums = params.part_sums + part * kPartElements<Traits>;
+  for (int64_t part = first; part < first + params.gqa_splits; ++part) {
+    const float* const sums = params.gqa_partials + part * kGqaPartialElements<Traits>;
     add_sums(acc_dk, sums, Traits::kThreads);
     add_sums(acc_dv, sums + kPartElementsK<Traits>, Traits::kThreads);
-    nonfinite_dout |= params.part_nonfinite_dout[part];
+    nonfinite_dout |= params.gqa_nonfinite_dout[part];
   }
   write_key_gradients<Traits, Scores>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
 }

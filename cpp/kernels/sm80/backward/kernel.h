@@ -4,33 +4,33 @@
 #include <cute/tensor.hpp>
 
 #include "common/launch.h"
-#include "variant/work_tile.h"
 #include "sm80/backward/epilogue.h"
-#include "sm80/backward/mainloop.h"
-#include "variant/backward_scratch.h"
 #include "sm80/backward/gqa_partials.h"
+#include "sm80/backward/mainloop.h"
 #include "sm80/forward/traits.h"
+#include "variant/backward_scratch.h"
 #include "variant/sequence.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
 
 // Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
-// heads_per_section; within a section the first blocks, which most rows see, start first. (The
-// forward's GridOrder gains nothing here: CONTRIBUTING, Speed.)
+// heads_per_l2_section; within a section the first blocks, which most rows see, start first. (The
+// forward's LptTileScheduler gains nothing here: CONTRIBUTING, Speed.)
 template <int kBlockN>
-ANYFLASH_DEVICE BackwardBlock backward_block(const BackwardScratch& params, int index) {
+ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
   const int key_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;
-  const int heads = params.heads_k * params.group_parts;
+  const int heads = params.heads_k * params.gqa_splits;
   const int triples = static_cast<int>(params.batch) * heads;
-  const int section = index / (params.heads_per_section * key_blocks);
-  const int first = section * params.heads_per_section;
-  const int section_triples = min(params.heads_per_section, triples - first);
+  const int section = index / (params.heads_per_l2_section * key_blocks);
+  const int first = section * params.heads_per_l2_section;
+  const int section_triples = min(params.heads_per_l2_section, triples - first);
   const int rest = index - first * key_blocks;
   const int triple = first + rest % section_triples;
   const int64_t batch = triple / heads;
   const int head = triple % heads;
-  return BackwardBlock{sequence_of(params, batch), batch, head / params.group_parts,
-                       head % params.group_parts, rest / section_triples * kBlockN};
+  return BackwardWorkTile{sequence_of(params, batch), batch, head / params.gqa_splits,
+                          head % params.gqa_splits, rest / section_triples * kBlockN};
 }
 
 template <class Traits, class Scores>
@@ -38,15 +38,15 @@ __global__ void __launch_bounds__(Traits::kThreads)
     backward_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const BackwardBlock here = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  const BackwardWorkTile here = backward_block<Traits::kBlockN>(params, blockIdx.x);
   if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
   if (threadIdx.x == 0) {
     smem.block = here;
     smem.nonfinite_keys = smem.nonfinite_dout = 0;
-    if constexpr (Traits::kTurns) smem.turns.init(Traits::kRowThreads, Traits::kThreads);
+    if constexpr (Traits::kPingPong) smem.ping_pong.init(Traits::kRowThreads, Traits::kThreads);
   }
   __syncthreads();  // read from there, because the loop needs the registers
-  const BackwardBlock& block = smem.block;
+  const BackwardWorkTile& block = smem.block;
 
   const typename Traits::KeyMma mma;
   auto acc_dk = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>{});
@@ -58,18 +58,18 @@ __global__ void __launch_bounds__(Traits::kThreads)
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with K and V, and nothing is on its way there
   const bool nonfinite_dout = smem.nonfinite_dout != 0;
-  if (params.part_sums != nullptr) {
+  if (params.gqa_partials != nullptr) {
     store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
   } else {
     write_key_gradients<Traits, Scores>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
   }
 }
 
-// dQ = ds_scale * dq_sum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
+// dQ = ds_scale * dq_accum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
 // pairs.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kRowThreads)
-    finish_dq_kernel(const __grid_constant__ BackwardScratch params) {
+    postprocess_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
   auto& smem = *reinterpret_cast<Buffer*>(anyflash_smem);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
   const typename Traits::QueryMma mma;
   auto acc = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
   const float* const tile =
-      params.dq_sum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
+      params.dq_accum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) {
     acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;

@@ -1,10 +1,11 @@
-// Host side of the sm_80 backward kernels: one KernelRow per (dtype, head dims, variant).
+// Host side of the sm_80 backward kernels: one KernelDescriptor per (dtype, head dims, variant).
 //
-//   prepare_rows      delta and LSE of every row; dq_sum = 0
-//   backward_kernel   dK, dV; adds to dq_sum
-//   sum_parts_kernel  dK, dV, where the heads of a group come in parts
-//   finish_dq_kernel  dQ from dq_sum;  deterministic: row_pass_kernel makes dQ instead
-//   dbias_kernel, row_pass_kernel, sum_*   the other gradients, where they are wanted
+//   backward_preprocess      delta and LSE of every row; dq_accum = 0
+//   backward_kernel   dK, dV; adds to dq_accum
+//   reduce_gqa_partials_kernel  dK, dV, where the heads of a group come in parts
+//   postprocess_dq_kernel  dQ from dq_accum
+//   deterministic_dq_kernel  dQ without atomics, instead; sums for ALiBi's slopes
+//   dbias_kernel, sum_*  the other gradients, where they are wanted
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -16,15 +17,15 @@
 
 #include "common/launch.h"
 #include "common/softmax.h"
-#include "kernel.h"
-#include "sm80/backward/kernel.h"
-#include "variant/backward_scratch.h"
-#include "sm80/backward/gqa_partials.h"
-#include "sm80/backward/row_pass.h"
 #include "cuda/backward_preprocess.h"
+#include "kernel_descriptor.h"
+#include "sm80/backward/deterministic_dq.h"
+#include "sm80/backward/gqa_partials.h"
+#include "sm80/backward/kernel.h"
+#include "sm80/backward/traits.h"
+#include "variant/backward_scratch.h"
 #include "variant/backward_single_feature.h"
 #include "variant/backward_variants.h"
-#include "sm80/backward/traits.h"
 
 namespace anyflash::sm80 {
 
@@ -47,8 +48,8 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(*at);
     used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   };
-  take(p.stats, heads * p.padded_rows);
-  if (!p.deterministic) take(p.dq_sum, heads * p.padded_rows * p.dq_columns);
+  take(p.lse_delta, heads * p.padded_rows);
+  if (!p.deterministic) take(p.dq_accum, heads * p.padded_rows * p.dq_columns);
   if (p.dout_dtype == DType::kFloat32) {
     const int64_t columns = (p.head_dim_v + 7) / 8 * 8;
     auto* rounded = static_cast<typename Traits::Element*>(nullptr);
@@ -56,12 +57,12 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     p.dout_rounded = rounded;
   }
   if (p.alibi_slopes.data != nullptr) take(p.slopes_log2, p.batch * p.heads);
-  if (p.group_parts > 1) {
+  if (p.gqa_splits > 1) {
     constexpr int kBlockN = Traits::kBlockN;
     p.key_blocks = packed ? p.total_k / kBlockN + p.batch : (p.seqlen_k + kBlockN - 1) / kBlockN;
-    const int64_t parts = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks * p.group_parts;
-    take(p.part_sums, parts * kPartElements<Traits>);
-    take(p.part_nonfinite_dout, parts);
+    const int64_t parts = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks * p.gqa_splits;
+    take(p.gqa_partials, parts * kGqaPartialElements<Traits>);
+    take(p.gqa_nonfinite_dout, parts);
   }
   if (p.dalibi_slopes.data != nullptr) {
     take(p.slope_sums, p.batch * p.heads * ((int64_t{p.seqlen_q} + 63) / 64));
@@ -103,7 +104,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   void* const stream = context.stream;
   const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
   const int64_t pairs = p.batch * p.heads;
-  prepare_rows(p, stream);
+  backward_preprocess(p, stream);
   if (p.dout_rounded != nullptr) {
     const int64_t columns = (p.head_dim_v + 7) / 8 * 8;
     const int64_t rows = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
@@ -111,20 +112,20 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
     p.dout_stride = Strides{p.heads * rows * columns, columns, rows * columns, 1};
   }
   launch_blocks<backward_kernel<Traits, Scores>, Traits>(
-      blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k * p.group_parts,
+      blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k * p.gqa_splits,
       sizeof(typename Traits::SharedStorage), stream, p);
-  if (p.part_sums != nullptr) {
-    launch_blocks<sum_parts_kernel<Traits, Scores>, Traits>(
-        blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k, sizeof(PartsStorage<Traits>),
-        stream, p);
+  if (p.gqa_partials != nullptr) {
+    launch_blocks<reduce_gqa_partials_kernel<Traits, Scores>, Traits>(
+        blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k,
+        sizeof(GqaPartialsStorage<Traits>), stream, p);
   }
   if (!p.deterministic) {
-    launch_blocks<finish_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
+    launch_blocks<postprocess_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
         blocks(p.seqlen_q, Traits::kBlockM) * pairs,
         sizeof(typename Traits::template Buffer<typename Traits::TileQ>), stream, p);
   }
   if (p.deterministic || p.slope_sums != nullptr) {
-    launch_blocks<row_pass_kernel<RowTraits, Scores>, RowTraits>(
+    launch_blocks<deterministic_dq_kernel<RowTraits, Scores>, RowTraits>(
         blocks(p.seqlen_q, RowTraits::kBlockM) * pairs, sizeof(typename RowTraits::SharedStorage),
         stream, p);
   }
@@ -141,12 +142,13 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Scores, Room kRoom = Room::kUsual>
-constexpr KernelRow backward_row(const char* name) {
-  using Traits =
-      BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys, kRoom>;
-  using RowTraits = RowPassTraits<Element, kHeadDim, kHeadDimV>;
-  return KernelRow{
+template <class Element, int kHeadDim, int kHeadDimV, class Scores,
+          TileConfig kTileConfig = TileConfig::kDefault>
+constexpr KernelDescriptor backward_row(const char* name) {
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
+                                kTileConfig>;
+  using RowTraits = DeterministicDqTraits<Element, kHeadDim, kHeadDimV>;
+  return KernelDescriptor{
       name,
       Arch::kSm80,
       CpuIsa::kAuto,
@@ -160,7 +162,7 @@ constexpr KernelRow backward_row(const char* name) {
       {},
       {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>},
       {},
-      kRoom,
+      kTileConfig,
   };
 }
 

@@ -1,6 +1,5 @@
-// The backward's main loop of one CTA: all tiles of query rows that see a block of keys, for the
-// query heads that share its K/V head, or a part of them (FlashAttention-2, arXiv 2307.08691,
-// section 3.1.2).
+// The backward's main loop of one CTA: all tiles of query rows that see a block of keys, for query
+// heads that share its K/V head (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,29 +9,29 @@
 #include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "variant/work_tile.h"
-#include "variant/backward_scratch.h"
-#include "variant/backward_variants.h"
+#include "cuda/query_tile_iterator.h"
 #include "sm80/backward/accumulate.h"
 #include "sm80/backward/pingpong.h"
-#include "cuda/query_tile_iterator.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 #include "sm80/ldmatrix_operand.h"
+#include "variant/backward_scratch.h"
+#include "variant/backward_variants.h"
 #include "variant/mask.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scales of dS and of P; and dS K
-// to dq_sum, where there is one.
+// to dq_accum, where there is one.
 //
 // A step takes one tile. The next one arrives during the last product, with two buffers during the
-// last two. Where two groups of warps take turns, each takes every other tile (sm80/backward/pingpong.h). With
+// last two. Where two groups of warps take turns, each takes every other tile (pingpong.h). With
 // kReloadV, V comes again with each tile, during Q K^T, as P and dS lie where it was.
 // smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly hidden tile
 // of dO: restore_nonfinite() then has to follow.
 template <class Traits, class Scores, class AccK, class AccV>
-ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardBlock& block,
+ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardWorkTile& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
                                        AccV& acc_dv) {
   using namespace cute;
@@ -44,13 +43,14 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const std::conditional_t<Traits::kKeepSequence, const Sequence, const Sequence&> sequence =
       block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-  using Tiles = RowTiles<Traits, Scores>;
+  using Tiles = QueryTileIterator<Traits, Scores>;
   Tiles tiles(params, block, mask);
   if (!tiles.valid()) return;
-  using Sharing = std::conditional_t<Traits::kTurns, Turns<Traits, Tiles>, Together<Traits, Tiles>>;
-  Sharing turns(smem.turns, tiles);
-  const int row_thread = turns.row_thread();
-  const int group = turns.group();
+  using Schedule =
+      std::conditional_t<Traits::kPingPong, PingPong<Traits, Tiles>, Cooperative<Traits, Tiles>>;
+  Schedule schedule(smem.ping_pong, tiles);
+  const int row_thread = schedule.row_thread();
+  const int group = schedule.group();
 
   using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
   using ShapeDO = Shape<Int<kBlockM>, Int<Traits::kHeadDimV>>;
@@ -74,14 +74,14 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     return make_tensor(tile.data(),
                        composition(tile.layout(), make_tile(typename Traits::KeyOrder{}, _)));
   };
-  auto tQsQ = thread_q.partition_D(sQ);                                 // (VECTOR, ROWS, PAGES)
-  auto tOsDO = thread_do.partition_D(sDO);                              // (VECTOR, ROWS, PAGES)
-  auto tKsK = thread_k.partition_D(by_key(sK));                         // (VECTOR, ROWS, PAGES)
-  auto tVsV = thread_v.partition_D(by_key(sV));                         // (VECTOR, ROWS, PAGES)
-  auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));     // (VECTOR, ROWS, PAGES)
-  auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PAGES)
-  auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PAGES)
-  auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PAGES)
+  auto tQsQ = thread_q.partition_D(sQ);                                 // (VECTOR, ROWS, PANELS)
+  auto tOsDO = thread_do.partition_D(sDO);                              // (VECTOR, ROWS, PANELS)
+  auto tKsK = thread_k.partition_D(by_key(sK));                         // (VECTOR, ROWS, PANELS)
+  auto tVsV = thread_v.partition_D(by_key(sV));                         // (VECTOR, ROWS, PANELS)
+  auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));     // (VECTOR, ROWS, PANELS)
+  auto tOcDO = thread_do.partition_S(make_identity_tensor(ShapeDO{}));  // (VECTOR, ROWS, PANELS)
+  auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));     // (VECTOR, ROWS, PANELS)
+  auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));     // (VECTOR, ROWS, PANELS)
   const auto load_rows = [&](const Tiles& at) {
     const int64_t first = sequence.first_q + at.row();
     auto gQ =
@@ -112,10 +112,11 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   // S = Q K^T and dP = dO V^T.
   typename Traits::ScoreMma mma;
   using ScoreMma = typename Traits::ScoreMma;
-  Operand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), row_thread);
-  Operand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(), row_thread);
-  Operand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), row_thread);
-  Operand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), row_thread);
+  LdmatrixOperand<ScoreMma, Side::kA, typename Traits::TileQ> q(smem.q[0].data(), row_thread);
+  LdmatrixOperand<ScoreMma, Side::kA, typename Traits::TileDO> dout(smem.dout[0].data(),
+                                                                    row_thread);
+  LdmatrixOperand<ScoreMma, Side::kB, typename Traits::TileK> k(smem.k.data(), row_thread);
+  LdmatrixOperand<ScoreMma, Side::kB, typename Traits::TileV> v(smem.v.data(), row_thread);
   constexpr int kPartKeys = Traits::kPartKeys;
   using TileP = typename Traits::TileP;
   auto sP = make_tensor(make_smem_ptr(smem.p(group)), typename Traits::PartOfP::Layout{});
@@ -135,39 +136,41 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   typename Traits::KeyMma mma_kv;
   using KeyMma = typename Traits::KeyMma;
   constexpr bool kTransposed = true;
-  Operand<KeyMma, Side::kA, TileP, kTransposed> p_t(smem.p(), thread);
-  Operand<KeyMma, Side::kA, TileP, kTransposed> ds_t(smem.ds(), thread);
-  Operand<KeyMma, Side::kB, typename Traits::TileQ, kTransposed> q_t(smem.q[0].data(), thread);
-  Operand<KeyMma, Side::kB, typename Traits::TileDO, kTransposed> dout_t(smem.dout[0].data(),
-                                                                         thread);
+  LdmatrixOperand<KeyMma, Side::kA, TileP, kTransposed> p_t(smem.p(), thread);
+  LdmatrixOperand<KeyMma, Side::kA, TileP, kTransposed> ds_t(smem.ds(), thread);
+  LdmatrixOperand<KeyMma, Side::kB, typename Traits::TileQ, kTransposed> q_t(smem.q[0].data(),
+                                                                             thread);
+  LdmatrixOperand<KeyMma, Side::kB, typename Traits::TileDO, kTransposed> dout_t(
+      smem.dout[0].data(), thread);
 
   // dQ = dS K.
   typename Traits::QueryMma mma_q;
   using QueryMma = typename Traits::QueryMma;
-  Operand<QueryMma, Side::kA, TileP> ds(smem.ds(group), row_thread);
-  Operand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(), row_thread);
+  LdmatrixOperand<QueryMma, Side::kA, TileP> ds(smem.ds(group), row_thread);
+  LdmatrixOperand<QueryMma, Side::kB, typename Traits::TileK, kTransposed> k_t(smem.k.data(),
+                                                                               row_thread);
 
-  // Turns leave few registers: one address of an operand is kept, each product makes the others.
-  if constexpr (Traits::kTurns) {
-    const auto keep_one = [](auto&... operands) { ((operands = operands.anew()), ...); };
+  // PingPong leave few registers: one address of an operand is kept, each product makes the others.
+  if constexpr (Traits::kPingPong) {
+    const auto keep_one = [](auto&... operands) { ((operands = operands.rematerialized()), ...); };
     keep_one(q, dout, k, v, p_t, ds_t, q_t, dout_t, ds, k_t);
   }
   const auto ready = [](const auto& operand) ANYFLASH_INLINE_LAMBDA {
-    if constexpr (Traits::kTurns) return operand.anew();
+    if constexpr (Traits::kPingPong) return operand.rematerialized();
     else return operand;
   };
 
   load_keys();
   if constexpr (!Traits::kReloadV) load_values();
-  if constexpr (Traits::kTurns) {
+  if constexpr (Traits::kPingPong) {
     tQsQ.data() = tQsQ.data() + group * size(sQ);
     tOsDO.data() = tOsDO.data() + group * size(sDO);
   }
-  if (!Traits::kTurns || tiles.valid()) load_rows(tiles);
+  if (!Traits::kPingPong || tiles.valid()) load_rows(tiles);
   cp_async_fence();
   cp_async_wait<0>();
   if (!all_finite(tKsK)) atomicMax(&smem.nonfinite_keys, 1);
-  if constexpr (Traits::kTurns) __syncthreads();  // K and V are there
+  if constexpr (Traits::kPingPong) __syncthreads();  // K and V are there
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
   const typename Scores::Seed seed(params);
@@ -182,7 +185,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     const auto matrix = [](auto& accumulator) {
       return make_tensor(accumulator.data(), accumulator_as_matrix(accumulator.layout()));
     };
-    const auto stats = load_stats(params.stats + stats_row, matrix(tScS));
+    const auto stats = load_lse_delta(params.lse_delta + stats_row, matrix(tScS));
     cp_async_wait<0>();
     if (kMasked) {
       // This thread's own pieces. Rows that see a key have told so by their LSE and delta.
@@ -190,7 +193,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);
     }
     // The tile is there; every warp that shares it has done with the one before, P and dS.
-    turns.begin(tiles);
+    schedule.begin(tiles);
     [[maybe_unused]] const int other_q = buffer == 0 ? size(sQ) : -size(sQ);
     [[maybe_unused]] const int other_do = buffer == 0 ? size(sDO) : -size(sDO);
     const auto load_next = [&] {
@@ -209,16 +212,16 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
 
     auto tile_q = q;
     auto tile_do = dout;
-    if constexpr (Traits::kTurns) {
-      tile_q.move(turns.buffer() * size(sQ));
-      tile_do.move(turns.buffer() * size(sDO));
+    if constexpr (Traits::kPingPong) {
+      tile_q.advance(schedule.buffer() * size(sQ));
+      tile_do.advance(schedule.buffer() * size(sDO));
     }
     for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
       constexpr int kKey = decltype(part)::value * kPartKeys;
-      constexpr int kRow = kEdge && kKey >= Traits::kEarlyKeys ? Traits::kEarlyRows : 0;
+      constexpr int kRow = kEdge && kKey >= Traits::kTopKeys ? Traits::kTopRows : 0;
       constexpr int kRows = kBlockM - kRow;
       if constexpr (kRows > 0) {
-        constexpr int kFirst = kRow / (16 * Traits::kShape.score_warps);
+        constexpr int kFirst = kRow / (16 * Traits::kConfig.score_warps);
         auto tCcS = fragment_from<kFirst>(tScS);
         const auto coordinates = matrix(tCcS);
         const auto part_stats = rows_from<2 * kFirst>(stats);
@@ -227,51 +230,51 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         clear(acc_s);
         auto scores = matrix(acc_s);
         auto dp = matrix(acc_dp);
-        typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
-                                        decltype(size<1>(scores))::value>
-            extra;
+        typename Scores::template ScoreAux<Element, decltype(size<0>(scores))::value,
+                                           decltype(size<1>(scores))::value>
+            aux;
         const ScoreTile tile{mask, row0, block.first_key + kKey};
-        variant.template prefetch<kMasked>(extra, coordinates, tile);
+        variant.template prefetch<kMasked>(aux, coordinates, tile);
         gemm_smem_smem(acc_s, acc_s,
                        ready(tile_q).template region<kRow, kRows, 0, Traits::kHeadDim>(),
                        ready(k).template region<kKey, kPartKeys, 0, Traits::kHeadDim>(), mma);
-        variant.template probabilities<kMasked>(scores, extra, part_stats, coordinates, tile);
+        variant.template compute_p<kMasked>(scores, aux, part_stats, coordinates, tile);
         const auto store = [&](const auto& rounded, const auto& sX, const auto& tCsX) {
           const auto source = thread_copy_c.retile_S(rounded);
           const auto rows = Layout<decltype(size<1>(source))>{};
           // Where registers are few, addresses that are kept cost more than addresses made anew.
           const auto target = [&] {
-            if constexpr (Traits::kHeadDim > 128 || !Scores::kOneP) {
-              return copy_c.get_thread_slice(turns.row_thread()).partition_D(sX);
+            if constexpr (Traits::kHeadDim > 128 || !Scores::kSharesP) {
+              return copy_c.get_thread_slice(schedule.row_thread()).partition_D(sX);
             } else {
               return tCsX;
             }
           }();
           copy(copy_c, source,
-               make_tensor(target.data() + TileP::page_offset(kRow, kKey),
+               make_tensor(target.data() + TileP::panel_offset(kRow, kKey),
                            composition(target.layout(), make_tile(_, rows, _))));
         };
         const auto store_p = [&] {
           if constexpr (Scores::kGeneric) {
-            const auto kept = variant.dropped(scores, extra, coordinates, tile);
+            const auto kept = variant.dropped(scores, aux, coordinates, tile);
             store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), sP, tCsP);
           } else {
-            store(variant.template rounded_p<Element>(acc_s, extra), sP, tCsP);
+            store(variant.template rounded_p<Element>(acc_s, aux), sP, tCsP);
           }
         };
         if constexpr (Traits::kReloadV) {
           cp_async_wait<0>();
           __syncthreads();  // V is there
         }
-        const auto dp_init = variant.dp_init(acc_dp, part_stats);
-        gemm_smem_smem(acc_dp, dp_init,
+        const auto initial_dp = variant.initial_dp(acc_dp, part_stats);
+        gemm_smem_smem(acc_dp, initial_dp,
                        ready(tile_do).template region<kRow, kRows, 0, Traits::kHeadDimV>(),
                        ready(v).template region<kKey, kPartKeys, 0, Traits::kHeadDimV>(), mma);
         if constexpr (Traits::kReloadV) __syncthreads();  // every warp has done with V
-        if constexpr (kKey == 0) turns.await_p();
+        if constexpr (kKey == 0) schedule.await_p();
         store_p();  // not before: the product's operands would wait for it
-        variant.template gradients<kMasked>(dp, scores, extra, part_stats);
-        variant.chain(dp, extra);
+        variant.template compute_ds<kMasked>(dp, scores, aux, part_stats);
+        variant.apply_score_derivative(dp, aux);
         store(round_fragment<Element>(acc_dp), sDS, tCsDS);
       }
     });
@@ -280,11 +283,11 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       if constexpr (!kEdge) {
         product(typename Traits::All{});
       } else {
-        if constexpr (Traits::kEarlyKeys > 0) product(typename Traits::Early{});
-        if constexpr (Traits::kEarlyRows < kBlockM) product(typename Traits::Late{});
+        if constexpr (Traits::kTopKeys > 0) product(typename Traits::DiagonalTop{});
+        if constexpr (Traits::kTopRows < kBlockM) product(typename Traits::DiagonalBottom{});
       }
     };
-    if constexpr (!Traits::kTurns) {
+    if constexpr (!Traits::kPingPong) {
       __syncthreads();  // P and dS are there
       const auto add_to_keys = [&](auto& all_keys, const auto& scores_t, const auto& rows,
                                    auto columns) ANYFLASH_INLINE_LAMBDA {
@@ -292,7 +295,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
           constexpr int kRow = decltype(region)::kRow;
           constexpr int kRows = decltype(region)::kRows;
           constexpr int kKeys = decltype(region)::kKeys;
-          auto acc = fragment_from<0, kKeys / (16 * Traits::kShape.key_warps)>(all_keys);
+          auto acc = fragment_from<0, kKeys / (16 * Traits::kConfig.key_warps)>(all_keys);
           gemm_smem_smem(acc, acc, scores_t.template region<kRow, kRows, 0, kKeys>(),
                          rows.template region<kRow, kRows, 0, decltype(columns)::value>(), mma_kv);
         });
@@ -304,30 +307,30 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         __syncthreads();  // every warp has done with Q and dO
         load_next();
       } else {
-        q.move(other_q);
-        q_t.move(other_q);
-        dout.move(other_do);
-        dout_t.move(other_do);
+        q.advance(other_q);
+        q_t.advance(other_q);
+        dout.advance(other_do);
+        dout_t.advance(other_do);
         buffer ^= 1;
       }
     } else {
-      turns.end_scores();
-      if (turns.with_before()) {
-        if (turns.sees_before()) {
+      schedule.end_scores();
+      if (schedule.with_before()) {
+        if (schedule.sees_before()) {
           add_tile_to_keys<Traits>(acc_dk, acc_dv, p_t, ds_t, q_t, dout_t, 1 - group,
-                                   turns.other_buffer(), mma_kv);
+                                   schedule.other_buffer(), mma_kv);
         }
-        turns.end_before();
+        schedule.end_before();
       }
-      turns.await_scores();
+      schedule.await_scores();
       if (!kEdge || group == 0) {
-        add_tile_to_keys<Traits>(acc_dk, acc_dv, p_t, ds_t, q_t, dout_t, group, turns.buffer(),
+        add_tile_to_keys<Traits>(acc_dk, acc_dv, p_t, ds_t, q_t, dout_t, group, schedule.buffer(),
                                  mma_kv);
       }
-      const int from = turns.buffer();
-      turns.end(tiles);
+      const int from = schedule.buffer();
+      schedule.end(tiles);
       if (tiles.valid()) {
-        const int buffers = turns.buffer() - from;
+        const int buffers = schedule.buffer() - from;
         tQsQ.data() = tQsQ.data() + buffers * size(sQ);
         tOsDO.data() = tOsDO.data() + buffers * size(sDO);
         load_rows(tiles);
@@ -335,22 +338,22 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       }
     }
 
-    if (params.dq_sum == nullptr) return;
+    if (params.dq_accum == nullptr) return;
     const bool clear_keys = kMasked && smem.nonfinite_keys != 0;
-    if (!Traits::kTurns && clear_keys) {
+    if (!Traits::kPingPong && clear_keys) {
       clear_nonfinite(tKsK);
       __syncthreads();  // K without NaN and infinity
     }
-    float* dq_sum = params.dq_sum + stats_row * Traits::kHeadDim;
-    if constexpr (Traits::kTurns) {
+    float* dq_accum = params.dq_accum + stats_row * Traits::kHeadDim;
+    if constexpr (Traits::kPingPong) {
       if (clear_keys) {  // in place, it would be gone from the other group's scores
-        constexpr int kKeys = kEdge ? Traits::kEarlyKeys : kBlockN;
-        add_finite_to_dq_sum<Traits, kKeys>(dq_sum, smem.ds(group), smem.k.data(), row_thread);
+        constexpr int kKeys = kEdge ? Traits::kTopKeys : kBlockN;
+        add_finite_to_dq_accum<Traits, kKeys>(dq_accum, smem.ds(group), smem.k.data(), row_thread);
         return;
       }
     }
-    constexpr int kRowTile = 16 * Traits::kShape.query_warps;
-    constexpr int kFirst = kEdge && Traits::kEarlyKeys == 0 ? Traits::kEarlyRows / kRowTile : 0;
+    constexpr int kRowTile = 16 * Traits::kConfig.query_warps;
+    constexpr int kFirst = kEdge && Traits::kTopKeys == 0 ? Traits::kTopRows / kRowTile : 0;
     for_each(make_int_sequence<Traits::kQueryParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
       constexpr int kColumns = Traits::kPartColumns;
       constexpr int kColumn = decltype(part)::value * kColumns;
@@ -364,31 +367,32 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
         gemm_smem_smem(acc, acc, ready(ds).template region<kRow, kRows, 0, kKeys>(),
                        ready(k_t).template region<0, kKeys, kColumn, kColumns>(), mma_q);
       });
-      add_to_dq_sum<kFirst>(dq_sum + kBlockM * kColumn, acc_dq, turns.row_thread(),
-                            Traits::kRowThreads);
+      add_to_dq_accum<kFirst>(dq_accum + kBlockM * kColumn, acc_dq, schedule.row_thread(),
+                              Traits::kRowThreads);
     });
-    if (!Traits::kTurns && clear_keys) {
+    if (!Traits::kPingPong && clear_keys) {
       __syncthreads();  // every warp has done with that K
       load_keys();
       cp_async_fence();
     }
   };
-  constexpr bool kHalves = Scores::kFeatures == kNoFeatures && Traits::kHalves;
+  constexpr bool kSkipsMaskedHalf = Scores::kFeatures == kNoFeatures && Traits::kSkipsMaskedHalf;
   while (tiles.valid()) {
     while (tiles.valid() && tiles.needs_mask()) {
-      if (kHalves && tiles.on_edge()) step(std::true_type{}, std::bool_constant<kHalves>{});
+      if (kSkipsMaskedHalf && tiles.on_diagonal())
+        step(std::true_type{}, std::bool_constant<kSkipsMaskedHalf>{});
       else step(std::true_type{}, std::false_type{});
     }
     if constexpr (!Scores::kGeneric) {
       while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{}, std::false_type{});
     }
   }
-  if constexpr (Traits::kTurns) {
-    if (!turns.with_before()) return;
-    turns.await_scores_before();
-    if (turns.sees_before()) {
+  if constexpr (Traits::kPingPong) {
+    if (!schedule.with_before()) return;
+    schedule.await_scores_before();
+    if (schedule.sees_before()) {
       add_tile_to_keys<Traits>(acc_dk, acc_dv, p_t, ds_t, q_t, dout_t, 1 - group,
-                               turns.other_buffer(), mma_kv);
+                               schedule.other_buffer(), mma_kv);
     }
   }
 }

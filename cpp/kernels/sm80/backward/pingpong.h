@@ -7,13 +7,13 @@
 
 namespace anyflash::sm80 {
 
-struct NoTurnBarriers {};
+struct NoPingPongBarriers {};
 
 // All warps work at the same tile.
 template <class Traits, class Tiles>
-class Together {
+class Cooperative {
  public:
-  ANYFLASH_DEVICE Together(NoTurnBarriers&, Tiles&) {}
+  ANYFLASH_DEVICE Cooperative(NoPingPongBarriers&, Tiles&) {}
   ANYFLASH_DEVICE int group() const { return 0; }
   ANYFLASH_DEVICE unsigned row_thread() const { return threadIdx.x; }
   ANYFLASH_DEVICE void begin(Tiles& tiles) {
@@ -33,7 +33,7 @@ class Together {
 //   group 1            | scores 1 | dK dV 0, 1   | dQ 1     | scores 3   | dK dV 2, 3 ...
 //
 // Q and dO of tile h lie in buffer h mod 3; P and dS where those of tile h - 2 were.
-struct TurnBarriers {
+struct PingPongBarriers {
   Mbarrier scores[2];  // of each group's tile: its P and dS are there
   Mbarrier used[2];    // and both groups have added what they give to dK and dV
 
@@ -47,10 +47,10 @@ struct TurnBarriers {
 };
 
 template <class Traits, class Tiles>
-class Turns {
+class PingPong {
  public:
   // Leaves `tiles` at the group's first one.
-  ANYFLASH_DEVICE Turns(TurnBarriers& barriers, Tiles& tiles)
+  ANYFLASH_DEVICE PingPong(PingPongBarriers& barriers, Tiles& tiles)
       : barriers_(barriers),
         group_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / Traits::kRowThreads, 0)),
         buffer_(group_) {
@@ -70,7 +70,7 @@ class Turns {
   // Begins the group's tile: all of the group have loaded it, and done with dS of its last one,
   // and the scores of the tile before are there.
   ANYFLASH_DEVICE void begin(Tiles&) {
-    sync_some(group_, Traits::kRowThreads);
+    named_barrier_sync(group_, Traits::kRowThreads);
     if (with_before()) await_scores_before();
   }
   ANYFLASH_DEVICE void await_scores_before() { barriers_.scores[1 - group_].wait(parity_before()); }
@@ -96,12 +96,12 @@ class Turns {
   static constexpr int kUnseen = 2;  // on the edge: Early's keys are group 0's
 
   ANYFLASH_DEVICE void pass(Tiles& tiles) {
-    before_ = !tiles.valid() ? kNone : tiles.on_edge() && group_ == 1 ? kUnseen : kSeen;
+    before_ = !tiles.valid() ? kNone : tiles.on_diagonal() && group_ == 1 ? kUnseen : kSeen;
     tiles.advance();
   }
   ANYFLASH_DEVICE int parity_before() const { return parity_ ^ group_ ^ 1; }
 
-  TurnBarriers& barriers_;
+  PingPongBarriers& barriers_;
   int group_;
   int buffer_;
   int parity_ = 0;  // of the phases of the group's tile

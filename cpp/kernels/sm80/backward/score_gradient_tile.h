@@ -8,12 +8,12 @@
 #include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "variant/backward_scratch.h"
-#include "variant/backward_variants.h"
 #include "sm80/copy.h"
+#include "sm80/forward/traits.h"
 #include "sm80/gemm.h"
 #include "sm80/ldmatrix_operand.h"
-#include "sm80/forward/traits.h"
+#include "variant/backward_scratch.h"
+#include "variant/backward_variants.h"
 #include "variant/mask.h"
 
 namespace anyflash::sm80 {
@@ -22,7 +22,7 @@ namespace anyflash::sm80 {
 ANYFLASH_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 
 template <class Element_, int kHeadDim_, int kHeadDimV_>
-struct RowPassTraits {
+struct DeterministicDqTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -54,15 +54,15 @@ struct RowPassTraits {
 
 // One thread's view of the tiles in shared memory.
 template <class Traits>
-class RowTile {
+class ScoreGradientTile {
  public:
   using Element = typename Traits::Element;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
 
-  ANYFLASH_DEVICE RowTile(const BackwardScratch& params, const Sequence& sequence,
-                          typename Traits::SharedStorage& smem)
+  ANYFLASH_DEVICE ScoreGradientTile(const BackwardScratch& params, const Sequence& sequence,
+                                    typename Traits::SharedStorage& smem)
       : params_(params), sequence_(sequence), smem_(smem) {}
 
   // Places of this thread's scores in a tile, as a (row, col) view.
@@ -99,30 +99,30 @@ class RowTile {
   // The gradient of the final scores, and calls use(dS as a (row, col) view, coordinates) before it
   // becomes the gradient of softmax_scale q.k, which is returned as an accumulator.
   template <class Scores, class Use>
-  ANYFLASH_DEVICE auto gradients(const Scores& variant, const Mask& mask, const RowStats* stats,
-                                 int row0, int col0, const Use& use) const {
+  ANYFLASH_DEVICE auto compute_ds(const Scores& variant, const Mask& mask, const LseDelta* stats,
+                                  int row0, int col0, const Use& use) const {
     using namespace cute;
     typename Traits::TiledMma mma;
     const auto places = coordinates();
-    const auto rows = load_stats(stats, places);
+    const auto rows = load_lse_delta(stats, places);
     const ScoreTile tile{mask, row0, col0};
     auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
     auto acc_dp = partition_fragment_C(mma, ShapeS{});
     auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
     auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
-    typename Scores::template Extra<Element, decltype(size<0>(scores))::value,
-                                    decltype(size<1>(scores))::value>
-        extra;
-    variant.template prefetch<true>(extra, places, tile);
+    typename Scores::template ScoreAux<Element, decltype(size<0>(scores))::value,
+                                       decltype(size<1>(scores))::value>
+        aux;
+    variant.template prefetch<true>(aux, places, tile);
     clear(acc_s);
     multiply<typename Traits::TileQ, typename Traits::TileK>(acc_s, acc_s, smem_.q, smem_.k);
-    variant.template probabilities<true>(scores, extra, rows, places, tile);
-    if constexpr (Scores::kGeneric) variant.dropped(scores, extra, places, tile);
-    multiply<typename Traits::TileDO, typename Traits::TileV>(acc_dp, variant.dp_init(acc_dp, rows),
-                                                              smem_.dout, smem_.v);
-    variant.template gradients<true>(dp, scores, extra, rows);
+    variant.template compute_p<true>(scores, aux, rows, places, tile);
+    if constexpr (Scores::kGeneric) variant.dropped(scores, aux, places, tile);
+    multiply<typename Traits::TileDO, typename Traits::TileV>(
+        acc_dp, variant.initial_dp(acc_dp, rows), smem_.dout, smem_.v);
+    variant.template compute_ds<true>(dp, scores, aux, rows);
     use(dp, places);
-    variant.chain(dp, extra);
+    variant.apply_score_derivative(dp, aux);
     return acc_dp;
   }
 
@@ -140,8 +140,8 @@ class RowTile {
   template <class Acc, class AccS>
   ANYFLASH_DEVICE void add_product(Acc& acc, const AccS& acc_ds) const {
     using Mma = typename Traits::TiledMma;
-    const Operand<Mma, Side::kB, typename Traits::TileK, /*kTransposed=*/true> k_t(smem_.k.data(),
-                                                                                   thread_index());
+    const LdmatrixOperand<Mma, Side::kB, typename Traits::TileK, /*kTransposed=*/true> k_t(
+        smem_.k.data(), thread_index());
     auto rounded = round_fragment<Element>(acc_ds);
     auto tQrDS = cute::make_tensor(rounded.data(), accumulator_as_operand_a(acc_ds.layout()));
     gemm_register_smem(acc, tQrDS, k_t, Mma{});
@@ -159,7 +159,7 @@ class RowTile {
     auto thread = typename Tile::Load{}.get_thread_slice(thread_index());
     auto tXsX =
         thread.partition_D(make_tensor(sX.data(), composition(sX.layout(), make_tile(Order{}, _))));
-    auto tXcX = thread.partition_S(cX);  // (VECTOR, ROWS, PAGES)
+    auto tXcX = thread.partition_S(cX);  // (VECTOR, ROWS, PANELS)
     const ColumnGuard<decltype(size<2>(tXsX))::value> guard(tXcX, columns);
     load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);
   }
@@ -169,8 +169,8 @@ class RowTile {
   ANYFLASH_DEVICE static void multiply(Acc& acc, const Init& init, const BufferA& a,
                                        const BufferB& b) {
     using Mma = typename Traits::TiledMma;
-    const Operand<Mma, Side::kA, TileA> operand_a(a.data(), thread_index());
-    const Operand<Mma, Side::kB, TileB> operand_b(b.data(), thread_index());
+    const LdmatrixOperand<Mma, Side::kA, TileA> operand_a(a.data(), thread_index());
+    const LdmatrixOperand<Mma, Side::kB, TileB> operand_b(b.data(), thread_index());
     gemm_smem_smem(acc, init, operand_a, operand_b, Mma{});
   }
 

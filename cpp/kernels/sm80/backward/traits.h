@@ -2,58 +2,62 @@
 #pragma once
 
 #include "common/macros.h"
-#include "variant/work_tile.h"
+#include "sm80/backward/config.h"
 #include "sm80/backward/pingpong.h"
-#include "sm80/forward/traits.h"
+#include "sm80/smem_tile.h"
+#include "sm80/tiled_mma.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
 
 // Of a tile of scores: kRows rows from kRow on, and the first kKeys keys.
 template <int kRow_, int kRows_, int kKeys_>
-struct Region {
+struct TileRegion {
   static constexpr int kRow = kRow_;
   static constexpr int kRows = kRows_;
   static constexpr int kKeys = kKeys_;
 };
 
 // kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys.
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys, Room kRoom>
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys,
+          TileConfig kTileConfig>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardTile kShape =
-      kGeneric ? generic_backward_tile(kHeadDim, kRoom) : backward_tile(kHeadDim, kRoom);
-  static constexpr Tile kTile = kShape.tile;
+  static constexpr BackwardConfig kConfig = kGeneric ? generic_backward_tile(kHeadDim, kTileConfig)
+                                                     : backward_tile(kHeadDim, kTileConfig);
+  static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr bool kTurns = kShape.turns;
+  static constexpr bool kPingPong = kConfig.ping_pong;
   // What an iteration of the loop takes: where groups take turns, a tile of rows of each.
-  static constexpr Tile kRound{kTurns ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
+  static constexpr Tile kRound{kPingPong ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
   // Those that share a tile of rows.
-  static constexpr int kRowThreads = kTurns ? kThreads / 2 : kThreads;
+  static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;
   static constexpr int kRowWarps = kRowThreads / 32;
-  static constexpr int kStages = kShape.stages;
-  static constexpr bool kReloadV = kShape.reload_v;
-  static constexpr int kScoreParts = kShape.score_parts;
-  static constexpr int kQueryParts = kShape.query_parts;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr bool kReloadV = kConfig.reload_v;
+  static constexpr int kScoreParts = kConfig.score_parts;
+  static constexpr int kQueryParts = kConfig.query_parts;
   // In registers, where some are left; else each tile asks shared memory for its place.
-  static constexpr bool kKeepSequence = kHeadDim > 128 && !kGeneric && kRoom == Room::kUsual;
+  static constexpr bool kKeepSequence =
+      kHeadDim > 128 && !kGeneric && kTileConfig == TileConfig::kDefault;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
-  // A tile on the edge of a causal mask, whose first kEarlyRows rows see no more than its first
-  // kEarlyKeys keys, has these two regions. Products can leave out the rest where each warp has
+  // A tile on the edge of a causal mask, whose first kTopRows rows see no more than its first
+  // kTopKeys keys, has these two regions. Products can leave out the rest where each warp has
   // rows, or keys, in both halves.
-  static constexpr int kEarlyRows = kBlockM < kBlockN ? kBlockM : kBlockM / 2;
-  static constexpr int kEarlyKeys = kBlockM > kBlockN ? 0 : kBlockN / 2;
-  using All = Region<0, kBlockM, kBlockN>;
-  using Early = Region<0, kEarlyRows, kEarlyKeys>;
-  using Late = Region<kEarlyRows, kBlockM - kEarlyRows, kBlockN>;
-  static constexpr bool kHalves =
-      kEarlyKeys % kPartKeys == 0 && kEarlyKeys % (16 * kShape.key_warps) == 0 &&
-      (kEarlyRows == kBlockM || (kEarlyRows % (16 * kShape.score_warps) == 0 &&
-                                 kEarlyRows % (16 * kShape.query_warps) == 0));
+  static constexpr int kTopRows = kBlockM < kBlockN ? kBlockM : kBlockM / 2;
+  static constexpr int kTopKeys = kBlockM > kBlockN ? 0 : kBlockN / 2;
+  using All = TileRegion<0, kBlockM, kBlockN>;
+  using DiagonalTop = TileRegion<0, kTopRows, kTopKeys>;
+  using DiagonalBottom = TileRegion<kTopRows, kBlockM - kTopRows, kBlockN>;
+  static constexpr bool kSkipsMaskedHalf =
+      kTopKeys % kPartKeys == 0 && kTopKeys % (16 * kConfig.key_warps) == 0 &&
+      (kTopRows == kBlockM ||
+       (kTopRows % (16 * kConfig.score_warps) == 0 && kTopRows % (16 * kConfig.query_warps) == 0));
   // dQ's columns, and so K's, in such parts.
   static constexpr int kPartColumns = kHeadDim / kQueryParts;
   template <int kKeys>
@@ -67,8 +71,10 @@ struct BackwardTraits {
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
   using TileP = SmemTile<Element, kRowThreads, kBlockM, kBlockN>;
   using PartOfP = SmemTile<Element, kRowThreads, kBlockM, kPartKeys>;
-  static_assert(kScoreParts == 1 || kPartKeys % TileP::kPage == 0, "a part is whole pages of P");
-  static_assert(kQueryParts == 1 || kPartColumns % TileK::kPage == 0, "a part is whole pages of K");
+  static_assert(kScoreParts == 1 || kPartKeys % TileP::kPanelColumns == 0,
+                "a part is whole pages of P");
+  static_assert(kQueryParts == 1 || kPartColumns % TileK::kPanelColumns == 0,
+                "a part is whole pages of K");
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
   struct SharedStorage {
@@ -76,9 +82,9 @@ struct BackwardTraits {
     alignas(128) cute::array<Buffer<TileDO>, kStages> dout;
     alignas(128) Buffer<TileK> k;  // later dK
     alignas(128) Buffer<TileV> v;  // later dV
-    alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : kTurns ? 4 : 2> p_and_ds;
-    std::conditional_t<kTurns, TurnBarriers, NoTurnBarriers> turns;
-    BackwardBlock block;
+    alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : kPingPong ? 4 : 2> p_and_ds;
+    std::conditional_t<kPingPong, PingPongBarriers, NoPingPongBarriers> ping_pong;
+    BackwardWorkTile block;
     int nonfinite_keys;  // NaN or infinity is in K
     int nonfinite_dout;  // or was in a tile of dO
 
@@ -90,17 +96,17 @@ struct BackwardTraits {
       return p(group) + cute::cosize_v<typename TileP::Layout>;
     }
   };
-  static_assert(!kTurns || (kStages == 3 && kShape.key_warps == 2 && kEarlyRows == kBlockM &&
-                            kEarlyKeys == kBlockN / 2),
-                "a group's keys are all of Early's, or none");
+  static_assert(!kPingPong || (kStages == 3 && kConfig.key_warps == 2 && kTopRows == kBlockM &&
+                               kTopKeys == kBlockN / 2),
+                "a group's keys are all of DiagonalTop's, or none");
   static_assert(!kReloadV || 2 * kBlockM <= kHeadDimV, "P and dS fit where V was");
 
   // A warp owns 32 neighbouring columns of scores, which QuadKeyOrder wants.
-  using ScoreMma = WarpGrid<Element, kShape.score_warps, kRowWarps / kShape.score_warps, 32>;
+  using ScoreMma = WarpGrid<Element, kConfig.score_warps, kRowWarps / kConfig.score_warps, 32>;
   using KeyMma =
-      std::conditional_t<kTurns, HalvesGrid<Element, kRowWarps, kBlockN, 16>,
-                         WarpGrid<Element, kShape.key_warps, kWarps / kShape.key_warps, 16>>;
-  using QueryMma = WarpGrid<Element, kShape.query_warps, kRowWarps / kShape.query_warps, 16>;
+      std::conditional_t<kPingPong, HalvesGrid<Element, kRowWarps, kBlockN, 16>,
+                         WarpGrid<Element, kConfig.key_warps, kWarps / kConfig.key_warps, 16>>;
+  using QueryMma = WarpGrid<Element, kConfig.query_warps, kRowWarps / kConfig.query_warps, 16>;
 
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };

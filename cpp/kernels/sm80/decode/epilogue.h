@@ -10,10 +10,10 @@
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "common/store.h"
-#include "params.h"
 #include "cuda/combine.h"
+#include "params.h"
 #include "sm80/decode/work_tile.h"
-#include "variant/auxiliary.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/cache.h"
 #include "variant/mask.h"
 #include "variant/tree_mask.h"
@@ -22,12 +22,13 @@ namespace anyflash::sm80 {
 
 // Element (row, 0) of the result, or of this split's part of it.
 template <class Out>
-ANYFLASH_DEVICE Out* result_row(const KvCacheParams& params, const DecodeBlock& block, int row) {
+ANYFLASH_DEVICE Out* result_row(const KvCacheParams& params, const DecodeWorkTile& block, int row) {
   const Strides& stride = params.out_stride;
   return static_cast<Out*>(params.out) + block.split * stride_of_split(params) +
          block.batch * stride.batch + block.query(row) * stride.row + block.head(row) * stride.head;
 }
-ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeBlock& block, int row) {
+ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkTile& block,
+                                  int row) {
   const Strides& stride = params.lse_stride;
   return params.lse + block.split * lse_stride_of_split(params) + block.batch * stride.batch +
          block.query(row) * stride.row + block.head(row) * stride.head;
@@ -36,7 +37,7 @@ ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeBlock
 // Adds what clear_values() took out of V to the rows that see it; see restore_nonfinite() of the
 // forward. Rare: plain loops over global memory.
 template <class Traits, class Out>
-ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeBlock& block) {
+ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWorkTile& block) {
   using Element = typename Traits::Element;
   const Mask mask = block.mask(params);
   const TreeMask tree(params, block.batch, block.sequence.seqlen_k);
@@ -45,9 +46,9 @@ ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeBlo
     for (int key = block.keys.begin; key < block.keys.end; ++key) {
       const int tile = key - (key - block.keys.begin) % Traits::kBlockN;
       if (!block.hides(tile, tile + Traits::kBlockN)) continue;
-      const CachePlace place = place_of(params, block.sequence, key);
-      if (place.slab < 0) continue;
-      const int64_t offset = place.slab * stride.batch + place.row * stride.row +
+      const CacheSlot place = place_of(params, block.sequence, key);
+      if (place.slot < 0) continue;
+      const int64_t offset = place.slot * stride.batch + place.row * stride.row +
                              block.head_k * stride.head + x * stride.col;
       float value = NAN;
       if constexpr (Traits::k8Bit) {
@@ -70,7 +71,7 @@ ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeBlo
 // Turns the LSEs of each row's parts, one a group of warps, into the parts' weights, and writes the
 // row's LSE. A sink is one more part.
 template <class Traits>
-ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeBlock& block,
+ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeWorkTile& block,
                                  typename Traits::Result& result) {
   const int row = threadIdx.x;
   if (row >= block.rows) return;
@@ -100,7 +101,7 @@ ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeBlock&
 
 // The weighted sums of the parts. A part without keys has 0 and weighs nothing.
 template <class Traits, class Out>
-ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeBlock& block,
+ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeWorkTile& block,
                                 const typename Traits::Result& result) {
   constexpr int kLanes = Traits::kHeadDim < 128 ? Traits::kHeadDim / 4 : 32;  // of a row
   const int thread = threadIdx.x;
@@ -124,7 +125,7 @@ ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeBlock& 
 }
 
 template <class Traits, class AccO, class Softmax>
-ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeBlock& block,
+ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWorkTile& block,
                                      typename Traits::SharedStorage& smem, AccO& acc_o,
                                      Softmax& softmax, float unit, bool found_nonfinite) {
   using namespace cute;
@@ -165,7 +166,7 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeBl
 
 // A split without keys says so and writes nothing else.
 template <class Traits>
-ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeBlock& block) {
+ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeWorkTile& block) {
   for (int row = threadIdx.x; row < block.rows; row += Traits::kThreads) {
     *result_lse(params, block, row) = -INFINITY;
   }

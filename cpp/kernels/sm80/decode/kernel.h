@@ -20,11 +20,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   if (threadIdx.x == 0) {
-    const DecodeBlock here = decode_block<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
+    const DecodeWorkTile here = decode_block<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
     smem.block = here;
   }
   __syncthreads();  // the block is known to all
-  const DecodeBlock& block = smem.block;
+  const DecodeWorkTile& block = smem.block;
   if (params.num_splits > 1 && block.keys.begin >= block.keys.end) {
     decode_nothing<Traits>(params, block);
     return;

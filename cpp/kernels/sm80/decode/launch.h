@@ -1,5 +1,5 @@
-// Host side of the sm_80 decoding kernels: one KernelRow per dtype, head dim, row tile and kind of
-// cache.
+// Host side of the sm_80 decoding kernels: one KernelDescriptor per dtype, head dim, row tile and
+// kind of cache.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "common/launch.h"
-#include "kernel.h"
 #include "cuda/combine.h"
+#include "kernel_descriptor.h"
 #include "sm80/decode/kernel.h"
 #include "sm80/decode/traits.h"
 
@@ -71,9 +71,9 @@ void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
 }
 
 template <class Element, int kHeadDim, int kBlockM, bool k8Bit>
-constexpr KernelRow decode_row(const char* name) {
+constexpr KernelDescriptor decode_row(const char* name) {
   using Traits = DecodeTraits<Element, kHeadDim, kBlockM, k8Bit>;
-  return KernelRow{
+  return KernelDescriptor{
       name,
       Arch::kSm80,
       CpuIsa::kAuto,

@@ -49,8 +49,8 @@ struct CacheHead {
         columns(columns_),
         vectors(has_vectors(data_, stride_, columns_, sizeof(Unit))) {}
 
-  ANYFLASH_DEVICE const Unit* row(int64_t slab, int64_t row) const {
-    return data + slab * stride.batch + row * stride.row;
+  ANYFLASH_DEVICE const Unit* row(int64_t slot, int64_t row) const {
+    return data + slot * stride.batch + row * stride.row;
   }
 };
 
@@ -59,7 +59,7 @@ class CacheLoader {
   using Element = typename Traits::Element;
   using Unit = std::conditional_t<Traits::k8Bit, uint8_t, uint16_t>;
   using Load = typename Traits::TileKv::Load;
-  static ANYFLASH_HOST_DEVICE auto coordinates(int thread) {  // (VECTOR, ROWS, PAGES)
+  static ANYFLASH_HOST_DEVICE auto coordinates(int thread) {  // (VECTOR, ROWS, PANELS)
     return Load{}.get_thread_slice(thread).partition_S(
         cute::make_identity_tensor(typename Traits::TileKv::Shape{}));
   }
@@ -69,7 +69,7 @@ class CacheLoader {
   static constexpr int kUnits = sizeof(Element) / sizeof(Unit);
 
  public:
-  ANYFLASH_DEVICE CacheLoader(const KvCacheParams& params, const DecodeBlock& block)
+  ANYFLASH_DEVICE CacheLoader(const KvCacheParams& params, const DecodeWorkTile& block)
       : params_(params),
         sequence_(block.sequence),
         keys_(block.keys),
@@ -148,7 +148,7 @@ class CacheLoader {
   }
 
  private:
-  static ANYFLASH_DEVICE auto pieces(Element* tile) {  // (VECTOR, ROWS, PAGES)
+  static ANYFLASH_DEVICE auto pieces(Element* tile) {  // (VECTOR, ROWS, PANELS)
     return Load{}
         .get_thread_slice(threadIdx.x)
         .partition_D(
@@ -190,7 +190,7 @@ class CacheLoader {
     }
   }
 
-  static ANYFLASH_DEVICE bool by_slab(const Auxiliary& scale) {
+  static ANYFLASH_DEVICE bool by_slab(const BroadcastTensor& scale) {
     return scale.data != nullptr && scale.stride.batch != 0;
   }
 

@@ -14,10 +14,10 @@
 #include "common/softmax.h"
 #include "params.h"
 #include "sm80/copy.h"
-#include "sm80/decode/work_tile.h"
 #include "sm80/decode/loader.h"
+#include "sm80/decode/work_tile.h"
 #include "sm80/ldmatrix_operand.h"
-#include "variant/auxiliary.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/mask.h"
 #include "variant/score_mod.h"
 #include "variant/tree_mask.h"
@@ -26,13 +26,13 @@ namespace anyflash::sm80 {
 
 // Q's rows of this tile to shared memory; rows and columns that do not exist become 0.
 template <class Traits>
-ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeBlock& block,
+ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkTile& block,
                                   typename Traits::SharedStorage& smem) {
   using namespace cute;
   using Element = typename Traits::Element;
   using TileQ = typename Traits::TileQ;
   auto thread_copy = typename TileQ::Load{}.get_thread_slice(threadIdx.x);
-  auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PAGES)
+  auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
       make_tensor(make_smem_ptr(smem.q), typename TileQ::Layout{}));
   auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
   const bool vectors = has_vectors(params.q, params.q_stride, params.head_dim, sizeof(Element));
@@ -68,7 +68,7 @@ struct DecodeRows {
   float slope[kRows];  // ALiBi's; 0: none
 
   template <class Coordinates>
-  ANYFLASH_DEVICE DecodeRows(const KvCacheParams& params, const DecodeBlock& block,
+  ANYFLASH_DEVICE DecodeRows(const KvCacheParams& params, const DecodeWorkTile& block,
                              const Coordinates& coordinates) {
     const Mask mask = block.mask(params);
     CUTE_UNROLL
@@ -184,7 +184,7 @@ class DecodeWarp {
   using Element = typename Traits::Element;
   using Mma = typename Traits::TiledMma;
   using TileKv = typename Traits::TileKv;
-  using Queries = Operand<Mma, Side::kA, typename Traits::TileQ>;
+  using Queries = LdmatrixOperand<Mma, Side::kA, typename Traits::TileQ>;
 
  public:
   ANYFLASH_DEVICE DecodeWarp(const KvCacheParams& params, typename Traits::SharedStorage& smem)
@@ -224,7 +224,7 @@ class DecodeWarp {
   ANYFLASH_DEVICE void scores_of(Acc& acc, FragQ& tSrQ, int stage) const {
     using namespace cute;
     const Mma mma;
-    const Operand<Mma, Side::kB, TileKv, /*kTransposed=*/false, Traits::kWarpKeys> keys(
+    const LdmatrixOperand<Mma, Side::kB, TileKv, /*kTransposed=*/false, Traits::kWarpKeys> keys(
         smem_.buffers.k[stage] + group_ * Traits::kWarpOffset, thread_);
     auto tSrK = keys.fragment();  // (MMA, MMA_N, MMA_K)
     CUTE_UNROLL
@@ -252,7 +252,7 @@ class DecodeWarp {
   ANYFLASH_DEVICE void output_of(Acc& acc, const FragP& tOrP, int stage) const {
     using namespace cute;
     const Mma mma;
-    const Operand<Mma, Side::kB, TileKv, /*kTransposed=*/true, Traits::kWarpKeys> values(
+    const LdmatrixOperand<Mma, Side::kB, TileKv, /*kTransposed=*/true, Traits::kWarpKeys> values(
         smem_.buffers.v[stage] + group_ * Traits::kWarpOffset, thread_);
     auto tOrV = values.fragment();  // (MMA, MMA_N, MMA_K)
     CUTE_UNROLL
@@ -301,7 +301,7 @@ class DecodeWarp {
 // Returns whether this thread took NaN or infinity out of a partly hidden tile of V. `unit` is what
 // acc_o has to be multiplied by.
 template <class Traits, class AccO, class Softmax>
-ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeBlock& block,
+ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWorkTile& block,
                                      typename Traits::SharedStorage& smem, AccO& acc_o,
                                      Softmax& softmax, float& unit) {
   using namespace cute;

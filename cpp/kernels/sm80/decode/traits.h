@@ -7,9 +7,10 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "sm80/decode/config.h"
 #include "sm80/decode/work_tile.h"
-#include "sm80/forward/config.h"
-#include "sm80/forward/traits.h"
+#include "sm80/smem_tile.h"
+#include "sm80/tiled_mma.h"
 
 namespace anyflash::sm80 {
 
@@ -20,7 +21,7 @@ struct DecodeTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // of K and V
   static constexpr bool k8Bit = k8Bit_;
-  static constexpr DecodeTile kDecodeTile = decode_tile(kHeadDim, kBlockM_, k8Bit);
+  static constexpr DecodeConfig kDecodeTile = decode_tile(kHeadDim, kBlockM_, k8Bit);
   static constexpr Tile kTile = kDecodeTile.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -36,7 +37,7 @@ struct DecodeTraits {
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileKv = SmemTile<Element, kThreads, kBlockN, kStoredDim>;
-  static constexpr int kWarpOffset = kWarpKeys * TileKv::kPage;
+  static constexpr int kWarpOffset = kWarpKeys * TileKv::kPanelColumns;
   static constexpr int kTileElements = cute::cosize_v<typename TileKv::Layout>;
 
   // Rows of O are padded so that the eight rows that a warp writes at once lie in different banks.
@@ -57,7 +58,7 @@ struct DecodeTraits {
       Buffers buffers;
       Result result;
     };
-    DecodeBlock block;
+    DecodeWorkTile block;
   };
 
   using TiledMma =

@@ -11,7 +11,7 @@
 
 namespace anyflash::sm80 {
 
-struct DecodeBlock {
+struct DecodeWorkTile {
   CachedSequence sequence;
   int64_t batch;
   int head_k;
@@ -43,8 +43,8 @@ struct DecodeBlock {
 
 // Grid: x = splits of row tiles of heads of K of sequences, splits fastest.
 template <int kBlockM, int kBlockN>
-ANYFLASH_DEVICE DecodeBlock decode_block(const KvCacheParams& p, unsigned index) {
-  DecodeBlock block;
+ANYFLASH_DEVICE DecodeWorkTile decode_block(const KvCacheParams& p, unsigned index) {
+  DecodeWorkTile block;
   block.group = p.heads / p.heads_k;
   const int total_rows = p.seqlen_q * block.group;
   const int row_tiles = (total_rows + kBlockM - 1) / kBlockM;

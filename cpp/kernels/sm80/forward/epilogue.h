@@ -20,7 +20,7 @@ namespace anyflash::sm80 {
 // it does not depend on its finite terms and weights, so the finished output is the place to do it.
 // Rare: plain loops over global memory.
 template <class Traits, class Out, class Variant>
-ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const ForwardWorkTile& block,
                                        const Variant& variant) {
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN;
@@ -34,7 +34,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const Forwar
   const int end = min(block.first_row + Traits::kBlockM, sequence.seqlen_q);
   for (int tile = range.begin; tile < range.end; ++tile) {
     const int col = tile * kBlockN;
-    const bool cleared = range.needs_mask(tile) || variant.hides();
+    const bool cleared = range.needs_mask(tile) || variant.may_hide_anywhere();
     if (!cleared || !variant.visits(tile)) continue;
     const int keys = min(kBlockN, sequence.seqlen_k - col);
     for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {
@@ -44,7 +44,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const Forwar
         for (int row = block.first_row; row < end; ++row) {
           if (!mask.keep(row, key) || !variant.keep(row, key)) continue;
           // A dropped probability is 0, and 0 * infinity is NaN.
-          const float term = variant.drops(row, key) ? NAN : static_cast<float>(value);
+          const float term = variant.is_dropped(row, key) ? NAN : static_cast<float>(value);
           Out& result = out[row * params.out_stride.row + x * params.out_stride.col];
           result = Out(static_cast<float>(result) + term);
         }
@@ -56,7 +56,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const Forwar
 // The largest score of a row that exists goes to the (batch, head)'s maximum: integers order floats
 // of one sign, and negative ones the other way round.
 template <class Softmax, class Coordinates>
-ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params, const ForwardWorkTile& block,
                                        const Softmax& softmax, const Coordinates& coordinates,
                                        int rows) {
   float maximum = -INFINITY;
@@ -83,7 +83,7 @@ ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params, const Forwar
 
 // Each row's LSE is held by the four lanes of a quad; the lane with the row's column 0 writes it.
 template <class Lse, class Coordinates>
-ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardWorkTile& block,
                                const Lse& lse, const Coordinates& coordinates, int rows) {
   using namespace cute;
   if (get<1>(coordinates(0, 0)) != 0) return;
@@ -98,7 +98,7 @@ ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardBlock& 
 
 // The accumulators as they are, element by element and with any strides.
 template <class Matrix, class Coordinates>
-ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardWorkTile& block,
                                  const Matrix& out_matrix, const Coordinates& coordinates,
                                  int rows) {
   using namespace cute;
@@ -119,7 +119,7 @@ ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardBlock
 
 // Rounded, and through shared memory, where Q lay, so that rows are written 16 bytes at a time.
 template <class Traits, class AccO>
-ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardWorkTile& block,
                                    typename Traits::SharedStorage& smem, const AccO& acc_o,
                                    int rows) {
   using namespace cute;
@@ -140,9 +140,9 @@ ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardBlo
                                block.head, block.sequence.first_q + block.first_row);
   typename Traits::TileO::Store store;
   auto thread_copy = store.get_thread_slice(thread);
-  auto tOgO = thread_copy.partition_D(gO);                              // (VECTOR, ROWS, PAGES)
-  auto tOsO = thread_copy.partition_S(sO);                              // (VECTOR, ROWS, PAGES)
-  auto tOcO = thread_copy.partition_D(make_identity_tensor(ShapeO{}));  // (VECTOR, ROWS, PAGES)
+  auto tOgO = thread_copy.partition_D(gO);                              // (VECTOR, ROWS, PANELS)
+  auto tOsO = thread_copy.partition_S(sO);                              // (VECTOR, ROWS, PANELS)
+  auto tOcO = thread_copy.partition_D(make_identity_tensor(ShapeO{}));  // (VECTOR, ROWS, PANELS)
   auto tOrO = make_fragment_like(tOsO);
   copy(store, tOsO, tOrO);
   const ColumnGuard<decltype(size<2>(tOrO))::value> columns(tOcO, params.head_dim_v);
@@ -150,7 +150,7 @@ ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardBlo
 }
 
 template <class Traits, class Variant, class AccO, class Softmax>
-ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const ForwardWorkTile& block,
                                       typename Traits::SharedStorage& smem, AccO& acc_o,
                                       Softmax& softmax, bool found_nonfinite) {
   using namespace cute;

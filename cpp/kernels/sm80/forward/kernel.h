@@ -6,10 +6,10 @@
 
 #include "common/launch.h"
 #include "common/softmax.h"
+#include "cuda/tile_scheduler.h"
 #include "params.h"
 #include "sm80/forward/epilogue.h"
 #include "sm80/forward/mainloop.h"
-#include "cuda/tile_scheduler.h"
 #include "variant/forward_variants.h"
 #include "variant/sequence.h"
 
@@ -17,18 +17,18 @@ namespace anyflash::sm80 {
 
 // What the forward kernels are told beside ForwardParams.
 struct ForwardLaunch : ForwardParams {
-  GridOrder order{};      // of (batch, head) pairs; members of a group share K and V
+  LptTileScheduler scheduler{};  // of (batch, head) pairs; members of a group share K and V
   float q_factor = 1.0f;  // what Q is multiplied by: 1, or the scale's sign or 0 (scale_log2)
 };
 
-// Grid: x = all blocks of query rows, in the order of params.order. A head's last row blocks, which
-// see the most keys, start first.
+// Grid: x = all blocks of query rows, in the order of params.scheduler. A head's last row blocks,
+// which see the most keys, start first.
 template <int kBlockM>
-ANYFLASH_DEVICE ForwardBlock forward_block(const ForwardLaunch& params, int index) {
-  const GridOrder::Place place = params.order.place(index);
+ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int index) {
+  const LptTileScheduler::TileCoord coord = params.scheduler.tile_at(index);
   const int row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  return ForwardBlock{sequence_of(params, place.batch), place.batch, place.head, place.group,
-                      (row_blocks - 1 - place.block) * kBlockM};
+  return ForwardWorkTile{sequence_of(params, coord.batch), coord.batch, coord.head, coord.group,
+                         (row_blocks - 1 - coord.block) * kBlockM};
 }
 
 template <class Traits, class Variant>
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     forward_kernel(const __grid_constant__ ForwardLaunch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  ForwardBlock block = forward_block<Traits::kBlockM>(params, blockIdx.x);
+  ForwardWorkTile block = forward_block<Traits::kBlockM>(params, blockIdx.x);
   if (block.first_row >= block.sequence.seqlen_q) return;  // shorter than the longest
   if (threadIdx.x == 0) smem.block = block;
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
-  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kShape.lazy_rescale> softmax(
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kConfig.lazy_rescale> softmax(
       scale_log2, params.max_logits != nullptr);
   const bool found_nonfinite =
       forward_mainloop<Traits, Variant>(params, block, smem, acc_o, softmax, q_factor);

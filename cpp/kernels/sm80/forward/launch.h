@@ -1,4 +1,4 @@
-// Host side of the sm_80 forward kernels: one KernelRow per (dtype, head dims, variant).
+// Host side of the sm_80 forward kernels: one KernelDescriptor per (dtype, head dims, variant).
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "common/launch.h"
-#include "kernel.h"
-#include "sm80/forward/kernel.h"
 #include "cuda/tile_scheduler.h"
+#include "kernel_descriptor.h"
+#include "sm80/forward/kernel.h"
 #include "sm80/forward/traits.h"
 #include "variant/forward_variants.h"
 
@@ -37,8 +37,8 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
   prepared.q_factor =
       static_cast<float>((prepared.softmax_scale > 0.0) - (prepared.softmax_scale < 0.0));
-  prepared.order = GridOrder(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
-                             params.heads_per_section);
+  prepared.scheduler = LptTileScheduler(params.batch, params.heads, params.heads / params.heads_k,
+                                        row_blocks, params.heads_per_l2_section);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);
@@ -46,10 +46,11 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
 
 inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Variant, Room kRoom = Room::kUsual>
-constexpr KernelRow forward_row(const char* name) {
-  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kRoom>;
-  return KernelRow{
+template <class Element, int kHeadDim, int kHeadDimV, class Variant,
+          TileConfig kTileConfig = TileConfig::kDefault>
+constexpr KernelDescriptor forward_row(const char* name) {
+  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kTileConfig>;
+  return KernelDescriptor{
       name,
       Arch::kSm80,
       CpuIsa::kAuto,
@@ -63,7 +64,7 @@ constexpr KernelRow forward_row(const char* name) {
       {no_scratch, launch_forward<Traits, Variant>},
       {},
       {},
-      kRoom,
+      kTileConfig,
   };
 }
 

@@ -9,12 +9,12 @@
 #include "common/layout.h"
 #include "common/macros.h"
 #include "common/softmax.h"
-#include "params.h"
 #include "cuda/named_barrier.h"
+#include "params.h"
 #include "sm80/copy.h"
-#include "variant/forward_dropout.h"
 #include "sm80/gemm.h"
 #include "sm80/ldmatrix_operand.h"
+#include "variant/forward_dropout.h"
 #include "variant/forward_variants.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
@@ -53,13 +53,13 @@ ANYFLASH_DEVICE void apply_mask(Scores& scores, const Coordinates& coordinates, 
 // With one buffer each for K and V, a tile of K arrives while P V of the tile before runs, its tile
 // of V while its Q K^T does; with two, both during all of the tile before. KRange says in which
 // order tiles are visited. Waits are for everything that is on its way, so that a fence means
-// something to ptxas only (ForwardTile::fence). Where warps share rows (ForwardTile::paired), P
-// goes through shared memory.
+// something to ptxas only (ForwardConfig::commits_after_k). Where warps share rows
+// (ForwardConfig::split_keys_across_warps), P goes through shared memory.
 //
 // Returns whether this thread took NaN or infinity out of a partly hidden tile of V;
 // restore_nonfinite() then has to follow.
 template <class Traits, class Variant, class AccO, class Softmax>
-ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardBlock& block,
+ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const ForwardWorkTile& block,
                                       typename Traits::SharedStorage& smem, AccO& acc_o,
                                       Softmax& softmax, float q_factor) {
   using namespace cute;
@@ -67,8 +67,8 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr bool kTwoBuffers = Traits::kStages == 2;
-  constexpr bool kPaired = Traits::kPaired;
-  constexpr bool kQueriesInRegisters = Traits::kShape.queries_in_registers;
+  constexpr bool kSplitKeysAcrossWarps = Traits::kSplitKeysAcrossWarps;
+  constexpr bool kQueriesInRegisters = Traits::kConfig.queries_in_registers;
   const int thread = threadIdx.x;
   const Sequence& sequence = block.sequence;
   using ShapeQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
@@ -81,11 +81,11 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     typename Traits::TileQ::Load load_q;
     // With one buffer, ptxas spills in the loop if it keeps for K what it finds for Q here.
     int own = thread;
-    if constexpr (!kTwoBuffers && !kPaired) asm volatile("" : "+r"(own));
+    if constexpr (!kTwoBuffers && !kSplitKeysAcrossWarps) asm volatile("" : "+r"(own));
     auto thread_q = load_q.get_thread_slice(own);
     auto gQ = gmem_tile<Element>(ShapeQ{}, params.q, params.q_stride, sequence.batch, block.head,
                                  sequence.first_q + block.first_row);
-    auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));  // (VECTOR, ROWS, PAGES)
+    auto tQcQ = thread_q.partition_S(make_identity_tensor(ShapeQ{}));  // (VECTOR, ROWS, PANELS)
     const ColumnGuard<decltype(size<2>(tQcQ))::value> columns(tQcQ, params.head_dim);
     load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,
                     sequence.seqlen_q - block.first_row);
@@ -117,36 +117,37 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   typename Traits::TileV::Load load_v;
   auto thread_k = load_k.get_thread_slice(thread);
   auto thread_v = load_v.get_thread_slice(thread);
-  auto tKgK = thread_k.partition_S(gK);  // (VECTOR, ROWS, PAGES)
-  auto tVgV = thread_v.partition_S(gV);  // (VECTOR, ROWS, PAGES)
+  auto tKgK = thread_k.partition_S(gK);  // (VECTOR, ROWS, PANELS)
+  auto tVgV = thread_v.partition_S(gV);  // (VECTOR, ROWS, PANELS)
   const auto by_key = [](const auto& smem_tile) {
     return make_tensor(smem_tile.data(),
                        composition(smem_tile.layout(), make_tile(typename Traits::KeyOrder{}, _)));
   };
-  auto tKsK = thread_k.partition_D(by_key(sK));  // (VECTOR, ROWS, PAGES)
-  auto tVsV = thread_v.partition_D(by_key(sV));  // (VECTOR, ROWS, PAGES)
+  auto tKsK = thread_k.partition_D(by_key(sK));  // (VECTOR, ROWS, PANELS)
+  auto tVsV = thread_v.partition_D(by_key(sV));  // (VECTOR, ROWS, PANELS)
   // Moves a tile of K or V on in the sequence.
   const auto move = [](auto& tile, const Strides& stride, int tiles) {
     tile.data() = tile.data() + int64_t{tiles} * kBlockN * stride.row;
   };
   move(tKgK, params.k_stride, n);
   move(tVgV, params.v_stride, n);
-  auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));  // (VECTOR, ROWS, PAGES)
-  auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));  // (VECTOR, ROWS, PAGES)
+  auto tKcK = thread_k.partition_S(make_identity_tensor(ShapeK{}));  // (VECTOR, ROWS, PANELS)
+  auto tVcV = thread_v.partition_S(make_identity_tensor(ShapeV{}));  // (VECTOR, ROWS, PANELS)
   const ColumnGuard<decltype(size<2>(tKsK))::value> columns(tKcK, params.head_dim);
   const ColumnGuard<decltype(size<2>(tVsV))::value> columns_v(tVcV, params.head_dim_v);
 
   using Mma = typename Traits::TiledMma;
   const Mma mma;
   // Keys that only the later half of the rows sees, as under a causal mask, are multiplied with it.
-  constexpr bool kHalves = decltype(size<1>(acc_o))::value == 2 && kBlockM >= 2 * kBlockN;
-  constexpr int kLateRows = kHalves ? kBlockM / 2 : kBlockM;
+  constexpr bool kSkipsMaskedHalf = decltype(size<1>(acc_o))::value == 2 && kBlockM >= 2 * kBlockN;
+  constexpr int kLateRows = kSkipsMaskedHalf ? kBlockM / 2 : kBlockM;
   using TileQ = typename Traits::TileQ;
-  const Operand<Mma, Side::kA, TileQ> q(smem.q.data(), thread);
-  const Operand<Mma, Side::kA, TileQ, false, kLateRows> q_late(
-      smem.q.data() + (kBlockM - kLateRows) * TileQ::kPage, thread);
-  Operand<Mma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
-  Operand<Mma, Side::kB, typename Traits::TileV, /*kTransposed=*/true> v_t(smem.v.data(), thread);
+  const LdmatrixOperand<Mma, Side::kA, TileQ> q(smem.q.data(), thread);
+  const LdmatrixOperand<Mma, Side::kA, TileQ, false, kLateRows> q_late(
+      smem.q.data() + (kBlockM - kLateRows) * TileQ::kPanelColumns, thread);
+  LdmatrixOperand<Mma, Side::kB, typename Traits::TileK> k(smem.k.data(), thread);
+  LdmatrixOperand<Mma, Side::kB, typename Traits::TileV, /*kTransposed=*/true> v_t(smem.v.data(),
+                                                                                   thread);
   auto cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});
   // (MMA, MMA_M, MMA_N): KeyOrder is its own inverse.
   auto tScS = mma.get_thread_slice(thread).partition_C(
@@ -173,19 +174,19 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
   // P of warps that share rows, and how they join a value of each of these: a row of `places` each.
   using TileP = typename Traits::TileP;
   auto sP = make_tensor(make_smem_ptr(smem.p.data()), typename TileP::Layout{});
-  [[maybe_unused]] const Operand<Mma, Side::kA, TileP> p(smem.p.data(), thread);
-  [[maybe_unused]] const auto sync_pair = [&] { sync_some(thread / 64, 64); };
-  [[maybe_unused]] const auto join = [&](auto& rows, const auto& places,
-                                         const auto& combine) ANYFLASH_INLINE_LAMBDA {
+  [[maybe_unused]] const LdmatrixOperand<Mma, Side::kA, TileP> p(smem.p.data(), thread);
+  [[maybe_unused]] const auto sync_pair = [&] { named_barrier_sync(thread / 64, 64); };
+  [[maybe_unused]] const auto all_reduce_pair = [&](auto& rows, const auto& places,
+                                                    const auto& combine) ANYFLASH_INLINE_LAMBDA {
     const int own = thread / 32 % 2 * kBlockM;
     CUTE_UNROLL
     for (int i = 0; i < size(rows); ++i) {
-      if (thread % 4 == 0) smem.joined[own + get<0>(places(i, 0))] = rows(i);
+      if (thread % 4 == 0) smem.row_exchange[own + get<0>(places(i, 0))] = rows(i);
     }
     sync_pair();  // both warps' values are there
     CUTE_UNROLL
     for (int i = 0; i < size(rows); ++i) {
-      rows(i) = combine(rows(i), smem.joined[kBlockM - own + get<0>(places(i, 0))]);
+      rows(i) = combine(rows(i), smem.row_exchange[kBlockM - own + get<0>(places(i, 0))]);
     }
   };
 
@@ -198,16 +199,17 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
     constexpr bool kMasked = decltype(masked)::value;
     constexpr int kFirst = decltype(first)::value;
     constexpr int kStepRows = kFirst == 0 ? kBlockM : kLateRows;
-    constexpr ScorePart kPart = decltype(part)::value;
-    constexpr bool kAll = kPart == ScorePart::kAll;
+    constexpr ScoreOps kOps = decltype(part)::value;
+    constexpr bool kAll = kOps == ScoreOps::kAll;
     const auto clear_values = [&] {  // this thread's own pieces
-      if (kMasked || (kAll && variant.hides())) found_nonfinite |= clear_nonfinite(tVsV);
+      if (kMasked || (kAll && variant.may_hide_anywhere()))
+        found_nonfinite |= clear_nonfinite(tVsV);
     };
     const auto load_next_keys = [&] {
       if (distance == 0) return;
       move(tKgK, params.k_stride, distance);
       load_tile<false>(load_k, tKgK, tKsK, tKcK, columns, 0);
-      if constexpr (Traits::kShape.fence) cp_async_fence();
+      if constexpr (Traits::kConfig.commits_after_k) cp_async_fence();
     };
     cp_async_wait<0>();
     if constexpr (kTwoBuffers) clear_values();
@@ -253,16 +255,16 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       load_next_keys();
     }
 
-    if constexpr (Variant::kPart != ScorePart::kNone) {
-      variant.score_mod.template apply<kPart, Variant::kGeneric>(scores, biases, coordinates,
-                                                                 block.first_row, n * kBlockN);
+    if constexpr (Variant::kOps != ScoreOps::kNone) {
+      variant.score_mod.template apply<kOps, Variant::kGeneric>(scores, biases, coordinates,
+                                                                block.first_row, n * kBlockN);
     }
     if constexpr (kMasked) {
       apply_mask(scores, coordinates, mask, block.first_row, n * kBlockN);
     }
-    if constexpr (kPaired) {
+    if constexpr (kSplitKeysAcrossWarps) {
       softmax.template update<kAll>(scores, out_matrix, [&](auto& maxima) ANYFLASH_INLINE_LAMBDA {
-        join(maxima, coordinates, [](float a, float b) { return fmaxf(a, b); });
+        all_reduce_pair(maxima, coordinates, [](float a, float b) { return fmaxf(a, b); });
       });
     } else {
       softmax.template update<kAll, 2 * kFirst>(scores, out_matrix);
@@ -273,7 +275,7 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       }
     }
     auto probabilities = round_fragment<Element>(acc_s);
-    if constexpr (kPaired) {
+    if constexpr (kSplitKeysAcrossWarps) {
       const auto copy_p = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
       const auto thread_copy_p = copy_p.get_thread_slice(thread);
       copy(copy_p, thread_copy_p.retile_S(probabilities), thread_copy_p.partition_D(sP));
@@ -295,43 +297,43 @@ ANYFLASH_DEVICE bool forward_mainloop(const ForwardParams& params, const Forward
       gemm_register_smem(out, tOrP, v_t, mma);
     }
     if constexpr (kTwoBuffers) {
-      k.move(to_other * size(sK));
-      v_t.move(to_other * size(sV));
+      k.advance(to_other * size(sK));
+      v_t.advance(to_other * size(sV));
       to_other = -to_other;
     }
   };
-  using Part = ScorePartTag<Variant::kPart>;
+  using Part = ScoreOpsTag<Variant::kOps>;
   const auto masked_step = [&](auto first) ANYFLASH_INLINE_LAMBDA {
     const int next = visited(range.next(n));
     step(std::true_type{}, Part{}, first, next < 0 ? 0 : next - n);
     n = next;
   };
-  if constexpr (kHalves) {
+  if constexpr (kSkipsMaskedHalf) {
     const int seen = mask.end_key(block.first_row + kLateRows - 1);  // by the other half
     while (n >= 0 && n * kBlockN >= seen) masked_step(_1{});
   }
   while (n >= 0 && range.needs_mask(n)) masked_step(_0{});
-  if constexpr (Variant::kPart == ScorePart::kNone) {
+  if constexpr (Variant::kOps == ScoreOps::kNone) {
     // Tiles count from the first unmasked one from here on, which saves a register, unless draws
     // depend on where they are.
     constexpr bool kDrops = Variant::kFeatures == kDropout;
-    const int last = kDrops ? range.left : 0;
-    for (n = kDrops || n < 0 ? n : n - range.left; n >= last; --n) {
+    const int last = kDrops ? range.unmasked_begin : 0;
+    for (n = kDrops || n < 0 ? n : n - range.unmasked_begin; n >= last; --n) {
       step(std::false_type{}, Part{}, _0{}, n > last ? -1 : 0);
     }
   } else {
-    variant.with_part([&](auto part) ANYFLASH_INLINE_LAMBDA {
+    variant.dispatch_score_ops([&](auto part) ANYFLASH_INLINE_LAMBDA {
       while (n >= 0) {
-        const int next = visited(n > range.left ? n - 1 : -1);
+        const int next = visited(n > range.unmasked_begin ? n - 1 : -1);
         step(std::false_type{}, part, _0{}, next < 0 ? 0 : next - n);
         n = next;
       }
     });
   }
-  if constexpr (kPaired) {
+  if constexpr (kSplitKeysAcrossWarps) {
     const auto places = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
-    softmax.join_sums([&](auto& sums) ANYFLASH_INLINE_LAMBDA {
-      join(sums, places, [](float a, float b) { return a + b; });
+    softmax.exchange_sums([&](auto& sums) ANYFLASH_INLINE_LAMBDA {
+      all_reduce_pair(sums, places, [](float a, float b) { return a + b; });
     });
   }
   return found_nonfinite;

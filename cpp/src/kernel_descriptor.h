@@ -1,6 +1,6 @@
 // A compiled kernel as data: what it can do, its tile, and how to launch it.
 //
-// One generated unit per row group (cmake/kernels.cmake) defines a KernelRows object; the generated
+// One generated unit per row group (cmake/kernels.cmake) defines a KernelUnit object; the generated
 // kernel_table.cpp lists them all. Nothing registers itself.
 #pragma once
 
@@ -31,8 +31,8 @@ inline constexpr unsigned kNoFeatures = 0;
 inline constexpr unsigned kAllFeatures =
     kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kDropout;
 
-// Of kernels that do the same, for which GPUs or problems one is made (sm80/forward/config.h).
-enum class Room : int { kUsual, kCompact, kWide };
+// Of kernels that do the same, for which GPUs or problems one is made (sm80/*/config.h).
+enum class TileConfig : int { kDefault, kCompact, kWide };
 
 struct Tile {
   int block_m = 0;  // query rows of a CTA (CPU: of a task)
@@ -51,12 +51,12 @@ struct LaunchContext {
 
 // How a kernel of one operation is called.
 template <class Params>
-struct Entry {
+struct KernelEntryPoints {
   std::size_t (*scratch_bytes)(const Params& params, int num_threads) = nullptr;
   void (*launch)(const Params& params, const LaunchContext& context) = nullptr;
 };
 
-struct KernelRow {
+struct KernelDescriptor {
   const char* name;  // "sm80_forward_bf16_d128", "sm80_forward_bf16_d128_generic"
   Arch arch;
   CpuIsa isa;  // of a CPU kernel
@@ -66,15 +66,15 @@ struct KernelRow {
   int head_dim_v;
   unsigned features;
   Tile tile;
-  std::size_t smem_bytes;          // dynamic shared memory of a CTA
-  Entry<ForwardParams> forward{};  // of the row's operation only
-  Entry<BackwardParams> backward{};
-  Entry<KvCacheParams> decode{};
-  Room room = Room::kUsual;
+  std::size_t smem_bytes;                      // dynamic shared memory of a CTA
+  KernelEntryPoints<ForwardParams> forward{};  // of the row's operation only
+  KernelEntryPoints<BackwardParams> backward{};
+  KernelEntryPoints<KvCacheParams> decode{};
+  TileConfig tile_config = TileConfig::kDefault;
 };
 
-struct KernelRows {
-  const KernelRow* rows;
+struct KernelUnit {
+  const KernelDescriptor* rows;
   std::size_t count;
 };
 

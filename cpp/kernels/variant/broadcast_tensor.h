@@ -11,7 +11,7 @@
 
 namespace anyflash {
 
-ANYFLASH_DEVICE float load_float(const Auxiliary& tensor, int64_t index) {
+ANYFLASH_DEVICE float load_float(const BroadcastTensor& tensor, int64_t index) {
   switch (tensor.dtype) {
     case DType::kFloat16:
       return __half2float(static_cast<const __half*>(tensor.data)[index]);

@@ -11,8 +11,8 @@
 #include "sm80/backward/epilogue.h"
 #include "sm80/backward/score_gradient_tile.h"
 #include "sm80/forward/traits.h"
-#include "variant/auxiliary.h"
 #include "variant/block_mask.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
@@ -21,7 +21,7 @@ namespace anyflash::sm80 {
 // slope, if that is wanted. Grid: x = all row blocks of all (batch, head) pairs.
 template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
-    row_pass_kernel(const __grid_constant__ BackwardScratch params) {
+    deterministic_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   clear(acc_dq);  // (MMA, MMA_M, MMA_D)
   float slope_sum = 0.0f;
   if (row0 < sequence.seqlen_q) {
-    const RowTile<Traits> tiles(params, sequence, smem);
+    const ScoreGradientTile<Traits> tiles(params, sequence, smem);
     const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
     const Scores variant(params, sequence, batch, head, typename Scores::Seed(params));
     const BlockMask blocks(params, batch, head);
-    const RowStats* const stats = params.stats + params.first_row(sequence, batch, head) + row0;
+    const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head) + row0;
     tiles.load_rows(head, row0);
     const KRange range = mask.k_range(row0, Traits::kBlockM, Traits::kBlockN);
     for (int n = range.begin; n < range.end; ++n) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       tiles.load_keys(head_k, col0);
       cp_async_wait<0>();
       __syncthreads();  // the tile is there
-      const auto ds = tiles.gradients(
+      const auto ds = tiles.compute_ds(
           variant, mask, stats, row0, col0,
           [&](const auto& gradient, const auto& places) ANYFLASH_INLINE_LAMBDA {
             if constexpr ((Scores::kFeatures & kAlibi) != 0) {
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
             }
           });
       if (params.deterministic) {
-        if (range.needs_mask(n) || variant.hides()) tiles.clear_nonfinite_keys();
+        if (range.needs_mask(n) || variant.may_hide_anywhere()) tiles.clear_nonfinite_keys();
         tiles.add_product(acc_dq, ds);
       }
       __syncthreads();  // every warp has done with K and V
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   clear(sum);
   for (int64_t batch = batches.first; batch < batches.end; ++batch) {
     const Sequence sequence = sequence_of(params, batch);
-    const RowTile<Traits> tiles(params, sequence, smem);
+    const ScoreGradientTile<Traits> tiles(params, sequence, smem);
     const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
     const Span ms = span_of(m0, one_row, (sequence.seqlen_q + kBlockM - 1) / kBlockM);
     for (int head = static_cast<int>(heads.first); head < heads.end; ++head) {
@@ -155,9 +155,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
           tiles.load_keys(head / (params.heads / params.heads_k), n * kBlockN);
           cp_async_wait<0>();
           __syncthreads();  // the tiles are there
-          tiles.gradients(
-              variant, mask, params.stats + params.first_row(sequence, batch, head) + row0, row0,
-              n * kBlockN, [&](const auto& gradient, const auto&) ANYFLASH_INLINE_LAMBDA {
+          tiles.compute_ds(
+              variant, mask, params.lse_delta + params.first_row(sequence, batch, head) + row0,
+              row0, n * kBlockN, [&](const auto& gradient, const auto&) ANYFLASH_INLINE_LAMBDA {
                 auto total = make_tensor(sum.data(), accumulator_as_matrix(sum.layout()));
                 CUTE_UNROLL
                 for (int i = 0; i < size(total); ++i) total(i) += gradient(i);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   // Through shared memory: a thread adds what belongs to one element, in order.
   constexpr int kPitch = kDbiasPitch<Traits>;
   auto* const sums = reinterpret_cast<float*>(anyflash_smem);
-  const auto places = RowTile<Traits>::coordinates();
+  const auto places = ScoreGradientTile<Traits>::coordinates();
   const auto total = make_tensor(sum.data(), accumulator_as_matrix(sum.layout()));
   __syncthreads();  // every warp has done with the tiles
   CUTE_UNROLL

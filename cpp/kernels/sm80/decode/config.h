@@ -1,0 +1,34 @@
+// Tiles of the sm_80 decoding kernels.
+#pragma once
+
+#include "kernel_descriptor.h"
+
+namespace anyflash::sm80 {
+
+// Decoding: tiles of 16, 32 or 64 rows, which are queries and heads of one group. Warps that share
+// their rows (key_warps) each take some keys of a tile.
+struct DecodeConfig {
+  Tile tile;
+  int row_warps;
+  int key_warps;
+  int stages;  // buffers of K and V
+};
+
+// Keys for 32 KB of K and V, or fewer where their scores would fill the registers, and buffers of
+// 64 KB: two CTAs fit an A100's SM, one the 99 KB of consumer GPUs, and with a tile on its way in
+// each, memory is kept busy.
+constexpr DecodeConfig decode_tile(int head_dim, int block_m, bool is_8bit) {
+  const int key_bytes = 2 * head_dim * (is_8bit ? 1 : 2);
+  const int most = block_m == 64 ? 64 : 128;
+  const int block_n = 32 * 1024 / key_bytes < most ? 32 * 1024 / key_bytes : most;
+  const int buffers = 64 * 1024 / (block_n * key_bytes);
+  const int row_warps = block_m / 16;
+  const int key_warps = 4 / row_warps < block_n / 16 ? 4 / row_warps : block_n / 16;
+  const int warps = row_warps * key_warps;
+  // Registers: 168 a thread with 12 warps an SM, 255 with 8.
+  const int sm_warps = block_m <= 32 && head_dim <= 128 && !is_8bit ? 12 : 8;
+  return {
+      {block_m, block_n, warps, sm_warps / warps}, row_warps, key_warps, buffers < 4 ? buffers : 4};
+}
+
+}  // namespace anyflash::sm80
