@@ -2,8 +2,8 @@
 #
 #   ANYFLASH_CUDA    AUTO (default): build CUDA kernels if nvcc is found. ON: it must be. OFF: CPU only.
 #   ANYFLASH_ARCHS   as CMAKE_CUDA_ARCHITECTURES: 80-real is machine code, 80-virtual PTX, 80 both;
-#                    or `release`, what released wheels hold. Default: machine code for the GPUs of
-#                    this machine, else 80.
+#                    90a adds the kernels that run on 9.0 alone; or `release`, what released wheels
+#                    hold. Default: machine code for the GPUs of this machine, else 80.
 
 set(ANYFLASH_CUDA AUTO CACHE STRING "Build CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE ANYFLASH_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -86,10 +86,8 @@ macro(anyflash_setup_cuda)
   endif()
 endmacro()
 
-# Sets ${archs_output} to names ("sm_80", "compute_80") and ${options_output} to nvcc's options. All
-# code is assembled from one compute_80 front-end pass: 10 s more for four targets, where a pass for
-# each would take 60 s.
-function(anyflash_cuda_archs archs_output options_output)
+# The architectures of ANYFLASH_ARCHS, by default those of this machine's GPUs.
+function(anyflash_requested_archs output)
   set(requested ${ANYFLASH_ARCHS})
   if(requested STREQUAL "release")
     set(requested ${ANYFLASH_RELEASE_ARCHS})
@@ -110,41 +108,88 @@ function(anyflash_cuda_archs archs_output options_output)
       set(requested 80)
     endif()
   endif()
-  set(archs "")
-  set(options "")
   foreach(arch IN LISTS requested)
-    if(NOT arch MATCHES "^([0-9]+)(-real|-virtual)?$" OR CMAKE_MATCH_1 LESS 80)
+    if(NOT arch MATCHES "^([0-9]+)a?(-real|-virtual)?$" OR CMAKE_MATCH_1 LESS 80)
       message(
         FATAL_ERROR
         "ANYFLASH_ARCHS has '${arch}'; 'release', or 80 and later are allowed, these alone or with "
-        "-real or -virtual"
+        "-real or -virtual, and 90a"
       )
     endif()
-    set(number ${CMAKE_MATCH_1})
-    if(NOT CMAKE_MATCH_2 STREQUAL "-virtual")
-      list(APPEND archs sm_${number})
-      list(APPEND options "SHELL:-gencode arch=compute_80,code=sm_${number}")
+  endforeach()
+  if(NOT requested MATCHES "(^|;)[0-9]+(-real|-virtual)?(;|$)")
+    message(
+      FATAL_ERROR
+      "ANYFLASH_ARCHS is '${requested}', for kernels of one architecture alone; add the number "
+      "without its letter, for all other kernels"
+    )
+  endif()
+  set(${output} ${requested} PARENT_SCOPE)
+endfunction()
+
+# Sets ${archs} to the names of the GPU code ("sm_80", "sm_90a", "compute_80"), and ${archs}_FAMILY
+# to nvcc's options for each family of kernels that has an architecture; ${archs}_FAMILIES names
+# these. A family's code is assembled from one front-end pass: 10 s more for four targets, where a
+# pass for each would take 60 s.
+function(anyflash_cuda_archs archs)
+  anyflash_requested_archs(requested)
+  set(names "")
+  set(families "")
+  get_property(all_families GLOBAL PROPERTY ANYFLASH_FAMILIES)
+  foreach(family IN LISTS all_families)
+    get_property(pattern GLOBAL PROPERTY ANYFLASH_${family}_ARCHS)
+    get_property(front_end GLOBAL PROPERTY ANYFLASH_${family}_VIRTUAL)
+    set(options "")
+    set(ptx OFF)
+    foreach(arch IN LISTS requested)
+      string(REGEX MATCH "^([0-9]+a?)(-real|-virtual)?$" _ "${arch}")
+      set(number ${CMAKE_MATCH_1})
+      set(kind "${CMAKE_MATCH_2}")
+      if(NOT number MATCHES "${pattern}")
+        continue()
+      endif()
+      if(NOT kind STREQUAL "-virtual")
+        list(APPEND names sm_${number})
+        list(APPEND options "SHELL:-gencode arch=compute_${front_end},code=sm_${number}")
+      endif()
+      # PTX of one architecture alone would serve no other.
+      if(NOT kind STREQUAL "-real" AND NOT number MATCHES "a$")
+        set(ptx ON)
+      endif()
+    endforeach()
+    if(ptx)
+      list(APPEND names compute_${front_end})
+      list(APPEND options "SHELL:-gencode arch=compute_${front_end},code=compute_${front_end}")
     endif()
-    if(NOT CMAKE_MATCH_2 STREQUAL "-real")
-      set(ptx ON)
+    if(options)
+      list(APPEND families ${family})
+      set(${archs}_${family} "${options}" PARENT_SCOPE)
     endif()
   endforeach()
-  if(ptx)
-    list(APPEND archs compute_80)
-    list(APPEND options "SHELL:-gencode arch=compute_80,code=compute_80")
-  endif()
-  message(STATUS "anyflash: GPU code ${archs}")
-  set(${archs_output} ${archs} PARENT_SCOPE)
-  set(${options_output} ${options} PARENT_SCOPE)
+  list(REMOVE_DUPLICATES names)
+  message(STATUS "anyflash: GPU code ${names}, kernels of ${families}")
+  set(${archs} ${names} PARENT_SCOPE)
+  set(${archs}_FAMILIES ${families} PARENT_SCOPE)
 endfunction()
 
 # nvcc takes up to 4 GB a job: as many jobs as memory holds.
-function(anyflash_limit_cuda_jobs target)
+function(anyflash_define_nvcc_pool)
   cmake_host_system_information(RESULT memory QUERY TOTAL_PHYSICAL_MEMORY) # MiB
   math(EXPR jobs "${memory} / 5120")
   if(jobs LESS 1)
     set(jobs 1)
   endif()
   set_property(GLOBAL APPEND PROPERTY JOB_POOLS anyflash_nvcc=${jobs})
+endfunction()
+
+# Compiles a target's CUDA sources with these -gencode options.
+function(anyflash_compile_cuda target gencode_options)
+  target_include_directories(${target} SYSTEM PRIVATE "${ANYFLASH_CUTLASS_INCLUDE_DIR}")
+  target_compile_options(
+    ${target}
+    PRIVATE
+      # -ftz: exp2 is one MUFU instead of four instructions; denormal probabilities become 0.
+      "$<$<COMPILE_LANGUAGE:CUDA>:${gencode_options};-ftz=true;--expt-relaxed-constexpr>"
+  )
   set_target_properties(${target} PROPERTIES JOB_POOL_COMPILE anyflash_nvcc)
 endfunction()

@@ -1,53 +1,86 @@
-# THE table of kernels: which units exist. A unit is one source file, generated from the table, with the
-# variants of one (architecture, operation, dtype, head dim); kernel_table.cpp lists all units.
+# THE table of kernels: which there are, in which units. A unit is one generated source file with
+# kernels of one (family, operation, dtype, head dims); kernel_table.cpp lists all units.
 #
 # Why this grouping: a unit's kernels share what nvcc's front end takes for the headers and for their
 # layouts. For nvcc, the backward's variants have a unit each, which takes long enough, and memory:
 # after a change of one kernel a build should be done in a minute and a half, and a job in 5 GB.
 
-set(ANYFLASH_SM80_DTYPES_full f16 bf16)
-set(ANYFLASH_SM80_DTYPES_ci ${ANYFLASH_SM80_DTYPES_full})
-set(ANYFLASH_SM80_DTYPES_minimal bf16)
-# Of Q, K and V alike, or of Q and K, and of V.
-set(
-  ANYFLASH_SM80_HEAD_DIMS_full
-  32
-  64
-  96
-  128
-  192
-  192_128
-  256
+set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
+
+# anyflash_kernel_family(NAME ARCHS REGEX VIRTUAL ARCH): a family of GPU kernels, whose code is
+# cpp/kernels/NAME. It is compiled for the requested architectures that match, each from one
+# front-end pass for the virtual architecture ARCH.
+function(anyflash_kernel_family name)
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "ARCHS;VIRTUAL" "")
+  set_property(GLOBAL APPEND PROPERTY ANYFLASH_FAMILIES ${name})
+  set_property(GLOBAL PROPERTY ANYFLASH_${name}_ARCHS "${ARG_ARCHS}")
+  set_property(GLOBAL PROPERTY ANYFLASH_${name}_VIRTUAL "${ARG_VIRTUAL}")
+endfunction()
+
+# anyflash_kernels(FAMILY f OP op HEAD_DIMS ... KERNELS ... [UNIT_PER_VARIANT]): kernels of one
+# operation, for float16 and bfloat16.
+#   HEAD_DIMS         of Q, K and V alike, or of Q and K, and of V: 192_128
+#   KERNELS           HEAD_DIMS:SUFFIX:ARGUMENTS. Head dims are a list with commas, or * for all;
+#                     the suffix ends the kernel's name; the arguments are those of
+#                     f::op_descriptor<Element, head dim, head dim of V, ...>, the variant first
+#   UNIT_PER_VARIANT  where nvcc compiles, each variant is a unit of its own
+function(anyflash_kernels)
+  cmake_parse_arguments(PARSE_ARGV 0 ARG "UNIT_PER_VARIANT" "FAMILY;OP" "HEAD_DIMS;KERNELS")
+  set_property(GLOBAL APPEND PROPERTY ANYFLASH_${ARG_FAMILY}_OPS ${ARG_OP})
+  foreach(field IN ITEMS HEAD_DIMS KERNELS UNIT_PER_VARIANT)
+    set_property(GLOBAL PROPERTY ANYFLASH_${ARG_FAMILY}_${ARG_OP}_${field} "${ARG_${field}}")
+  endforeach()
+endfunction()
+
+anyflash_kernel_family(sm80 ARCHS "^[0-9]+$" VIRTUAL 80)
+anyflash_kernels(
+  FAMILY sm80
+  OP forward
+  HEAD_DIMS 32 64 96 128 192 192_128 256
+  KERNELS
+    "*::PlainForward"
+    "*:_scored:ScoredForward"
+    "*:_dropout:DropoutForward"
+    "*:_generic:GenericForward"
+    "64,128,256:_compact:PlainForward, TileConfig::kCompact"
+    "128,192,192_128,256:_wide:PlainForward, TileConfig::kWide"
 )
-set(ANYFLASH_SM80_HEAD_DIMS_ci 64 128 256)
-set(ANYFLASH_SM80_HEAD_DIMS_minimal 64)
+anyflash_kernels(
+  FAMILY sm80
+  OP backward
+  HEAD_DIMS 32 64 96 128 192 192_128 256
+  KERNELS
+    "*::PlainBackward"
+    "*:_alibi:AlibiBackward"
+    "*:_softcap:SoftcapBackward"
+    "*:_dropout:DropoutBackward"
+    "*:_generic:GenericBackward"
+    "128:_compact:PlainBackward, TileConfig::kCompact"
+    "192,256:_compact:GenericBackward, TileConfig::kCompact"
+    "32,128,192,192_128,256:_wide:PlainBackward, TileConfig::kWide"
+  UNIT_PER_VARIANT
+)
 # Decoding waits for memory, and columns that do not exist are not loaded: other head dims are
 # rounded up to one of these.
-set(ANYFLASH_SM80_DECODE_HEAD_DIMS 64 128 256)
-
-# Which units have more kernels: of a variant, for whose shared memory (tiles.h).
-set(ANYFLASH_SM80_MORE_forward_64 Plain-Compact)
-set(ANYFLASH_SM80_MORE_forward_128 Plain-Wide Plain-Compact)
-set(ANYFLASH_SM80_MORE_forward_192 Plain-Wide)
-set(ANYFLASH_SM80_MORE_forward_192_128 Plain-Wide)
-set(ANYFLASH_SM80_MORE_forward_256 Plain-Wide Plain-Compact)
-set(ANYFLASH_SM80_MORE_backward_32 Plain-Wide)
-set(ANYFLASH_SM80_MORE_backward_128 Plain-Wide Plain-Compact)
-set(ANYFLASH_SM80_MORE_backward_192 Plain-Wide Generic-Compact)
-set(ANYFLASH_SM80_MORE_backward_192_128 Plain-Wide)
-set(ANYFLASH_SM80_MORE_backward_256 Plain-Wide Generic-Compact)
-set(ANYFLASH_SM80_VARIANTS_forward Forward)
-set(ANYFLASH_SM80_VARIANTS_backward Backward)
-
-# The backward's variants; all but the plain one are suffixes, too.
-set(
-  ANYFLASH_SM80_BACKWARD_SCORES
-  Plain
-  Alibi
-  Softcap
-  Dropout
-  Generic
+anyflash_kernels(
+  FAMILY sm80
+  OP decode
+  HEAD_DIMS 64 128 256
+  KERNELS
+    "*:_m16:16, false"
+    "*:_m32:32, false"
+    "*:_m64:64, false"
+    "*:_m16_8bit:16, true"
+    "*:_m32_8bit:32, true"
+    "*:_m64_8bit:64, true"
 )
+
+# The units of a kernel set, as dtype-head_dims. The set for CI has what a GPU's users run most,
+# float16 for head dim 64 alone: a unit takes a minute, and float16 differs from bfloat16 in the name
+# of an instruction. The emulator has more head dims.
+set(ANYFLASH_KERNEL_SET_full ".*")
+set(ANYFLASH_KERNEL_SET_ci "^(f16-64|bf16-(64|128|256))$")
+set(ANYFLASH_KERNEL_SET_minimal "^bf16-64$")
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
@@ -91,42 +124,86 @@ set(ANYFLASH_CPU_ENUM_amx kAmx)
 set(ANYFLASH_CPU_OPS forward backward decode)
 set(ANYFLASH_CPU_OPS_amx forward backward) # what else there is runs as for AVX-512
 
-set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
-
-# The names of all sm_80 units of a kernel set, as dtype-head_dim pairs: "f16-64", "f16-192_128". The
-# set for CI has what a GPU's users run most, float16 for head dim 64 alone: a unit takes a minute, and
-# float16 differs from bfloat16 in the name of an instruction. The emulator has more head dims.
-function(anyflash_sm80_units output kernel_set)
-  if(NOT DEFINED ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
-    message(
-      FATAL_ERROR
-      "ANYFLASH_KERNEL_SET is '${kernel_set}'; 'full', 'ci' and 'minimal' are allowed"
-    )
-  endif()
-  set(units "")
-  foreach(head_dim IN LISTS ANYFLASH_SM80_HEAD_DIMS_${kernel_set})
-    foreach(dtype IN LISTS ANYFLASH_SM80_DTYPES_${kernel_set})
-      if(NOT kernel_set STREQUAL "ci" OR dtype STREQUAL "bf16" OR head_dim STREQUAL "64")
-        list(APPEND units ${dtype}-${head_dim})
-      endif()
-    endforeach()
+# The descriptors of one unit: those of the operation's kernels that are for these head dims and
+# whose variant is the one wanted ("": any). Sets ${output} to their lines, and ${output}_VARIANTS to
+# the variants of the head dims' kernels with the suffix of the first of each: variant=suffix.
+function(
+  anyflash_descriptors
+  output
+  family
+  op
+  dtype
+  head_dims
+  wanted
+)
+  get_property(kernels GLOBAL PROPERTY ANYFLASH_${family}_${op}_KERNELS)
+  string(REPLACE "_" ";" dims "${head_dims}")
+  list(GET dims 0 head_dim)
+  list(GET dims -1 head_dim_v)
+  set(unit ${family}_${op}_${dtype}_d${head_dims})
+  set(lines "")
+  set(variants "")
+  foreach(kernel IN LISTS kernels)
+    string(REGEX MATCH "^([^:]*):([^:]*):(.*)$" _ "${kernel}")
+    set(suffix "${CMAKE_MATCH_2}")
+    set(arguments "${CMAKE_MATCH_3}")
+    string(REPLACE "," ";" only "${CMAKE_MATCH_1}")
+    if(NOT (only STREQUAL "*" OR head_dims IN_LIST only))
+      continue()
+    endif()
+    string(REGEX MATCH "^[A-Za-z0-9_]+" variant "${arguments}")
+    if(NOT variants MATCHES "(^|;)${variant}=")
+      list(APPEND variants "${variant}=${suffix}")
+    endif()
+    if(wanted STREQUAL "" OR wanted STREQUAL variant)
+      set(element ${ANYFLASH_ELEMENT_${dtype}})
+      string(
+        APPEND lines
+        "    ${family}::${op}_descriptor<${element}, ${head_dim}, ${head_dim_v}, ${arguments}>(\n"
+        "        \"${unit}${suffix}\"),\n"
+      )
+    endif()
   endforeach()
-  set(${output} ${units} PARENT_SCOPE)
+  set(${output} "${lines}" PARENT_SCOPE)
+  set(${output}_VARIANTS "${variants}" PARENT_SCOPE)
 endfunction()
 
-# Writes one unit per requested row below `folder`, and the table that lists them.
-#   CPU_ISAS    instruction sets
-#   SM80_UNITS  dtype-head_dim pairs; of one operation alone: f16-128:backward
-#   ARCHS       names of the GPU code: sm_80, compute_80, ...
-#   EXTENSION   of the GPU units: cu, or cpp for the emulator
-# Sets ${output} to the source files.
-function(anyflash_generate_kernels output folder)
-  cmake_parse_arguments(PARSE_ARGV 2 ARG "" "EXTENSION" "CPU_ISAS;SM80_UNITS;ARCHS")
-  set(sources "")
-  set(declarations "")
-  set(entries "")
-  set(archs "")
-  foreach(isa IN LISTS ARG_CPU_ISAS)
+# Writes the units of one family's operation, dtype and head dims; appends the names of the units to
+# ${units} and their files to ${sources}.
+function(
+  anyflash_write_units
+  units
+  sources
+  folder
+  extension
+  family
+  op
+  dtype
+  head_dims
+)
+  get_property(split GLOBAL PROPERTY ANYFLASH_${family}_${op}_UNIT_PER_VARIANT)
+  set(written "=") # all variants in one
+  if(split AND extension STREQUAL "cu")
+    anyflash_descriptors(all ${family} ${op} ${dtype} ${head_dims} "")
+    set(written ${all_VARIANTS})
+  endif()
+  foreach(variant IN LISTS written)
+    string(REPLACE "=" ";" variant "${variant};")
+    list(GET variant 0 wanted)
+    list(GET variant 1 suffix)
+    anyflash_descriptors(descriptors ${family} ${op} ${dtype} ${head_dims} "${wanted}")
+    set(unit ${family}_${op}_${dtype}_d${head_dims}${suffix})
+    configure_file("${ANYFLASH_UNIT_TEMPLATES}/gpu_unit.in" "${folder}/${unit}.${extension}" @ONLY)
+    list(APPEND ${units} ${unit})
+    list(APPEND ${sources} "${folder}/${unit}.${extension}")
+  endforeach()
+  set(${units} ${${units}} PARENT_SCOPE)
+  set(${sources} ${${sources}} PARENT_SCOPE)
+endfunction()
+
+# Writes the units of the CPU, one an instruction set and operation.
+function(anyflash_write_cpu_units units sources folder isas)
+  foreach(isa IN LISTS isas)
     set(enum ${ANYFLASH_CPU_ENUM_${isa}})
     set(ops ${ANYFLASH_CPU_OPS})
     if(DEFINED ANYFLASH_CPU_OPS_${isa})
@@ -140,78 +217,76 @@ function(anyflash_generate_kernels output folder)
         "${file}"
         PROPERTIES COMPILE_OPTIONS "-fno-math-errno;${ANYFLASH_CPU_FLAGS_${isa}}"
       )
-      list(APPEND sources "${file}")
-      string(APPEND declarations "extern const KernelUnit ${unit};\n")
-      string(APPEND entries "    &kernel_units::${unit},\n")
+      list(APPEND ${units} ${unit})
+      list(APPEND ${sources} "${file}")
     endforeach()
   endforeach()
-  foreach(pair IN LISTS ARG_SM80_UNITS)
-    set(ops forward backward)
-    if(NOT pair MATCHES ":")
-      string(REGEX REPLACE "^.*-" "" head_dims "${pair}")
-      if(head_dims IN_LIST ANYFLASH_SM80_DECODE_HEAD_DIMS)
-        list(APPEND ops decode)
-      endif()
+  set(${units} ${${units}} PARENT_SCOPE)
+  set(${sources} ${${sources}} PARENT_SCOPE)
+endfunction()
+
+# Whether a list of units (see below) has the pair, or its operation alone.
+function(anyflash_is_requested output units pair op)
+  set(${output} NO PARENT_SCOPE)
+  foreach(unit IN LISTS units)
+    if(unit STREQUAL pair OR unit STREQUAL "${pair}:${op}")
+      set(${output} YES PARENT_SCOPE)
+    elseif(DEFINED ANYFLASH_KERNEL_SET_${unit} AND pair MATCHES "${ANYFLASH_KERNEL_SET_${unit}}")
+      set(${output} YES PARENT_SCOPE)
     endif()
-    if(pair MATCHES "^(.+):(.+)$")
-      set(pair ${CMAKE_MATCH_1})
-      set(ops ${CMAKE_MATCH_2})
-    endif()
-    string(REPLACE "-" ";" pair "${pair}")
-    list(GET pair 0 dtype)
-    list(GET pair 1 head_dims)
-    string(REPLACE "_" ";" dims "${head_dims}")
-    list(GET dims 0 head_dim)
-    list(GET dims -1 head_dim_v)
-    set(element ${ANYFLASH_ELEMENT_${dtype}})
+  endforeach()
+endfunction()
+
+# Writes the requested units below `folder`, and the table that lists them.
+#   CPU_ISAS   instruction sets
+#   FAMILIES   of GPU kernels
+#   UNITS      what of these: dtype-head_dims, of one operation alone f16-128:backward; or the name
+#              of a kernel set
+#   ARCHS      names of the GPU code: sm_80, compute_80, ...
+#   EXTENSION  of the GPU units: cu, or cpp for the emulator
+# Sets ${output} to the table, and ${output}_FAMILY to the source files of each family and of cpu.
+function(anyflash_generate_kernels output folder)
+  cmake_parse_arguments(PARSE_ARGV 2 ARG "" "EXTENSION" "CPU_ISAS;FAMILIES;UNITS;ARCHS")
+  set(units "")
+  set(files "")
+  anyflash_write_cpu_units(units files "${folder}" "${ARG_CPU_ISAS}")
+  set(${output}_cpu ${files} PARENT_SCOPE)
+  foreach(family IN LISTS ARG_FAMILIES)
+    set(files "")
+    get_property(ops GLOBAL PROPERTY ANYFLASH_${family}_OPS)
     foreach(op IN LISTS ops)
-      set(row sm80_${op}_${dtype}_d${head_dims})
-      set(arguments "${element}, ${head_dim}, ${head_dim_v}, ")
-      set(more "")
-      foreach(scores IN LISTS ANYFLASH_SM80_BACKWARD_SCORES)
-        set(more_${scores} "")
-      endforeach()
-      foreach(kernel IN LISTS ANYFLASH_SM80_MORE_${op}_${head_dims})
-        string(REGEX MATCH "^(.+)-(.+)$" kernel ${kernel})
-        set(variant ${CMAKE_MATCH_1})
-        set(tile_config ${CMAKE_MATCH_2})
-        string(TOLOWER ${tile_config} suffix)
-        set(
-          template
-          "${arguments}${variant}${ANYFLASH_SM80_VARIANTS_${op}}, TileConfig::k${tile_config}"
-        )
-        set(line "    sm80::${op}_row<${template}>(\n        \"${row}_${suffix}\"),\n")
-        string(APPEND more "${line}")
-        string(APPEND more_${variant} "${line}")
-      endforeach()
-      set(units ${row})
-      if(op STREQUAL "backward" AND ARG_EXTENSION STREQUAL "cu")
-        list(APPEND units ${row}_alibi ${row}_softcap ${row}_dropout ${row}_generic)
-      endif()
-      foreach(unit IN LISTS units)
-        set(backward_rows "")
-        foreach(scores IN LISTS ANYFLASH_SM80_BACKWARD_SCORES)
-          string(TOLOWER "${row}_${scores}" name)
-          string(REGEX REPLACE "_plain$" "" name ${name})
-          if(units STREQUAL row OR unit STREQUAL name)
-            string(
-              APPEND backward_rows
-              "    sm80::backward_row<${arguments}${scores}Backward>(\"${name}\"),\n${more_${scores}}"
+      get_property(all_head_dims GLOBAL PROPERTY ANYFLASH_${family}_${op}_HEAD_DIMS)
+      foreach(head_dims IN LISTS all_head_dims)
+        foreach(dtype IN ITEMS f16 bf16)
+          anyflash_is_requested(requested "${ARG_UNITS}" ${dtype}-${head_dims} ${op})
+          if(requested)
+            anyflash_write_units(
+              units
+              files
+              "${folder}"
+              ${ARG_EXTENSION}
+              ${family}
+              ${op}
+              ${dtype}
+              ${head_dims}
             )
           endif()
         endforeach()
-        set(file "${folder}/${unit}.${ARG_EXTENSION}")
-        configure_file("${ANYFLASH_UNIT_TEMPLATES}/sm80_${op}_unit.in" "${file}" @ONLY)
-        list(APPEND sources "${file}")
-        string(APPEND declarations "extern const KernelUnit ${unit};\n")
-        string(APPEND entries "    &kernel_units::${unit},\n")
       endforeach()
     endforeach()
+    set(${output}_${family} ${files} PARENT_SCOPE)
+  endforeach()
+  set(declarations "")
+  set(entries "")
+  set(archs "")
+  foreach(unit IN LISTS units)
+    string(APPEND declarations "extern const KernelUnit ${unit};\n")
+    string(APPEND entries "    &kernel_units::${unit},\n")
   endforeach()
   foreach(arch IN LISTS ARG_ARCHS)
     string(APPEND archs "\"${arch}\", ")
   endforeach()
   set(table "${folder}/kernel_table.cpp")
   configure_file("${ANYFLASH_UNIT_TEMPLATES}/kernel_table.cpp.in" "${table}" @ONLY)
-  set(${output} ${sources} "${table}" PARENT_SCOPE)
+  set(${output} "${table}" PARENT_SCOPE)
 endfunction()

@@ -3,7 +3,6 @@
 #include "arguments.h"
 #include "describe.h"
 #include "device.h"
-#include "heuristics.h"
 #include "plan.h"
 #include "repack.h"
 #include "validate.h"
@@ -24,26 +23,22 @@ struct BackwardPlan : KernelPlan {
   BackwardPlan(const BackwardTensors& t, const ForwardOptions& options,
                const BackwardOptions& wanted)
       : params(validate_backward(t, options, wanted)) {
-    row = &select_kernel(problem_of(Op::kBackward, t.q, params, options.cpu_isa));
+    select(problem_of(Op::kBackward, t.q, params, options.cpu_isa), options);
     // Small gradients are zero where there are no rows, keys or sequences: something to write.
     const bool rows = params.batch > 0 && (params.seqlen_q > 0 || params.seqlen_k > 0);
     empty = !rows && !has_elements(wanted.dbias) && !has_elements(wanted.dsinks) &&
             !has_elements(wanted.dalibi_slopes);
-    if (t.q.device.type == DeviceType::kCuda) {
-      plan_cuda(t);
-    } else {
-      set_threads(options);
-    }
-    reserve_scratch(row->backward, params);
+    if (gpu != nullptr) plan_copies(t);
+    reserve_scratch(kernel->backward, params);
   }
 
-  void plan_cuda(const BackwardTensors& t) {
+  void plan_copies(const BackwardTensors& t) {
     const bool packed = params.cu_seqlens_q != nullptr;
     // float32 tensors beside 16-bit ones are read and written element by element, wherever they
     // lie.
     const auto plan = [&](const TensorView& tensor) {
       if (tensor.dtype != t.q.dtype) return Repacked{};
-      return plan_repack(with_batch(tensor, packed), bytes);
+      return plan_repack(with_batch(tensor, packed), kernel->family->input_rules, bytes);
     };
     q = plan(t.q);
     k = plan(t.k);
@@ -53,9 +48,6 @@ struct BackwardPlan : KernelPlan {
     dq = plan(t.dq);
     dk = plan(t.dk);
     dv = plan(t.dv);
-    params.gqa_splits = gqa_splits(params);
-    params.heads_per_l2_section =
-        heads_per_section_backward(params, device_properties(t.q.device.index).multiprocessors);
   }
 
   BackwardParams params;
@@ -83,7 +75,7 @@ void launch_cuda(const BackwardPlan& plan, const LaunchContext& context, char* w
   output(plan.dq, params.dq, params.dq_stride);
   output(plan.dk, params.dk, params.dk_stride);
   output(plan.dv, params.dv, params.dv_stride);
-  plan.row->backward.launch(params, context);
+  plan.kernel->backward.launch(params, context);
   for (const Repacked* gradient : {&plan.dq, &plan.dk, &plan.dv}) {
     write_back(*gradient, workspace, context.stream);
   }
@@ -116,9 +108,9 @@ void backward(const TensorView& dout, const TensorView& q, const TensorView& k, 
     const DeviceGuard guard(q.device.index);
     launch_cuda(plan, context, base);
   } else {
-    plan.row->backward.launch(plan.params, context);
+    plan.kernel->backward.launch(plan.params, context);
   }
-  count_launch(*plan.row);
+  count_launch(*plan.kernel);
 }
 
 }  // namespace anyflash

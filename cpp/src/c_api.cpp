@@ -149,7 +149,7 @@ size_t anyflash_kernel_count(void) { return anyflash::counted_kernels().size(); 
 
 const char* anyflash_kernel_name(size_t index) {
   const auto kernels = anyflash::counted_kernels();
-  return index < kernels.size() ? kernels[index].row->name : nullptr;
+  return index < kernels.size() ? kernels[index].kernel->name : nullptr;
 }
 
 uint64_t anyflash_kernel_launches(size_t index) {

@@ -4,7 +4,6 @@
 #include "arguments.h"
 #include "describe.h"
 #include "device.h"
-#include "heuristics.h"
 #include "plan.h"
 #include "repack.h"
 #include "side_outputs.h"
@@ -18,22 +17,21 @@ struct ForwardPlan : KernelPlan {
   ForwardPlan(const TensorView& q_, const TensorView& k_, const TensorView& v_,
               const TensorView& out_, const TensorView* lse, const ForwardOptions& options)
       : params(validate_forward(q_, k_, v_, out_, lse, options)) {
-    row = &select_kernel(problem_of(Op::kForward, q_, params, options.cpu_isa));
+    select(problem_of(Op::kForward, q_, params, options.cpu_isa), options);
     // Packed sequences: seqlen_q is not larger than total_q.
     empty = params.batch == 0 || params.seqlen_q == 0;
-    if (q_.device.type == DeviceType::kCuda) {
-      const bool packed = params.cu_seqlens_q != nullptr;
-      q = plan_repack(with_batch(q_, packed), bytes);
-      k = plan_repack(with_batch(k_, packed), bytes);
-      v = plan_repack(with_batch(v_, packed), bytes);
+    if (gpu != nullptr) {
+      const auto plan = [&](const TensorView& tensor) {
+        const bool packed = params.cu_seqlens_q != nullptr;
+        return plan_repack(with_batch(tensor, packed), kernel->family->input_rules, bytes);
+      };
+      q = plan(q_);
+      k = plan(k_);
+      v = plan(v_);
       // float32 results of 16-bit inputs are written element by element, wherever they lie.
-      if (out_.dtype == q_.dtype) out = plan_repack(with_batch(out_, packed), bytes);
-      params.heads_per_l2_section =
-          heads_per_l2_section(params, device_properties(q_.device.index).multiprocessors);
-    } else {
-      set_threads(options);
+      if (out_.dtype == q_.dtype) out = plan(out_);
     }
-    reserve_scratch(row->forward, params);
+    reserve_scratch(kernel->forward, params);
   }
 
   ForwardParams params;
@@ -64,7 +62,7 @@ void launch_cuda(const ForwardPlan& plan, const LaunchContext& context, char* wo
   // Results that are not repacked have no room for columns that only round up.
   if (plan.q.needed) params.head_dim = plan.q.columns;
   if (plan.out.needed) params.head_dim_v = plan.out.columns;
-  plan.row->forward.launch(params, context);
+  plan.kernel->forward.launch(params, context);
   write_back(plan.out, workspace, stream);
 }
 
@@ -87,9 +85,9 @@ void run(const ForwardPlan& plan, const Device& device, const ForwardOptions& op
     if (has_side_outputs) {
       fill_side_outputs_on_cpu(side_outputs_of(plan.params, options), plan.num_threads);
     }
-    if (!plan.empty) plan.row->forward.launch(plan.params, context);
+    if (!plan.empty) plan.kernel->forward.launch(plan.params, context);
   }
-  if (!plan.empty) count_launch(*plan.row);
+  if (!plan.empty) count_launch(*plan.kernel);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Choices that depend on sizes only: pure functions.
+// Choices of dispatch and of plans that depend on sizes only: pure functions.
 #pragma once
 
 #include <algorithm>
@@ -6,52 +6,11 @@
 #include <cstdint>
 
 #include "device.h"
+#include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "params.h"
 
 namespace anyflash {
-
-// `pairs` in as few sections of about the same size as there can be, of at most `most`: its size.
-inline int equal_sections(int64_t pairs, int64_t most) {
-  pairs = std::max<int64_t>(pairs, 1);
-  const int64_t limit = std::max<int64_t>(most, 1);
-  const int64_t sections = (pairs + limit - 1) / limit;
-  return static_cast<int>((pairs + sections - 1) / sections);
-}
-
-// How many (batch, head) pairs share a section of the forward grid (sm80/forward/kernel.h).
-//
-// No bound on the right: 1, so that all row blocks of one head, which read the same K and V, run
-// side by side. Causal, say: the row blocks of a section start with the heaviest, which evens out
-// the end of the grid. Sections are equally large, since a small one at the end would leave
-// multiprocessors idle, and of at most a quarter as many pairs as there are multiprocessors: eight
-// or more CTAs then read a tile of K and V at about the same time. On an H200, 512 to 8192 keys,
-// that is 1.00 to 1.17 times as fast as sections whose K and V fit in half of the L2 cache.
-inline int heads_per_l2_section(const ForwardParams& params, int multiprocessors) {
-  if (params.window.right < 0) return 1;
-  return equal_sections(params.batch * params.heads, multiprocessors / 4);
-}
-
-// Into how many parts the backward divides the query heads that share a K/V head: of at most four
-// heads each, so that few K/V heads keep a GPU busy, too, but at most 32, because their sums take
-// memory. It depends on the group alone, so that a sequence's results do not depend on its batch.
-inline int gqa_splits(const ForwardParams& params) {
-  constexpr int kHeads = 4;
-  constexpr int kMostParts = 32;
-  const int group = params.heads / std::max(params.heads_k, 1);
-  return std::clamp((group + kHeads - 1) / kHeads, 1, kMostParts);
-}
-
-// How many (batch, key head, part) triples share a section of the backward's grid over blocks of
-// keys, as heads_per_l2_section(). Each reads the Q and dO of its heads and adds to their dQ; at
-// most half as many as in the forward, because all of this passes the L2 cache. On an H200, causal,
-// 4096 tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and
-// dQ fit in half of the cache.
-inline int heads_per_section_backward(const BackwardParams& params, int multiprocessors) {
-  const bool bounded = params.window.left >= 0 || params.window.right >= 0;
-  if (!bounded) return 1;
-  return equal_sections(params.batch * params.heads_k * params.gqa_splits, multiprocessors / 8);
-}
 
 // Decoding: the rows of q that share the keys of one head.
 inline int64_t query_rows(const ForwardParams& params) {

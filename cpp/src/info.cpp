@@ -2,6 +2,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "anyflash/attention.h"
 #include "anyflash/version.h"
@@ -13,8 +14,10 @@ namespace anyflash {
 
 namespace {
 
-std::string arch_name(const KernelDescriptor& row) {
-  return row.arch == Arch::kCpu ? std::string("cpu-") + name(row.isa) : "sm80";
+// "sm80", "cpu-avx2".
+std::string arch_name(const KernelDescriptor& kernel) {
+  const KernelFamily& family = *kernel.family;
+  return family.is_gpu() ? family.name : std::string(family.name) + "-" + name(kernel.isa);
 }
 
 }  // namespace
@@ -27,9 +30,9 @@ BuildInfo build_info() {
   for (const char* const* arch = kCudaArchs; *arch != nullptr; ++arch) {
     info.cuda_archs.push_back(*arch);
   }
-  for (const CountedKernel& kernel : counted_kernels()) {
-    if (kernel.row->arch != Arch::kCpu) continue;
-    const std::string isa = name(kernel.row->isa);
+  for (const KernelDescriptor* kernel : all_kernels()) {
+    if (kernel->family->is_gpu()) continue;
+    const std::string isa = name(kernel->isa);
     if (std::find(info.cpu_isas.begin(), info.cpu_isas.end(), isa) == info.cpu_isas.end()) {
       info.cpu_isas.push_back(isa);
     }
@@ -48,12 +51,23 @@ BuildInfo build_info() {
 
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> result;
-  for (const CountedKernel& kernel : counted_kernels()) {
-    const KernelDescriptor& row = *kernel.row;
-    result.push_back({row.name, arch_name(row), name(row.op), row.dtype, row.head_dim,
-                      row.head_dim_v, feature_names(row.features), name(row.tile_config),
-                      row.tile.block_m, row.tile.block_n, row.tile.warps, row.smem_bytes,
-                      kernel.launches});
+  for (const auto& [kernel, launches] : counted_kernels()) {
+    KernelInfo info;
+    info.name = kernel->name;
+    info.arch = arch_name(*kernel);
+    info.op = name(kernel->op);
+    info.dtype = kernel->dtype;
+    info.head_dim = kernel->head_dim;
+    info.head_dim_v = kernel->head_dim_v;
+    info.features = feature_names(kernel->features);
+    info.tile_config = name(kernel->tile_config);
+    info.bits_group = kernel->bits_group;
+    info.block_m = kernel->tile.block_m;
+    info.block_n = kernel->tile.block_n;
+    info.warps = kernel->tile.warps;
+    info.smem_bytes = kernel->smem_bytes;
+    info.launches = launches;
+    result.push_back(std::move(info));
   }
   return result;
 }

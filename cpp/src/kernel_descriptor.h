@@ -1,10 +1,12 @@
 // A compiled kernel as data: what it can do, its tile, and how to launch it.
 //
-// One generated unit per row group (cmake/kernels.cmake) defines a KernelUnit object; the generated
-// kernel_table.cpp lists them all. Nothing registers itself.
+// Each generated unit (cmake/kernels.cmake) defines a KernelUnit; the generated kernel_table.cpp
+// lists them all. Nothing registers itself.
 #pragma once
 
+#include <climits>
 #include <cstddef>
+#include <cstdint>
 
 #include "anyflash/options.h"
 #include "anyflash/tensor_view.h"
@@ -12,7 +14,6 @@
 
 namespace anyflash {
 
-enum class Arch : int { kCpu, kSm80 };
 enum class Op : int { kForward, kBackward, kDecode };
 
 // What a problem may ask of a kernel: bits. Causal masks, windows, packed sequences, sinks and
@@ -31,7 +32,35 @@ inline constexpr unsigned kNoFeatures = 0;
 inline constexpr unsigned kAllFeatures =
     kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kDropout;
 
-// Of kernels that do the same, for which GPUs or problems one is made (sm80/*/config.h).
+// GPUs, by compute capability: 80 for 8.0.
+struct ComputeCapabilities {
+  int first = INT_MAX;
+  int last = INT_MAX;
+  constexpr bool contain(int capability) const { return first <= capability && capability <= last; }
+};
+
+// Tensors that a family's kernels read and write where they lie; of others they get copies.
+struct InputRules {
+  int alignment =
+      1;  // bytes: of the data, of rows, and of all strides but the columns', which is 1
+  int64_t max_row_stride = INT64_MAX;  // elements, either sign
+};
+
+// Kernels that are written for the same instructions. Its folder of cpp/kernels defines it.
+struct KernelFamily {
+  const char* name = "";       // "sm80"; also that of its folder and of its namespace
+  ComputeCapabilities gpus;    // none: it runs on the CPU
+  bool arch_specific = false;  // machine code of one architecture alone: sm_90a
+  // Where two families can run a problem, the higher one does. So a family's features and head
+  // dims alone say which problems it takes: never their sizes, on which bits must not depend.
+  int priority = 0;
+  InputRules input_rules;
+
+  constexpr bool is_gpu() const { return gpus.first != INT_MAX; }
+};
+
+// Of kernels that do the same: whose shared memory one is made for. Small problems take kCompact,
+// too. The values are each family's (sm80/*/config.h).
 enum class TileConfig : int { kDefault, kCompact, kWide };
 
 struct Tile {
@@ -43,9 +72,11 @@ struct Tile {
 
 // Where and with what a kernel runs.
 struct LaunchContext {
-  int num_threads = 1;      // CPU
-  void* stream = nullptr;   // CUDA
-  void* scratch = nullptr;  // `scratch_bytes` of the row, aligned to 256 bytes
+  int num_threads = 1;         // CPU
+  int multiprocessors = 1;     // GPU
+  int compute_capability = 0;  // GPU: 80 for 8.0
+  void* stream = nullptr;      // CUDA
+  void* scratch = nullptr;     // `scratch_bytes` of the kernel, aligned to 256 bytes
   std::size_t scratch_bytes = 0;
 };
 
@@ -57,24 +88,28 @@ struct KernelEntryPoints {
 };
 
 struct KernelDescriptor {
-  const char* name;  // "sm80_forward_bf16_d128", "sm80_forward_bf16_d128_generic"
-  Arch arch;
-  CpuIsa isa;  // of a CPU kernel
-  Op op;
-  DType dtype;
-  int head_dim;  // the largest of q and k; 0: any
-  int head_dim_v;
-  unsigned features;
-  Tile tile;
-  std::size_t smem_bytes;                      // dynamic shared memory of a CTA
-  KernelEntryPoints<ForwardParams> forward{};  // of the row's operation only
-  KernelEntryPoints<BackwardParams> backward{};
-  KernelEntryPoints<KvCacheParams> decode{};
+  const char* name = "";  // "sm80_forward_bf16_d128", "sm80_forward_bf16_d128_generic"
+  const KernelFamily* family = nullptr;
+  CpuIsa isa = CpuIsa::kAuto;  // of a CPU kernel
+  Op op = Op::kForward;
+  DType dtype = DType::kFloat32;
+  int head_dim = 0;  // the largest of q and k; 0: any
+  int head_dim_v = 0;
+  unsigned features = kNoFeatures;
   TileConfig tile_config = TileConfig::kDefault;
+  Tile tile;
+  std::size_t smem_bytes = 0;  // dynamic shared memory of a CTA
+  // Kernels of one family, operation, dtype, head dims and features that have the same number here
+  // give a row the same bits. Only among these may the size of a problem choose.
+  int bits_group = 0;
+  // Of its operation only.
+  KernelEntryPoints<ForwardParams> forward;
+  KernelEntryPoints<BackwardParams> backward;
+  KernelEntryPoints<KvCacheParams> decode;
 };
 
 struct KernelUnit {
-  const KernelDescriptor* rows;
+  const KernelDescriptor* descriptors;
   std::size_t count;
 };
 

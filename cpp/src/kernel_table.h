@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "anyflash/options.h"
 #include "anyflash/tensor_view.h"
+#include "device.h"
 #include "kernel_descriptor.h"
 
 namespace anyflash {
@@ -14,16 +16,32 @@ namespace anyflash {
 // Defined in the generated kernel_table.cpp (cmake/kernels.cmake).
 extern const KernelUnit* const kKernelUnits[];
 extern const std::size_t kKernelUnitCount;
-// "sm_80" for machine code, "compute_80" for PTX; ends with a null pointer.
+// "sm_80" and "sm_90a" for machine code, "compute_80" for PTX; ends with a null pointer.
 extern const char* const kCudaArchs[];
 
-// Every row with its launch counter, in the table's order.
+// -- registry.cpp: what there is
+
+// Every kernel with its launch counter, in the table's order.
 struct CountedKernel {
-  const KernelDescriptor* row;
+  const KernelDescriptor* kernel;
   std::uint64_t launches;
 };
 std::vector<CountedKernel> counted_kernels();
-void count_launch(const KernelDescriptor& row);
+void count_launch(const KernelDescriptor& kernel);
+
+const std::vector<const KernelDescriptor*>& all_kernels();
+// A call looks at those for its operation and type alone: all are many.
+const std::vector<const KernelDescriptor*>& gpu_kernels(Op op, DType dtype);
+
+// The best instruction set that is built and that this machine has.
+CpuIsa best_isa();
+
+const char* name(Op op);                   // "forward"
+const char* name(TileConfig tile_config);  // "compact"; the default one: ""
+// Names of a set of features: "softcap", ...
+std::vector<std::string> feature_names(unsigned features);
+
+// -- dispatch.cpp: which kernel runs
 
 // What the choice depends on.
 struct Problem {
@@ -44,16 +62,24 @@ struct Problem {
 Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa);
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa);
 
+// The kernel that runs the problem; throws Error(kUnsupported) that lists what was built.
+const KernelDescriptor& select_kernel(const Problem& problem);
+const KernelDescriptor& select_cpu_kernel(const Problem& problem);  // select_cpu.cpp
+const KernelDescriptor& select_gpu_kernel(const Problem& problem);  // select_gpu.cpp
+
+// -- tuned_tiles.cpp: measured exceptions to the rules of select_gpu.cpp
+
 // kSmallGrid: CTAs of kGridTile rows (the backward: keys) would leave multiprocessors idle.
 // kShort: not so, and a sequence has at most kShortRows of them.
 enum class ProblemSize { kSmallGrid, kShort, kLong };
 inline constexpr int kGridTile = 128;
 inline constexpr int kShortRows = 512;
 
-// A measurement (tuned_tiles.cpp): which of the plain kernels for these head dims is the fastest on
-// GPUs of a compute capability.
+// Which of a family's plain kernels for these head dims is the fastest on GPUs of a compute
+// capability.
 struct TunedTile {
   int compute_capability;  // 90 for 9.0; 0 ends the table
+  const char* family;      // KernelFamily::name
   Op op;
   int head_dim;  // the kernel's
   int head_dim_v;
@@ -63,20 +89,12 @@ struct TunedTile {
 };
 extern const TunedTile kTunedTiles[];
 
-// The row that runs the problem; throws Error(kUnsupported) that lists what was built.
-const KernelDescriptor& select_kernel(const Problem& problem);
-
-const char* name(Op op);                   // "forward"
-const char* name(TileConfig tile_config);  // "compact"; the usual one: ""
-// Names of a set of features: "softcap", ...
-std::vector<std::string> feature_names(unsigned features);
-
-// The best instruction set that is built and that this machine has.
-CpuIsa best_isa();
+// -- built_archs.cpp: for which GPUs there is code
 
 // True if this build holds machine code, or PTX to be compiled, for the compute capability (80
-// = 8.0).
+// = 8.0): of any family, or of one.
 bool built_for(int compute_capability);
+bool built_for(const KernelFamily& family, int compute_capability);
 // Throws Error if CUDA device `index` cannot run this build's code.
 void check_built_for(int index);
 

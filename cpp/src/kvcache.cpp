@@ -18,23 +18,20 @@ struct KvCachePlan : KernelPlan {
               const KvCacheOptions& cache_options)
       : append(validate_kvcache(t, options, cache_options)) {
     KvCacheParams& params = append.cache;
-    row = &select_kernel(problem_of(t.q, params, options.cpu_isa));
+    select(problem_of(t.q, params, options.cpu_isa), options);
     empty = params.batch == 0 || params.seqlen_q == 0;
     rotates_q = append.rotary_cos.data != nullptr && !empty;
     appends = params.batch > 0 && params.seqlen_new > 0;
-    const bool cuda = t.q.device.type == DeviceType::kCuda;
-    if (!cuda) set_threads(options);
     if (params.num_splits == 0) {
-      params.num_splits =
-          cuda ? splits_for(device_properties(t.q.device.index)) : decode_num_splits_on_cpu(params);
+      params.num_splits = gpu != nullptr ? splits_for(*gpu) : decode_num_splits_on_cpu(params);
     }
     attention = params;
     if (rotates_q) reserve_rotated_q(bytes_of(t.q.dtype));
-    reserve_scratch(row->decode, attention);
+    reserve_scratch(kernel->decode, attention);
   }
 
   int splits_for(const DeviceProperties& device) const {
-    return decode_num_splits(append.cache, row->tile, resident_ctas(*row, device),
+    return decode_num_splits(append.cache, kernel->tile, resident_ctas(*kernel, device),
                              std::max(device.multiprocessors, 1));
   }
 
@@ -69,8 +66,8 @@ void launch(const KvCachePlan& plan, const LaunchContext& context, char* workspa
     }
   }
   if (plan.empty) return;
-  plan.row->decode.launch(attention, context);
-  count_launch(*plan.row);
+  plan.kernel->decode.launch(attention, context);
+  count_launch(*plan.kernel);
 }
 
 }  // namespace

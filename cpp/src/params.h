@@ -79,9 +79,6 @@ struct ForwardParams {
   uint64_t seed = 0;
   uint64_t offset = 0;
   const uint64_t* rng_state = nullptr;  // seed and offset, instead of the two above
-
-  // Grid order (heuristics.h): so many (batch, head) pairs share one section of the grid.
-  int heads_per_l2_section = 1;
 };
 
 // A gradient that is written element by element; strides of broadcast axes, which it is summed
@@ -116,9 +113,6 @@ struct BackwardParams : ForwardParams {
   GradientOutput dsinks;         // (head)
   GradientOutput dalibi_slopes;  // (batch, head); batch stride 0: (heads,) or batch 1
   bool deterministic = false;
-
-  // A GPU shares the query heads of a K/V head out to so many CTAs (heuristics.h).
-  int gqa_splits = 1;
 };
 
 // Attention to a cache (attention.h: forward_with_kvcache). k and v are the cache, their strides'

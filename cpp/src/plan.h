@@ -12,9 +12,10 @@
 namespace anyflash {
 
 struct KernelPlan {
-  const KernelDescriptor* row = nullptr;
-  int num_threads = 1;  // CPU
-  bool empty = false;   // nothing to launch
+  const KernelDescriptor* kernel = nullptr;
+  const DeviceProperties* gpu = nullptr;  // null: the CPU
+  int num_threads = 1;                    // CPU
+  bool empty = false;                     // nothing to launch
   std::size_t scratch_offset = 0;
   std::size_t scratch_bytes = 0;
   std::size_t bytes = 0;  // of the whole workspace
@@ -22,6 +23,10 @@ struct KernelPlan {
   LaunchContext context(const ForwardOptions& options, char* workspace) const {
     LaunchContext context;
     context.num_threads = num_threads;
+    if (gpu != nullptr) {
+      context.multiprocessors = gpu->multiprocessors;
+      context.compute_capability = gpu->compute_capability;
+    }
     context.stream = options.stream;
     context.scratch = workspace + scratch_offset;
     context.scratch_bytes = scratch_bytes;
@@ -29,8 +34,13 @@ struct KernelPlan {
   }
 
  protected:
-  void set_threads(const ForwardOptions& options) {
-    num_threads = options.num_threads > 0 ? options.num_threads : omp_get_max_threads();
+  void select(const Problem& problem, const ForwardOptions& options) {
+    kernel = &select_kernel(problem);
+    if (kernel->family->is_gpu()) {
+      gpu = &device_properties(problem.device.index);
+    } else {
+      num_threads = options.num_threads > 0 ? options.num_threads : omp_get_max_threads();
+    }
   }
 
   // `empty`, and params as the kernel reads them, must be known.

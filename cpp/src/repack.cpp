@@ -12,18 +12,16 @@ namespace anyflash {
 
 namespace {
 
-constexpr int kVectorBytes = 16;       // what the CUDA kernels load and store at once
-constexpr int64_t kMaxTileRows = 256;  // no kernel's tile has more
-
-// Whether the CUDA kernels can read or write the tensor as it is: pieces of 16 bytes, and offsets
-// within a tile that fit in 32 bits.
-bool fits_kernel(const TensorView& t) {
-  // In bytes, since a division by a constant is none.
-  const auto is_whole = [bytes = static_cast<uint64_t>(bytes_of(t.dtype))](int64_t elements) {
-    return static_cast<uint64_t>(elements) * bytes % kVectorBytes == 0;
+// Whether kernels with these rules can read or write the tensor where it lies.
+bool fits_kernel(const TensorView& t, const InputRules& rules) {
+  const auto is_whole = [&](int64_t elements) {
+    const auto bytes = static_cast<uint64_t>(elements) * static_cast<uint64_t>(bytes_of(t.dtype));
+    return bytes % static_cast<uint64_t>(rules.alignment) == 0;
   };
-  if (std::abs(t.stride[1]) > INT32_MAX / kMaxTileRows) return false;
-  if (reinterpret_cast<std::uintptr_t>(t.data) % kVectorBytes != 0) return false;
+  if (std::abs(t.stride[1]) > rules.max_row_stride) return false;
+  if (reinterpret_cast<std::uintptr_t>(t.data) % static_cast<uint64_t>(rules.alignment) != 0) {
+    return false;
+  }
   if (!is_whole(t.shape[3]) || t.stride[3] != 1) return false;
   for (int i = 0; i < 3; ++i) {
     if (t.shape[i] > 1 && !is_whole(t.stride[i])) return false;
@@ -52,11 +50,11 @@ void copy_to_workspace(const Repacked& repacked, char* workspace, void* stream) 
 
 }  // namespace
 
-Repacked plan_repack(const TensorView& tensor, std::size_t& total) {
+Repacked plan_repack(const TensorView& tensor, const InputRules& rules, std::size_t& total) {
   Repacked repacked;
-  if (fits_kernel(tensor)) return repacked;
+  if (fits_kernel(tensor, rules)) return repacked;
   const auto& n = tensor.shape;
-  const int64_t elements = kVectorBytes / bytes_of(tensor.dtype);
+  const int64_t elements = rules.alignment / bytes_of(tensor.dtype);
   const int64_t columns = (n[3] + elements - 1) / elements * elements;
   const int64_t bytes = n[0] * n[1] * n[2] * columns * bytes_of(tensor.dtype);
   repacked.needed = true;

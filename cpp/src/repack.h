@@ -5,11 +5,12 @@
 #include <cstddef>
 
 #include "anyflash/tensor_view.h"
+#include "kernel_descriptor.h"
 #include "params.h"
 
 namespace anyflash {
 
-// A contiguous copy whose rows are whole pieces of 16 bytes.
+// A contiguous copy whose rows are whole pieces of InputRules::alignment bytes.
 struct Repacked {
   bool needed = false;
   TensorView tensor;       // the caller's, with a batch axis
@@ -18,9 +19,9 @@ struct Repacked {
   std::size_t offset = 0;  // in the workspace
 };
 
-// Plans a copy of a tensor with_batch() at the end of a workspace of `total` bytes, if it needs
-// one.
-Repacked plan_repack(const TensorView& tensor, std::size_t& total);
+// Plans a copy of a tensor with_batch() at the end of a workspace of `total` bytes, if the kernel's
+// rules ask for one.
+Repacked plan_repack(const TensorView& tensor, const InputRules& rules, std::size_t& total);
 
 // Where it is needed: copies an input to its place in the workspace and points the kernel there.
 void repack_input(const Repacked& repacked, char* workspace, void* stream, const void*& data,

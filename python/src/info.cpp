@@ -26,6 +26,7 @@ nb::list kernel_dicts() {
     d["head_dim_v"] = kernel.head_dim_v;
     d["features"] = kernel.features;
     d["tile_config"] = kernel.tile_config;
+    d["bits_group"] = kernel.bits_group;
     d["block_m"] = kernel.block_m;
     d["block_n"] = kernel.block_n;
     d["warps"] = kernel.warps;

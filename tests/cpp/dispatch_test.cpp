@@ -1,4 +1,4 @@
-// dispatch.cpp: which row of a table runs a problem, and what is said where none does. The table
+// dispatch.cpp, select_gpu.cpp, select_cpu.cpp: which row of a table runs a problem, and what is said where none does. The table
 // and the GPU are this test's.
 #include <cstring>
 #include <string>
@@ -14,15 +14,42 @@ namespace anyflash {
 
 namespace {
 
+constexpr KernelFamily family_of(const char* name, ComputeCapabilities gpus, int priority = 0,
+                                 bool arch_specific = false) {
+  KernelFamily family;
+  family.name = name;
+  family.gpus = gpus;
+  family.priority = priority;
+  family.arch_specific = arch_specific;
+  return family;
+}
+constexpr KernelFamily kCpuFamily = family_of("cpu", {});
+constexpr KernelFamily kSm80Family = family_of("sm80", {80, INT_MAX});
+// One that a later GPU alone has, and that it prefers.
+constexpr KernelFamily kSm90Family = family_of("sm90", {90, 90}, 1, true);
+
 constexpr KernelDescriptor sm80_row(const char* name, int head_dim, int head_dim_v,
                                     unsigned features, std::size_t smem_bytes,
                                     Op op = Op::kForward) {
-  return {name,     Arch::kSm80, CpuIsa::kAuto, op,     DType::kFloat16,
-          head_dim, head_dim_v,  features,      Tile{}, smem_bytes,
-          {},       {}};
+  KernelDescriptor d;
+  d.name = name;
+  d.family = &kSm80Family;
+  d.op = op;
+  d.dtype = DType::kFloat16;
+  d.head_dim = head_dim;
+  d.head_dim_v = head_dim_v;
+  d.features = features;
+  d.smem_bytes = smem_bytes;
+  return d;
 }
 
-constexpr KernelDescriptor room_row(const char* name, int ctas, std::size_t smem_bytes) {
+constexpr KernelDescriptor sm90_row(const char* name, int head_dim, std::size_t smem_bytes) {
+  KernelDescriptor d = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
+  d.family = &kSm90Family;
+  return d;
+}
+
+constexpr KernelDescriptor config_row(const char* name, int ctas, std::size_t smem_bytes) {
   KernelDescriptor row = sm80_row(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
   row.tile.ctas = ctas;
   return row;
@@ -43,11 +70,25 @@ constexpr KernelDescriptor tile_row(const char* name, int head_dim, int block_m,
   return row;
 }
 
+constexpr KernelDescriptor other_bits_row(const char* name, int head_dim, int block_m,
+                                          std::size_t smem_bytes) {
+  KernelDescriptor row = tile_row(name, head_dim, block_m, smem_bytes);
+  row.bits_group = 1;
+  return row;
+}
+
 constexpr unsigned kScores = kSoftcap | kAlibi;
 
 constexpr KernelDescriptor cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
                                    DType dtype = DType::kFloat32) {
-  return {name, Arch::kCpu, isa, op, dtype, 0, 0, kAllFeatures, Tile{}, 0, {}, {}};
+  KernelDescriptor d;
+  d.name = name;
+  d.family = &kCpuFamily;
+  d.isa = isa;
+  d.op = op;
+  d.dtype = dtype;
+  d.features = kAllFeatures;
+  return d;
 }
 
 // The order is of no consequence: larger ones and those with features come first here.
@@ -55,9 +96,9 @@ constexpr KernelDescriptor kRows[] = {
     sm80_row("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
     sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
     sm80_row("backward_d64_softcap", 64, 64, kSoftcap, 60000, Op::kBackward),
-    room_row("backward_d256", 1, 150000),
-    room_row("backward_d256_compact", 2, 98000),
-    room_row("backward_d256_wide", 2, 110000),
+    config_row("backward_d256", 1, 150000),
+    config_row("backward_d256_compact", 2, 98000),
+    config_row("backward_d256_wide", 2, 110000),
     cpu_row("cpu_backward", Op::kBackward),
     sm80_row("d256_generic", 256, 256, kAllFeatures, 160000),
     sm80_row("d192_compact", 192, 192, kNoFeatures, 90000),
@@ -73,6 +114,10 @@ constexpr KernelDescriptor kRows[] = {
     tile_row("d80_wide", 80, 128, 200000),
     tile_row("d72_wide", 72, 64, 85000, 2),
     tile_row("d72", 72, 128, 80000),
+    sm90_row("sm90_d128", 128, 150000),
+    sm90_row("sm90_d112", 112, 220000),
+    other_bits_row("d48_compact", 48, 64, 30000),
+    tile_row("d48", 48, 128, 60000),
     cpu_row("cpu", Op::kForward),
     cpu_row("cpu_f64", Op::kForward, CpuIsa::kBaseline, DType::kFloat64),
     cpu_row("cpu_avx2_f64", Op::kForward, CpuIsa::kAvx2, DType::kFloat64),
@@ -95,7 +140,7 @@ DeviceProperties gpu;
 
 const KernelUnit* const kKernelUnits[] = {&kUnit};
 const std::size_t kKernelUnitCount = 1;
-const char* const kCudaArchs[] = {"sm_80", nullptr};
+const char* const kCudaArchs[] = {"sm_80", "sm_90", "sm_90a", nullptr};
 
 const DeviceProperties& device_properties(int) { return gpu; }
 
@@ -141,7 +186,7 @@ void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
 void check_choice() {
   gpu = {"test GPU", 80, 108, 163840};
   CHECK_EQ(selected(64, 64, 0), "d64");
-  CHECK_EQ(selected(1, 1, 0), "d64");
+  CHECK_EQ(selected(1, 1, 0), "d48");
   CHECK_EQ(selected(81, 64, 0), "d128");
   CHECK_EQ(selected(64, 81, 0), "d128");
   CHECK_EQ(selected(192, 128, 0), "d192_v128");
@@ -198,7 +243,7 @@ void check_small_grids() {
 
 // Rows for GPUs with less or more shared memory: first those as many of whose CTAs a multiprocessor
 // holds as they are made for, then the largest.
-void check_rooms() {
+void check_tile_configs() {
   const auto with = [](std::size_t kilobytes) {
     const std::size_t bytes = kilobytes * 1024;
     gpu = {"test GPU", 80, 108, bytes - 1024, bytes};
@@ -209,6 +254,37 @@ void check_rooms() {
   CHECK_EQ(with(164), "backward_d256");
   CHECK_EQ(with(120), "backward_d256_wide");
   CHECK_EQ(with(100), "backward_d256_compact");
+}
+
+// A family of one architecture: only there, and before all others, whatever else they have.
+void check_families() {
+  gpu = {"test GPU", 90, 132, 227 * 1024, 228 * 1024, 132};
+  CHECK_EQ(selected(128, 128, 0), "sm90_d128");
+  CHECK_EQ(selected(64, 64, 0), "sm90_d112");
+  CHECK_EQ(selected(192, 192, 0), "d192");               // none for these head dims,
+  CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");  // or with these features
+  gpu.smem_per_block = 163840;
+  CHECK_EQ(selected(64, 64, 0), "sm90_d128");
+  for (const int other : {80, 89, 99}) {
+    gpu.compute_capability = other;
+    CHECK_EQ(selected(128, 128, 0), "d128");
+  }
+  CHECK(built_for(80) && built_for(86) && built_for(90) && !built_for(100) && !built_for(75));
+  CHECK(built_for(kSm80Family, 90) && !built_for(kSm80Family, 100));
+  CHECK(built_for(kSm90Family, 90));
+  CHECK(!built_for(kSm90Family, 80) && !built_for(kSm90Family, 91));
+}
+
+// A size must not choose between kernels that give a row other bits.
+void check_bits_groups() {
+  gpu = {"test GPU", 80, 108, 163840, 167936, 108};
+  for (const int64_t rows : {1, 1000}) {
+    Problem problem{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, 48, 48, 0,
+                    CpuIsa::kAuto};
+    problem.rows = rows;
+    problem.pairs = 1;
+    CHECK_EQ(select_kernel(problem).name, std::string("d48"));
+  }
 }
 
 // The smallest tile that holds all rows, else the largest; then the head dims; then the features.
@@ -268,11 +344,12 @@ void check_errors() {
   gpu.compute_capability = 75;
   check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "CUDA device 0 (test GPU) has compute capability 7.5; this build holds code for "
-              "sm_80; GPUs of compute capability 8.0 or later can be used");
+              "sm_80, sm_90, sm_90a; GPUs of compute capability 8.0 or later can be used");
   gpu.compute_capability = 103;
-  check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "this build holds code for sm_80; build it with ANYFLASH_ARCHS=103, or install a "
-              "newer release");
+  check_error(
+      64, 0, DType::kFloat16, ErrorCode::kUnsupported,
+      "this build holds code for sm_80, sm_90, sm_90a; build it with ANYFLASH_ARCHS=103, or "
+      "install a newer release");
 }
 
 // Which features a problem asks for.
@@ -360,7 +437,9 @@ int main() {
   check_choice();
   check_cpu_choice();
   check_small_grids();
-  check_rooms();
+  check_families();
+  check_bits_groups();
+  check_tile_configs();
   check_decode_choice();
   check_errors();
   check_problem();

@@ -8,6 +8,7 @@
 
 #include "check.h"
 
+using anyflash::backward_heads_per_l2_section;
 using anyflash::BackwardParams;
 using anyflash::decode_num_splits;
 using anyflash::decode_num_splits_on_cpu;
@@ -15,7 +16,6 @@ using anyflash::DeviceProperties;
 using anyflash::ForwardParams;
 using anyflash::gqa_splits;
 using anyflash::heads_per_l2_section;
-using anyflash::heads_per_section_backward;
 using anyflash::KernelDescriptor;
 using anyflash::KvCacheParams;
 using anyflash::query_rows;
@@ -64,19 +64,18 @@ void check_bounds(const ForwardParams& p, int multiprocessors) {
 BackwardParams backward_params(const ForwardParams& forward) {
   BackwardParams p;
   static_cast<ForwardParams&>(p) = forward;
-  p.gqa_splits = gqa_splits(p);
   return p;
 }
 
 void check_backward_bounds(const BackwardParams& p, int multiprocessors) {
-  const int section = heads_per_section_backward(p, multiprocessors);
-  check_section(section, p.batch * p.heads_k * p.gqa_splits, multiprocessors / 8);
+  const int section = backward_heads_per_l2_section(p, multiprocessors);
+  check_section(section, p.batch * p.heads_k * gqa_splits(p.heads, p.heads_k), multiprocessors / 8);
 
   BackwardParams window = p;
   window.window = {7, -1};
-  CHECK_EQ(heads_per_section_backward(window, multiprocessors), section);
+  CHECK_EQ(backward_heads_per_l2_section(window, multiprocessors), section);
   window.window = {-1, -1};
-  CHECK_EQ(heads_per_section_backward(window, multiprocessors), 1);
+  CHECK_EQ(backward_heads_per_l2_section(window, multiprocessors), 1);
 }
 
 KvCacheParams decode_params(int64_t batch, int heads_k, int group, int seqlen_q, int capacity) {
@@ -244,18 +243,17 @@ int main() {
   CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
   // Backward, H200: 16 of 64 key heads, and all of 8.
   const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
-  CHECK_EQ(heads_per_section_backward(backward, 132), 16);
-  CHECK_EQ(heads_per_section_backward(backward_params(causal_params(1, 8, 8, 16384, 256)), 132), 8);
+  CHECK_EQ(backward_heads_per_l2_section(backward, 132), 16);
+  CHECK_EQ(backward_heads_per_l2_section(backward_params(causal_params(1, 8, 8, 16384, 256)), 132),
+           8);
   // 16 query heads on one key head: four parts of each of four sequences.
   const BackwardParams one_head_k = backward_params(causal_params(4, 16, 1, 4096, 128));
-  CHECK_EQ(heads_per_section_backward(one_head_k, 132), 16);
+  CHECK_EQ(backward_heads_per_l2_section(one_head_k, 132), 16);
   // A part has at most four heads, but there are at most 32 parts.
   for (const auto& [group, parts] :
        {std::pair{1, 1}, {4, 1}, {5, 2}, {8, 2}, {9, 3}, {128, 32}, {1000, 32}}) {
-    CHECK_EQ(gqa_splits(backward_params(causal_params(3, 2 * group, 2, 100, 64))), parts);
+    CHECK_EQ(gqa_splits(2 * group, 2), parts);
   }
-  BackwardParams none = backward;
-  none.heads = none.heads_k = 0;
-  CHECK_EQ(gqa_splits(none), 1);
+  CHECK_EQ(gqa_splits(0, 0), 1);
   return check::report();
 }

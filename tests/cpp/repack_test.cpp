@@ -31,12 +31,15 @@ void copy_rows(const CopyRowsParams& p, void*) {
 }  // namespace anyflash
 
 using anyflash::DType;
+using anyflash::InputRules;
 using anyflash::Repacked;
 using anyflash::Strides;
 using anyflash::TensorView;
 
 namespace {
 
+// Pieces of 16 bytes, and offsets within a tile that fit in 32 bits.
+constexpr InputRules kRules{16, INT32_MAX / 256};
 constexpr std::size_t kPrevious = 512;  // of the workspace, taken by others
 
 // 2 batches, 3 rows, 2 heads of 8 columns, bfloat16.
@@ -50,7 +53,7 @@ struct Contiguous {
   }
   bool fits() const {
     std::size_t total = kPrevious;
-    const bool needed = plan_repack(view, total).needed;
+    const bool needed = plan_repack(view, kRules, total).needed;
     CHECK_EQ(total > kPrevious, needed);
     return !needed;
   }
@@ -118,7 +121,7 @@ void check_input() {
   Odd t;
   Workspace workspace;
   std::size_t total = kPrevious;
-  const Repacked repacked = plan_repack(t.view, total);
+  const Repacked repacked = plan_repack(t.view, kRules, total);
   CHECK(repacked.needed);
   CHECK_EQ(repacked.columns, 8);
   CHECK_EQ(repacked.offset, kPrevious);
@@ -140,7 +143,7 @@ void check_output(bool packed) {
   Odd t;
   Workspace workspace;
   std::size_t total = kPrevious;
-  const Repacked repacked = plan_repack(t.view, total);
+  const Repacked repacked = plan_repack(t.view, kRules, total);
   void* data = t.view.data;
   Strides stride;
   redirect_output(repacked, packed, workspace.data(), nullptr, data, stride);

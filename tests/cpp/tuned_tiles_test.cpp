@@ -1,4 +1,4 @@
-// dispatch.cpp: what a table of measurements and prefer_kernel() change about the choice of a
+// select_gpu.cpp: what a table of measurements and prefer_kernel() change about the choice of a
 // kernel. The kernels, the measurements and the GPU are this test's.
 #include <string>
 #include <thread>
@@ -13,14 +13,28 @@ namespace anyflash {
 
 namespace {
 
+constexpr KernelFamily kFamily = [] {
+  KernelFamily family;
+  family.name = "sm80";
+  family.gpus.first = 80;
+  return family;
+}();
+
 constexpr KernelDescriptor row_of(const char* name, Op op, int head_dim, int block_m,
                                   TileConfig tile_config = TileConfig::kDefault,
                                   std::size_t smem_bytes = 90000, unsigned features = kNoFeatures,
                                   DType dtype = DType::kFloat16) {
-  Tile tile;
-  tile.block_m = block_m;
-  return {name,     Arch::kSm80, CpuIsa::kAuto, op, dtype, head_dim, head_dim,
-          features, tile,        smem_bytes,    {}, {},    {},       tile_config};
+  KernelDescriptor d;
+  d.name = name;
+  d.family = &kFamily;
+  d.op = op;
+  d.dtype = dtype;
+  d.head_dim = d.head_dim_v = head_dim;
+  d.features = features;
+  d.tile_config = tile_config;
+  d.tile.block_m = block_m;
+  d.smem_bytes = smem_bytes;
+  return d;
 }
 
 constexpr KernelDescriptor kRows[] = {
@@ -50,14 +64,16 @@ const char* const kCudaArchs[] = {"compute_80", nullptr};
 const DeviceProperties& device_properties(int) { return gpu; }
 
 const TunedTile kTunedTiles[] = {
-    {90, Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kCompact},
-    {90, Op::kForward, 64, 64, false, ProblemSize::kLong, TileConfig::kWide},
-    {90, Op::kForward, 64, 64, false, ProblemSize::kSmallGrid, TileConfig::kDefault},
-    {90, Op::kForward, 128, 128, true, ProblemSize::kLong, TileConfig::kWide},  // is not built
-    {90, Op::kBackward, 64, 64, true, ProblemSize::kLong, TileConfig::kWide},
-    {90, Op::kBackward, 64, 64, false, ProblemSize::kLong, TileConfig::kCompact},  // has features
-    {90, Op::kBackward, 64, 64, true, ProblemSize::kShort, TileConfig::kDefault},
-    {100, Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kDefault},
+    {90, "sm80", Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kCompact},
+    {90, "sm80", Op::kForward, 64, 64, false, ProblemSize::kLong, TileConfig::kWide},
+    {90, "sm80", Op::kForward, 64, 64, false, ProblemSize::kSmallGrid, TileConfig::kDefault},
+    {90, "sm80", Op::kForward, 128, 128, true, ProblemSize::kLong,
+     TileConfig::kWide},  // is not built
+    {90, "sm80", Op::kBackward, 64, 64, true, ProblemSize::kLong, TileConfig::kWide},
+    {90, "sm80", Op::kBackward, 64, 64, false, ProblemSize::kLong,
+     TileConfig::kCompact},  // has features
+    {90, "sm80", Op::kBackward, 64, 64, true, ProblemSize::kShort, TileConfig::kDefault},
+    {100, "sm80", Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kDefault},
     {},
 };
 

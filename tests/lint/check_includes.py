@@ -31,6 +31,7 @@ LONG_FILES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".py", ".cmake", ".in"}
 KERNEL_CONTRACT = {
     "append.h",
     "copy_rows.h",
+    "grid_heuristics.h",
     "kernel_descriptor.h",
     "merge_states.h",
     "params.h",

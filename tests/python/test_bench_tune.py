@@ -106,13 +106,13 @@ def test_rows_of_other_gpus_stay():
     bare = rewritten(FILE.read_text(), 90, {})
     first = rewritten(bare, 100, {KEY: "wide", SMALL: ""})
     assert (
-        "    {100, Op::kForward, 128, 128, false, ProblemSize::kLong, TileConfig::kWide},\n"
+        '    {100, "sm80", Op::kForward, 128, 128, false, ProblemSize::kLong, TileConfig::kWide},\n'
         in first
     )
-    small = "{100, Op::kForward, 128, 128, false, ProblemSize::kSmallGrid, TileConfig::kDefault}"
+    small = '{100, "sm80", Op::kForward, 128, 128, false, ProblemSize::kSmallGrid, TileConfig::kDefault}'
     assert f"    {small},\n    {{}},\n" in first
     second = rewritten(first, 89, {CAUSAL._replace(op="backward", d=192): "compact"})
-    line = "{89, Op::kBackward, 192, 128, true, ProblemSize::kLong, TileConfig::kCompact}"
+    line = '{89, "sm80", Op::kBackward, 192, 128, true, ProblemSize::kLong, TileConfig::kCompact}'
     assert f"    {line},\n    {{100, " in second
     third = rewritten(second, 100, {CAUSAL: "compact"})
     added = {x: y for x, y in rows(third).items() if x[0] in {89, 100}}
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
 @pytest.mark.parametrize("multiprocessors", [36, 108, 132, 188])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_every_key_has_cells(d, multiprocessors, quick):
-    pairs = list(_tune.cells(("backward", d, 128), "bfloat16", multiprocessors, quick))
+    pairs = list(_tune.cells(("backward", d, 128, "sm80"), "bfloat16", multiprocessors, quick))
     keys = {key for key, _ in pairs}
     assert len({cell.key for _, cell in pairs}) == len(pairs)
     every = itertools.product((False, True), SIZES)

@@ -143,6 +143,9 @@ struct KernelInfo {
   int head_dim_v = 0;
   std::vector<std::string> features;  // beyond masks by position: "softcap", "bias", ...
   std::string tile_config;            // of several that do the same: "", "compact" or "wide" tiles
+  // Kernels of one arch, op, dtype, head dims and features that have the same number here give a
+  // row the same bits.
+  int bits_group = 0;
   int block_m = 0;
   int block_n = 0;
   int warps = 0;

@@ -20,6 +20,8 @@ struct alignas(8) LseDelta {
 
 struct BackwardScratch : BackwardParams {
   DType dtype = DType::kFloat16;  // of q, k and v
+  int gqa_splits = 1;             // CTAs that split the query heads of a K/V head
+  int heads_per_l2_section = 1;   // grid order (grid_heuristics.h)
   int block_m = 0;                // a power of two
   int64_t padded_rows = 0;        // of one head; packed: of all sequences together
   LseDelta* lse_delta = nullptr;  // (batch or 1, heads, padded_rows)

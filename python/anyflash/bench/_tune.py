@@ -36,15 +36,16 @@ ALONE = (128, 256, 512, 1024, 2048, 4096)  # of one sequence
 QUICK_SEQLENS, QUICK_ALONE = (512, 1024, 8192), (128, 512)
 
 Configs = Mapping[str, str]  # the kernels' names
-Family = tuple[str, int, int]  # operation, head dims
+Family = tuple[str, int, int, str]  # operation, head dims, arch
 
 
 def families(dtype: str) -> dict[Family, dict[str, str]]:
     """Plain GPU kernels of which there are several for the same head dims, by config."""
     found: dict[Family, dict[str, str]] = {}
     for kernel in anyflash.build_info()["kernels"]:
-        if kernel["arch"] == "sm80" and kernel["dtype"] == dtype and not kernel["features"]:
-            family = kernel["op"], kernel["head_dim"], kernel["head_dim_v"]
+        on_gpu = not kernel["arch"].startswith("cpu-")
+        if on_gpu and kernel["dtype"] == dtype and not kernel["features"]:
+            family = kernel["op"], kernel["head_dim"], kernel["head_dim_v"], kernel["arch"]
             found.setdefault(family, {})[kernel["tile_config"]] = kernel["name"]
     return {family: configs for family, configs in found.items() if len(configs) > 1}
 
@@ -54,16 +55,17 @@ def cells(
 ) -> Iterator[tuple[Key, Cell]]:
     """The problems of each key: the paper's, which fill a GPU; and one sequence of few tokens,
     which does not, by graphs, since the host would take longer."""
-    op, d, d_v = family
+    op, d, d_v, arch = family
     heads = HIDDEN // d
     for causal in MASKS:
         cell = Cell(op, 1, 0, heads, d, dtype, causal=causal, d_v=d_v if d_v != d else 0)
         for seqlen in QUICK_SEQLENS if quick else SEQLENS:
             size = "short" if seqlen <= SHORT_ROWS else "long"
-            yield Key(*family, causal, size), replace(cell, batch=TOKENS // seqlen, seqlen=seqlen)
+            key = Key(op, d, d_v, causal, size, arch)
+            yield key, replace(cell, batch=TOKENS // seqlen, seqlen=seqlen)
         for seqlen in QUICK_ALONE if quick else ALONE:
             if -(-seqlen // GRID_TILE) * heads < multiprocessors:
-                key = Key(*family, causal, "small grid")
+                key = Key(op, d, d_v, causal, "small grid", arch)
                 yield key, replace(cell, seqlen=seqlen, timing="graph")
 
 
@@ -175,7 +177,7 @@ def _notes(results: Sequence[Result], written: Mapping[Key, str]) -> list[str]:
         groups = alike([r.measured for r in results if r.measured.key.family == family])
         if len(groups) > 1:
             told = " | ".join(", ".join(c or "default" for c in sorted(g)) for g in groups)
-            dims = "/".join(dict.fromkeys(map(str, family[1:])))
+            dims = "/".join(dict.fromkeys(map(str, family[1:3])))
             notes.append(f"{family[0]} d {dims}: not the same bits, so that only one of: {told}")
     return notes
 

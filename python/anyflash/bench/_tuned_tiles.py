@@ -24,10 +24,11 @@ class Key(NamedTuple):
     d_v: int
     bounded: bool  # by a causal mask, or a window
     size: str  # one of SIZES
+    arch: str = "sm80"  # the kernels' family
 
     @property
-    def family(self) -> tuple[str, int, int]:
-        return self.op, self.d, self.d_v
+    def family(self) -> tuple[str, int, int, str]:
+        return self.op, self.d, self.d_v, self.arch
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _fastest(configs: set[str], family: Sequence[Measured]) -> tuple[dict[Key, s
 
 
 ROW = re.compile(
-    r"^ *\{(\d+), Op::k(\w+), (\d+), (\d+), (true|false), "
+    r"^ *\{(\d+), \"(\w+)\", Op::k(\w+), (\d+), (\d+), (true|false), "
     r"ProblemSize::k(\w+), TileConfig::k(\w+)\},$"
 )
 SIZE_NAMES = {"".join(map(str.capitalize, size.split())): size for size in SIZES}
@@ -103,8 +104,8 @@ def rows(text: str) -> dict[tuple[int, Key], str]:
     found = {}
     for line in text.splitlines():
         if match := ROW.match(line):
-            capability, op, d, d_v, bounded, size, config = match.groups()
-            key = Key(op.lower(), int(d), int(d_v), bounded == "true", SIZE_NAMES[size])
+            capability, arch, op, d, d_v, bounded, size, config = match.groups()
+            key = Key(op.lower(), int(d), int(d_v), bounded == "true", SIZE_NAMES[size], arch)
             found[int(capability), key] = "" if config == "Default" else config.lower()
     return found
 
@@ -119,8 +120,8 @@ def rewritten(text: str, capability: int, configs: Mapping[Key, str]) -> str:
     table |= {(capability, key): config for key, config in configs.items()}
     names = {size: name for name, size in SIZE_NAMES.items()}
     made = [
-        f"    {{{cc}, Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, {str(key.bounded).lower()}, "
-        f"ProblemSize::k{names[key.size]}, TileConfig::k{config.capitalize() or 'Default'}}},"
+        f'    {{{cc}, "{key.arch}", Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, '
+        f"{str(key.bounded).lower()}, ProblemSize::k{names[key.size]}, TileConfig::k{config.capitalize() or 'Default'}}},"
         for (cc, key), config in sorted(table.items())
     ]
     before, after = lines[: ends[0]], lines[ends[0] :]

@@ -1,5 +1,7 @@
-// The rows of the kernels of attention to a cache: see cpu/descriptors.h.
+// The descriptors of the kernels of attention to a cache: see cpu/descriptors.h.
 #pragma once
+
+#include <iterator>
 
 #include "cpu/decode/decode.h"
 #include "cpu/descriptors.h"
@@ -9,28 +11,27 @@ namespace anyflash {
 namespace cpu::ANYFLASH_CPU_ISA {
 
 template <typename E>
-constexpr KernelDescriptor decode_row(const char* name, DType dtype) {
+constexpr KernelDescriptor decode_kernel(const char* name, DType dtype) {
   using T = typename Compute<E>::Type;
-  const Tile tile{kTaskPanels<T> * kPanelRows<T>, kBlockN, /*warps=*/0};
-  KernelDescriptor row = kernel_row(name, Op::kDecode, dtype, tile, {}, {});
-  row.features = kSoftcap | kLargeSoftcap | kAlibi | kQuantizedCache;
-  row.decode = {&decode_scratch_bytes<E>, &decode<E>};
-  return row;
+  KernelDescriptor d =
+      descriptor(name, Op::kDecode, dtype, kTaskPanels<T> * kPanelRows<T>, kBlockN);
+  d.features = kSoftcap | kLargeSoftcap | kAlibi | kQuantizedCache;
+  d.decode = {&decode_scratch_bytes<E>, &decode<E>};
+  return d;
 }
 
-constexpr KernelDescriptor kDecodeRows[] = {
-    decode_row<double>(ANYFLASH_CPU_NAME("decode", "f64"), DType::kFloat64),
-    decode_row<float>(ANYFLASH_CPU_NAME("decode", "f32"), DType::kFloat32),
-    decode_row<Half>(ANYFLASH_CPU_NAME("decode", "f16"), DType::kFloat16),
-    decode_row<BFloat16>(ANYFLASH_CPU_NAME("decode", "bf16"), DType::kBFloat16),
+constexpr KernelDescriptor kDecodeKernels[] = {
+    decode_kernel<double>(ANYFLASH_CPU_NAME("decode", "f64"), DType::kFloat64),
+    decode_kernel<float>(ANYFLASH_CPU_NAME("decode", "f32"), DType::kFloat32),
+    decode_kernel<Half>(ANYFLASH_CPU_NAME("decode", "f16"), DType::kFloat16),
+    decode_kernel<BFloat16>(ANYFLASH_CPU_NAME("decode", "bf16"), DType::kBFloat16),
 };
 
 }  // namespace cpu::ANYFLASH_CPU_ISA
 
 namespace kernel_units {
-extern const KernelUnit ANYFLASH_ROWS;
-const KernelUnit ANYFLASH_ROWS = {
-    cpu::ANYFLASH_CPU_ISA::kDecodeRows,
-    sizeof(cpu::ANYFLASH_CPU_ISA::kDecodeRows) / sizeof(KernelDescriptor)};
+extern const KernelUnit ANYFLASH_UNIT;
+const KernelUnit ANYFLASH_UNIT = {std::data(cpu::ANYFLASH_CPU_ISA::kDecodeKernels),
+                                  std::size(cpu::ANYFLASH_CPU_ISA::kDecodeKernels)};
 }  // namespace kernel_units
 }  // namespace anyflash

@@ -18,11 +18,13 @@
 #include "common/launch.h"
 #include "common/softmax.h"
 #include "cuda/backward_preprocess.h"
+#include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "sm80/backward/deterministic_dq.h"
 #include "sm80/backward/gqa_partials.h"
 #include "sm80/backward/kernel.h"
 #include "sm80/backward/traits.h"
+#include "sm80/family.h"
 #include "variant/backward_scratch.h"
 #include "variant/backward_single_feature.h"
 #include "variant/backward_variants.h"
@@ -38,6 +40,7 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     return (rows + Traits::kBlockM - 1) / Traits::kBlockM * Traits::kBlockM;
   };
   const int64_t heads = (packed ? 1 : p.batch) * p.heads;
+  p.gqa_splits = gqa_splits(p.heads, p.heads_k);
   p.block_m = Traits::kBlockM;
   p.padded_rows = packed ? padded(p.total_q + p.batch * Traits::kBlockM) : padded(p.seqlen_q);
   p.dq_columns = Traits::kHeadDim;
@@ -91,8 +94,8 @@ void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream,
 template <class Traits, class RowTraits, class Scores>
 void launch_backward(const BackwardParams& params, const LaunchContext& context) {
   BackwardScratch p{params};
-  p.dtype = std::is_same_v<typename Traits::Element, cutlass::half_t> ? DType::kFloat16
-                                                                      : DType::kBFloat16;
+  p.dtype = kElementType<typename Traits::Element>;
+  p.heads_per_l2_section = backward_heads_per_l2_section(params, context.multiprocessors);
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
   // What 16-bit numbers make of such a scale is 0, as in the forward.
   constexpr double kLeastScale = 1e-20;
@@ -144,26 +147,16 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
 
 template <class Element, int kHeadDim, int kHeadDimV, class Scores,
           TileConfig kTileConfig = TileConfig::kDefault>
-constexpr KernelDescriptor backward_row(const char* name) {
+constexpr KernelDescriptor backward_descriptor(const char* name) {
   using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
                                 kTileConfig>;
   using RowTraits = DeterministicDqTraits<Element, kHeadDim, kHeadDimV>;
-  return KernelDescriptor{
-      name,
-      Arch::kSm80,
-      CpuIsa::kAuto,
-      Op::kBackward,
-      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16,
-      kHeadDim,
-      kHeadDimV,
-      Scores::kFeatures,
-      Traits::kRound,
-      std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>),
-      {},
-      {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>},
-      {},
-      kTileConfig,
-  };
+  KernelDescriptor d = descriptor<Traits>(name, Op::kBackward, kTileConfig);
+  d.features = Scores::kFeatures;
+  d.tile = Traits::kRound;
+  d.smem_bytes = std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>);
+  d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>};
+  return d;
 }
 
 }  // namespace anyflash::sm80

@@ -2,23 +2,17 @@
 // kind of cache.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
 #include "common/launch.h"
 #include "cuda/combine.h"
 #include "kernel_descriptor.h"
 #include "sm80/decode/kernel.h"
 #include "sm80/decode/traits.h"
+#include "sm80/family.h"
 
 namespace anyflash::sm80 {
-
-template <class Element>
-inline constexpr DType kElementType =
-    std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
 
 inline std::size_t partial_out_bytes(const KvCacheParams& params) {
   const auto bytes = static_cast<std::size_t>(params.num_splits * stride_of_split(params)) * 4;
@@ -70,24 +64,16 @@ void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
   combine_splits(combine, context.stream);
 }
 
-template <class Element, int kHeadDim, int kBlockM, bool k8Bit>
-constexpr KernelDescriptor decode_row(const char* name) {
+template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, bool k8Bit>
+constexpr KernelDescriptor decode_descriptor(const char* name) {
+  static_assert(kHeadDim == kHeadDimV, "other head dims are rounded up");
   using Traits = DecodeTraits<Element, kHeadDim, kBlockM, k8Bit>;
-  return KernelDescriptor{
-      name,
-      Arch::kSm80,
-      CpuIsa::kAuto,
-      Op::kDecode,
-      kElementType<Element>,
-      kHeadDim,
-      kHeadDim,
-      kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures),
-      Traits::kTile,
-      sizeof(typename Traits::SharedStorage),
-      {},
-      {},
-      {decode_scratch_bytes, launch_decode<Traits>},
-  };
+  KernelDescriptor d = descriptor<Traits>(name, Op::kDecode, TileConfig::kDefault);
+  d.features = kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures);
+  d.tile = Traits::kTile;
+  d.smem_bytes = sizeof(typename Traits::SharedStorage);
+  d.decode = {decode_scratch_bytes, launch_decode<Traits>};
+  return d;
 }
 
 }  // namespace anyflash::sm80

@@ -8,7 +8,9 @@
 
 #include "common/launch.h"
 #include "cuda/tile_scheduler.h"
+#include "grid_heuristics.h"
 #include "kernel_descriptor.h"
+#include "sm80/family.h"
 #include "sm80/forward/kernel.h"
 #include "sm80/forward/traits.h"
 #include "variant/forward_variants.h"
@@ -37,8 +39,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
   prepared.q_factor =
       static_cast<float>((prepared.softmax_scale > 0.0) - (prepared.softmax_scale < 0.0));
-  prepared.scheduler = LptTileScheduler(params.batch, params.heads, params.heads / params.heads_k,
-                                        row_blocks, params.heads_per_l2_section);
+  prepared.scheduler =
+      LptTileScheduler(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
+                       heads_per_l2_section(params, context.multiprocessors));
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);
@@ -48,24 +51,14 @@ inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant,
           TileConfig kTileConfig = TileConfig::kDefault>
-constexpr KernelDescriptor forward_row(const char* name) {
+constexpr KernelDescriptor forward_descriptor(const char* name) {
   using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kTileConfig>;
-  return KernelDescriptor{
-      name,
-      Arch::kSm80,
-      CpuIsa::kAuto,
-      Op::kForward,
-      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16,
-      kHeadDim,
-      kHeadDimV,
-      Variant::kFeatures,
-      Traits::kTile,
-      sizeof(typename Traits::SharedStorage),
-      {no_scratch, launch_forward<Traits, Variant>},
-      {},
-      {},
-      kTileConfig,
-  };
+  KernelDescriptor d = descriptor<Traits>(name, Op::kForward, kTileConfig);
+  d.features = Variant::kFeatures;
+  d.tile = Traits::kTile;
+  d.smem_bytes = sizeof(typename Traits::SharedStorage);
+  d.forward = {no_scratch, launch_forward<Traits, Variant>};
+  return d;
 }
 
 }  // namespace anyflash::sm80

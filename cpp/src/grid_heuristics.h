@@ -1,0 +1,55 @@
+// How GPU kernels cut and order their grids: pure functions of sizes, which their launches call.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "params.h"
+
+namespace anyflash {
+
+// `pairs` in as few sections of about the same size as there can be, of at most `most`: its size.
+inline int equal_sections(int64_t pairs, int64_t most) {
+  pairs = std::max<int64_t>(pairs, 1);
+  const int64_t limit = std::max<int64_t>(most, 1);
+  const int64_t sections = (pairs + limit - 1) / limit;
+  return static_cast<int>((pairs + sections - 1) / sections);
+}
+
+// How many (batch, head) pairs share an L2 section of the forward's grid (cuda/tile_scheduler.h).
+//
+// Without a bound on the right: 1. All row blocks of one head, which read the same K and V, then run
+// side by side. With one (causal, say) the row blocks of a section start with the heaviest, which
+// evens out the end of the grid. Sections are equally large, since a small one at the end would
+// leave multiprocessors idle. They hold at most a quarter as many pairs as there are
+// multiprocessors: eight or more CTAs then read a tile of K and V at about the same time. On an
+// H200, 512 to 8192 keys, that is 1.00 to 1.17 times as fast as sections whose K and V fit in half
+// of the L2 cache.
+inline int heads_per_l2_section(const ForwardParams& params, int multiprocessors) {
+  if (params.window.right < 0) return 1;
+  return equal_sections(params.batch * params.heads, multiprocessors / 4);
+}
+
+// Number of CTAs that split the query heads of one K/V head in the backward: each takes at most
+// four heads, so that few K/V heads keep a GPU busy, too. At most 32, because their sums take
+// memory. It depends on the group alone, so that a sequence's results do not depend on its batch.
+inline int gqa_splits(int heads, int heads_k) {
+  constexpr int kHeads = 4;
+  constexpr int kMostSplits = 32;
+  const int group = heads / std::max(heads_k, 1);
+  return std::clamp((group + kHeads - 1) / kHeads, 1, kMostSplits);
+}
+
+// How many (batch, key head, GQA split) triples share an L2 section of the backward's grid over
+// blocks of keys. Each reads the Q and dO of its heads and adds to their dQ. All of this passes the
+// L2 cache, so a section holds at most half as many as in the forward. On an H200, causal, 4096
+// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and dQ
+// fit in half of the cache.
+inline int backward_heads_per_l2_section(const BackwardParams& params, int multiprocessors) {
+  const bool bounded = params.window.left >= 0 || params.window.right >= 0;
+  if (!bounded) return 1;
+  const int64_t splits = gqa_splits(params.heads, params.heads_k);
+  return equal_sections(params.batch * params.heads_k * splits, multiprocessors / 8);
+}
+
+}  // namespace anyflash

@@ -1,0 +1,173 @@
+// Which GPU kernel runs a problem.
+#include <algorithm>
+#include <atomic>
+#include <bitset>
+#include <cstring>
+
+#include "anyflash/error.h"
+#include "describe.h"
+#include "heuristics.h"
+#include "kernel_table.h"
+#include "prefer_kernel.h"
+
+namespace anyflash {
+
+namespace {
+
+// Decoding: a tile that holds all rows reads the keys once, and a smaller one wastes less.
+bool has_better_tile(int64_t rows, const KernelDescriptor& a, const KernelDescriptor& b) {
+  const bool fits_a = a.tile.block_m >= rows;
+  const bool fits_b = b.tile.block_m >= rows;
+  if (fits_a != fits_b) return fits_a;
+  return fits_a ? a.tile.block_m < b.tile.block_m : a.tile.block_m > b.tile.block_m;
+}
+
+// Whether a grid of CTAs of so many rows would leave multiprocessors idle.
+bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& device) {
+  return (problem.rows + tile_rows - 1) / tile_rows * problem.pairs < device.full_grid;
+}
+
+// Of two kernels that can run a problem, the one that does less besides, or that suits the GPU:
+// 1. the family with the higher priority;
+// 2. decoding: the better tile of rows;
+// 3. the smaller head dims;
+// 4. the fewer features;
+// 5. the one as many of whose CTAs fit a multiprocessor as it was tuned for;
+// 6. the forward: smaller tiles where larger ones would leave multiprocessors idle;
+// 7. more CTAs a multiprocessor, then more shared memory: larger tiles, or more of them.
+bool is_closer(const Problem& problem, const DeviceProperties& device, const KernelDescriptor& a,
+               const KernelDescriptor& b) {
+  if (a.family != b.family) return a.family->priority > b.family->priority;
+  if (problem.op == Op::kDecode && a.tile.block_m != b.tile.block_m) {
+    return has_better_tile(problem.rows, a, b);
+  }
+  const int columns_a = a.head_dim + a.head_dim_v;
+  const int columns_b = b.head_dim + b.head_dim_v;
+  if (columns_a != columns_b) return columns_a < columns_b;
+  const std::size_t features_a = std::bitset<32>(a.features).count();
+  const std::size_t features_b = std::bitset<32>(b.features).count();
+  if (features_a != features_b) return features_a < features_b;
+  const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
+  const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
+  if (suits_a != suits_b) return suits_a;
+  const bool same_bits = a.bits_group == b.bits_group;
+  if (problem.op == Op::kForward && same_bits && a.tile.block_m != b.tile.block_m) {
+    const bool a_is_smaller = a.tile.block_m < b.tile.block_m;
+    const int larger = a_is_smaller ? b.tile.block_m : a.tile.block_m;
+    if (leaves_idle(problem, larger, device)) return a_is_smaller;
+  }
+  if (a.tile.ctas != b.tile.ctas) return a.tile.ctas > b.tile.ctas;
+  return a.smem_bytes > b.smem_bytes;
+}
+
+// " with softcap, bias"; empty for no features.
+std::string with_features(unsigned features) {
+  std::string text;
+  for (const std::string& feature : feature_names(features)) {
+    text += (text.empty() ? " with " : ", ") + feature;
+  }
+  return text;
+}
+
+// Has all features, and fits the GPU.
+bool suffices(const KernelDescriptor& kernel, const Problem& problem,
+              const DeviceProperties& device) {
+  return (problem.features & ~kernel.features) == 0 && kernel.smem_bytes <= device.smem_per_block &&
+         built_for(*kernel.family, device.compute_capability);
+}
+
+// Of the kernels for its operation and type.
+bool can_run(const KernelDescriptor& kernel, const Problem& problem,
+             const DeviceProperties& device) {
+  return kernel.head_dim >= problem.head_dim && kernel.head_dim_v >= problem.head_dim_v &&
+         suffices(kernel, problem, device);
+}
+
+[[noreturn]] void refuse(const Problem& problem, const DeviceProperties& device) {
+  const auto& kernels = gpu_kernels(problem.op, problem.dtype);
+  if (kernels.empty()) {
+    throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
+                                             "; the CUDA " + name(problem.op) +
+                                             " kernels of this build take float16 and bfloat16");
+  }
+  int largest = 0;
+  for (const KernelDescriptor* kernel : kernels) {
+    if (suffices(*kernel, problem, device)) {
+      largest = std::max(largest, std::min(kernel->head_dim, kernel->head_dim_v));
+    }
+  }
+  throw Error(ErrorCode::kUnsupported,
+              "head dim is " + std::to_string(std::max(problem.head_dim, problem.head_dim_v)) +
+                  "; the " + name(problem.op) + " kernels of this build for " +
+                  name(problem.dtype) + with_features(problem.features) + " that fit " +
+                  device.name + "'s " + std::to_string(device.smem_per_block) +
+                  " bytes of shared memory take head dims up to " + std::to_string(largest));
+}
+
+// Instead of the kernel that the rules chose, a plain one of its family that was measured to be
+// faster.
+const KernelDescriptor& tuned(const Problem& problem, const DeviceProperties& device,
+                              const KernelDescriptor& chosen) {
+  const auto has_dims = [&chosen](const auto& x) {
+    return x.head_dim == chosen.head_dim && x.head_dim_v == chosen.head_dim_v;
+  };
+  const ProblemSize size = leaves_idle(problem, kGridTile, device) ? ProblemSize::kSmallGrid
+                           : problem.rows <= kShortRows            ? ProblemSize::kShort
+                                                                   : ProblemSize::kLong;
+  for (const TunedTile* tile = kTunedTiles; tile->compute_capability != 0; ++tile) {
+    if (tile->compute_capability != device.compute_capability || tile->op != problem.op ||
+        !has_dims(*tile) || tile->bounded != problem.bounded || tile->size != size ||
+        std::strcmp(tile->family, chosen.family->name) != 0) {
+      continue;
+    }
+    for (const KernelDescriptor* kernel : gpu_kernels(problem.op, problem.dtype)) {
+      if (kernel->family == chosen.family && kernel->tile_config == tile->tile_config &&
+          kernel->features == kNoFeatures && has_dims(*kernel) &&
+          can_run(*kernel, problem, device)) {
+        return *kernel;
+      }
+    }
+  }
+  return chosen;
+}
+
+// What prefer_kernel() was told; kNoKernel can run nothing.
+constexpr KernelDescriptor kNoKernel{};
+std::atomic<const KernelDescriptor*> preferred{nullptr};
+
+}  // namespace
+
+const KernelDescriptor& select_gpu_kernel(const Problem& problem) {
+  check_built_for(problem.device.index);
+  const DeviceProperties& device = device_properties(problem.device.index);
+  const KernelDescriptor* const wanted = preferred.load(std::memory_order_relaxed);
+  const bool may_run = wanted != nullptr && wanted != &kNoKernel && wanted->op == problem.op &&
+                       wanted->dtype == problem.dtype;
+  if (may_run && can_run(*wanted, problem, device)) return *wanted;
+  const KernelDescriptor* best = nullptr;
+  for (const KernelDescriptor* kernel : gpu_kernels(problem.op, problem.dtype)) {
+    if (!can_run(*kernel, problem, device)) continue;
+    if (best == nullptr || is_closer(problem, device, *kernel, *best)) best = kernel;
+  }
+  if (best == nullptr) refuse(problem, device);
+  return wanted == &kNoKernel ? *best : tuned(problem, device, *best);
+}
+
+void prefer_kernel(const char* name) {
+  const std::string wanted = name == nullptr ? "" : name;
+  const KernelDescriptor* found = name == nullptr ? nullptr : &kNoKernel;
+  std::string names;
+  for (const KernelDescriptor* kernel : all_kernels()) {
+    if (!kernel->family->is_gpu()) continue;
+    if (kernel->name == wanted) found = kernel;
+    names += (names.empty() ? "" : ", ") + std::string(kernel->name);
+  }
+  if (!wanted.empty() && found == &kNoKernel) {
+    throw Error(ErrorCode::kInvalidValue, "there is no CUDA kernel \"" + wanted +
+                                              "\"; this build has " +
+                                              (names.empty() ? std::string("none") : names));
+  }
+  preferred.store(found, std::memory_order_relaxed);
+}
+
+}  // namespace anyflash
