@@ -75,11 +75,11 @@ void check_built_for(int index) {
   const DeviceProperties& device = device_properties(index);
   const int cc = device.compute_capability;
   if (built_for(cc)) return;
-  throw Error(ErrorCode::kUnsupported,
-              "CUDA device " + std::to_string(index) + " (" + device.name +
-                  ") has compute capability " + std::to_string(cc / 10) + "." +
-                  std::to_string(cc % 10) + "; this build holds code for " +
-                  names_of_built_archs() + "; " + remedy(cc));
+  throw Error(ErrorCode::kUnsupported, "CUDA device " + std::to_string(index) + " (" + device.name +
+                                           ") has compute capability " + std::to_string(cc / 10) +
+                                           "." + std::to_string(cc % 10) +
+                                           "; this build holds code for " + names_of_built_archs() +
+                                           "; " + remedy(cc));
 }
 
 }  // namespace anyflash

@@ -18,10 +18,10 @@ inline int equal_sections(int64_t pairs, int64_t most) {
 
 // How many (batch, head) pairs share an L2 section of the forward's grid (cuda/tile_scheduler.h).
 //
-// Without a bound on the right: 1. All row blocks of one head, which read the same K and V, then run
-// side by side. With one (causal, say) the row blocks of a section start with the heaviest, which
-// evens out the end of the grid. Sections are equally large, since a small one at the end would
-// leave multiprocessors idle. They hold at most a quarter as many pairs as there are
+// Without a bound on the right: 1. All row blocks of one head, which read the same K and V, then
+// run side by side. With one (causal, say) the row blocks of a section start with the heaviest,
+// which evens out the end of the grid. Sections are equally large, since a small one at the end
+// would leave multiprocessors idle. They hold at most a quarter as many pairs as there are
 // multiprocessors: eight or more CTAs then read a tile of K and V at about the same time. On an
 // H200, 512 to 8192 keys, that is 1.00 to 1.17 times as fast as sections whose K and V fit in half
 // of the L2 cache.

@@ -1,5 +1,5 @@
-// dispatch.cpp, select_gpu.cpp, select_cpu.cpp: which row of a table runs a problem, and what is said where none does. The table
-// and the GPU are this test's.
+// dispatch.cpp, select_gpu.cpp, select_cpu.cpp: which row of a table runs a problem, and what is
+// said where none does. The table and the GPU are this test's.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -8,88 +8,12 @@
 #include "check.h"
 #include "cpu_features.h"
 #include "device.h"
+#include "dispatch_kernels.h"
 #include "kernel_table.h"
 
 namespace anyflash {
 
 namespace {
-
-constexpr KernelFamily family_of(const char* name, ComputeCapabilities gpus, int priority = 0,
-                                 bool arch_specific = false) {
-  KernelFamily family;
-  family.name = name;
-  family.gpus = gpus;
-  family.priority = priority;
-  family.arch_specific = arch_specific;
-  return family;
-}
-constexpr KernelFamily kCpuFamily = family_of("cpu", {});
-constexpr KernelFamily kSm80Family = family_of("sm80", {80, INT_MAX});
-// One that a later GPU alone has, and that it prefers.
-constexpr KernelFamily kSm90Family = family_of("sm90", {90, 90}, 1, true);
-
-constexpr KernelDescriptor sm80_row(const char* name, int head_dim, int head_dim_v,
-                                    unsigned features, std::size_t smem_bytes,
-                                    Op op = Op::kForward) {
-  KernelDescriptor d;
-  d.name = name;
-  d.family = &kSm80Family;
-  d.op = op;
-  d.dtype = DType::kFloat16;
-  d.head_dim = head_dim;
-  d.head_dim_v = head_dim_v;
-  d.features = features;
-  d.smem_bytes = smem_bytes;
-  return d;
-}
-
-constexpr KernelDescriptor sm90_row(const char* name, int head_dim, std::size_t smem_bytes) {
-  KernelDescriptor d = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
-  d.family = &kSm90Family;
-  return d;
-}
-
-constexpr KernelDescriptor config_row(const char* name, int ctas, std::size_t smem_bytes) {
-  KernelDescriptor row = sm80_row(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
-  row.tile.ctas = ctas;
-  return row;
-}
-
-constexpr KernelDescriptor decode_row(const char* name, int head_dim, int block_m,
-                                      unsigned features, std::size_t smem_bytes) {
-  KernelDescriptor row = sm80_row(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
-  row.tile.block_m = block_m;
-  return row;
-}
-
-constexpr KernelDescriptor tile_row(const char* name, int head_dim, int block_m,
-                                    std::size_t smem_bytes, int ctas = 1) {
-  KernelDescriptor row = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
-  row.tile.block_m = block_m;
-  row.tile.ctas = ctas;
-  return row;
-}
-
-constexpr KernelDescriptor other_bits_row(const char* name, int head_dim, int block_m,
-                                          std::size_t smem_bytes) {
-  KernelDescriptor row = tile_row(name, head_dim, block_m, smem_bytes);
-  row.bits_group = 1;
-  return row;
-}
-
-constexpr unsigned kScores = kSoftcap | kAlibi;
-
-constexpr KernelDescriptor cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
-                                   DType dtype = DType::kFloat32) {
-  KernelDescriptor d;
-  d.name = name;
-  d.family = &kCpuFamily;
-  d.isa = isa;
-  d.op = op;
-  d.dtype = dtype;
-  d.features = kAllFeatures;
-  return d;
-}
 
 // The order is of no consequence: larger ones and those with features come first here.
 constexpr KernelDescriptor kRows[] = {

@@ -109,7 +109,10 @@ def test_rows_of_other_gpus_stay():
         '    {100, "sm80", Op::kForward, 128, 128, false, ProblemSize::kLong, TileConfig::kWide},\n'
         in first
     )
-    small = '{100, "sm80", Op::kForward, 128, 128, false, ProblemSize::kSmallGrid, TileConfig::kDefault}'
+    small = (
+        '{100, "sm80", Op::kForward, 128, 128, false, '
+        "ProblemSize::kSmallGrid, TileConfig::kDefault}"
+    )
     assert f"    {small},\n    {{}},\n" in first
     second = rewritten(first, 89, {CAUSAL._replace(op="backward", d=192): "compact"})
     line = '{89, "sm80", Op::kBackward, 192, 128, true, ProblemSize::kLong, TileConfig::kCompact}'

@@ -121,7 +121,8 @@ def rewritten(text: str, capability: int, configs: Mapping[Key, str]) -> str:
     names = {size: name for name, size in SIZE_NAMES.items()}
     made = [
         f'    {{{cc}, "{key.arch}", Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, '
-        f"{str(key.bounded).lower()}, ProblemSize::k{names[key.size]}, TileConfig::k{config.capitalize() or 'Default'}}},"
+        f"{str(key.bounded).lower()}, ProblemSize::k{names[key.size]}, "
+        f"TileConfig::k{config.capitalize() or 'Default'}}},"
         for (cc, key), config in sorted(table.items())
     ]
     before, after = lines[: ends[0]], lines[ends[0] :]
