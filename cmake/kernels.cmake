@@ -169,11 +169,11 @@ function(
 endfunction()
 
 # Writes the units of one family's operation, dtype and head dims; appends the names of the units to
-# ${units} and their files to ${sources}.
+# ${all_units} and their files to ${all_files}.
 function(
   anyflash_write_units
-  units
-  sources
+  all_units
+  all_files
   folder
   extension
   family
@@ -194,15 +194,15 @@ function(
     anyflash_descriptors(descriptors ${family} ${op} ${dtype} ${head_dims} "${wanted}")
     set(unit ${family}_${op}_${dtype}_d${head_dims}${suffix})
     configure_file("${ANYFLASH_UNIT_TEMPLATES}/gpu_unit.in" "${folder}/${unit}.${extension}" @ONLY)
-    list(APPEND ${units} ${unit})
-    list(APPEND ${sources} "${folder}/${unit}.${extension}")
+    list(APPEND ${all_units} ${unit})
+    list(APPEND ${all_files} "${folder}/${unit}.${extension}")
   endforeach()
-  set(${units} ${${units}} PARENT_SCOPE)
-  set(${sources} ${${sources}} PARENT_SCOPE)
+  set(${all_units} ${${all_units}} PARENT_SCOPE)
+  set(${all_files} ${${all_files}} PARENT_SCOPE)
 endfunction()
 
 # Writes the units of the CPU, one an instruction set and operation.
-function(anyflash_write_cpu_units units sources folder isas)
+function(anyflash_write_cpu_units all_units all_files folder isas)
   foreach(isa IN LISTS isas)
     set(enum ${ANYFLASH_CPU_ENUM_${isa}})
     set(ops ${ANYFLASH_CPU_OPS})
@@ -217,12 +217,12 @@ function(anyflash_write_cpu_units units sources folder isas)
         "${file}"
         PROPERTIES COMPILE_OPTIONS "-fno-math-errno;${ANYFLASH_CPU_FLAGS_${isa}}"
       )
-      list(APPEND ${units} ${unit})
-      list(APPEND ${sources} "${file}")
+      list(APPEND ${all_units} ${unit})
+      list(APPEND ${all_files} "${file}")
     endforeach()
   endforeach()
-  set(${units} ${${units}} PARENT_SCOPE)
-  set(${sources} ${${sources}} PARENT_SCOPE)
+  set(${all_units} ${${all_units}} PARENT_SCOPE)
+  set(${all_files} ${${all_files}} PARENT_SCOPE)
 endfunction()
 
 # Whether a list of units (see below) has the pair, or its operation alone.

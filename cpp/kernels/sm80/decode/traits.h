@@ -19,7 +19,8 @@ namespace anyflash::sm80 {
 template <class Element_, int kHeadDim_, int kBlockM_, bool k8Bit_>
 struct DecodeTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;  // of K and V
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDim_;
   static constexpr bool k8Bit = k8Bit_;
   static constexpr DecodeConfig kDecodeTile = decode_tile(kHeadDim, kBlockM_, k8Bit);
   static constexpr Tile kTile = kDecodeTile.tile;
