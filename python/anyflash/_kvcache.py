@@ -92,17 +92,25 @@ class KvCacheCall(Forward):
             self._cache_options["split_size"] = parse("split_size", _options.integer, split_size)
 
     def append(
-        self, *, k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, rotary_interleaved: Any
+        self,
+        *,
+        k: Any,
+        v: Any,
+        rotary_cos: Any,
+        rotary_sin: Any,
+        rotary_seqlens: Any,
+        rotary_interleaved: Any,
     ) -> None:
         """New keys and values are written to the caches."""
-        for name, argument, x in (
-            ("k_new", "k", k),
-            ("v_new", "v", v),
-            ("rotary_cos", "rotary_cos", rotary_cos),
-            ("rotary_sin", "rotary_sin", rotary_sin),
+        for name, argument, x, allowed in (
+            ("k_new", "k", k, FLOATS),
+            ("v_new", "v", v, FLOATS),
+            ("rotary_cos", "rotary_cos", rotary_cos, FLOATS),
+            ("rotary_sin", "rotary_sin", rotary_sin, FLOATS),
+            ("rotary_seqlens", "rotary_seqlens", rotary_seqlens, INT32),
         ):
             if x is not None:
-                self._cache_array(name, argument, x, FLOATS)
+                self._cache_array(name, argument, x, allowed)
         self._cache_options["rotary_interleaved"] = bool(rotary_interleaved)
         self._writes = k is not None or v is not None
         if self._writes:
@@ -180,6 +188,7 @@ def attend(  # noqa: PLR0917 (the order of flash-attn)
     *,
     rotary_cos: Any,
     rotary_sin: Any,
+    rotary_seqlens: Any,
     rotary_interleaved: Any,
     window_size: Any,
     softcap: Any,
@@ -203,6 +212,7 @@ def attend(  # noqa: PLR0917 (the order of flash-attn)
         v=v,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
         rotary_interleaved=rotary_interleaved,
     )
     call.results(

@@ -161,6 +161,34 @@ def test_lengths_places_and_padding() -> None:
         torch.testing.assert_close(out[b : b + 1], right)
 
 
+@pytest.mark.parametrize("lengths", [[17, 40], 17])
+@pytest.mark.parametrize("window", [(-1, -1), (12, -1), (-1, 0)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_counts_the_pad(lengths: Any, window: tuple[int, int], interleaved: bool) -> None:
+    """By the row in the cache: the same as q and k that were rotated by it before. Queries are
+    rotated all alike where there is no window."""
+    filled = lengths if isinstance(lengths, list) else [lengths] * 2
+    q, (k, v) = randn(2, 3, 4, 16), randn(2, 2, 3, 2, 16, seed=1)
+    cos, sin = torch.rand(2, 48, 6)
+    turned_q, turned_k = q.clone(), k.clone()
+    for b, first in enumerate(filled):
+        rows = first + torch.arange(3)
+        turned_k[b] = rotate(k[b], rows, cos, sin, interleaved)
+        rows = rows if max(window) >= 0 else torch.full_like(rows, first)
+        turned_q[b] = rotate(q[b], rows, cos, sin, interleaved)
+    caches, right = (randn(2, 2, 64, 2, 16, seed=2) for _ in range(2))
+    options = {
+        "cache_leftpad": integers([16, 9]),
+        "cache_seqlens": integers(lengths) if isinstance(lengths, list) else lengths,
+        "window_size": window,
+        "rotary_interleaved": interleaved,
+    }
+    out = fa.flash_attn_with_kvcache(q, *caches, k, v, cos, sin, **options)
+    same = fa.flash_attn_with_kvcache(turned_q, *right, turned_k, v, **options)
+    torch.testing.assert_close(out, same)
+    torch.testing.assert_close(caches, right)
+
+
 def test_a_bound_that_nothing_meets_is_none() -> None:
     """Of a window as wide as the cache: queries are then rotated all alike, as in flash-attn."""
     q, (k, v) = randn(1, 3, 2, 16), randn(2, 1, 3, 2, 16, seed=1)

@@ -127,6 +127,26 @@ WRONG: dict[str, Wrong] = {
         TypeError,
         "rotary_cos is float64, but q is float32; .*or be float32",
     ),
+    "rotation-alone": (
+        {"rotary_seqlens": ends(0, 0)},
+        ValueError,
+        "rotary_seqlens is given without rotary_cos",
+    ),
+    "rotation-dtype": (
+        {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ones(2)},
+        TypeError,
+        "rotary_seqlens is float32; int32",
+    ),
+    "rotation-shape": (
+        {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ends(0)},
+        ValueError,
+        r"rotary_seqlens has shape \(1,\); expected \(2,\)",
+    ),
+    "rotation-below": (
+        {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ends(3, -1)},
+        ValueError,
+        r"rotary_seqlens\[1\] is -1; 0 to 13 is allowed: rotary_cos has 16 rows, 3 keys are",
+    ),
     # scores
     "window": ({"window_size": 3}, TypeError, "window_size is int; a pair"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0; 0 "),

@@ -28,6 +28,7 @@ def attention_with_kvcache(
     *,
     rotary_cos: Any = None,
     rotary_sin: Any = None,
+    rotary_seqlens: Any = None,
     rotary_interleaved: bool = True,
     cache_seqlens: Any = None,
     cache_batch_idx: Any = None,
@@ -123,6 +124,7 @@ def attention_with_kvcache(
     call.array("v_new", v)
     call.array("rotary_cos", rotary_cos)
     call.array("rotary_sin", rotary_sin)
+    call.array("rotary_seqlens", rotary_seqlens)
     call.array("tree_mask", tree_mask, 3)
     call.array("k_scale", k_scale)
     call.array("v_scale", v_scale)
