@@ -113,9 +113,10 @@ class CacheLengths {
     if (seqlens_.data() != nullptr) {
       filled = seqlens_.data()[index];
       if (!is_within(filled, room)) {
+        const char* const what = p_.block_table == nullptr ? "the cache" : "block_table";
         invalid_element("cache_seqlens", index, filled, room,
-                        "the cache has " + std::to_string(p_.seqlen_k) +
-                            " rows for a sequence, and " + std::to_string(p_.seqlen_new) +
+                        what + (" has room for " + std::to_string(p_.seqlen_k)) +
+                            " rows of a sequence, and " + std::to_string(p_.seqlen_new) +
                             " are appended");
       }
     }

@@ -29,6 +29,7 @@ class KvCacheCall(Forward):
         "_arguments",
         "_cache_arrays",
         "_cache_options",
+        "_cache_shapes",
         "_caches",
         "_given_out",
         "_lse",
@@ -53,6 +54,7 @@ class KvCacheCall(Forward):
         self._begin(q, read["q"][1], (shape, k_shape, v_shape))
         self._caches: Given = {name: (given[name], dtype) for name, (_, dtype) in read.items()}
         self._cache_arrays: Given = {}
+        self._cache_shapes: dict[str, tuple[int, ...]] = {}
         self._cache_options: dict[str, Any] = {}
         self._seqlens: int | None = None  # the same for all sequences
         self._owner: Any = None  # of the memory that they are written to
@@ -118,7 +120,8 @@ class KvCacheCall(Forward):
                 self._operands.cache(name, self._caches[name][0])
 
     def _cache_array(self, name: str, argument: str, x: Any, allowed: tuple[str, ...]) -> None:
-        self._cache_arrays[name] = (x, self._operands.read(argument, x, allowed)[1])
+        self._cache_shapes[name], dtype = self._operands.read(argument, x, allowed)
+        self._cache_arrays[name] = (x, dtype)
 
     def results(
         self,
@@ -146,6 +149,9 @@ class KvCacheCall(Forward):
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
         if self._seqlens is not None:
+            shapes = (self._cache_shapes.get(name) for name in ("block_table", "k_new"))
+            room = (self._seqlens, self._shapes[1], *shapes)
+            operands.parse("cache_seqlens", _options.check_room, *room)
             self._owner, lengths = operands.parse(
                 "cache_seqlens",
                 framework.lengths,

@@ -23,8 +23,8 @@ const CaseOf<Appending> kLengths[] = {
     {"negative length",
      [](Appending& c) { c.seqlens.data<int32_t>()[1] = -1; },
      kValue,
-     {"cache_seqlens[1] is -1; 0 to 14 is allowed: the cache has 16 rows for a sequence, and 2 "
-      "are"}},
+     {"cache_seqlens[1] is -1; 0 to 14 is allowed: the cache has room for 16 rows of a sequence, "
+      "and 2 are appended"}},
     {"no room",
      [](Appending& c) { c.seqlens.data<int32_t>()[0] = 15; },
      kValue,
@@ -123,7 +123,7 @@ const CaseOf<Paged> kTables[] = {
     {"no room",
      [](Paged& c) { c.seqlens.data<int32_t>()[1] = 15; },
      kValue,
-     {"cache_seqlens[1] is 15; 0 to 14"}},
+     {"cache_seqlens[1] is 15; 0 to 14 is allowed: block_table has room for 16 rows"}},
     // The table's rows run backwards: row 0 is 99 -1 2 1.
     {"reversed table",
      [](Paged& c) {

@@ -204,6 +204,24 @@ def test_a_bound_that_nothing_meets_is_none() -> None:
     assert not torch.allclose(results[0], results[3])
 
 
+@pytest.mark.parametrize("new", [0, 1])
+@pytest.mark.parametrize("size", [16, 24])
+def test_lengths_that_run_past_the_table(new: int, size: int) -> None:
+    """Nothing is written; an int is refused before any device sees it; all of the table is fine."""
+    q, pages, table = randn(1, 1, 2, 16), randn(2, 4, size, 2, 16), integers([[0, 2]])
+    before = pages.clone()
+    k, v = randn(2, 1, new, 2, 16) if new else (None, None)
+    most = 2 * size - new
+    for lengths, name in ((integers([most + 1]), r"\[0\]"), (most + 1, "")):
+        message = rf"cache_seqlens{name} is {most + 1}; 0 to {most} is allowed: block_table has"
+        with pytest.raises(ValueError, match=message):
+            fa.flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=lengths, block_table=table)
+        assert torch.equal(pages, before)
+    out = fa.flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=most, block_table=table)
+    keys = [x[[0, 2]].flatten(0, 1)[None] for x in pages]
+    torch.testing.assert_close(out, fa.flash_attn_func(q, *keys))
+
+
 def test_no_keys() -> None:
     q, cache = randn(2, 1, 4, 16), torch.full((2, 2, 8, 2, 16), torch.nan)
     out, lse = fa.flash_attn_with_kvcache(q, *cache, cache_seqlens=0, return_softmax_lse=True)
@@ -260,6 +278,15 @@ def test_varlen_pages(options: dict[str, Any], size: int, dtype: str) -> None:
     close(
         "lse", 2, list(lse.split(rows, 1)), truth.lse, [x.float() * (1 + 1e-6) for x in truth.lse]
     )
+
+
+def test_varlen_lengths_that_run_past_the_table() -> None:
+    q, pages, cu = randn(1, 2, 16), randn(2, 4, 16, 2, 16), cumulative([1])
+    table = integers([[0, 2]])
+    out = fa.flash_attn_varlen_func(q, *pages, cu, cumulative([32]), 1, 32, block_table=table)
+    assert out.isfinite().all()
+    with pytest.raises(ValueError, match="is 33; 0 to 32 is allowed: block_table has room for 32"):
+        fa.flash_attn_varlen_func(q, *pages, cu, cumulative([33]), 1, 33, block_table=table)
 
 
 def test_varlen_pages_have_no_backward() -> None:

@@ -82,7 +82,11 @@ WRONG: dict[str, Wrong] = {
     "k-long": ({"k": ones(2, 17, 4, 16), "v": ones(2, 17, 4, 24)}, ValueError, "k has .*17.*16"),
     "no-lengths": ({"cache_seqlens": None}, ValueError, "k is given without cache_seqlens"),
     "full": ({"cache_seqlens": ends(5, 14)}, ValueError, r"cache_seqlens\[1\] is 14; .*13"),
-    "full-int": ({"cache_seqlens": 14}, ValueError, r"cache_seqlens\[0\] is 14; .*13"),
+    "full-int": (
+        {"cache_seqlens": 14},
+        ValueError,
+        "cache_seqlens is 14; 0 to 13 is allowed: the cache has room for 16 rows .*, and 3 are",
+    ),
     "frozen-k": ({"k_cache": frozen(2, 16, 4, 16)}, ValueError, "k_cache is read-only"),
     "frozen-v": ({"v_cache": frozen(2, 16, 4, 24)}, ValueError, "v_cache is read-only"),
     # integers
@@ -199,6 +203,16 @@ WRONG: dict[str, Wrong] = {
     ),
 }
 WRONG_PAGED: dict[str, Wrong] = {
+    "full-table": (
+        {"cache_seqlens": ends(10, 0)},
+        ValueError,
+        r"cache_seqlens\[0\] is 10; 0 to 9 is allowed: block_table has room for 12 rows",
+    ),
+    "full-table-int": (
+        {"cache_seqlens": 10},
+        ValueError,
+        "cache_seqlens is 10; 0 to 9 is allowed: block_table has room for 12 rows",
+    ),
     "table-int64": (
         {"block_table": np.arange(6).reshape(2, 3)},
         TypeError,
