@@ -76,13 +76,15 @@ def flash_attn_with_kvcache(
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     with torch.no_grad():
         k_cache, v_cache, block_table = split_pages(k_cache, v_cache, block_table)
+        rotary_seqlens = None
         if rotary_cos is not None:
+            rotary_seqlens = rows_in_cache(q, cache_seqlens, cache_leftpad)
             options["window_size"] = _bounds(options["window_size"], q, k_cache, block_table)
         result = attention_with_kvcache(
             *(q, k_cache, v_cache, k, v),
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
-            rotary_seqlens=_rows_in_cache(q, rotary_cos, cache_seqlens, cache_leftpad),
+            rotary_seqlens=rotary_seqlens,
             rotary_interleaved=rotary_interleaved,
             cache_seqlens=cache_seqlens,
             cache_batch_idx=cache_batch_idx,
@@ -95,14 +97,13 @@ def flash_attn_with_kvcache(
         return (result[0], with_positive_infinity(result[1])) if return_softmax_lse else result
 
 
-def _rows_in_cache(
+def rows_in_cache(
     q: torch.Tensor,
-    rotary_cos: torch.Tensor | None,
     cache_seqlens: int | torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """flash-attn rotates by the row in the cache, the pad included, anyflash without it."""
-    if rotary_cos is None or cache_leftpad is None:
+    if cache_leftpad is None:
         return None
     if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
