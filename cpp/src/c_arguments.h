@@ -199,6 +199,7 @@ struct CacheTensors {
         v_new(c.v_new, "v_new", nullptr),
         rotary_cos(c.rotary_cos, "rotary_cos", nullptr),
         rotary_sin(c.rotary_sin, "rotary_sin", nullptr),
+        rotary_seqlens(c.rotary_seqlens, "rotary_seqlens", kMustBeInt32),
         tree_mask(c.tree_mask, "tree_mask", kMustBeBool),
         k_scale(c.k_scale, "k_scale", kMustBeFloat32),
         v_scale(c.v_scale, "v_scale", kMustBeFloat32) {}
@@ -212,13 +213,15 @@ struct CacheTensors {
     options.v_new = v_new.get();
     options.rotary_cos = rotary_cos.get();
     options.rotary_sin = rotary_sin.get();
+    options.rotary_seqlens = rotary_seqlens.get();
     options.tree_mask = tree_mask.get();
     options.k_scale = k_scale.get();
     options.v_scale = v_scale.get();
   }
 
   OptionalView cache_seqlens, cache_batch_idx, cache_leftpad, block_table;
-  OptionalView k_new, v_new, rotary_cos, rotary_sin, tree_mask, k_scale, v_scale;
+  OptionalView k_new, v_new, rotary_cos, rotary_sin, rotary_seqlens;
+  OptionalView tree_mask, k_scale, v_scale;
 };
 
 inline constexpr char kCacheTypes[] =

@@ -92,7 +92,8 @@ class CacheLengths {
         stream_(stream),
         seqlens_(p_.cache_seqlens, p_.batch, device, stream),
         leftpad_(p_.cache_leftpad, p_.batch, device, stream),
-        places_(p_.cache_batch_idx, p_.batch, device, stream) {}
+        places_(p_.cache_batch_idx, p_.batch, device, stream),
+        rotations_(a_.rotary_seqlens, p_.batch, device, stream) {}
 
   void check(int64_t index) const {
     const UsedRows rows = used_rows(index);
@@ -112,9 +113,10 @@ class CacheLengths {
     if (seqlens_.data() != nullptr) {
       filled = seqlens_.data()[index];
       if (!is_within(filled, room)) {
+        const char* const what = p_.block_table == nullptr ? "the cache" : "block_table";
         invalid_element("cache_seqlens", index, filled, room,
-                        "the cache has " + std::to_string(p_.seqlen_k) +
-                            " rows for a sequence, and " + std::to_string(p_.seqlen_new) +
+                        what + (" has room for " + std::to_string(p_.seqlen_k)) +
+                            " rows of a sequence, and " + std::to_string(p_.seqlen_new) +
                             " are appended");
       }
     }
@@ -148,7 +150,16 @@ class CacheLengths {
   void check_rotary(int64_t index, const UsedRows& rows) const {
     const int64_t before = rows.last - p_.seqlen_new - rows.first;
     const int64_t of_q = a_.rotary_steps ? p_.seqlen_q : std::min(p_.seqlen_q, 1);
-    const int64_t needed = before + std::max<int64_t>(p_.seqlen_new, of_q);
+    const int64_t count = std::max<int64_t>(p_.seqlen_new, of_q);
+    if (rotations_.data() != nullptr) {
+      const int64_t most = a_.rotary_rows - std::max<int64_t>(count, 1);
+      if (is_within(rotations_.data()[index], most)) return;
+      invalid_element("rotary_seqlens", index, rotations_.data()[index], most,
+                      "rotary_cos has " + std::to_string(a_.rotary_rows) + " rows, " +
+                          std::to_string(p_.seqlen_new) +
+                          " keys are appended, and q has seqlen_q " + std::to_string(p_.seqlen_q));
+    }
+    const int64_t needed = before + count;
     if (needed <= a_.rotary_rows) return;
     invalid_value("rotary_cos has " + std::to_string(a_.rotary_rows) + " rows; sequence " +
                   std::to_string(index) + " needs " + std::to_string(needed) + ": " +
@@ -164,6 +175,7 @@ class CacheLengths {
   HostCopy seqlens_;
   HostCopy leftpad_;
   HostCopy places_;
+  HostCopy rotations_;
 };
 
 }  // namespace

@@ -149,6 +149,7 @@ struct AppendParams {
   BroadcastTensor rotary_cos;     // (row, col); null: no rotation
   BroadcastTensor rotary_sin;
   int64_t rotary_rows = 0;
+  const int32_t* rotary_seqlens = nullptr;  // null: the keys before the append
   int rotary_dim = 0;
   bool rotary_interleaved = true;
   bool rotary_steps = false;  // query i is rotated by row n + i, not n

@@ -52,6 +52,9 @@ void check_combinations(const KvCacheOptions& c) {
   if (c.rotary_cos != nullptr && c.k_new == nullptr) {
     invalid_value("rotary_cos is given without k_new; keys are rotated when they are appended");
   }
+  if (c.rotary_seqlens != nullptr && c.rotary_cos == nullptr) {
+    invalid_value("rotary_seqlens is given without rotary_cos, whose rows it names");
+  }
   if (c.block_table != nullptr && c.cache_batch_idx != nullptr) {
     invalid_value("cache_batch_idx is given with block_table; only one of both is allowed");
   }
@@ -276,6 +279,7 @@ class KvCacheArguments {
     a_.rotary_cos = auxiliary_of(cos, {&Strides::row, &Strides::col});
     a_.rotary_sin = auxiliary_of(sin, {&Strides::row, &Strides::col});
     a_.rotary_rows = cos.shape[0];
+    a_.rotary_seqlens = integers(c_.rotary_seqlens, "rotary_seqlens");
     a_.rotary_dim = static_cast<int>(2 * cos.shape[1]);
     a_.rotary_interleaved = c_.rotary_interleaved;
     a_.rotary_steps = p_.window.left >= 0 || p_.window.right >= 0;

@@ -20,6 +20,7 @@ def attention_with_kvcache(
     *,
     rotary_cos: Any = None,
     rotary_sin: Any = None,
+    rotary_seqlens: Any = None,
     rotary_interleaved: bool = True,
     cache_seqlens: Any = None,
     cache_batch_idx: Any = None,
@@ -73,6 +74,9 @@ def attention_with_kvcache(
         and k are rotated (rotary embedding, Su et al., arXiv 2104.09864), k before it is written:
         new key t by row ``n + t``; query i by row ``n + i``, or, without ``causal`` and
         ``window_size``, row n. Need k.
+    rotary_seqlens : (batch,) int32, optional
+        The row that stands for n there, of each sequence: its first new key's. Default: n;
+        ``cache_seqlens`` gives flash-attn's rotation, by the row in the cache, pad included.
     rotary_interleaved : bool
         A pair is columns 2 c and 2 c + 1 (GPT-J); False: c and c + rotary_dim / 2 (GPT-NeoX,
         Llama).
@@ -160,6 +164,7 @@ def attention_with_kvcache(
             v,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
+            rotary_seqlens=rotary_seqlens,
             rotary_interleaved=rotary_interleaved,
             cache_seqlens=cache_seqlens,
             cache_batch_idx=cache_batch_idx,
@@ -188,6 +193,7 @@ def attention_with_kvcache(
         v,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
         rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,

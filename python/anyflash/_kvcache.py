@@ -29,6 +29,7 @@ class KvCacheCall(Forward):
         "_arguments",
         "_cache_arrays",
         "_cache_options",
+        "_cache_shapes",
         "_caches",
         "_given_out",
         "_lse",
@@ -53,6 +54,7 @@ class KvCacheCall(Forward):
         self._begin(q, read["q"][1], (shape, k_shape, v_shape))
         self._caches: Given = {name: (given[name], dtype) for name, (_, dtype) in read.items()}
         self._cache_arrays: Given = {}
+        self._cache_shapes: dict[str, tuple[int, ...]] = {}
         self._cache_options: dict[str, Any] = {}
         self._seqlens: int | None = None  # the same for all sequences
         self._owner: Any = None  # of the memory that they are written to
@@ -92,17 +94,25 @@ class KvCacheCall(Forward):
             self._cache_options["split_size"] = parse("split_size", _options.integer, split_size)
 
     def append(
-        self, *, k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, rotary_interleaved: Any
+        self,
+        *,
+        k: Any,
+        v: Any,
+        rotary_cos: Any,
+        rotary_sin: Any,
+        rotary_seqlens: Any,
+        rotary_interleaved: Any,
     ) -> None:
         """New keys and values are written to the caches."""
-        for name, argument, x in (
-            ("k_new", "k", k),
-            ("v_new", "v", v),
-            ("rotary_cos", "rotary_cos", rotary_cos),
-            ("rotary_sin", "rotary_sin", rotary_sin),
+        for name, argument, x, allowed in (
+            ("k_new", "k", k, FLOATS),
+            ("v_new", "v", v, FLOATS),
+            ("rotary_cos", "rotary_cos", rotary_cos, FLOATS),
+            ("rotary_sin", "rotary_sin", rotary_sin, FLOATS),
+            ("rotary_seqlens", "rotary_seqlens", rotary_seqlens, INT32),
         ):
             if x is not None:
-                self._cache_array(name, argument, x, FLOATS)
+                self._cache_array(name, argument, x, allowed)
         self._cache_options["rotary_interleaved"] = bool(rotary_interleaved)
         self._writes = k is not None or v is not None
         if self._writes:
@@ -110,7 +120,8 @@ class KvCacheCall(Forward):
                 self._operands.cache(name, self._caches[name][0])
 
     def _cache_array(self, name: str, argument: str, x: Any, allowed: tuple[str, ...]) -> None:
-        self._cache_arrays[name] = (x, self._operands.read(argument, x, allowed)[1])
+        self._cache_shapes[name], dtype = self._operands.read(argument, x, allowed)
+        self._cache_arrays[name] = (x, dtype)
 
     def results(
         self,
@@ -138,6 +149,9 @@ class KvCacheCall(Forward):
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
         if self._seqlens is not None:
+            shapes = (self._cache_shapes.get(name) for name in ("block_table", "k_new"))
+            room = (self._seqlens, self._shapes[1], *shapes)
+            operands.parse("cache_seqlens", _options.check_room, *room)
             self._owner, lengths = operands.parse(
                 "cache_seqlens",
                 framework.lengths,
@@ -180,6 +194,7 @@ def attend(  # noqa: PLR0917 (the order of flash-attn)
     *,
     rotary_cos: Any,
     rotary_sin: Any,
+    rotary_seqlens: Any,
     rotary_interleaved: Any,
     window_size: Any,
     softcap: Any,
@@ -203,6 +218,7 @@ def attend(  # noqa: PLR0917 (the order of flash-attn)
         v=v,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
         rotary_interleaved=rotary_interleaved,
     )
     call.results(

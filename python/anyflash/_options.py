@@ -91,6 +91,24 @@ def length(value: Any) -> int:
     return result
 
 
+def check_room(
+    filled: int,
+    cache: tuple[int, ...],
+    table: tuple[int, ...] | None,
+    new: tuple[int, ...] | None,
+) -> None:
+    """Whether an int's rows, and k's, fit the cache: shapes of k_cache, block_table and k. Lengths
+    in an array are known on its device alone, and an int of a GPU's call has become one there."""
+    capacity = cache[1] * (1 if table is None else table[-1])
+    seqlen_new = new[1] if new is not None and len(new) > 1 else 0
+    if filled + seqlen_new > capacity:
+        allowed = f"0 to {capacity - seqlen_new}" if seqlen_new <= capacity else "none"
+        raise ValueError(
+            f"is {filled}; {allowed} is allowed: {'the cache' if table is None else 'block_table'} "
+            f"has room for {capacity} rows of a sequence, and {seqlen_new} are appended"
+        )
+
+
 def integer(value: Any) -> int:
     """What the core checks the range of."""
     result = _integer(value, "an int")

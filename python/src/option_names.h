@@ -46,6 +46,7 @@ inline constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {
     {"v_new", &KvCacheOptions::v_new, false, 0},
     {"rotary_cos", &KvCacheOptions::rotary_cos, false, 0},
     {"rotary_sin", &KvCacheOptions::rotary_sin, false, 0},
+    {"rotary_seqlens", &KvCacheOptions::rotary_seqlens, false, 0},
     {"tree_mask", &KvCacheOptions::tree_mask, false, 3},
     {"k_scale", &KvCacheOptions::k_scale, false, 0},
     {"v_scale", &KvCacheOptions::v_scale, false, 0},

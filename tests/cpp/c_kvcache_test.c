@@ -129,6 +129,16 @@ static void check_append(void) {
     CHECK(c.k[0] == -c.p.k[5] && c.k[1] == c.p.k[4] && c.v[0] == 60 && c.v[1] == 0);
     cos_table[0] = 5; /* rows 0 and 1 are not read */
     CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK && c.k[1] == c.p.k[4]);
+
+    /* By another row than that of the key. An older caller does not have the field. */
+    int32_t zero[1] = {0};
+    const DLTensor rotation = typed(zero, 1, c.one, kDLInt, 32);
+    c.cache.rotary_seqlens = &rotation;
+    c.options.causal = 1; /* of two queries, the second one by row 1 */
+    CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK && c.k[0] == 5 * c.p.k[4]);
+    c.cache.size = offsetof(anyflash_kvcache_options, rotary_seqlens);
+    c.options.causal = 0;
+    CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK && c.k[1] == c.p.k[4]);
   }
 }
 
@@ -254,6 +264,8 @@ static void check_fields(void) {
       {offsetof(anyflash_kvcache_options, v_new), kDLFloat, "v_new is given without k_new"},
       {offsetof(anyflash_kvcache_options, rotary_cos), kDLFloat, "rotary_cos is given without"},
       {offsetof(anyflash_kvcache_options, rotary_sin), kDLFloat, "rotary_sin is given without"},
+      {offsetof(anyflash_kvcache_options, rotary_seqlens), kDLInt,
+       "rotary_seqlens is given without rotary_cos"},
       {offsetof(anyflash_kvcache_options, tree_mask), kDLBool, "tree_mask has shape (1, 1, 1)"},
       {offsetof(anyflash_kvcache_options, k_scale), kDLFloat, "k_scale is given, but the cache"},
       {offsetof(anyflash_kvcache_options, v_scale), kDLFloat, "v_scale is given, but the cache"},

@@ -7,12 +7,14 @@
 
 #include "check.h"
 
+using anyflash::AppendParams;
 using anyflash::cached_sequence;
 using anyflash::CachedSequence;
 using anyflash::CacheSlot;
 using anyflash::is_slab;
 using anyflash::KvCacheParams;
 using anyflash::place_of;
+using anyflash::rotary_row;
 using anyflash::split_keys;
 using anyflash::SplitKeys;
 using anyflash::table_entry;
@@ -52,6 +54,26 @@ void check_lengths() {
       CHECK_EQ(s.keys_before, filled[i] - first);
       CHECK_EQ(s.seqlen_k, filled[i] - first + 3);
     }
+  }
+}
+
+void check_rotations() {
+  AppendParams p;
+  p.cache = params();
+  const int32_t length = 9, pad = 4;
+  p.cache.cache_seqlens = &length;
+  p.cache.cache_leftpad = &pad;
+  p.rotary_rows = 12;
+  const CachedSequence s = cached_sequence(p.cache, 0);
+  for (int step = 0; step < 15; ++step) {  // by the number of keys, or the last row
+    CHECK_EQ(rotary_row(p, s, 0, step), step < 7 ? 5 + step : 11);
+  }
+  const int32_t given[] = {0, 8, 11, 12, INT_MAX, -1, INT_MIN};
+  const int first[] = {0, 8, 11, 11, 11, 0, 0};
+  p.rotary_seqlens = given;
+  for (int i = 0; i < 7; ++i) {
+    CHECK_EQ(rotary_row(p, s, i, 0), first[i]);
+    CHECK_EQ(rotary_row(p, s, i, 3), first[i] + 3 < 12 ? first[i] + 3 : 11);
   }
 }
 
@@ -199,6 +221,7 @@ void check_fixed_splits() {
 
 int main() {
   check_lengths();
+  check_rotations();
   check_places();
   check_slabs();
   check_pages();

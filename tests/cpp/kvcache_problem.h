@@ -53,6 +53,7 @@ struct Appending : KvCall {
       cos.data<float>()[i] = static_cast<float>(std::cos(0.1 * i));
       sin.data<float>()[i] = static_cast<float>(std::sin(0.1 * i));
     }
+    rotations.assign<int32_t>({3, 12});
     slopes.assign<float>({0.5f, 0.25f, 0.125f, 0.0625f});
     options.causal = true;
     options.window_left = 7;
@@ -86,6 +87,7 @@ struct Appending : KvCall {
   SmallTensor places{DType::kInt32, {2}};
   SmallTensor pads{DType::kInt32, {2}};
   SmallTensor tree{DType::kBool, {1, 3, 3}};
+  SmallTensor rotations{DType::kInt32, {2}};  // given where a test says so
   SmallTensor cos{DType::kFloat32, {16, 3}};
   SmallTensor sin{DType::kFloat32, {16, 3}};
   SmallTensor slopes{DType::kFloat32, {4}};

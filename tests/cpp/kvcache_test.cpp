@@ -48,9 +48,10 @@ struct Sequence {
         pad(integers(c.pads)[b]),
         seqlen_new(c.cache.k_new == nullptr ? 0 : c.k_new.view.shape[1]),
         before(filled - pad),
+        turn(c.cache.rotary_seqlens == nullptr ? before : integers(c.rotations)[b]),
         keys(before + seqlen_new) {}
 
-  int64_t filled, pad, seqlen_new, before, keys;
+  int64_t filled, pad, seqlen_new, before, turn, keys;
 };
 
 // Where row `row` of sequence b lies: indices along the cache's first two axes.
@@ -84,7 +85,7 @@ void gather(const Appending& c, int64_t b, const Tensor& cache, const Tensor& fr
     result.set(at, cache.get(from) * static_cast<double>(by));
     if (at[1] < s.before) return;
     const Index row{b, at[1] - s.before, at[2], 0};
-    const double x = rotate ? rotated(c, at[1], at[3], fresh, row)
+    const double x = rotate ? rotated(c, s.turn + at[1] - s.before, at[3], fresh, row)
                             : fresh.get({b, at[1] - s.before, at[2], at[3]});
     // Of 8 bits: within half a step, but for the rounding of float32.
     const double error = std::fabs(result.get(at) - x);
@@ -103,7 +104,7 @@ void reference(const Appending& c, int64_t b, const Tensor& k_cache, const Tenso
   Tensor bias(DType::kBool, {1, 1, queries, s.keys});
   const bool steps = c.options.causal || c.options.window_left >= 0 || c.options.window_right >= 0;
   q.for_each([&](const Index& at) {
-    q.set(at, rotated(c, s.before + (steps ? at[1] : 0), at[3], c.q_memory, {b, at[1], at[2], 0}));
+    q.set(at, rotated(c, s.turn + (steps ? at[1] : 0), at[3], c.q_memory, {b, at[1], at[2], 0}));
   });
   gather(c, b, k_cache, c.k_new, c.cache.k_scale, true, k);
   gather(c, b, v_cache, c.v_new, c.cache.v_scale, false, v);
@@ -156,6 +157,7 @@ template <class Call>
 void check_calls() {
   check_call<Call>([](Call&) {});
   check_call<Call>([](Call& c) { c.cache.rotary_interleaved = false; });
+  check_call<Call>([](Call& c) { c.cache.rotary_seqlens = &c.rotations.view; });
   check_call<Call>([](Call& c) { c.cache.tree_mask = nullptr; });
   check_call<Call>([](Call& c) { c.cache.rotary_cos = c.cache.rotary_sin = nullptr; });
   check_call<Call>([](Call& c) {

@@ -23,8 +23,8 @@ const CaseOf<Appending> kLengths[] = {
     {"negative length",
      [](Appending& c) { c.seqlens.data<int32_t>()[1] = -1; },
      kValue,
-     {"cache_seqlens[1] is -1; 0 to 14 is allowed: the cache has 16 rows for a sequence, and 2 "
-      "are"}},
+     {"cache_seqlens[1] is -1; 0 to 14 is allowed: the cache has room for 16 rows of a sequence, "
+      "and 2 are appended"}},
     {"no room",
      [](Appending& c) { c.seqlens.data<int32_t>()[0] = 15; },
      kValue,
@@ -74,6 +74,37 @@ const CaseOf<Appending> kLengths[] = {
      },
      kValue,
      {"rotary_cos has 9 rows; sequence 0 needs 10"}},
+    {"rotation of q behind the tables",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.rotations.assign<int32_t>({3, 14});
+     },
+     kValue,
+     {"rotary_seqlens[1] is 14; 0 to 13 is allowed: rotary_cos has 16 rows, 2 keys are appended, "
+      "and q has seqlen_q 3"}},
+    {"rotation of k behind the tables",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.options.causal = false;
+       c.options.window_left = -1;
+       c.rotations.assign<int32_t>({15, 12});
+     },
+     kValue,
+     {"rotary_seqlens[0] is 15; 0 to 14"}},
+    {"negative rotation",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.rotations.assign<int32_t>({-1, 12});
+     },
+     kValue,
+     {"rotary_seqlens[0] is -1; 0 to 13"}},
+    {"no rows for the rotation",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.cos.view.shape[0] = c.sin.view.shape[0] = 2;
+     },
+     kValue,
+     {"rotary_seqlens[0] is 3; none is allowed"}},
 };
 
 const CaseOf<Paged> kTables[] = {
@@ -92,7 +123,7 @@ const CaseOf<Paged> kTables[] = {
     {"no room",
      [](Paged& c) { c.seqlens.data<int32_t>()[1] = 15; },
      kValue,
-     {"cache_seqlens[1] is 15; 0 to 14"}},
+     {"cache_seqlens[1] is 15; 0 to 14 is allowed: block_table has room for 16 rows"}},
     // The table's rows run backwards: row 0 is 99 -1 2 1.
     {"reversed table",
      [](Paged& c) {
@@ -132,6 +163,11 @@ void check_allowed_lengths() {
     c.options.causal = false;
     c.options.window_left = -1;
     c.cos.view.shape[0] = c.sin.view.shape[0] = 10;
+  });
+  check_runs<Appending>([](Appending& c) {  // tables shorter than the sequences
+    c.cache.rotary_seqlens = &c.rotations.view;
+    c.rotations.assign<int32_t>({0, 1});
+    c.cos.view.shape[0] = c.sin.view.shape[0] = 4;
   });
   check_runs<Paged>([](Paged& c) {  // pages 0 hold no key
     c.pads.assign<int32_t>({4, 4});

@@ -182,6 +182,13 @@ const Case kCombinations[] = {
      [](Appending& c) { c.cache.k_new = c.cache.v_new = nullptr; },
      kValue,
      {"rotary_cos is given without k_new"}},
+    {"rows of no tables",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.cache.rotary_cos = c.cache.rotary_sin = nullptr;
+     },
+     kValue,
+     {"rotary_seqlens is given without rotary_cos"}},
     {"scales of floats",
      [](Appending& c) { c.cache.k_scale = &kAny.view; },
      kValue,
@@ -266,6 +273,20 @@ const Case kCacheOptions[] = {
      [](Appending& c) { c.k_new.view.shape[1] = c.v_new.view.shape[1] = 17; },
      kValue,
      {"k_new has seqlen_new 17, but the cache has room for 16 rows of a sequence"}},
+    {"rotation type",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.rotations.view.dtype = DType::kInt64;
+     },
+     kType,
+     {"rotary_seqlens is int64; it must be int32"}},
+    {"rotation shape",
+     [](Appending& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.rotations.view.shape[0] = 3;
+     },
+     kValue,
+     {"rotary_seqlens has shape (3,); expected (2,), one for each sequence"}},
     {"rotary rank", [](Appending& c) { c.cos.view.rank = 1; }, kValue, {"rotary_cos has 1 dim"}},
     {"rotary type",
      [](Appending& c) { c.cos.view.dtype = DType::kFloat16; },

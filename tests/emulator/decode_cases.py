@@ -87,6 +87,13 @@ CASES = decode(
     ),
     Case(
         batch=2,
+        seqlen_q=3,
+        seqlen_k=256,
+        causal=1,
+        more="filled=250,90 leftpad=3,17 new=3 rotary=32 rotary_seqlens=250,5",
+    ),
+    Case(
+        batch=2,
         seqlen_q=1,
         seqlen_k=1600,
         heads=4,

@@ -125,6 +125,8 @@ IN_APPEND = of(
     ),
     Mutation("queries-at-one-position", APPEND_SOURCE, "p_.rotary_steps ? at.row : 0", "0"),
     Mutation("queries-step-always", APPEND_SOURCE, "p_.rotary_steps ? at.row : 0", "at.row"),
+    Mutation("rotation-by-number-of-keys", CACHE, "p.rotary_seqlens == nullptr", "true"),
+    Mutation("rotation-of-first-sequence", CACHE, "p.rotary_seqlens[index]", "*p.rotary_seqlens"),
     Mutation("pairs-of-halves", APPEND_SOURCE, "at.col % 2 != 0", "at.col >= half"),
     Mutation(
         "appended-scale-of-first-slot",

@@ -99,6 +99,7 @@ class KvCacheOptions(ctypes.Structure):
         ("v_scale", ctypes.POINTER(DLTensor)),
         ("num_splits", ctypes.c_int64),
         ("split_size", ctypes.c_int64),
+        ("rotary_seqlens", ctypes.POINTER(DLTensor)),
     )
 
 

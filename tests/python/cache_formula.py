@@ -122,13 +122,13 @@ def expected(arguments: Arguments) -> Expected:
     lse = np.full((batch, heads, rows), -np.inf)
     aligned = bool(arguments.get("causal")) or max(window(arguments)) >= 0
     for b in range(batch):
-        n = int(filled[b] - padded[b])
+        turn = int(arguments.get("rotary_seqlens", filled - padded)[b])
         for name, cache in (("k", k_cache), ("v", v_cache)):
             for t in range(new):
                 at = place(arguments, b, int(filled[b]) + t)
                 row = arguments[name][b, t : t + 1]
                 if name == "k":
-                    row = rotated(row, arguments, np.array([n + t]))
+                    row = rotated(row, arguments, np.array([turn + t]))
                 cache[at] = stored(row[0], scale_of(arguments, name, at[0]), cache.dtype)
         places = [place(arguments, b, r) for r in range(int(padded[b]), int(filled[b]) + new)]
         keys, values = (
@@ -139,7 +139,7 @@ def expected(arguments: Arguments) -> Expected:
             if "sinks" in arguments:
                 lse[b] = arguments["sinks"][:, None]
             continue
-        turned = rotated(q[b], arguments, n + np.arange(rows) * aligned)
+        turned = rotated(q[b], arguments, turn + np.arange(rows) * aligned)
         formula = Formula(turned[None], keys[None], values[None])
         change(formula, arguments, b)
         found = formula.result()
@@ -224,6 +224,8 @@ def every_option() -> dict[str, Arguments]:
         "leftpad": call() | {"cache_leftpad": np.array([2, 0, 8], np.int32)},
         "rotary": call()
         | {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False, "causal": True},
+        "rotary-seqlens": call()
+        | {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": np.array([13, 2, 7], np.int32)},
         "eight-bits": call(cache_dtype=np.int8) | eight,
         "splits": long | {"num_splits": 3},
         "split-size": long | {"split_size": 64},

@@ -42,6 +42,7 @@ class Append(NamedTuple):
     neox: bool = False
     table_dtype: str = ""  # of cos and sin; q's
     spare: int = 0  # further rows of the tables
+    seqlens: tuple[int, ...] = ()  # rotary_seqlens
 
 
 @dataclass(frozen=True)
@@ -328,12 +329,16 @@ class _Builder:
             return {}
         case = self.case
         rows = case.rows + max(case.sq - case.new, 0) + append.spare
+        seqlens = {}
+        if append.seqlens:
+            rows = max(append.seqlens) + max(case.sq, case.new) + append.spare
+            seqlens["rotary_seqlens"] = int32_tensor(append.seqlens)
         frequency = 10000.0 ** (-np.arange(append.rotary // 2) / max(append.rotary // 2, 1))
         angle = np.arange(rows)[:, None] * frequency
         dtype = DTYPES[append.table_dtype or case.dtype]
         tables = {"rotary_cos": np.cos(angle), "rotary_sin": np.sin(angle)}
         placed = {n: place(x.astype(dtype), case.small_layout, "sd") for n, x in tables.items()}
-        return placed | {"rotary_neox": append.neox}
+        return placed | seqlens | {"rotary_neox": append.neox}
 
     def options(self) -> dict[str, Any]:
         case = self.case

@@ -32,6 +32,7 @@ class CacheProblem:
     v_new: Array | None = None
     rotary_cos: Array | None = None
     rotary_sin: Array | None = None
+    rotary_seqlens: Array | None = None
     rotary_neox: bool = False
     tree_mask: Array | None = None
     k_scale: Array | None = None
@@ -72,6 +73,13 @@ class CacheProblem:
     @property
     def lengths(self) -> Array:
         return self.filled + self.seqlen_new - self.first_row
+
+    @property
+    def first_rotation(self) -> Array:
+        """(batch,): the rotary tables' row of the first new key."""
+        if self.rotary_seqlens is None:
+            return self.filled - self.first_row
+        return np.maximum(self.rotary_seqlens.astype(np.int64), 0)
 
     @property
     def steps(self) -> bool:
@@ -164,7 +172,7 @@ def written(p: CacheProblem, new: Array, cache: Array, scale: Array | None, turn
     slots, rows = all_places(p, p.filled, np.full(len(new), new.shape[1]))
     exact, error = new.astype(np.float64), np.zeros(new.shape)
     if turn:
-        exact, error = rotated(p, new, p.filled - p.first_row, steps=True)
+        exact, error = rotated(p, new, p.first_rotation, steps=True)
     results = []
     for sign in (-1, 0, 1):
         x = (exact + sign * error).astype(new.dtype).reshape(-1, *new.shape[2:])
@@ -223,7 +231,7 @@ def tree_bias(p: CacheProblem) -> Array | None:
 def dense(p: CacheProblem, k_cache: Array, v_cache: Array, exact: bool = True) -> Problem:
     """The problem without a cache, after the append."""
     count, seqlen_q = p.q.shape[:2]
-    q = rotated(p, p.q, p.filled - p.first_row, p.steps)[0].astype(p.q.dtype)
+    q = rotated(p, p.q, p.first_rotation, p.steps)[0].astype(p.q.dtype)
     return Problem(
         q.reshape(-1, *q.shape[2:]),
         gathered(p, k_cache, p.k_scale, exact),
@@ -247,7 +255,7 @@ def dense(p: CacheProblem, k_cache: Array, v_cache: Array, exact: bool = True) -
 def shifts(p: CacheProblem, k: Array) -> Array:
     """(batch, seqlen_q, heads): by how much a row's scores may be off because elements of the
     rotated q lie between two numbers, and float32 takes the other one."""
-    exact, error = rotated(p, p.q, p.filled - p.first_row, p.steps)
+    exact, error = rotated(p, p.q, p.first_rotation, p.steps)
     low, high = ((exact + sign * error).astype(p.q.dtype).astype(np.float64) for sign in (-1, 1))
     finite = np.where(np.isfinite(k), np.abs(k), 0).astype(np.float64)
     scale = p.q.shape[-1] ** -0.5 if p.softmax_scale is None else abs(p.softmax_scale)

@@ -91,6 +91,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "one": {"sq": 1},
     "append": {"append": Append(7)},
     "rotary": {"append": Append(5, rotary=32, neox=True)},
+    "rotary_at": {"append": Append(5, rotary=32, seqlens=(9, 90))},
     "int8": {"cache_dtype": "int8", "scales": "head"},
     "e4m3": {"cache_dtype": "e4m3", "scales": "slot"},
     "gqa": {"heads": 8, "heads_k": 2},
@@ -207,6 +208,13 @@ def _appends() -> Iterator[CacheCase]:
         case = with_(base, f"rotary-leftpad-{dtype}", dtype=dtype, append=append, d=40, sq=4)
         yield with_(case, case.id, leftpad=(0, 15, 3, 2, 59), window=(20, 0), causal=False)
         yield with_(base, f"rotary-idx-{dtype}", dtype=dtype, page=0, batch_idx=True, append=append)
+        # By other rows than the numbers of keys: by the rows in the cache, and by any.
+        name, pads = f"rotary-seqlens-{dtype}", (0, 15, 3, 2, 59)
+        in_cache = append._replace(seqlens=base.lengths, spare=0)
+        yield with_(case, f"{name}-leftpad", leftpad=pads, causal=True, append=in_cache)
+        yield with_(case, f"{name}-leftpad-one", leftpad=pads, causal=False, append=in_cache)
+        anywhere = append._replace(seqlens=(100, 0, 7, 90, 3), neox=False)
+        yield with_(case, f"{name}-any", causal=True, append=anywhere, smoke=dtype == "fp16")
     # All of the cache is filled in one go (prefill), with a rotary table that ends there.
     for dtype in ("fp16", "fp32"):
         prefill = with_(base, f"prefill-{dtype}", dtype=dtype, lengths=(0, 0), sq=100)

@@ -12,16 +12,18 @@ from tensors import WRITABLE_LAYOUTS
 
 
 @st.composite
-def _append(draw: st.DrawFn, d: int) -> Append | None:
+def _append(draw: st.DrawFn, d: int, batch: int) -> Append | None:
     if not draw(st.booleans()):
         return None
     rotary = draw(st.sampled_from((0, 2, 16, 64)))
+    seqlens = st.lists(st.integers(0, 400), min_size=batch, max_size=batch)
     return Append(
         new=draw(st.integers(0, 40) | st.sampled_from((1, 16))),
         rotary=rotary if rotary <= d else 0,
         neox=draw(st.booleans()),
         table_dtype=draw(st.sampled_from(("", "fp32"))),
         spare=draw(st.integers(0, 3)),
+        seqlens=tuple(draw(st.just([]) | seqlens)),
     )
 
 
@@ -52,7 +54,7 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
         scales=draw(st.sampled_from(("", "head", "slot"))) if cache_dtype else "",
         leftpad=tuple(draw(st.integers(0, n)) for n in lengths) if draw(st.booleans()) else (),
         batch_idx=not page and draw(st.booleans()),
-        append=draw(_append(d)),
+        append=draw(_append(d, len(lengths))),
         tree=draw(st.sampled_from(("", "", "1", "b"))) if sq else "",
         causal=draw(st.booleans()),
         window=(draw(width()), draw(width())),

@@ -274,6 +274,19 @@ def test_anyflash_under_another_name_is_no_peer(monkeypatch):
         PEERS["fa2"].build(problem)
 
 
+def test_anyflash_that_is_installed_is_no_peer(monkeypatch):
+    import anyflash.flash_attn_3
+
+    names = ("flash_attn_3", "flash_attn_interface")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    anyflash.flash_attn_3.install(force=True)
+    problem = _measure.Problem(TINY, TorchWorld("cpu"))
+    with pytest.raises(Unsupported, match="flash_attn_interface is anyflash's stand-in"):
+        PEERS["fa3"].build(problem)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
 @pytest.mark.parametrize(
     "cell",
     [

@@ -1,4 +1,5 @@
-"""anyflash.flash_attn: names, signatures and what is returned, as flash-attn 2.8.3 has them."""
+"""anyflash.flash_attn: names, signatures and what is returned, as flash-attn 2.8.3 has them, with
+what its main branch has added at the end of argument lists."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ PRIVATE = {
     "_flash_attn_varlen_forward": (
         f"q k v {LENGTHS} dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 "
         "softcap=0.0 alibi_slopes=None return_softmax=False block_table=None leftpad_k=None "
-        "seqused_k=None zero_tensors=False"
+        "seqused_k=None zero_tensors=False num_splits=0"
     ),
     "_flash_attn_backward": f"{GRADS} {SCORES} deterministic rng_state=None",
     "_flash_attn_varlen_backward": (
@@ -64,7 +65,7 @@ EXTENSION = {
     "varlen_fwd": (
         "q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table alibi_slopes "
         f"max_seqlen_q max_seqlen_k dropout_p softmax_scale zero_tensors {WINDOW} return_softmax "
-        "generator"
+        "generator num_splits=0"
     ),
     "bwd": (
         f"{GRADS} alibi_slopes dropout_p softmax_scale {WINDOW} deterministic generator rng_state"
@@ -112,6 +113,7 @@ def test_signature(module: Any, name: str, signature: str) -> None:
 def test_names() -> None:
     assert set(fa.__all__) == {*PUBLIC, "__version__", "install"}
     assert fa.__version__ == "2.8.3"
+    assert flash_attn_interface.flash_attn_gpu is flash_attn_2_cuda
     for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
         wrapped = getattr(flash_attn_interface, f"_wrapped_flash_attn_{name}")
         assert wrapped is getattr(flash_attn_interface, f"_flash_attn_{name}")

@@ -99,7 +99,8 @@ grads = [torch.empty_like(x) for x in (q, k, k)]
 given = (q, q, k, k, out, lse, *grads, *dense, False, None)
 torch.library.opcheck(ops._flash_attn_backward.default, given, test_utils=checks)
 ops._flash_attn_backward(*given)
-out, lse, _, _ = ops._flash_attn_varlen_forward(fq, fk, fk, *packing, *dense, False)
+given = (fq, fk, fk, *packing, *dense, False)
+out, lse, _, _ = ops._flash_attn_varlen_forward(*given, num_splits=1)
 flat = [torch.empty_like(x) for x in (fq, fk, fk)]
 given = (fq, fq, fk, fk, out, lse, *flat, *packing, *dense, False, None, False)
 torch.library.opcheck(ops._flash_attn_varlen_backward.default, given, test_utils=checks)

@@ -161,6 +161,34 @@ def test_lengths_places_and_padding() -> None:
         torch.testing.assert_close(out[b : b + 1], right)
 
 
+@pytest.mark.parametrize("lengths", [[17, 40], 17])
+@pytest.mark.parametrize("window", [(-1, -1), (12, -1), (-1, 0)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_counts_the_pad(lengths: Any, window: tuple[int, int], interleaved: bool) -> None:
+    """By the row in the cache: the same as q and k that were rotated by it before. Queries are
+    rotated all alike where there is no window."""
+    filled = lengths if isinstance(lengths, list) else [lengths] * 2
+    q, (k, v) = randn(2, 3, 4, 16), randn(2, 2, 3, 2, 16, seed=1)
+    cos, sin = torch.rand(2, 48, 6)
+    turned_q, turned_k = q.clone(), k.clone()
+    for b, first in enumerate(filled):
+        rows = first + torch.arange(3)
+        turned_k[b] = rotate(k[b], rows, cos, sin, interleaved)
+        rows = rows if max(window) >= 0 else torch.full_like(rows, first)
+        turned_q[b] = rotate(q[b], rows, cos, sin, interleaved)
+    caches, right = (randn(2, 2, 64, 2, 16, seed=2) for _ in range(2))
+    options = {
+        "cache_leftpad": integers([16, 9]),
+        "cache_seqlens": integers(lengths) if isinstance(lengths, list) else lengths,
+        "window_size": window,
+        "rotary_interleaved": interleaved,
+    }
+    out = fa.flash_attn_with_kvcache(q, *caches, k, v, cos, sin, **options)
+    same = fa.flash_attn_with_kvcache(turned_q, *right, turned_k, v, **options)
+    torch.testing.assert_close(out, same)
+    torch.testing.assert_close(caches, right)
+
+
 def test_a_bound_that_nothing_meets_is_none() -> None:
     """Of a window as wide as the cache: queries are then rotated all alike, as in flash-attn."""
     q, (k, v) = randn(1, 3, 2, 16), randn(2, 1, 3, 2, 16, seed=1)
@@ -174,6 +202,24 @@ def test_a_bound_that_nothing_meets_is_none() -> None:
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert not torch.allclose(results[0], results[3])
+
+
+@pytest.mark.parametrize("new", [0, 1])
+@pytest.mark.parametrize("size", [16, 24])
+def test_lengths_that_run_past_the_table(new: int, size: int) -> None:
+    """Nothing is written; an int is refused before any device sees it; all of the table is fine."""
+    q, pages, table = randn(1, 1, 2, 16), randn(2, 4, size, 2, 16), integers([[0, 2]])
+    before = pages.clone()
+    k, v = randn(2, 1, new, 2, 16) if new else (None, None)
+    most = 2 * size - new
+    for lengths, name in ((integers([most + 1]), r"\[0\]"), (most + 1, "")):
+        message = rf"cache_seqlens{name} is {most + 1}; 0 to {most} is allowed: block_table has"
+        with pytest.raises(ValueError, match=message):
+            fa.flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=lengths, block_table=table)
+        assert torch.equal(pages, before)
+    out = fa.flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=most, block_table=table)
+    keys = [x[[0, 2]].flatten(0, 1)[None] for x in pages]
+    torch.testing.assert_close(out, fa.flash_attn_func(q, *keys))
 
 
 def test_no_keys() -> None:
@@ -232,6 +278,15 @@ def test_varlen_pages(options: dict[str, Any], size: int, dtype: str) -> None:
     close(
         "lse", 2, list(lse.split(rows, 1)), truth.lse, [x.float() * (1 + 1e-6) for x in truth.lse]
     )
+
+
+def test_varlen_lengths_that_run_past_the_table() -> None:
+    q, pages, cu = randn(1, 2, 16), randn(2, 4, 16, 2, 16), cumulative([1])
+    table = integers([[0, 2]])
+    out = fa.flash_attn_varlen_func(q, *pages, cu, cumulative([32]), 1, 32, block_table=table)
+    assert out.isfinite().all()
+    with pytest.raises(ValueError, match="is 33; 0 to 32 is allowed: block_table has room for 32"):
+        fa.flash_attn_varlen_func(q, *pages, cu, cumulative([33]), 1, 33, block_table=table)
 
 
 def test_varlen_pages_have_no_backward() -> None:

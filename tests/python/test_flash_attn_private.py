@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -253,6 +254,39 @@ def test_the_extension() -> None:
     )
     torch.testing.assert_close(cached, dense[0])
     torch.testing.assert_close(cached_lse, dense[1])
+
+
+def test_splits_of_pages() -> None:
+    """num_splits, which versions after 2.8.3 have, divides keys in pages, and no others."""
+    cu_q, cu_k = cumulative([3, 1]), cumulative([400, 130])
+    q, pages = draw((4, 4, 16), (2, 50, 16, 2, 16))
+    table = torch.randperm(50).view(2, 25).to(torch.int32)
+    packing = (cu_q, cu_k, 3, 400, 0.0, SCALE, True)
+    keys = ((b, torch.arange(n)) for b, n in enumerate((400, 130)))
+    rows = [table[b, n // 16] * 16 + n % 16 for b, n in keys]
+    k, v = (x.flatten(0, 1)[torch.cat(rows).long()] for x in pages)
+    right = _flash_attn_varlen_forward(q, k, v, *packing, num_splits=-5)
+    for splits in (0, 1, 2, 7):
+        found = _flash_attn_varlen_forward(
+            q, *pages, *packing, block_table=table, num_splits=splits
+        )
+        torch.testing.assert_close(found[:2], right[:2])
+        extension = flash_attn_2_cuda.varlen_fwd(
+            *(q, *pages, None, cu_q, cu_k, None, None, table, None, 3, 400, 0.0, SCALE, False),
+            *(True, -1, -1, 0.0, False, None, splits),
+        )
+        assert torch.equal(extension[0], found[0])
+    with pytest.raises(ValueError, match="num_splits is -5; 0"):
+        _flash_attn_varlen_forward(q, *pages, *packing, block_table=table, num_splits=-5)
+
+
+@pytest.mark.parametrize("name", ["fwd", "varlen_fwd", "bwd", "varlen_bwd"])
+def test_generators_are_refused(name: str) -> None:
+    function = getattr(flash_attn_2_cuda, name)
+    given = dict.fromkeys(inspect.signature(function).parameters)
+    given["generator"] = torch.Generator()
+    with pytest.raises(NotImplementedError, match="generator is Generator; only None is allowed"):
+        function(**given)
 
 
 def test_helpers() -> None:

@@ -62,6 +62,94 @@ def test_gradients() -> None:
     )
 
 
+def rows_of(positions: Any) -> tuple[Any, Any]:
+    return COS[positions], SIN[positions]
+
+
+PACKED = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+# Shape, what rotates it in place, and how many parts along axis 2 or -2 that reaches.
+IN_PLACE: dict[str, tuple[tuple[int, ...], Any, int]] = {
+    "x": ((2, 5, 4, 8), lambda x, **options: rotary.apply_rotary_emb(x, COS, SIN, **options), 4),
+    "qkv": ((2, 5, 3, 4, 8), lambda x, **o: rotary.apply_rotary_emb_qkv_(x, COS, SIN, **o), 2),
+    "gqa": (
+        (2, 5, 8, 8),
+        lambda x, **o: rotary.apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=4, **o),
+        6,
+    ),
+    "kv": ((2, 5, 2, 4, 8), lambda x, **o: rotary.apply_rotary_emb_kv_(x, COS, SIN, **o), 1),
+}
+OFFSETS = pytest.mark.parametrize("offsets", [0, 4, torch.tensor([7, 0], dtype=torch.int32)])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@OFFSETS
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_leaf_in_place(name: str, offsets: Any, interleaved: bool, compiled: bool) -> None:
+    """A leaf that requires grad is written to, and gets the gradient of what it was."""
+    shape, function, parts = IN_PLACE[name]
+    options = {"seqlen_offsets": offsets, "interleaved": interleaved}
+    options |= {"inplace": True} if name == "x" else {}
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+    x = torch.randn(shape).requires_grad_()
+    before = x.detach().clone().requires_grad_()
+    y = run(x, **options)
+    first = offsets if hasattr(offsets, "shape") else torch.full((2,), offsets)
+    tables = rows_of(first[:, None] + torch.arange(5))
+    turned = [
+        rotary.apply_rotary_emb_torch(before[:, :, i : i + 1].flatten(2, -2), *tables, interleaved)
+        for i in range(parts)
+    ]
+    right = torch.cat(
+        [*(z.unflatten(2, before[:, :, :1].shape[2:-1]) for z in turned), before[:, :, parts:]], 2
+    )
+    torch.testing.assert_close(y, right)
+    assert torch.equal(x, y)
+    weights = torch.randn(shape)
+    y.backward(weights)
+    right.backward(weights)
+    torch.testing.assert_close(x.grad, before.grad)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_packed_leaf_in_place(interleaved: bool) -> None:
+    x = torch.randn(5, 2, 8, requires_grad=True)
+    before = x.detach().clone().requires_grad_()
+    y = rotary.apply_rotary_emb(x, COS, SIN, interleaved, True, 3, PACKED, 3)
+    tables = rows_of(torch.tensor([3, 4, 3, 4, 5]))
+    right = rotary.apply_rotary_emb_torch(before, *tables, interleaved)
+    torch.testing.assert_close(y, right)
+    weights = torch.randn(5, 2, 8)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, weights), torch.autograd.grad(right, before, weights)
+    )
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_views_in_place(leaf: bool) -> None:
+    """Also one of a leaf; gradients of any order."""
+    weights = torch.randn(1, 5, 2, 8).double()
+
+    def attend(qkv: Any) -> Any:
+        qkv = qkv if leaf else qkv.clone()
+        q = rotary.apply_rotary_emb(qkv[:, :, 0], COS.double(), SIN.double(), inplace=True)
+        return (q * q * qkv[:, :, 1] * weights).sum()
+
+    def slowly(qkv: Any) -> Any:
+        q, k, _ = qkv.unbind(2)
+        q = rotary.apply_rotary_emb(q, COS.double(), SIN.double())
+        return (q * q * k * weights).sum()
+
+    x = torch.randn(1, 5, 3, 2, 8).double().requires_grad_()
+    same = x.detach().clone().requires_grad_()
+    results = []
+    for function, of in ((attend, x), (slowly, same)):
+        (first,) = torch.autograd.grad(function(of), of, create_graph=True)
+        results.append((first, *torch.autograd.grad(first.square().sum(), of)))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("scale_base", [None, 16.0])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_rotary_embedding(scale_base: float | None, offset: int) -> None:
@@ -98,6 +186,23 @@ def test_the_table_grows_and_changes_its_dtype() -> None:
     assert module._cos_cached is table
     module(torch.randn(1, 4, 3, 2, 8).bfloat16(), seqlen_offset=torch.tensor([9]), max_seqlen=13)
     assert (module._cos_cached.shape, module._cos_cached.dtype) == ((13, 4), torch.bfloat16)
+
+
+def test_module_of_a_leaf() -> None:
+    """q and k are rotated in a parameter's memory; q alone, with kv beside it, too."""
+    module = rotary.RotaryEmbedding(6)
+    qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)
+    q, kv = (qkv.detach()[:, :, part].clone() for part in (0, slice(1, 3)))
+    q.requires_grad_()
+    kv.requires_grad_()
+    weights = torch.randn(2, 5, 3, 4, 8)
+    module(qkv).backward(weights)
+    turned_q, turned_kv = module(q, kv)
+    torch.autograd.backward((turned_q, turned_kv), (weights[:, :, 0], weights[:, :, 1:]))
+    assert torch.equal(torch.cat([turned_q[:, :, None], turned_kv], 2), qkv)
+    assert torch.equal(torch.cat([q.grad[:, :, None], kv.grad], 2), qkv.grad)
+    assert torch.equal(qkv.grad[:, :, 2], weights[:, :, 2])
+    assert not torch.allclose(qkv.grad[:, :, 1], weights[:, :, 1])
 
 
 def test_errors() -> None:

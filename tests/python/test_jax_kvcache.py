@@ -149,5 +149,9 @@ def test_errors() -> None:
         attend(**given | {"cache_seqlens": given["cache_seqlens"].astype(np.float32)})
     with pytest.raises(ValueError, match=name + "cache_seqlens is -1"):
         attend(**given | {"cache_seqlens": -1})
+    with pytest.raises(ValueError, match=name + "cache_seqlens is 14; 0 to 13 is .*the cache has"):
+        attend(**given | {"cache_seqlens": 14})
+    with pytest.raises(ValueError, match=name + "cache_seqlens is 14; .*block_table has room for"):
+        attend(**call(page_size=4) | {"cache_seqlens": 14})
     with pytest.raises(RuntimeError, match=name + "cache_seqlens"):
         jax.block_until_ready(attend(**given | {"cache_seqlens": given["cache_seqlens"] + 999}))

@@ -82,7 +82,11 @@ WRONG: dict[str, Wrong] = {
     "k-long": ({"k": ones(2, 17, 4, 16), "v": ones(2, 17, 4, 24)}, ValueError, "k has .*17.*16"),
     "no-lengths": ({"cache_seqlens": None}, ValueError, "k is given without cache_seqlens"),
     "full": ({"cache_seqlens": ends(5, 14)}, ValueError, r"cache_seqlens\[1\] is 14; .*13"),
-    "full-int": ({"cache_seqlens": 14}, ValueError, r"cache_seqlens\[0\] is 14; .*13"),
+    "full-int": (
+        {"cache_seqlens": 14},
+        ValueError,
+        "cache_seqlens is 14; 0 to 13 is allowed: the cache has room for 16 rows .*, and 3 are",
+    ),
     "frozen-k": ({"k_cache": frozen(2, 16, 4, 16)}, ValueError, "k_cache is read-only"),
     "frozen-v": ({"v_cache": frozen(2, 16, 4, 24)}, ValueError, "v_cache is read-only"),
     # integers
@@ -126,6 +130,26 @@ WRONG: dict[str, Wrong] = {
         {"rotary_cos": ones(16, 8, dtype=float), "rotary_sin": ones(16, 8, dtype=float)},
         TypeError,
         "rotary_cos is float64, but q is float32; .*or be float32",
+    ),
+    "rotation-alone": (
+        {"rotary_seqlens": ends(0, 0)},
+        ValueError,
+        "rotary_seqlens is given without rotary_cos",
+    ),
+    "rotation-dtype": (
+        {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ones(2)},
+        TypeError,
+        "rotary_seqlens is float32; int32",
+    ),
+    "rotation-shape": (
+        {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ends(0)},
+        ValueError,
+        r"rotary_seqlens has shape \(1,\); expected \(2,\)",
+    ),
+    "rotation-below": (
+        {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ends(3, -1)},
+        ValueError,
+        r"rotary_seqlens\[1\] is -1; 0 to 13 is allowed: rotary_cos has 16 rows, 3 keys are",
     ),
     # scores
     "window": ({"window_size": 3}, TypeError, "window_size is int; a pair"),
@@ -179,6 +203,16 @@ WRONG: dict[str, Wrong] = {
     ),
 }
 WRONG_PAGED: dict[str, Wrong] = {
+    "full-table": (
+        {"cache_seqlens": ends(10, 0)},
+        ValueError,
+        r"cache_seqlens\[0\] is 10; 0 to 9 is allowed: block_table has room for 12 rows",
+    ),
+    "full-table-int": (
+        {"cache_seqlens": 10},
+        ValueError,
+        "cache_seqlens is 10; 0 to 9 is allowed: block_table has room for 12 rows",
+    ),
     "table-int64": (
         {"block_table": np.arange(6).reshape(2, 3)},
         TypeError,

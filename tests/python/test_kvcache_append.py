@@ -146,6 +146,25 @@ def test_rotary_table_that_is_too_short(backend: Backend, causal: bool) -> None:
     check_call(run_cache(backend, call), before, answer(before.problem()))
 
 
+@pytest.mark.parametrize("row", [-1, -(1 << 31), 11, (1 << 31) - 1])
+def test_rotation_by_rows_that_are_not(backend: Backend, row: int) -> None:
+    """Of 15 rows the first new key of 5 may have row 10: a GPU takes rows that there are; a CPU
+    refuses, and writes nothing."""
+    append = Append(5, 32, seqlens=(0, 10, 3, 4))
+    case = replace(BASE, append=append, poison=False)
+    call, before = case.call(), case.call()
+    for one in (call, before):
+        one.cache["rotary_seqlens"].view[1] = row
+    if backend.is_cpu:
+        message = rf"rotary_seqlens\[1\] is {row}; 0 to 10 is allowed: rotary_cos has 15 rows, 5"
+        with pytest.raises(capi.CallError, match=message):
+            run_cache(backend, call)
+        for a, b in zip(call.tensors, before.tensors, strict=True):
+            assert bits(a.storage) == bits(b.storage)
+        return
+    check_call(run_cache(backend, call), before, answer(before.problem()))
+
+
 def test_all_cache_types_are_tried(backend: Backend) -> None:
     """Of each type of q that this backend has, each type of cache."""
     for dtype in sorted({row.dtype for row in backend.rows("decode")}):

@@ -25,6 +25,8 @@ NAMES = (
     "e4m3-slot-sq6-fp64-append",
     "int8-bare-sq1-fp64",
     "rotary-leftpad-fp64",
+    "rotary-seqlens-fp64-leftpad",
+    "rotary-seqlens-fp64-any",
     "rotary-idx-fp64",
     "d20-dv12-fp64",
 )
@@ -52,6 +54,13 @@ def turned(p: CacheProblem, x: Array, position: int) -> list[float]:
     return result
 
 
+def first_turn(p: CacheProblem, b: int) -> int:
+    if p.rotary_seqlens is not None:
+        return int(p.rotary_seqlens[b])
+    assert p.cache_seqlens is not None
+    return int(p.cache_seqlens[b]) - (0 if p.cache_leftpad is None else int(p.cache_leftpad[b]))
+
+
 def element_scale(scale: Array | None, slot: int, head: int) -> float:
     if scale is None:
         return 1.0
@@ -63,10 +72,8 @@ def append(p: CacheProblem) -> tuple[Array, Array]:
     if p.k_new is None or p.v_new is None or p.cache_seqlens is None:
         return k_cache, v_cache
     for b, t, head in np.ndindex(*p.k_new.shape[:3]):
-        filled = int(p.cache_seqlens[b])
-        pad = 0 if p.cache_leftpad is None else int(p.cache_leftpad[b])
-        slot, row = place_of(p, b, filled + t)
-        k = turned(p, p.k_new[b, t, head], filled - pad + t)
+        slot, row = place_of(p, b, int(p.cache_seqlens[b]) + t)
+        k = turned(p, p.k_new[b, t, head], first_turn(p, b) + t)
         for cache, x, scale in ((k_cache, k, p.k_scale), (v_cache, p.v_new[b, t, head], p.v_scale)):
             scaled = [float(value) / element_scale(scale, slot, head) for value in x]
             cache[slot, row, head] = quantised(np.array(scaled), cache.dtype)
@@ -94,7 +101,7 @@ def row_of_attention(p: CacheProblem, caches: Any, index: Any) -> tuple[Array, f
     pad = 0 if p.cache_leftpad is None else int(p.cache_leftpad[b])
     seqlen_k = filled + new - pad
     steps = p.causal or p.window_left >= 0 or p.window_right >= 0
-    q = turned(p, p.q[b, i, h], filled - pad + (i if steps else 0))
+    q = turned(p, p.q[b, i, h], first_turn(p, b) + (i if steps else 0))
     head = h // (p.q.shape[2] // p.k_cache.shape[2])
     scale = len(q) ** -0.5 if p.softmax_scale is None else p.softmax_scale
     total, out = 0.0, np.zeros(p.v_cache.shape[-1])

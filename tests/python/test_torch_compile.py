@@ -319,8 +319,9 @@ def test_opcheck_of_decoding(write: bool) -> None:
     caches = tensor(2, 16, 1, 8).bfloat16(), tensor(2, 16, 1, 4).bfloat16()
     new = (tensor(2, 1, 1, 8).bfloat16(), tensor(2, 1, 1, 4).bfloat16())
     new = new if write else (None, None)
-    names = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table")
-    names += ("alibi_slopes", "sinks", "tree_mask", "k_scale", "v_scale", "split_size", "filled")
+    names = ("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_batch_idx", "cache_leftpad")
+    names += ("block_table", "alibi_slopes", "sinks", "tree_mask", "k_scale", "v_scale")
+    names += ("split_size", "filled")
     options = dict.fromkeys(names) | {"rotary_interleaved": True, "softmax_scale": None}
     options |= {"cache_seqlens": torch.tensor([3, 7], dtype=torch.int32), "causal": True}
     options |= {"window_left": -1, "window_right": -1, "softcap": 0.0, "num_splits": 0}

@@ -136,12 +136,13 @@ typedef struct {
   const DLTensor* v_scale;
   int64_t num_splits;
   int64_t split_size;
+  const DLTensor* rotary_seqlens;
 } anyflash_kvcache_options;
 
 /* clang-format off */
 #define ANYFLASH_KVCACHE_OPTIONS_INIT                                                      \
   {sizeof(anyflash_kvcache_options), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, \
-   NULL, NULL, NULL, 0, 0}
+   NULL, NULL, NULL, 0, 0, NULL}
 /* clang-format on */
 
 /* The cache is written where new keys are given. `lse` and both options may be NULL. */

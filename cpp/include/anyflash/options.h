@@ -130,6 +130,9 @@ struct KvCacheOptions {
   // causal mask or a window, else by row n. Both or none.
   const TensorView* rotary_cos = nullptr;
   const TensorView* rotary_sin = nullptr;
+  // (batch,) int32: the row n of the tables, where it is another than above (cache_seqlens[b], say,
+  // for positions that count the pad). Needs the tables.
+  const TensorView* rotary_seqlens = nullptr;
   // Columns 2 c and 2 c + 1 are a pair (GPT-J); else c and c + rotary_dim / 2 (GPT-NeoX, Llama).
   bool rotary_interleaved = true;
 

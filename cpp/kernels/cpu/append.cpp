@@ -40,13 +40,11 @@ class Rotation {
  public:
   using T = typename Compute<E>::Type;
 
-  // Steps beyond the tables' last row are clamped to it, so that wrong ones read nothing outside.
-  Rotation(const AppendParams& p, int64_t step) : p_(p), columns_(p.rotary_dim) {
-    const int64_t last = p.rotary_rows - 1;
-    const int64_t row = step < last ? step : last;
-    cos_ = row * p.rotary_cos.stride.row;
-    sin_ = row * p.rotary_sin.stride.row;
-  }
+  Rotation(const AppendParams& p, int64_t row)
+      : p_(p),
+        columns_(p.rotary_dim),
+        cos_(row * p.rotary_cos.stride.row),
+        sin_(row * p.rotary_sin.stride.row) {}
 
   // None.
   explicit Rotation(const AppendParams& p) : p_(p) {}
@@ -119,10 +117,10 @@ void append_keys(const AppendParams& p, int num_threads) {
     const int t = static_cast<int>(i / cache.heads_k % cache.seqlen_new);
     const int64_t batch = i / cache.heads_k / cache.seqlen_new;
     const CachedSequence sequence = cached_sequence(cache, batch);
-    const int key = sequence.keys_before + t;
-    const CacheSlot place = place_of(cache, sequence, key);
+    const CacheSlot place = place_of(cache, sequence, sequence.keys_before + t);
     if (place.slot < 0) continue;
-    const Rotation<E> rotation = rotate ? Rotation<E>(p, key) : Rotation<E>(p);
+    const Rotation<E> rotation =
+        rotate ? Rotation<E>(p, rotary_row(p, sequence, batch, t)) : Rotation<E>(p);
     rotation.copy_row(k.row(batch, t, head), k.stride.col, k.columns,
                       cache_row<E, C>(cache.k, cache.k_stride, cache.k_scale, place, head));
     Rotation<E>(p).copy_row(v.row(batch, t, head), v.stride.col, v.columns,
@@ -142,10 +140,11 @@ void rotate_queries(const AppendParams& p, int num_threads) {
     const int64_t head = i % cache.heads;
     const int64_t query = i / cache.heads % cache.seqlen_q;
     const int64_t batch = i / cache.heads / cache.seqlen_q;
-    const int64_t before = cached_sequence(cache, batch).keys_before;
+    const int step = p.rotary_steps ? static_cast<int>(query) : 0;
+    const int64_t row = rotary_row(p, cached_sequence(cache, batch), batch, step);
     E* const to = static_cast<E*>(p.rotated_q) + batch * st.batch + query * st.row + head * st.head;
-    Rotation<E>(p, p.rotary_steps ? before + query : before)
-        .copy_row(q.row(batch, query, head), q.stride.col, q.columns, Target<E, E>{to, st.col, 1});
+    Rotation<E>(p, row).copy_row(q.row(batch, query, head), q.stride.col, q.columns,
+                                 Target<E, E>{to, st.col, 1});
   }
 }
 

@@ -53,19 +53,19 @@ class Appender {
   __device__ void query(int64_t index) const {
     const Place at = place_in(index, c_.seqlen_q, c_.heads, c_.head_dim);
     const CachedSequence sequence = cached_sequence(c_, at.batch);
-    const int position = sequence.keys_before + (p_.rotary_steps ? at.row : 0);
+    const int64_t angle = rotary_row(p_, sequence, at.batch, p_.rotary_steps ? at.row : 0);
     const Strides& stride = p_.rotated_q_stride;
     auto* const target = static_cast<Element*>(p_.rotated_q);
-    target[offset(stride, at)] = rotated(c_.q, c_.q_stride, at, position);
+    target[offset(stride, at)] = rotated(c_.q, c_.q_stride, at, angle);
   }
 
   __device__ void key(int64_t index) const {
     const Place at = place_in(index, c_.seqlen_new, c_.heads_k, c_.head_dim);
     const CachedSequence sequence = cached_sequence(c_, at.batch);
-    const int position = sequence.keys_before + at.row;
-    const Element x = p_.rotary_cos.data == nullptr
-                          ? static_cast<const Element*>(c_.k_new)[offset(c_.k_new_stride, at)]
-                          : rotated(c_.k_new, c_.k_new_stride, at, position);
+    const Element x =
+        p_.rotary_cos.data == nullptr
+            ? static_cast<const Element*>(c_.k_new)[offset(c_.k_new_stride, at)]
+            : rotated(c_.k_new, c_.k_new_stride, at, rotary_row(p_, sequence, at.batch, at.row));
     write(c_.k, c_.k_stride, c_.k_scale, sequence, at, x);
   }
 
@@ -83,7 +83,7 @@ class Appender {
 
   // (x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos), this thread's element of the pair.
   __device__ Element rotated(const void* data, const Strides& stride, const Place& at,
-                             int position) const {
+                             int64_t angle) const {
     const auto* const row =
         static_cast<const Element*>(data) + offset(stride, at) - at.col * stride.col;
     if (at.col >= p_.rotary_dim) return row[at.col * stride.col];
@@ -92,7 +92,6 @@ class Appender {
     const int pair = p_.rotary_interleaved ? at.col / 2 : at.col % half;
     const int step = p_.rotary_interleaved ? 1 : half;
     const int other = second ? at.col - step : at.col + step;
-    const int64_t angle = position < p_.rotary_rows ? position : p_.rotary_rows - 1;
     const auto load = [&](const BroadcastTensor& table) {
       return load_float(table, angle * table.stride.row + pair * table.stride.col);
     };

@@ -58,6 +58,16 @@ ANYFLASH_HOST_DEVICE CacheSlot place_of(const KvCacheParams& p, const CachedSequ
   return {slot, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
 }
 
+// The row of the rotary tables that turns new row `step` of a sequence. One that the tables do not
+// have is clamped to one that they have.
+ANYFLASH_HOST_DEVICE int64_t rotary_row(const AppendParams& p, const CachedSequence& s,
+                                        int64_t index, int step) {
+  int64_t row = p.rotary_seqlens == nullptr ? s.keys_before : p.rotary_seqlens[index];
+  if (row < 0) row = 0;
+  row += step;
+  return row < p.rotary_rows ? row : p.rotary_rows - 1;
+}
+
 // The keys [begin, end) of split `split` of a sequence that has seqlen_k, where those that count
 // lie in [first, last): in whole blocks of block_n keys.
 struct SplitKeys {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from anyflash._install import is_replaced
 from anyflash.bench import _own, _torch_peers
 from anyflash.bench._own import Call
 from anyflash.bench._problem import Problem
@@ -26,7 +27,7 @@ def _first(result: Any) -> Any:
 def _genuine(name: str) -> Any:
     """A module, unless it is anyflash under that name (`anyflash.flash_attn.install`)."""
     module = importlib.import_module(name)
-    if module.__name__.startswith("anyflash"):
+    if is_replaced(module):
         raise Unsupported(f"{name} is anyflash's stand-in")
     return module
 

@@ -47,6 +47,7 @@ def flash_attn_with_kvcache(
         With ``block_table``: (pages, page_size, heads_k, head_dim), any page size.
     k, v : (batch, seqlen_new, heads_k, head_dim), optional
     rotary_cos, rotary_sin : (rows, rotary_dim / 2), optional
+        The first new key of sequence b is rotated by row ``cache_seqlens[b]``.
     cache_seqlens : int or (batch,) int32, optional
     cache_batch_idx, cache_leftpad : (batch,) int32, optional
     block_table : (batch, pages of a sequence) int32, optional
@@ -75,12 +76,15 @@ def flash_attn_with_kvcache(
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     with torch.no_grad():
         k_cache, v_cache, block_table = split_pages(k_cache, v_cache, block_table)
+        rotary_seqlens = None
         if rotary_cos is not None:
+            rotary_seqlens = rows_in_cache(q, cache_seqlens, cache_leftpad)
             options["window_size"] = _bounds(options["window_size"], q, k_cache, block_table)
         result = attention_with_kvcache(
             *(q, k_cache, v_cache, k, v),
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
+            rotary_seqlens=rotary_seqlens,
             rotary_interleaved=rotary_interleaved,
             cache_seqlens=cache_seqlens,
             cache_batch_idx=cache_batch_idx,
@@ -91,6 +95,19 @@ def flash_attn_with_kvcache(
             **options,
         )
         return (result[0], with_positive_infinity(result[1])) if return_softmax_lse else result
+
+
+def rows_in_cache(
+    q: torch.Tensor,
+    cache_seqlens: int | torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """flash-attn rotates by the row in the cache, the pad included, anyflash without it."""
+    if cache_leftpad is None:
+        return None
+    if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
+        return cache_seqlens
+    return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 def _bounds(

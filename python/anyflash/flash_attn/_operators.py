@@ -33,7 +33,7 @@ _SCHEMAS = {
     "_flash_attn_varlen_forward": (
         f"(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_SCORES.format('=-1', '=0.0', '=None')}, "
         "bool return_softmax=False, Tensor? block_table=None, Tensor? leftpad_k=None, "
-        f"Tensor? seqused_k=None, bool zero_tensors=False) -> {_FOUR}"
+        f"Tensor? seqused_k=None, bool zero_tensors=False, SymInt num_splits=0) -> {_FOUR}"
     ),
     "_flash_attn_backward": (
         f"({_GRADIENTS}, {_REQUIRED}, bool deterministic, Tensor? rng_state=None) -> Tensor"

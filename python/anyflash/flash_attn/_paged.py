@@ -38,9 +38,9 @@ def attention_varlen_paged(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    seqlens_k: torch.Tensor,
+    seqlens_k: int | torch.Tensor | None,
     max_seqlen_q: int,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (total_q, heads, head_dim_v) and lse (heads, total_q). Nothing waits for the device.

@@ -122,11 +122,13 @@ def _flash_attn_varlen_forward(
     leftpad_k: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> Four:
     """Without autograd: (out, softmax_lse, S_dmask, rng_state), of :func:`flash_attn_varlen_func`.
 
     ``seqused_k`` (batch,) int32: of a sequence's keys only so many are used. ``zero_tensors``: rows
-    of q behind the last sequence give 0, and an LSE of -inf; otherwise anything.
+    of q behind the last sequence give 0, and an LSE of -inf; otherwise anything. ``num_splits``: of
+    the keys in pages, as :func:`flash_attn_with_kvcache` has it; packed ones are not split.
     """
     if leftpad_k is not None:
         raise NotImplementedError(
@@ -142,7 +144,8 @@ def _flash_attn_varlen_forward(
             given = (q, k, v, packing, options, dropout_p, return_softmax)
             result = attend(*given, seqused_k=seqused_k)
         else:
-            result = attend_paged(q, k, v, packing, options, dropout_p, block_table, seqused_k)
+            paged = (block_table, seqused_k, num_splits)
+            result = attend_paged(q, k, v, packing, options, dropout_p, *paged)
     out, lse, mask, state = _with_state(result, q)
     if zero_tensors:
         outside = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1]
@@ -160,6 +163,7 @@ def attend_paged(
     dropout_p: float,
     block_table: torch.Tensor,
     seqused_k: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
     if dropout_p > 0:
         raise NotImplementedError(
@@ -169,7 +173,8 @@ def attend_paged(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = packing
     lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     out, lse = attention_varlen_paged(
-        q, k, v, cu_seqlens_q, lengths, max_seqlen_q, block_table, options
+        *(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, block_table),
+        options | {"num_splits": num_splits},
     )
     return out, with_positive_infinity(lse), q.detach().new_empty(0), None
 

@@ -1,5 +1,5 @@
 """flash-attn's extension module: programs import it to see that flash-attn is whole, and some call
-it. The order of arguments is that of the C++ functions of version 2.8."""
+it. The order of arguments is that of the C++ functions of version 2.8, and of what follows it."""
 
 # ruff: noqa: PLR0917 (flash-attn's orders of arguments)
 
@@ -24,6 +24,14 @@ def _into(target: Tensor | None, result: Tensor) -> Tensor:
     return result if target is None else target.copy_(result)
 
 
+def _refuse_generator(generator: Any) -> None:
+    if generator is not None:
+        raise NotImplementedError(
+            f"flash_attn_2_cuda: generator is {type(generator).__name__}; only None is allowed: "
+            "dropout is drawn from PyTorch's default generator, which torch.manual_seed sets"
+        )
+
+
 def _gradients(given: tuple[Tensor | None, ...], of: tuple[Tensor, ...]) -> list[Tensor]:
     return [torch.empty_like(y) if x is None else x for x, y in zip(given, of, strict=True)]
 
@@ -44,6 +52,7 @@ def fwd(
     generator: None,
 ) -> list[Tensor]:
     """[out, softmax_lse, S_dmask, rng_state]"""
+    _refuse_generator(generator)
     result, *others = _flash_attn_forward(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right),
         *(softcap, alibi_slopes, return_softmax),
@@ -73,12 +82,14 @@ def varlen_fwd(
     softcap: float,
     return_softmax: bool,
     generator: None,
+    num_splits: int = 0,
 ) -> list[Tensor]:
     """[out, softmax_lse, S_dmask, rng_state]"""
+    _refuse_generator(generator)
     result, *others = _flash_attn_varlen_forward(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p),
         *(softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes),
-        *(return_softmax, block_table, leftpad_k, seqused_k, zero_tensors),
+        *(return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits),
     )
     return [_into(out, result), *others]
 
@@ -105,6 +116,7 @@ def bwd(
     rng_state: Tensor | None,
 ) -> list[Tensor]:
     """[dq, dk, dv, softmax_d]"""
+    _refuse_generator(generator)
     gradients = _gradients((dq, dk, dv), (q, k, v))
     given: tuple[Any, ...] = (
         *(dout, q, k, v, out, softmax_lse, *gradients, dropout_p, softmax_scale, causal),
@@ -140,6 +152,7 @@ def varlen_bwd(
     rng_state: Tensor | None,
 ) -> list[Tensor]:
     """[dq, dk, dv, softmax_d]"""
+    _refuse_generator(generator)
     gradients = _gradients((dq, dk, dv), (q, k, v))
     given: tuple[Any, ...] = (
         *(dout, q, k, v, out, softmax_lse, *gradients, cu_seqlens_q, cu_seqlens_k),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anyflash.flash_attn import flash_attn_2_cuda as flash_attn_gpu
 from anyflash.flash_attn._kvcache import flash_attn_with_kvcache
 from anyflash.flash_attn._options import as_int, score_options
 from anyflash.flash_attn._packed import attend_packed
@@ -43,6 +44,7 @@ __all__ = [
     "_flash_attn_varlen_forward",
     "_get_block_size_n",
     "flash_attn_func",
+    "flash_attn_gpu",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_unpadded_func",

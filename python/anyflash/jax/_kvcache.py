@@ -28,6 +28,7 @@ def attention_with_kvcache(
     *,
     rotary_cos: Any = None,
     rotary_sin: Any = None,
+    rotary_seqlens: Any = None,
     rotary_interleaved: bool = True,
     cache_seqlens: Any = None,
     cache_batch_idx: Any = None,
@@ -112,10 +113,7 @@ def attention_with_kvcache(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    if isinstance(cache_seqlens, numbers.Integral):
-        length = call.parse("cache_seqlens", _options.length, cache_seqlens)
-        cache_seqlens = jnp.full(call.arrays["q"].shape[:1], length, jnp.int32)
-    call.array("cache_seqlens", cache_seqlens)
+    call.check_rank(("q", "k_cache", "v_cache"), 4, "(batch, seqlen, heads, head_dim)")
     call.array("cache_batch_idx", cache_batch_idx)
     call.array("cache_leftpad", cache_leftpad)
     call.array("block_table", block_table)
@@ -123,9 +121,11 @@ def attention_with_kvcache(
     call.array("v_new", v)
     call.array("rotary_cos", rotary_cos)
     call.array("rotary_sin", rotary_sin)
+    call.array("rotary_seqlens", rotary_seqlens)
     call.array("tree_mask", tree_mask, 3)
     call.array("k_scale", k_scale)
     call.array("v_scale", v_scale)
+    call.array("cache_seqlens", _seqlens(call, cache_seqlens))
     call.numbers["rotary_interleaved"] = bool(rotary_interleaved)
     call.numbers["num_splits"] = call.parse("num_splits", _options.integer, num_splits)
     if split_size is not None:
@@ -133,9 +133,19 @@ def attention_with_kvcache(
     return _attend(call, return_lse, out_dtype, k is not None or v is not None)
 
 
+def _seqlens(call: Call, cache_seqlens: Any) -> Any:
+    """An int is that of all sequences."""
+    if not isinstance(cache_seqlens, numbers.Integral):
+        return cache_seqlens
+    filled = call.parse("cache_seqlens", _options.length, cache_seqlens)
+    others = (call.arrays.get(name) for name in ("block_table", "k_new"))
+    shapes = (None if x is None else x.shape for x in others)
+    call.parse("cache_seqlens", _options.check_room, filled, call.arrays["k_cache"].shape, *shapes)
+    return jnp.full(call.arrays["q"].shape[:1], filled, jnp.int32)
+
+
 def _attend(call: Call, return_lse: Any, out_dtype: Any, appends: bool) -> Any:
     q, k_cache = call.arrays["q"], call.arrays["k_cache"]
-    call.check_rank(("q", "k_cache", "v_cache"), 4, "(batch, seqlen, heads, head_dim)")
     names = ("out", *(("lse",) if return_lse else ()), *(_CACHES if appends else ()))
     settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)
     shapes = _results(settings, call.arrays)

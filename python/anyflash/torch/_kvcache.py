@@ -16,11 +16,12 @@ from anyflash.torch._watched import is_traced
 _OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (
     "(Tensor q, Tensor{} k_cache, Tensor{} v_cache, Tensor? k, Tensor? v, *, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool rotary_interleaved, Tensor? cache_seqlens, SymInt? filled, "
-    "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, float? softmax_scale, "
-    "bool causal, SymInt window_left, SymInt window_right, float softcap, Tensor? alibi_slopes, "
-    "Tensor? sinks, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, SymInt num_splits, "
-    "SymInt? split_size, bool return_lse, ScalarType? out_dtype) -> (Tensor, Tensor)"
+    "Tensor? rotary_sin, Tensor? rotary_seqlens, bool rotary_interleaved, Tensor? cache_seqlens, "
+    "SymInt? filled, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
+    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
+    "SymInt num_splits, SymInt? split_size, bool return_lse, ScalarType? out_dtype)"
+    " -> (Tensor, Tensor)"
 )
 
 
@@ -82,6 +83,7 @@ def attention_with_kvcache(
     *,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
     cache_seqlens: Tensor | int | None = None,
     cache_batch_idx: Tensor | None = None,
@@ -141,6 +143,7 @@ def attention_with_kvcache(
     options: dict[str, Any] = {
         "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin,
+        "rotary_seqlens": rotary_seqlens,
         "rotary_interleaved": rotary_interleaved,
         "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad,

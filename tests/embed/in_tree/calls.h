@@ -233,6 +233,7 @@ static void make_kvcache(Call* c) {
   more.v_new = &add_float(c, "v_new", 0, 4, BATCH, 1, HEADS_K, DIM)->tensor;
   more.rotary_cos = &add_float(c, "rotary_cos", 0, 2, 8, DIM / 2, 0, 0)->tensor;
   more.rotary_sin = &add_float(c, "rotary_sin", 0, 2, 8, DIM / 2, 0, 0)->tensor;
+  more.rotary_seqlens = &add_int(c, "rotary_seqlens", BATCH, 0, 5)->tensor;
   c->required = 4;
   add_options(c, &options, sizeof options, offsetof(anyflash_forward_options, reserved));
   add_options(c, &more, sizeof more, offsetof(anyflash_kvcache_options, reserved));

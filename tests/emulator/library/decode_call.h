@@ -14,7 +14,7 @@ namespace driver {
 
 inline void run_decode(const DecodeProblem& p) {
   const Case& c = p.c;
-  std::array<TensorView, 13> views;
+  std::array<TensorView, 14> views;
   std::size_t used = 0;
   const auto give = [&](const TensorView*& option, const std::optional<Tensor>& tensor, int rank) {
     if (!tensor) return;
@@ -40,6 +40,7 @@ inline void run_decode(const DecodeProblem& p) {
   give(cache.v_new, p.v_new, 4);
   give(cache.rotary_cos, p.cos, 2);
   give(cache.rotary_sin, p.sin, 2);
+  give(cache.rotary_seqlens, p.rotary_seqlens, 1);
   cache.rotary_interleaved = !c.halves;
   give(cache.k_scale, p.k_scale, c.scales == "slot" ? 2 : 1);
   give(cache.v_scale, p.v_scale, c.scales == "slot" ? 2 : 1);

@@ -52,7 +52,8 @@ class CacheValues {
       if (j < before) return;
       for (int64_t head = 0; head < p.c.heads_k; ++head) {
         const int64_t from = p.k_new->index(b, j - before, head, 0);
-        write(p, p.k, k_, at, head, rotated(p, *p.k_new, from, j), p.k_scale);
+        write(p, p.k, k_, at, head, rotated(p, *p.k_new, from, p.rotation(b) + j - before),
+              p.k_scale);
         std::vector<double> value;
         for (int64_t x = 0; x < p.c.head_dim_v; ++x) {
           value.push_back(p.v_new->at(b, j - before, head, x));
@@ -106,8 +107,7 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
   const int64_t head = h / (c.heads / c.heads_k);
   const int64_t keys = p.keys(b);
   const bool steps = c.causal != 0 || c.left >= 0 || c.right >= 0;
-  std::vector<double> q =
-      rotated(p, p.q, p.q.index(b, i, h, 0), p.filled(b) - p.pad(b) + (steps ? i : 0));
+  std::vector<double> q = rotated(p, p.q, p.q.index(b, i, h, 0), p.rotation(b) + (steps ? i : 0));
   for (double& x : q) x = round_to(p.q.dtype(), x);
 
   std::vector<double> scores(static_cast<std::size_t>(keys), -INFINITY);

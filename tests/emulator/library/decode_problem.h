@@ -71,6 +71,11 @@ class DecodeProblem {
   int64_t pad(int64_t b) const {
     return c.leftpad.empty() ? 0 : c.leftpad[static_cast<std::size_t>(b)];
   }
+  // The rotary tables' row of the first new key.
+  int64_t rotation(int64_t b) const {
+    return c.rotary_seqlens.empty() ? filled(b) - pad(b)
+                                    : c.rotary_seqlens[static_cast<std::size_t>(b)];
+  }
   int64_t length(int64_t b) const { return filled(b) + c.new_keys; }  // in rows
   int64_t keys(int64_t b) const { return length(b) - pad(b); }
 
@@ -129,7 +134,7 @@ class DecodeProblem {
   int64_t slots, rows;  // of the cache, and of one of them
   Tensor q, k, v, out, lse;
   std::optional<Tensor> slopes, sinks, seqlens, leftpad, batch_idx, table, tree, k_new, v_new;
-  std::optional<Tensor> cos, sin, k_scale, v_scale;
+  std::optional<Tensor> cos, sin, rotary_seqlens, k_scale, v_scale;
 
  private:
   int64_t pages_of(int64_t b) const { return (length(b) + c.page - 1) / c.page; }
@@ -178,6 +183,9 @@ class DecodeProblem {
       make_vector(seqlens, [&](int64_t b) { return filled(b); });
     }
     if (!c.leftpad.empty()) make_vector(leftpad, [&](int64_t b) { return pad(b); });
+    if (!c.rotary_seqlens.empty()) {
+      make_vector(rotary_seqlens, [&](int64_t b) { return rotation(b); });
+    }
     if (c.batch_idx) make_vector(batch_idx, [&](int64_t b) { return slots - 1 - b; });
   }
 
@@ -212,7 +220,7 @@ class DecodeProblem {
     if (c.rotary == 0) return;
     int64_t positions = 0;
     for (int64_t b = 0; b < c.batch; ++b) {
-      positions = std::max(positions, filled(b) - pad(b) + std::max(c.new_keys, c.seqlen_q));
+      positions = std::max(positions, rotation(b) + std::max(c.new_keys, c.seqlen_q));
     }
     cos.emplace(DType::kFloat32, std::array<int64_t, 4>{1, 1, positions, c.rotary / 2});
     sin.emplace(DType::kFloat32, std::array<int64_t, 4>{1, 1, positions, c.rotary / 2});

@@ -33,6 +33,7 @@
 //   batch_idx=1         the sequences' order in the cache is not that of the batch
 //   page=N              page size, pages in random order; hole=1: the first one does not exist
 //   new=N               keys to append          rotary=N    columns of them, and of q; halves=1
+//   rotary_seqlens=N,N,...
 //   cache=TYPE          int8 or e4m3            scales=head or slot
 //   splits=N            split_size=N            tree=1      a random tree
 //   nan=seen            NaN and infinity at random places of V

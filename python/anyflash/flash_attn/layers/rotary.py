@@ -4,11 +4,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from anyflash.flash_attn.ops.triton.rotary import apply_rotary
+from anyflash.flash_attn.ops.triton.rotary import apply_rotary, turn
 
 Offsets = int | torch.Tensor
+
+
+class _InPlace(torch.autograd.Function):
+    """What autograd cannot record as it is done: a leaf is written to, or a view, which may be one
+    of a leaf. As in flash-attn, autograd then knows of the rotation by the result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        tensors = [y if isinstance(y, torch.Tensor) else None for y in given]
+        ctx.save_for_backward(*tensors)
+        ctx.others = [None if isinstance(y, torch.Tensor) else y for y in given]
+        return _rotate(x, False, *given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        given = [y if x is None else x for x, y in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        return _rotate(gradients[0].clone(), True, *given), *[None] * len(given)
+
+
+def _rotate(
+    x: torch.Tensor,
+    conjugate: bool,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cos_k: torch.Tensor | None,
+    sin_k: torch.Tensor | None,
+    seqlen_offsets: Offsets,
+    cu_seqlens: torch.Tensor | None,
+    count: int,
+    heads: int | None,
+    interleaved: bool,
+) -> torch.Tensor:
+    """In place: all of x, or its first ``count`` parts along axis 2; or ``heads`` heads of q and
+    those of k behind them. cos_k, sin_k: the second part's, where they are others."""
+    parts: tuple[torch.Tensor, ...] = (x,)
+    if heads is not None:
+        last = heads + (x.shape[2] - heads) // 2
+        parts = (x[:, :, :heads], x[:, :, heads:last])
+    elif count > 0:
+        parts = tuple(x[:, :, i] for i in range(count))
+    for i, part in enumerate(parts):
+        c = cos if i == 0 or cos_k is None else cos_k
+        s = sin if i == 0 or sin_k is None else sin_k
+        apply_rotary(part, c, s, seqlen_offsets, cu_seqlens, None, interleaved, True, conjugate)
+    return x
+
+
+def _in_place(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    """_rotate, also of what autograd allows nobody to write to."""
+    if torch.is_grad_enabled() and x.requires_grad and (x.is_leaf or x._base is not None):
+        recorded: Callable[..., torch.Tensor] = _InPlace.apply
+        return recorded(x, *given)
+    return _rotate(x, False, *given)
 
 
 def apply_rotary_emb(
@@ -24,6 +80,9 @@ def apply_rotary_emb(
     """:func:`~anyflash.flash_attn.ops.triton.rotary.apply_rotary` with other places for its
     arguments.
 
+    With ``inplace`` x may be a leaf that requires grad, or a view: autograd then knows of the
+    rotation by the result alone, and cos and sin get no gradient, as in flash-attn.
+
     Examples
     --------
     >>> import torch
@@ -34,7 +93,9 @@ def apply_rotary_emb(
     >>> x.grad.shape
     torch.Size([2, 5, 3, 8])
     """
-    return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+    if not inplace:
+        return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+    return _in_place(x, cos, sin, None, None, seqlen_offsets, cu_seqlens, 0, None, interleaved)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -44,8 +105,8 @@ def apply_rotary_emb_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
     """:func:`apply_rotary_emb` of x (batch, seqlen, heads, head_dim); cos and sin (seqlen,
-    rotary_dim / 2)."""
-    return apply_rotary(x, cos, sin, interleaved=interleaved)
+    rotary_dim / 2) or (batch, seqlen, rotary_dim / 2)."""
+    return turn(x.clone(), cos, sin, interleaved)
 
 
 def apply_rotary_emb_qkv_(
@@ -58,7 +119,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Rotates q and k within ``qkv``, in place.
+    """Rotates q and k within ``qkv``, in place, as :func:`apply_rotary_emb` does.
 
     Parameters
     ----------
@@ -68,19 +129,16 @@ num_heads_q + 2 heads_k, head_dim)
         Those of k, where they are others.
     """
     if qkv.ndim == 5:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
+        num_heads_q = None
     elif num_heads_q is None:
         raise ValueError(
             f"anyflash.flash_attn.layers.rotary: qkv has shape {tuple(qkv.shape)}; with 4 "
             "dimensions num_heads_q is needed"
         )
-    else:
-        heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
-    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    for x, c, s in ((q, cos, sin), (k, cos_k, sin_k)):
-        apply_rotary(x, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
-    return qkv
+    # A compiler traces no Function that is given one tensor twice.
+    cos_k, sin_k = None if cos_k is cos else cos_k, None if sin_k is sin else sin_k
+    tables = (cos, sin, cos_k, sin_k)
+    return _in_place(qkv, *tables, seqlen_offsets, None, 2, num_heads_q, interleaved)
 
 
 def apply_rotary_emb_kv_(
@@ -90,9 +148,9 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: Offsets = 0,
 ) -> torch.Tensor:
-    """Rotates k within ``kv`` (batch, seqlen, 2, heads_k, head_dim), in place."""
-    apply_rotary(kv[:, :, 0], cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
-    return kv
+    """Rotates k within ``kv`` (batch, seqlen, 2, heads_k, head_dim), in place, as
+    :func:`apply_rotary_emb` does."""
+    return _in_place(kv, cos, sin, None, None, seqlen_offsets, None, 1, None, interleaved)
 
 
 class RotaryEmbedding(torch.nn.Module):

@@ -66,17 +66,21 @@ def apply_rotary(
         else:
             positions = positions + seqlen_offsets
 
+    cos, sin = cos[positions], sin[positions]
+    return turn(x if inplace else x.clone(), cos, -sin if conjugate else sin, interleaved)
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x (..., seqlen, heads, head_dim), of which the first columns are rotated in place by angles
+    that are the same for all heads: cos and sin (..., seqlen, rotary_dim / 2)."""
     half = cos.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    c, s = (y[positions].unsqueeze(-2).to(wide) for y in (cos, sin))
-    if conjugate:
-        s = -s
+    c, s = (y.unsqueeze(-2).to(wide) for y in (cos, sin))
     places = [
         slice(0, 2 * half, 2) if interleaved else slice(0, half),
         slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half),
     ]
     a, b = (x[..., place].to(wide) for place in places)
-    out = x if inplace else x.clone()
     for place, turned in zip(places, (a * c - b * s, a * s + b * c), strict=True):
-        out[..., place] = turned.to(x.dtype)
-    return out
+        x[..., place] = turned.to(x.dtype)
+    return x
