@@ -18,7 +18,7 @@ struct KernelPlan {
   bool empty = false;                     // nothing to launch
   std::size_t scratch_offset = 0;
   std::size_t scratch_bytes = 0;
-  std::size_t bytes = 0;  // of the whole workspace
+  std::size_t bytes = 0;  // of all pieces of the workspace
 
   LaunchContext context(const ForwardOptions& options, char* workspace) const {
     LaunchContext context;

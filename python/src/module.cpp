@@ -119,11 +119,8 @@ class KvCacheCall {
   std::vector<Array> cache_arrays_;
 };
 
-// What an array must hold beyond what is needed, so that it may begin anywhere.
-constexpr std::size_t kWorkspaceSlack = 255;
-
-// Of an array of bytes, from its first multiple of 256 on.
-Workspace aligned_workspace(const Array& memory) {
+// All bytes of an array.
+Workspace workspace_of(const Array& memory) {
   const TensorView& view = memory.view;
   std::size_t bytes = 1;
   bool contiguous = true;
@@ -132,10 +129,7 @@ Workspace aligned_workspace(const Array& memory) {
     bytes *= static_cast<std::size_t>(view.shape[i]);
   }
   if (!contiguous) throw Error(ErrorCode::kInvalidValue, "workspace is not contiguous");
-  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
-  const std::size_t skipped = static_cast<std::size_t>(-address) & kWorkspaceSlack;
-  if (bytes < skipped) return {};
-  return {reinterpret_cast<void*>(address + skipped), bytes - skipped};
+  return {view.data, bytes};
 }
 
 void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
@@ -151,7 +145,7 @@ void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
     }
     const Array memory = import_array(workspace, "workspace", false, true);
     const nb::gil_scoped_release release;
-    run(aligned_workspace(memory));
+    run(workspace_of(memory));
   });
 }
 
@@ -161,8 +155,7 @@ std::size_t kvcache_workspace_size(const char* operation, const nb::tuple& tenso
                                    const nb::dict& given_cache, bool writes) {
   return named(operation, [&] {
     const KvCacheCall call(tensors, softmax_scale, causal, stream, given, given_cache, writes);
-    const std::size_t bytes = call.workspace_size();
-    return bytes == 0 ? bytes : bytes + kWorkspaceSlack;
+    return call.workspace_size();
   });
 }
 

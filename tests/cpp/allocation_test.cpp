@@ -58,8 +58,8 @@ void check_forward_and_backward(unsigned set) {
     return anyflash::backward_workspace_size(dout, q, k, v, out, lse, dq, dk, dv, p.options,
                                              p.wanted);
   };
-  const test::AlignedBytes forward_memory(forward_bytes());
-  const test::AlignedBytes backward_memory(backward_bytes());
+  const test::ExactBytes forward_memory(forward_bytes());
+  const test::ExactBytes backward_memory(backward_bytes());
   check_call("forward_workspace_size", forward_bytes);
   check_call("forward",
              [&] { anyflash::forward(q, k, v, out, &lse, p.options, forward_memory.workspace()); });
@@ -76,7 +76,7 @@ void check_forward_and_backward(unsigned set) {
 
 void check_decoding() {
   const test::Appending call;
-  const test::AlignedBytes memory(call.workspace_size());
+  const test::ExactBytes memory(call.workspace_size());
   check_call("forward_with_kvcache_workspace_size", [&] { call.workspace_size(); });
   check_call("forward_with_kvcache", [&] { call.run(memory.workspace()); });
 }

@@ -172,7 +172,7 @@ struct Problem {
                                   without(*out, first)};
     TensorView lse_view = without(*lse, first);
     --lse_view.rank;
-    const test::AlignedBytes memory(anyflash::forward_workspace_size(
+    const test::ExactBytes memory(anyflash::forward_workspace_size(
         tensors[0], tensors[1], tensors[2], tensors[3], &lse_view, options));
     anyflash::forward(tensors[0], tensors[1], tensors[2], tensors[3], &lse_view, options,
                       memory.workspace());

@@ -51,7 +51,7 @@ struct Problem {
     const anyflash::TensorView* const l = with_lse ? &view : nullptr;
     const std::size_t bytes =
         anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, l, options);
-    const test::AlignedBytes memory(bytes);
+    const test::ExactBytes memory(bytes);
     if (with_lse) {
       anyflash::forward(q.view, k.view, v.view, out.view, l, options, memory.workspace());
     } else {

@@ -215,7 +215,7 @@ void check_attention() {
     anyflash::ForwardOptions options;
     if (sink) options.sinks = &sinks.view;
     const TensorView l = lse_view(lse);
-    const test::AlignedBytes memory(
+    const test::ExactBytes memory(
         anyflash::forward_workspace_size(q.view, keys, values, out.view, &l, options));
     anyflash::forward(q.view, keys, values, out.view, &l, options, memory.workspace());
   };

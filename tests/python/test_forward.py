@@ -54,9 +54,9 @@ def test_default_options_and_compact_strides(backend: Backend) -> None:
         for tensor in dl:
             tensor.strides = None
         size = backend.library.workspace_size(dl)
-        workspace = np.empty(size + capi.ALIGNMENT, np.uint8)
+        workspace = np.empty(max(size, 1), np.uint8)
         with backend.memory.resident([workspace]) as (address,):
-            backend.library.forward(dl, None, address + -address % capi.ALIGNMENT, size)
+            backend.library.forward(dl, None, address, size)
     check(tensors.out.view, tensors.lse.view, Case("defaults", sq=70, sk=90).expected())
 
 

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <initializer_list>
-#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -65,11 +64,8 @@ anyflash::TensorView floats(const std::vector<float>& data, std::initializer_lis
 }  // namespace
 
 anyflash::Workspace WorkspaceMemory::of(std::size_t bytes) {
-  constexpr std::size_t kAlignment = 256;
-  if (memory_.size() < bytes + kAlignment) memory_.resize(bytes + kAlignment);
-  void* data = memory_.data();
-  std::size_t space = memory_.size();
-  return {std::align(kAlignment, bytes, data, space), bytes};
+  if (memory_.size() < bytes) memory_.resize(bytes);
+  return {memory_.data(), bytes};
 }
 
 Model::Model(const std::string& path) {
