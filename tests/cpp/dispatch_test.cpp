@@ -230,10 +230,11 @@ void check_decode_choice() {
   CHECK_EQ(selected_on_cpu(Op::kDecode), "cpu_decode");
   gpu.smem_per_block = 65536;
   CHECK_EQ(selected_decode(128, 64, 0), "decode_d128_m16");
-  check_error(200, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 200; the decode kernels of this build for float16 that fit test GPU's "
-              "65536 bytes of shared memory take head dims up to 128",
-              Op::kDecode);
+  check_error(
+      200, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 200; the decode kernels of this build for float16 that fit test GPU's "
+      "65536 bytes of shared memory take head dims up to 128",
+      Op::kDecode);
   check_error(256, kQuantizedCache, DType::kFloat16, ErrorCode::kUnsupported,
               "the decode kernels of this build for float16 with quantized_cache that fit",
               Op::kDecode);
@@ -241,21 +242,24 @@ void check_decode_choice() {
 
 void check_errors() {
   gpu.smem_per_block = 163840;
-  check_error(300, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 300; the forward kernels of this build for float16 that fit test GPU's "
-              "163840 bytes of shared memory take head dims up to 256");
+  check_error(
+      300, 0, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 300; the forward kernels of this build for float16 that fit test GPU's "
+      "163840 bytes of shared memory take head dims up to 256");
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
               "q is float32; the CUDA forward kernels of this build take float16 and bfloat16");
   gpu.smem_per_block = 101376;
-  check_error(256, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 256; the forward kernels of this build for float16 that fit test GPU's "
-              "101376 bytes of shared memory take head dims up to 192");
+  check_error(
+      256, 0, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 256; the forward kernels of this build for float16 that fit test GPU's "
+      "101376 bytes of shared memory take head dims up to 192");
   CHECK_EQ(selected(192, 192, 0), "d192_compact");
   CHECK_EQ(selected(192, 192, 0, DType::kFloat16, Op::kBackward), "backward_d256_compact");
-  check_error(192, kBias, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 192; the backward kernels of this build for float16 with bias that fit "
-              "test GPU's 101376 bytes of shared memory take head dims up to 128",
-              Op::kBackward);
+  check_error(
+      192, kBias, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 192; the backward kernels of this build for float16 with bias that fit "
+      "test GPU's 101376 bytes of shared memory take head dims up to 128",
+      Op::kBackward);
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
               "q is float32; the CUDA backward kernels of this build take float16 and bfloat16",
               Op::kBackward);

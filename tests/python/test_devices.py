@@ -62,7 +62,7 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
 def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None:
     emulated.emu_set_options(0, -1, 1 << 15)
     with pytest.raises(
-        capi.CallError, match=r"head dim is 256.*32768 bytes.*up to (64|96)"
+        capi.CallError, match=r"q has head dim 256.*32768 bytes.*up to (64|96)"
     ) as caught:
         launched(256)
     assert caught.value.status == capi.UNSUPPORTED
