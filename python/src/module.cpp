@@ -92,19 +92,17 @@ class KvCacheCall {
       const auto pair = nb::cast<nb::tuple>(tensors[i]);
       arrays_[i] = import_array(pair[0], kNames[i], nb::cast<bool>(pair[1]), writable[i]);
     }
-    read_options(given_cache, cache_options_, cache_arrays_);
+    in_python_names([&] { read_options(given_cache, cache_options_, cache_arrays_); });
   }
 
   // function(the views, both options, more...)
   template <class Function, class... More>
   auto call(const Function& function, const More&... more) const {
-    try {
+    return in_python_names([&] {
       const auto& [q, k_cache, v_cache, out, lse] = arrays_;
       return function(q.view, k_cache.view, v_cache.view, out.view, has_lse_ ? &lse.view : nullptr,
                       options_.forward, cache_options_, more...);
-    } catch (const Error& error) {
-      throw Error(error.code(), with_python_names(error.what()));
-    }
+    });
   }
 
   std::size_t workspace_size() const { return call(forward_with_kvcache_workspace_size); }

@@ -1,0 +1,95 @@
+"""Flags and numbers of every function that attends: errors say whose value is wrong, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import anyflash
+import anyflash.flash_attn
+import anyflash.jax
+import anyflash.torch
+
+Function = Callable[..., Any]
+
+
+def calls(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+    """Right arguments, by the function's name."""
+    x, ends = array(np.ones((1, 4, 2, 16), np.float32)), array(np.array([0, 4], np.int32))
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    dense = {"q": x, "k": x, "v": x}
+    varlen = {name: t[0] for name, t in dense.items()} | packed
+    cache = {"q": x, "k_cache": x, "v_cache": x}
+    lse = array(np.zeros((1, 2, 4), np.float32))
+    return {
+        "attention": dense,
+        "attention_varlen": varlen,
+        "attention_backward": dense | {"dout": x, "out": x, "lse": lse},
+        "attention_varlen_backward": varlen | {"dout": x[0], "out": x[0], "lse": lse[0]},
+        "attention_with_kvcache": cache,
+        "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
+        "dot_product_attention": {"query": x, "key": x, "value": x},
+        "flash_attn_func": dense,
+        "flash_attn_varlen_func": varlen,
+        "flash_attn_with_kvcache": cache,
+        "flash_attn_qkvpacked_func": {"qkv": array(np.ones((1, 4, 3, 2, 16), np.float32))},
+        "flash_attn_kvpacked_func": {
+            "q": x,
+            "kv": array(np.ones((1, 4, 2, 2, 16), np.float32)),
+        },
+    }
+
+
+def recorded(x: Any) -> torch.Tensor:
+    """Numbers that require grad."""
+    tensor = torch.from_numpy(x)
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+# By module: how an array is made. With gradients, anyflash's functions are those of anyflash.torch.
+KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "numpy": (anyflash, np.asarray),
+    "neutral-torch": (anyflash, torch.from_numpy),
+    "torch": (anyflash.torch, torch.from_numpy),
+    "recorded": (anyflash.torch, recorded),
+    "flash_attn": (anyflash.flash_attn, torch.from_numpy),
+    "jax": (anyflash.jax, jnp.asarray),
+}
+CALLS: dict[str, tuple[Function, dict[str, Any]]] = {
+    f"{kind}-{name}": (getattr(module, name), arguments)
+    for kind, (module, array) in KINDS.items()
+    for name, arguments in calls(array).items()
+    if hasattr(module, name) and not (kind == "recorded" and "kvcache" in name)
+}
+
+
+def refusal(call: str, **changed: Any) -> str:
+    """The message of the TypeError or ValueError."""
+    function, arguments = CALLS[call]
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        function(**arguments | changed)
+    return str(error.value)
+
+
+def test_calls_are_right() -> None:
+    assert len(CALLS) > 20
+    for function, arguments in CALLS.values():
+        function(**arguments)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+def test_new_keys_keep_their_name(kind: str, name: str) -> None:
+    """The core calls them k_new and v_new."""
+    call = f"{kind}-attention_with_kvcache"
+    x = CALLS[call][1]["q"]
+    given = {"k": x[:, :1], "v": x[:, :1], "cache_seqlens": 1}
+    for wrong, words in ((x[:, :1, :, :, None], "5 dimensions"), (x[0], "3 dimensions")):
+        message = refusal(call, **given | {name: wrong})
+        assert re.search(rf": {name} has {words}", message), message
