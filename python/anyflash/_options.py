@@ -20,11 +20,18 @@ _FAR = 1 << 62  # a window that is wider than any sequence
 _WORDS = 1 << 64  # of a random state
 
 
+def to_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        raise ValueError("is beyond what a float64 holds; a finite number is allowed") from None
+
+
 def number(value: Any) -> float:
     """A finite real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"is {type(value).__name__}; a finite number is allowed")
-    result = float(value)
+    result = to_float(value)
     if not abs(result) < math.inf:  # unlike isfinite, torch.compile can trace this
         raise ValueError(f"is {result}; a finite number is allowed")
     return result

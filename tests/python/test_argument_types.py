@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import anyflash.jax
 import anyflash.torch
 
 Function = Callable[..., Any]
+HUGE = 10**400  # float() raises OverflowError
 
 
 def calls(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
@@ -67,6 +69,12 @@ CALLS: dict[str, tuple[Function, dict[str, Any]]] = {
     for name, arguments in calls(array).items()
     if hasattr(module, name) and not (kind == "recorded" and "kvcache" in name)
 }
+NUMBERS = [
+    (call, name)
+    for call, (function, _) in CALLS.items()
+    for name in ("softmax_scale", "scale", "softcap", "dropout_p")
+    if name in inspect.signature(function).parameters
+]
 
 
 def refusal(call: str, **changed: Any) -> str:
@@ -81,6 +89,16 @@ def test_calls_are_right() -> None:
     assert len(CALLS) > 20
     for function, arguments in CALLS.values():
         function(**arguments)
+
+
+@pytest.mark.parametrize(("call", "name"), NUMBERS)
+def test_numbers_beyond_float64(call: str, name: str) -> None:
+    # Of flash-attn's softcap, what is negative means none.
+    for value in (HUGE,) if "flash_attn" in call and name == "softcap" else (HUGE, -HUGE):
+        message = refusal(call, **{name: value})
+        shown = "(softmax_)?scale" if name == "scale" else name
+        assert re.search(rf"^anyflash\S*: {shown} is (beyond|-?1000)", message), message
+        assert "allowed" in message
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anyflash import _options
 from anyflash._options import NO_SOFTCAP
 from anyflash.jax._call import Call
 
@@ -104,7 +105,7 @@ def dot_product_attention(
     bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
     call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
     call.score(
-        softmax_scale=scale if scale is None else float(scale),
+        softmax_scale=None if scale is None else call.parse("scale", _options.to_float, scale),
         causal=False,
         window_size=window,
         softcap=NO_SOFTCAP,
