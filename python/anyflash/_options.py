@@ -37,6 +37,26 @@ def number(value: Any) -> float:
     return result
 
 
+def flags(operation: str, **values: Any) -> list[bool]:
+    """Each argument read as a bool; errors begin with the operation's and the argument's names."""
+    return [
+        value if value is True or value is False else _flag(f"{operation}: {name}", value)
+        for name, value in values.items()
+    ]
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A bool of NumPy's (known by its name: NumPy need not be there) or a symbol that torch traces,
+    and 0 and 1. No array: to read one on a GPU would wait for it."""
+    if type(value).__name__ in {"bool", "bool_", "SymBool"}:
+        return bool(value)
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {type(value).__name__}; True or False is allowed")
+    if value not in {0, 1}:
+        raise ValueError(f"{name} is {value}; True, False, 1 or 0 is allowed")
+    return bool(value)
+
+
 def scale(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"is {type(value).__name__}; None or a finite number is allowed")

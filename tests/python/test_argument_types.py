@@ -69,6 +69,12 @@ CALLS: dict[str, tuple[Function, dict[str, Any]]] = {
     for name, arguments in calls(array).items()
     if hasattr(module, name) and not (kind == "recorded" and "kvcache" in name)
 }
+FLAGS = [
+    (call, name)
+    for call, (function, _) in CALLS.items()
+    for name, parameter in inspect.signature(function).parameters.items()
+    if "bool" in str(parameter.annotation)
+]
 NUMBERS = [
     (call, name)
     for call, (function, _) in CALLS.items()
@@ -87,8 +93,44 @@ def refusal(call: str, **changed: Any) -> str:
 
 def test_calls_are_right() -> None:
     assert len(CALLS) > 20
+    assert len(FLAGS) > 80
     for function, arguments in CALLS.values():
         function(**arguments)
+
+
+@pytest.mark.parametrize(("call", "name"), FLAGS)
+def test_flags(call: str, name: str) -> None:
+    wrong: tuple[Any, ...] = (np.array([True, False]), np.array(True), torch.ones(2), "yes", 1.0)
+    for value in wrong:
+        message = refusal(call, **{name: value})
+        pattern = rf"^anyflash\S*: {name} is {type(value).__name__}; True or False is allowed$"
+        assert re.search(pattern, message), message
+    message = refusal(call, **{name: 2})
+    assert f": {name} is 2; True, False, 1 or 0 is allowed" in message
+
+
+@pytest.mark.parametrize(("call", "name"), FLAGS)
+def test_flags_that_are_no_bools_of_python(call: str, name: str) -> None:
+    """NumPy's, and 0 and 1: the same results."""
+    if name in {"return_dbias", "return_dsinks", "return_dalibi_slopes"}:
+        return  # they need what the call has not
+    function, arguments = CALLS[call]
+    for value in (True, False):
+        expected = function(**arguments, **{name: value})
+        for other in (np.bool_(value), int(value), np.int64(value)):
+            found = function(**arguments, **{name: other})
+            assert type(found) is type(expected)
+            for a, b in zip(parts(found), parts(expected), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def parts(result: Any) -> list[Any]:
+    every = result if isinstance(result, tuple) else (result,)
+    return [
+        x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+        for x in every
+        if x is not None
+    ]
 
 
 @pytest.mark.parametrize(("call", "name"), NUMBERS)

@@ -83,6 +83,9 @@ def dot_product_attention(
             f"{_OPERATION}: implementation is {implementation!r}; 'xla', 'cudnn' and None are "
             "allowed"
         )
+    is_causal, return_residual = _options.flags(
+        _OPERATION, is_causal=is_causal, return_residual=return_residual
+    )
     query, key, value, bias, mask = (
         None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask)
     )
