@@ -220,5 +220,6 @@ NB_MODULE(_core, m) {
   m.def("xla_handlers", &xla_handlers);
   m.def("build_info", &build_info_dict);
   m.def("prefer_kernel", &named_prefer_kernel, "name"_a.none());
+  m.def("set_work_per_thread", &anyflash::set_work_per_thread, "work"_a);
   m.attr("version") = ANYFLASH_VERSION_STRING;
 }

@@ -5,6 +5,7 @@
 
 #include "backward_problem.h"
 #include "kvcache_problem.h"
+#include "many_threads.h"
 
 namespace {
 
@@ -84,6 +85,7 @@ void check_decoding() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_forward_and_backward(0);
   check_forward_and_backward(test::kAll & ~test::kPacked);
   check_forward_and_backward(test::kAll);

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "isas.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -349,6 +350,7 @@ void check_empty() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_sets();
   check_empty();
   return check::report();

@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "isas.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -259,6 +260,7 @@ void check_threads() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_shapes();
   check_layouts();
   check_options();

@@ -10,6 +10,7 @@
 
 #include "anyflash/anyflash.h"
 #include "check.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -111,8 +112,8 @@ void call_backward(const Tensor& t, int64_t batch, const anyflash::ForwardOption
   const Tensor dk(t.view.dtype, t.view.shape);
   const Tensor dv(t.view.dtype, t.view.shape);
   const auto& x = t.view;
-  const test::ExactBytes memory(anyflash::backward_workspace_size(
-      x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {}));
+  const test::ExactBytes memory(anyflash::backward_workspace_size(x, x, x, x, x, lse.view, dq.view,
+                                                                  dk.view, dv.view, options, {}));
   anyflash::backward(x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {},
                      memory.workspace());
 }
@@ -196,6 +197,7 @@ void check_error_is_thread_local() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_table();
   check_cpu_rows();
   check_counters();

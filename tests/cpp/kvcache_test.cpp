@@ -8,6 +8,7 @@
 #include "anyflash/attention.h"
 #include "check.h"
 #include "kvcache_problem.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -265,6 +266,7 @@ void check_workspace() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_calls<Floats>();
   check_calls<Bytes>();
   check_splits();

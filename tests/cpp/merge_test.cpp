@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "many_threads.h"
 #include "tensor.h"
 #include "validation.h"
 
@@ -332,6 +333,7 @@ void check_empty() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_types_and_layouts();
   check_nothing_seen();
   check_range();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -189,6 +190,7 @@ void check_workspace() {
   CHECK(!call.untouched());
 
   // More threads need more memory; without work none is needed.
+  const test::ManyThreads many_threads;
   Call threads;
   threads.options.num_threads = 1;
   const std::size_t one = threads.workspace_size();

@@ -111,6 +111,7 @@ def test_repeats_have_the_same_bits(backend: Backend) -> None:
             assert bits(a.storage) == bits(b.storage), "the cache differs"
 
 
+@pytest.mark.usefixtures("many_threads")
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 def test_thread_count_invariance(cpu: Backend, dtype: str) -> None:
     for splits, cache_dtype in ((0, ""), (3, "int8")):
