@@ -97,14 +97,24 @@ std::string selected_on_cpu(Op op, CpuIsa isa, DType dtype) {
   return select_kernel({op, {}, dtype, 64, 64, kNoFeatures, isa}).name;
 }
 
-void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
-                 const std::string& words, Op op = Op::kForward) {
+template <class Function>
+void check_throws(const Function& selected, ErrorCode code, const std::string& words) {
   try {
-    CHECK_MSG(false, selected(head_dim, head_dim, features, dtype, op));
+    CHECK_MSG(false, selected());
   } catch (const Error& error) {
     CHECK(error.code() == code);
     CHECK_MSG(check::contains(error.what(), words), error.what());
   }
+}
+
+void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
+                 const std::string& words, Op op = Op::kForward) {
+  check_throws([&] { return selected(head_dim, head_dim, features, dtype, op); }, code, words);
+}
+
+void check_error_of_v(Op op, const std::string& words) {
+  check_throws([&] { return selected(64, 300, kNoFeatures, DType::kFloat16, op); },
+               ErrorCode::kUnsupported, words);
 }
 
 void check_choice() {
@@ -242,6 +252,9 @@ void check_decode_choice() {
 
 void check_errors() {
   gpu.smem_per_block = 163840;
+  check_error_of_v(Op::kForward, "v has head dim 300; the forward kernels");
+  check_error_of_v(Op::kBackward, "v has head dim 300; the backward kernels");
+  check_error_of_v(Op::kDecode, "v_cache has head dim 300; the decode kernels");
   check_error(
       300, 0, DType::kFloat16, ErrorCode::kUnsupported,
       "q has head dim 300; the forward kernels of this build for float16 that fit test GPU's "
