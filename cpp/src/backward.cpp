@@ -89,7 +89,8 @@ std::size_t backward_workspace_size(const TensorView& dout, const TensorView& q,
                                     const TensorView& dk, const TensorView& dv,
                                     const ForwardOptions& options,
                                     const BackwardOptions& backward_options) {
-  return BackwardPlan({dout, q, k, v, out, lse, dq, dk, dv}, options, backward_options).bytes;
+  return size_with_slack(
+      BackwardPlan({dout, q, k, v, out, lse, dq, dk, dv}, options, backward_options).bytes);
 }
 
 void backward(const TensorView& dout, const TensorView& q, const TensorView& k, const TensorView& v,
@@ -97,12 +98,11 @@ void backward(const TensorView& dout, const TensorView& q, const TensorView& k, 
               const TensorView& dk, const TensorView& dv, const ForwardOptions& options,
               const BackwardOptions& backward_options, Workspace workspace) {
   const BackwardPlan plan({dout, q, k, v, out, lse, dq, dk, dv}, options, backward_options);
-  check_workspace(workspace, plan.bytes, "backward_workspace_size");
+  char* const base = first_piece(workspace, plan.bytes, "backward_workspace_size");
   const bool cuda = q.device.type == DeviceType::kCuda;
   if (!cuda || options.validate) check_lengths(plan.params, options, q.device);
   if (plan.empty) return;
 
-  auto* const base = static_cast<char*>(workspace.data);
   const LaunchContext context = plan.context(options, base);
   if (cuda) {
     const DeviceGuard guard(q.device.index);

@@ -34,6 +34,10 @@ std::string cuda_version();
 void* device_allocate(int index, std::size_t bytes);
 void device_free(int index, void* data) noexcept;
 
+// Whether work on the stream is recorded into a CUDA graph instead of being run; throws
+// Error(kDevice).
+bool is_capturing(int index, void* stream);
+
 // Copies from the device once the work enqueued on the stream is done, and waits for that; throws
 // Error(kDevice).
 void copy_to_host(int index, void* target, const void* source, std::size_t bytes, void* stream);

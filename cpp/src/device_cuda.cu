@@ -99,6 +99,18 @@ void device_free(int index, void* data) noexcept {
   cudaSetDevice(previous);
 }
 
+bool is_capturing(int index, void* stream) {
+  const DeviceGuard guard(index);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const cudaError_t status = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture);
+  if (status == cudaErrorStreamCaptureImplicit) {  // the legacy stream beside one that captures
+    cudaGetLastError();
+    return true;
+  }
+  check(status, "cudaStreamIsCapturing");
+  return capture != cudaStreamCaptureStatusNone;
+}
+
 void copy_to_host(int index, void* target, const void* source, std::size_t bytes, void* stream) {
   const DeviceGuard guard(index);
   const auto on = static_cast<cudaStream_t>(stream);

@@ -25,6 +25,8 @@ std::string cuda_version() { return ""; }
 void* device_allocate(int, std::size_t) { throw Error(ErrorCode::kUnsupported, kMessage); }
 void device_free(int, void*) noexcept {}
 
+bool is_capturing(int, void*) { throw Error(ErrorCode::kUnsupported, kMessage); }
+
 void copy_to_host(int, void*, const void*, std::size_t, void*) {
   throw Error(ErrorCode::kUnsupported, kMessage);
 }

@@ -68,11 +68,10 @@ void launch_cuda(const ForwardPlan& plan, const LaunchContext& context, char* wo
 
 void run(const ForwardPlan& plan, const Device& device, const ForwardOptions& options,
          Workspace workspace) {
-  check_workspace(workspace, plan.bytes, "forward_workspace_size");
+  char* const base = first_piece(workspace, plan.bytes, "forward_workspace_size");
   const bool cuda = device.type == DeviceType::kCuda;
   if (!cuda || options.validate) check_lengths(plan.params, options, device);
 
-  auto* const base = static_cast<char*>(workspace.data);
   const LaunchContext context = plan.context(options, base);
   const bool has_side_outputs = options.dropout_mask != nullptr || options.max_logits != nullptr;
   if (cuda) {
@@ -95,7 +94,7 @@ void run(const ForwardPlan& plan, const Device& device, const ForwardOptions& op
 std::size_t forward_workspace_size(const TensorView& q, const TensorView& k, const TensorView& v,
                                    const TensorView& out, const TensorView* lse,
                                    const ForwardOptions& options) {
-  return ForwardPlan(q, k, v, out, lse, options).bytes;
+  return size_with_slack(ForwardPlan(q, k, v, out, lse, options).bytes);
 }
 
 void forward(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
@@ -108,7 +107,8 @@ void forward_with_allocator(const TensorView& q, const TensorView& k, const Tens
                             const ForwardOptions& options,
                             const std::function<Workspace(std::size_t)>& allocate) {
   const ForwardPlan plan(q, k, v, out, lse, options);
-  run(plan, q.device, options, plan.bytes == 0 ? Workspace{} : allocate(plan.bytes));
+  const std::size_t bytes = size_with_slack(plan.bytes);
+  run(plan, q.device, options, bytes == 0 ? Workspace{} : allocate(bytes));
 }
 
 }  // namespace anyflash

@@ -1,6 +1,4 @@
 // What is built and what this machine can run.
-#include <omp.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -9,6 +7,7 @@
 #include "cpu_features.h"
 #include "device.h"
 #include "kernel_table.h"
+#include "threads.h"
 
 namespace anyflash {
 
@@ -38,7 +37,7 @@ BuildInfo build_info() {
     }
   }
   info.cpu_isa = name(best_isa());
-  info.cpu_threads = omp_get_max_threads();
+  info.cpu_threads = default_threads();
 
   const DeviceList devices = list_devices();
   info.device_error = devices.error;

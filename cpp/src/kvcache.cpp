@@ -77,7 +77,8 @@ std::size_t forward_with_kvcache_workspace_size(const TensorView& q, const Tenso
                                                 const TensorView* lse,
                                                 const ForwardOptions& options,
                                                 const KvCacheOptions& cache_options) {
-  return KvCachePlan({q, k_cache, v_cache, out, lse}, options, cache_options).bytes;
+  return size_with_slack(
+      KvCachePlan({q, k_cache, v_cache, out, lse}, options, cache_options).bytes);
 }
 
 void forward_with_kvcache(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
@@ -85,11 +86,10 @@ void forward_with_kvcache(const TensorView& q, const TensorView& k_cache, const 
                           const ForwardOptions& options, const KvCacheOptions& cache_options,
                           Workspace workspace) {
   const KvCachePlan plan({q, k_cache, v_cache, out, lse}, options, cache_options);
-  check_workspace(workspace, plan.bytes, "forward_with_kvcache_workspace_size");
+  char* const base = first_piece(workspace, plan.bytes, "forward_with_kvcache_workspace_size");
   const bool cuda = q.device.type == DeviceType::kCuda;
   if (!cuda || options.validate) check_kvcache_lengths(plan.append, options, q.device);
 
-  auto* const base = static_cast<char*>(workspace.data);
   const LaunchContext context = plan.context(options, base);
   if (cuda) {
     const DeviceGuard guard(q.device.index);

@@ -56,6 +56,11 @@ class HostCopy {
  public:
   HostCopy(const int32_t* data, int64_t count, const Device& device, void* stream) : data_(data) {
     if (data == nullptr || count == 0 || device.type == DeviceType::kCpu) return;
+    if (is_capturing(device.index, stream)) {  // to wait for it would invalidate the capture
+      invalid_value(
+          "validate is set, but the stream is being captured into a CUDA graph: lengths cannot be "
+          "read then; capture without validate");
+    }
     copy_.resize(static_cast<std::size_t>(count));
     copy_to_host(device.index, copy_.data(), data, copy_.size() * sizeof(int32_t), stream);
     data_ = copy_.data();

@@ -1,8 +1,6 @@
 // merge_states(): validation and launch.
 #include "merge_states.h"
 
-#include <omp.h>
-
 #include <string>
 
 #include "anyflash/attention.h"
@@ -10,6 +8,7 @@
 #include "describe.h"
 #include "device.h"
 #include "kernel_table.h"
+#include "threads.h"
 
 namespace anyflash {
 
@@ -101,8 +100,7 @@ void merge_states(const TensorView& out_a, const TensorView& lse_a, const Tensor
     const DeviceGuard guard(out_a.device.index);
     merge_states_on_cuda(params, options.stream);
   } else if (!empty) {
-    merge_states_on_cpu(params,
-                        options.num_threads > 0 ? options.num_threads : omp_get_max_threads());
+    merge_states_on_cpu(params, options.num_threads > 0 ? options.num_threads : default_threads());
   }
 }
 

@@ -1,12 +1,11 @@
 // What the plans of forward() and backward() have in common: which kernel runs, and with what.
 #pragma once
 
-#include <omp.h>
-
 #include <cstddef>
 
 #include "anyflash/options.h"
 #include "kernel_table.h"
+#include "threads.h"
 #include "workspace.h"
 
 namespace anyflash {
@@ -14,11 +13,11 @@ namespace anyflash {
 struct KernelPlan {
   const KernelDescriptor* kernel = nullptr;
   const DeviceProperties* gpu = nullptr;  // null: the CPU
-  int num_threads = 1;                    // CPU
+  int num_threads = 1;                    // CPU: at most
   bool empty = false;                     // nothing to launch
   std::size_t scratch_offset = 0;
   std::size_t scratch_bytes = 0;
-  std::size_t bytes = 0;  // of the whole workspace
+  std::size_t bytes = 0;  // of all pieces of the workspace
 
   LaunchContext context(const ForwardOptions& options, char* workspace) const {
     LaunchContext context;
@@ -39,7 +38,7 @@ struct KernelPlan {
     if (kernel->family->is_gpu()) {
       gpu = &device_properties(problem.device.index);
     } else {
-      num_threads = options.num_threads > 0 ? options.num_threads : omp_get_max_threads();
+      num_threads = options.num_threads > 0 ? options.num_threads : default_threads();
     }
   }
 

@@ -1,4 +1,4 @@
-// For benchmarks and tests: which kernel runs.
+// For benchmarks and tests: which kernel runs, and on how many threads.
 #pragma once
 
 #include "anyflash/export.h"
@@ -9,5 +9,9 @@ namespace anyflash {
 // is chosen as ever. "": the rules alone choose, without tuned_tiles.cpp. Null: as ever. Throws
 // Error(kInvalidValue), which lists the kernels, if none has this name.
 ANYFLASH_API void prefer_kernel(const char* name);
+
+// From now on, in all threads, a call on the CPU uses a thread for each `work` that it has to do
+// (threads.h), instead of for as much as is worth a thread. 0: as ever.
+ANYFLASH_API void set_work_per_thread(double work);
 
 }  // namespace anyflash

@@ -96,11 +96,14 @@ bool can_run(const KernelDescriptor& kernel, const Problem& problem,
       largest = std::max(largest, std::min(kernel->head_dim, kernel->head_dim_v));
     }
   }
+  const char* const v = problem.op == Op::kDecode ? "v_cache" : "v";
+  const bool is_q = problem.head_dim >= problem.head_dim_v;
   throw Error(ErrorCode::kUnsupported,
-              "head dim is " + std::to_string(std::max(problem.head_dim, problem.head_dim_v)) +
-                  "; the " + name(problem.op) + " kernels of this build for " +
-                  name(problem.dtype) + with_features(problem.features) + " that fit " +
-                  device.name + "'s " + std::to_string(device.smem_per_block) +
+              std::string(is_q ? "q" : v) + " has head dim " +
+                  std::to_string(is_q ? problem.head_dim : problem.head_dim_v) + "; the " +
+                  name(problem.op) + " kernels of this build for " + name(problem.dtype) +
+                  with_features(problem.features) + " that fit " + device.name + "'s " +
+                  std::to_string(device.smem_per_block) +
                   " bytes of shared memory take head dims up to " + std::to_string(largest));
 }
 

@@ -10,7 +10,7 @@
 
 namespace anyflash {
 
-inline constexpr std::size_t kAlignment = 256;  // of the workspace and of every piece of it
+inline constexpr std::size_t kAlignment = 256;  // of every piece of the workspace
 
 // The offset of a new piece at the end.
 inline std::size_t reserve(std::size_t& total, std::size_t bytes) {
@@ -19,9 +19,16 @@ inline std::size_t reserve(std::size_t& total, std::size_t bytes) {
   return offset;
 }
 
-// `size_function` tells the caller the size: "forward_workspace_size".
-inline void check_workspace(const Workspace& workspace, std::size_t needed,
-                            const char* size_function) {
+// What the caller is asked for: memory of this size has room for the pieces wherever it begins.
+inline std::size_t size_with_slack(std::size_t pieces) {
+  return pieces == 0 ? 0 : pieces + kAlignment - 1;
+}
+
+// Where the pieces, of so many bytes together, begin. `size_function` tells the caller the size:
+// "forward_workspace_size".
+inline char* first_piece(const Workspace& workspace, std::size_t pieces,
+                         const char* size_function) {
+  const std::size_t needed = size_with_slack(pieces);
   if (workspace.bytes < needed) {
     invalid_value("workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                   std::to_string(needed) + " are needed (" + size_function + ")");
@@ -29,9 +36,8 @@ inline void check_workspace(const Workspace& workspace, std::size_t needed,
   if (needed > 0 && workspace.data == nullptr) {
     invalid_value("workspace has a null data pointer");
   }
-  if (needed > 0 && reinterpret_cast<std::uintptr_t>(workspace.data) % kAlignment != 0) {
-    invalid_value("workspace is not aligned to 256 bytes");
-  }
+  const auto address = reinterpret_cast<std::uintptr_t>(workspace.data);
+  return static_cast<char*>(workspace.data) + (0 - address) % kAlignment;
 }
 
 }  // namespace anyflash

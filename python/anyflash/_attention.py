@@ -165,7 +165,7 @@ def attention(
         and dropout_p is NO_DROPOUT
         and alibi_slopes is bias is block_mask is sinks is seqused_k is None
         and seed is rng_state is out is out_dtype is stream is None
-        and not (return_max_logits or return_dropout_mask or return_result)
+        and return_max_logits is return_dropout_mask is return_result is False
     ):  # to read all options takes longer
         attend = direct_of(q)
         if attend is not None:

@@ -61,6 +61,14 @@ class Backward(Call):
     ) -> AttentionGrads:
         operands = self._operands
         framework, device = operands.framework, operands.device
+        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = _options.flags(
+            operands.operation,
+            causal=causal,
+            deterministic=deterministic,
+            return_dbias=return_dbias,
+            return_dsinks=return_dsinks,
+            return_dalibi_slopes=return_dalibi_slopes,
+        )
         allowed = tuple(dict.fromkeys((self._dtype, "float32")))
         operands.read("dout", dout, allowed)
         operands.read("out", out, allowed)
@@ -88,7 +96,7 @@ class Backward(Call):
             operands.empty(shape, dtype) if x is None else x
             for x, shape in zip(given.values(), self._shapes, strict=True)
         ]
-        options: dict[str, Any] = {"deterministic": bool(deterministic)}
+        options: dict[str, Any] = {"deterministic": deterministic}
         if dlse is not None:
             options["dlse"] = (framework.export(dlse, device, stream), False)
         others = {}
@@ -105,7 +113,7 @@ class Backward(Call):
                 *[framework.export_out(x, device) for x in gradients],
             ),
             softmax_scale,
-            bool(causal),
+            causal,
             queue,
             operands.as_bits(self._dtype),
             self._options or None,

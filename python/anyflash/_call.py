@@ -76,7 +76,7 @@ class Call:
         cu_seqlens_k: Any,
         max_seqlen_q: Any,
         max_seqlen_k: Any,
-        validate: bool,
+        validate: Any,
     ) -> None:
         """The tensors hold packed sequences."""
         shape = self._array("cu_seqlens_q", cu_seqlens_q, INT32)
@@ -92,7 +92,7 @@ class Call:
             parse("max_seqlen_k", _options.length, max_seqlen_k),
         )
         self._options["max_seqlen"] = self._lengths
-        self._options["validate"] = bool(validate)
+        (self._options["validate"],) = _options.flags(self._operands.operation, validate=validate)
 
     def score(
         self,

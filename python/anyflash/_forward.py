@@ -49,6 +49,14 @@ class Forward(Call):
     ) -> Any:
         operands = self._operands
         framework, device = operands.framework, operands.device
+        causal, return_lse, return_max_logits, return_dropout_mask, return_result = _options.flags(
+            operands.operation,
+            causal=causal,
+            return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            return_dropout_mask=return_dropout_mask,
+            return_result=return_result,
+        )
         softmax_scale, stream = self._numbers(softmax_scale, stream)
         self._export_options(stream)
 
@@ -74,7 +82,7 @@ class Forward(Call):
             framework.export_out(result, device),
             lse_target,
             softmax_scale,
-            bool(causal),
+            causal,
             queue,
             operands.as_bits(self._dtype),
             self._options or None,

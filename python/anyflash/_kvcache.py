@@ -113,7 +113,10 @@ class KvCacheCall(Forward):
         ):
             if x is not None:
                 self._cache_array(name, argument, x, allowed)
-        self._cache_options["rotary_interleaved"] = bool(rotary_interleaved)
+        (interleaved,) = _options.flags(
+            self._operands.operation, rotary_interleaved=rotary_interleaved
+        )
+        self._cache_options["rotary_interleaved"] = interleaved
         self._writes = k is not None or v is not None
         if self._writes:
             for name in ("k_cache", "v_cache"):
@@ -137,6 +140,9 @@ class KvCacheCall(Forward):
         """Where the results go, and with what they are computed."""
         operands = self._operands
         framework, device = operands.framework, operands.device
+        causal, return_lse = _options.flags(
+            operands.operation, causal=causal, return_lse=return_lse
+        )
         softmax_scale, stream = self._numbers(softmax_scale, stream)
         self._workspace = None
         if workspace is not None:
@@ -167,7 +173,7 @@ class KvCacheCall(Forward):
             operands.operation,
             (*self._exported(self._caches, stream).values(), *outputs),
             softmax_scale,
-            bool(causal),
+            causal,
             queue,
             self._options or None,
             cache_options,

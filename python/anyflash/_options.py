@@ -20,14 +20,41 @@ _FAR = 1 << 62  # a window that is wider than any sequence
 _WORDS = 1 << 64  # of a random state
 
 
+def to_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        raise ValueError("is beyond what a float64 holds; a finite number is allowed") from None
+
+
 def number(value: Any) -> float:
     """A finite real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"is {type(value).__name__}; a finite number is allowed")
-    result = float(value)
+    result = to_float(value)
     if not abs(result) < math.inf:  # unlike isfinite, torch.compile can trace this
         raise ValueError(f"is {result}; a finite number is allowed")
     return result
+
+
+def flags(operation: str, **values: Any) -> list[bool]:
+    """Each argument read as a bool; errors begin with the operation's and the argument's names."""
+    return [
+        value if value is True or value is False else _flag(f"{operation}: {name}", value)
+        for name, value in values.items()
+    ]
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A bool of NumPy's (known by its name: NumPy need not be there) or a symbol that torch traces,
+    and 0 and 1. No array: to read one on a GPU would wait for it."""
+    if type(value).__name__ in {"bool", "bool_", "SymBool"}:
+        return bool(value)
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {type(value).__name__}; True or False is allowed")
+    if value not in {0, 1}:
+        raise ValueError(f"{name} is {value}; True, False, 1 or 0 is allowed")
+    return bool(value)
 
 
 def scale(value: Any) -> float:

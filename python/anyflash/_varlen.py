@@ -60,7 +60,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     validate : bool
         Check the lengths also on a GPU, which waits for it. Without, wrong ones are clamped to what
         the arrays hold: results are wrong, but no memory outside is touched. On the CPU they are
-        always checked.
+        always checked. Refused while a CUDA graph is captured.
     bias : (batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k or 1), optional
     block_mask : (batch or 1, heads or 1, query blocks, key blocks) bool, optional
         As in :func:`attention`, for sequences of the largest lengths.

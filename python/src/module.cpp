@@ -92,19 +92,17 @@ class KvCacheCall {
       const auto pair = nb::cast<nb::tuple>(tensors[i]);
       arrays_[i] = import_array(pair[0], kNames[i], nb::cast<bool>(pair[1]), writable[i]);
     }
-    read_options(given_cache, cache_options_, cache_arrays_);
+    in_python_names([&] { read_options(given_cache, cache_options_, cache_arrays_); });
   }
 
   // function(the views, both options, more...)
   template <class Function, class... More>
   auto call(const Function& function, const More&... more) const {
-    try {
+    return in_python_names([&] {
       const auto& [q, k_cache, v_cache, out, lse] = arrays_;
       return function(q.view, k_cache.view, v_cache.view, out.view, has_lse_ ? &lse.view : nullptr,
                       options_.forward, cache_options_, more...);
-    } catch (const Error& error) {
-      throw Error(error.code(), with_python_names(error.what()));
-    }
+    });
   }
 
   std::size_t workspace_size() const { return call(forward_with_kvcache_workspace_size); }
@@ -119,11 +117,8 @@ class KvCacheCall {
   std::vector<Array> cache_arrays_;
 };
 
-// What an array must hold beyond what is needed, so that it may begin anywhere.
-constexpr std::size_t kWorkspaceSlack = 255;
-
-// Of an array of bytes, from its first multiple of 256 on.
-Workspace aligned_workspace(const Array& memory) {
+// All bytes of an array.
+Workspace workspace_of(const Array& memory) {
   const TensorView& view = memory.view;
   std::size_t bytes = 1;
   bool contiguous = true;
@@ -132,10 +127,7 @@ Workspace aligned_workspace(const Array& memory) {
     bytes *= static_cast<std::size_t>(view.shape[i]);
   }
   if (!contiguous) throw Error(ErrorCode::kInvalidValue, "workspace is not contiguous");
-  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
-  const std::size_t skipped = static_cast<std::size_t>(-address) & kWorkspaceSlack;
-  if (bytes < skipped) return {};
-  return {reinterpret_cast<void*>(address + skipped), bytes - skipped};
+  return {view.data, bytes};
 }
 
 void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
@@ -151,7 +143,7 @@ void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
     }
     const Array memory = import_array(workspace, "workspace", false, true);
     const nb::gil_scoped_release release;
-    run(aligned_workspace(memory));
+    run(workspace_of(memory));
   });
 }
 
@@ -161,8 +153,7 @@ std::size_t kvcache_workspace_size(const char* operation, const nb::tuple& tenso
                                    const nb::dict& given_cache, bool writes) {
   return named(operation, [&] {
     const KvCacheCall call(tensors, softmax_scale, causal, stream, given, given_cache, writes);
-    const std::size_t bytes = call.workspace_size();
-    return bytes == 0 ? bytes : bytes + kWorkspaceSlack;
+    return call.workspace_size();
   });
 }
 
@@ -229,5 +220,6 @@ NB_MODULE(_core, m) {
   m.def("xla_handlers", &xla_handlers);
   m.def("build_info", &build_info_dict);
   m.def("prefer_kernel", &named_prefer_kernel, "name"_a.none());
+  m.def("set_work_per_thread", &anyflash::set_work_per_thread, "work"_a);
   m.attr("version") = ANYFLASH_VERSION_STRING;
 }

@@ -50,12 +50,10 @@ auto NamedCall::call(const Forward& forward, const Backward& backward, const KvC
     default:
       break;
   }
-  try {
+  return in_python_names([&] {
     return kvcache(tensor("q"), tensor("k_cache"), tensor("v_cache"), tensor("out"),
                    optional("lse"), forward_, cache_, more...);
-  } catch (const Error& error) {
-    throw Error(error.code(), with_python_names(error.what()));
-  }
+  });
 }
 
 std::size_t NamedCall::workspace_size() const {
@@ -116,8 +114,9 @@ void check_call(const char* function, const nb::dict& tensors, const nb::dict& n
   for (const auto [key, value] : tensors) {
     const auto argument = nb::cast<std::string>(key);
     const auto pair = nb::cast<nb::tuple>(value);
-    views[argument] =
-        described(argument, nb::cast<nb::tuple>(pair[0]), nb::cast<std::string>(pair[1]));
+    views[argument] = in_python_names([&] {
+      return described(argument, nb::cast<nb::tuple>(pair[0]), nb::cast<std::string>(pair[1]));
+    });
   }
   NamedCall call(function, std::move(views));
   call.read_numbers(PythonNumbers{numbers});

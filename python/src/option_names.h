@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "anyflash/error.h"
 #include "anyflash/options.h"
 
 namespace anyflash::python {
@@ -52,7 +53,7 @@ inline constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {
     {"v_scale", &KvCacheOptions::v_scale, false, 0},
 };
 
-// A message of the core's about k_new and v_new: in Python these have flash-attn's names.
+// A message about k_new and v_new: in Python these have flash-attn's names.
 inline std::string with_python_names(std::string message) {
   for (const char* const name : {"k_new", "v_new"}) {
     for (std::size_t at = 0; (at = message.find(name, at)) != std::string::npos; ++at) {
@@ -60,6 +61,16 @@ inline std::string with_python_names(std::string message) {
     }
   }
   return message;
+}
+
+// function(), its errors with Python's names.
+template <class Function>
+auto in_python_names(const Function& function) {
+  try {
+    return function();
+  } catch (const Error& error) {
+    throw Error(error.code(), with_python_names(error.what()));
+  }
 }
 
 }  // namespace anyflash::python

@@ -194,16 +194,12 @@ XLA_FFI_Error* on_cuda(XLA_FFI_CallFrame* frame) {
                 call.run({});
                 return;
               }
-              // XLA promises no alignment beyond 16 bytes.
-              constexpr std::size_t kAlignment = 256;
-              const std::optional<void*> memory = scratch.Allocate(bytes + kAlignment - 1);
+              const std::optional<void*> memory = scratch.Allocate(bytes);
               if (!memory) {
                 throw Error(ErrorCode::kDevice,
                             "XLA could not allocate " + std::to_string(bytes) + " bytes");
               }
-              const auto address = reinterpret_cast<std::uintptr_t>(*memory);
-              const std::uintptr_t aligned = (address + kAlignment - 1) / kAlignment * kAlignment;
-              call.run({reinterpret_cast<void*>(aligned), bytes});
+              call.run({*memory, bytes});
             });
           })
           .release();

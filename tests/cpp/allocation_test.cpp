@@ -5,6 +5,7 @@
 
 #include "backward_problem.h"
 #include "kvcache_problem.h"
+#include "many_threads.h"
 
 namespace {
 
@@ -58,8 +59,8 @@ void check_forward_and_backward(unsigned set) {
     return anyflash::backward_workspace_size(dout, q, k, v, out, lse, dq, dk, dv, p.options,
                                              p.wanted);
   };
-  const test::AlignedBytes forward_memory(forward_bytes());
-  const test::AlignedBytes backward_memory(backward_bytes());
+  const test::ExactBytes forward_memory(forward_bytes());
+  const test::ExactBytes backward_memory(backward_bytes());
   check_call("forward_workspace_size", forward_bytes);
   check_call("forward",
              [&] { anyflash::forward(q, k, v, out, &lse, p.options, forward_memory.workspace()); });
@@ -76,7 +77,7 @@ void check_forward_and_backward(unsigned set) {
 
 void check_decoding() {
   const test::Appending call;
-  const test::AlignedBytes memory(call.workspace_size());
+  const test::ExactBytes memory(call.workspace_size());
   check_call("forward_with_kvcache_workspace_size", [&] { call.workspace_size(); });
   check_call("forward_with_kvcache", [&] { call.run(memory.workspace()); });
 }
@@ -84,6 +85,7 @@ void check_decoding() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_forward_and_backward(0);
   check_forward_and_backward(test::kAll & ~test::kPacked);
   check_forward_and_backward(test::kAll);

@@ -174,7 +174,7 @@ struct BackwardProblem {
   void forward() {
     const TensorView q_ = main_view(*q), k_ = main_view(*k), v_ = main_view(*v);
     const TensorView out_ = main_view(*out), lse_ = lse_view(*lse);
-    const test::AlignedBytes memory(
+    const test::ExactBytes memory(
         anyflash::forward_workspace_size(q_, k_, v_, out_, &lse_, options));
     anyflash::forward(q_, k_, v_, out_, &lse_, options, memory.workspace());
   }
@@ -183,7 +183,7 @@ struct BackwardProblem {
     const TensorView t[] = {main_view(*dout), main_view(*q),   main_view(*k),
                             main_view(*v),    main_view(*out), lse_view(*lse),
                             main_view(*dq),   main_view(*dk),  main_view(*dv)};
-    const test::AlignedBytes memory(anyflash::backward_workspace_size(
+    const test::ExactBytes memory(anyflash::backward_workspace_size(
         t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], options, wanted));
     anyflash::backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], options, wanted,
                        memory.workspace());

@@ -10,6 +10,7 @@
 #include "backward_problem.h"
 #include "check.h"
 #include "isas.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -248,6 +249,7 @@ void check_empty() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_plain();
   check_features();
   check_threads();

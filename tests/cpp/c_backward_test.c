@@ -44,7 +44,7 @@ static anyflash_status run_backward(Gradients* g, const anyflash_forward_options
       &g->tensor_dout, &p->tensor_q, &p->tensor_k, &p->tensor_v, &p->tensor_out, &p->tensor_lse,
       &g->tensor_dq, &g->tensor_dk, &g->tensor_dv, options, backward_options, &bytes);
   if (status != ANYFLASH_OK) return status;
-  void* const workspace = aligned_alloc(256, (bytes + 511) / 256 * 256);
+  void* const workspace = malloc(bytes);
   status = anyflash_backward(&g->tensor_dout, &p->tensor_q, &p->tensor_k, &p->tensor_v,
                              &p->tensor_out, &p->tensor_lse, &g->tensor_dq, &g->tensor_dk,
                              &g->tensor_dv, options, backward_options, workspace, bytes);

@@ -97,14 +97,24 @@ std::string selected_on_cpu(Op op, CpuIsa isa, DType dtype) {
   return select_kernel({op, {}, dtype, 64, 64, kNoFeatures, isa}).name;
 }
 
-void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
-                 const std::string& words, Op op = Op::kForward) {
+template <class Function>
+void check_throws(const Function& selected, ErrorCode code, const std::string& words) {
   try {
-    CHECK_MSG(false, selected(head_dim, head_dim, features, dtype, op));
+    CHECK_MSG(false, selected());
   } catch (const Error& error) {
     CHECK(error.code() == code);
     CHECK_MSG(check::contains(error.what(), words), error.what());
   }
+}
+
+void check_error(int head_dim, unsigned features, DType dtype, ErrorCode code,
+                 const std::string& words, Op op = Op::kForward) {
+  check_throws([&] { return selected(head_dim, head_dim, features, dtype, op); }, code, words);
+}
+
+void check_error_of_v(Op op, const std::string& words) {
+  check_throws([&] { return selected(64, 300, kNoFeatures, DType::kFloat16, op); },
+               ErrorCode::kUnsupported, words);
 }
 
 void check_choice() {
@@ -230,10 +240,11 @@ void check_decode_choice() {
   CHECK_EQ(selected_on_cpu(Op::kDecode), "cpu_decode");
   gpu.smem_per_block = 65536;
   CHECK_EQ(selected_decode(128, 64, 0), "decode_d128_m16");
-  check_error(200, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 200; the decode kernels of this build for float16 that fit test GPU's "
-              "65536 bytes of shared memory take head dims up to 128",
-              Op::kDecode);
+  check_error(
+      200, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 200; the decode kernels of this build for float16 that fit test GPU's "
+      "65536 bytes of shared memory take head dims up to 128",
+      Op::kDecode);
   check_error(256, kQuantizedCache, DType::kFloat16, ErrorCode::kUnsupported,
               "the decode kernels of this build for float16 with quantized_cache that fit",
               Op::kDecode);
@@ -241,21 +252,27 @@ void check_decode_choice() {
 
 void check_errors() {
   gpu.smem_per_block = 163840;
-  check_error(300, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 300; the forward kernels of this build for float16 that fit test GPU's "
-              "163840 bytes of shared memory take head dims up to 256");
+  check_error_of_v(Op::kForward, "v has head dim 300; the forward kernels");
+  check_error_of_v(Op::kBackward, "v has head dim 300; the backward kernels");
+  check_error_of_v(Op::kDecode, "v_cache has head dim 300; the decode kernels");
+  check_error(
+      300, 0, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 300; the forward kernels of this build for float16 that fit test GPU's "
+      "163840 bytes of shared memory take head dims up to 256");
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
               "q is float32; the CUDA forward kernels of this build take float16 and bfloat16");
   gpu.smem_per_block = 101376;
-  check_error(256, 0, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 256; the forward kernels of this build for float16 that fit test GPU's "
-              "101376 bytes of shared memory take head dims up to 192");
+  check_error(
+      256, 0, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 256; the forward kernels of this build for float16 that fit test GPU's "
+      "101376 bytes of shared memory take head dims up to 192");
   CHECK_EQ(selected(192, 192, 0), "d192_compact");
   CHECK_EQ(selected(192, 192, 0, DType::kFloat16, Op::kBackward), "backward_d256_compact");
-  check_error(192, kBias, DType::kFloat16, ErrorCode::kUnsupported,
-              "head dim is 192; the backward kernels of this build for float16 with bias that fit "
-              "test GPU's 101376 bytes of shared memory take head dims up to 128",
-              Op::kBackward);
+  check_error(
+      192, kBias, DType::kFloat16, ErrorCode::kUnsupported,
+      "q has head dim 192; the backward kernels of this build for float16 with bias that fit "
+      "test GPU's 101376 bytes of shared memory take head dims up to 128",
+      Op::kBackward);
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
               "q is float32; the CUDA backward kernels of this build take float16 and bfloat16",
               Op::kBackward);

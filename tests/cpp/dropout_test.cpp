@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 using anyflash::Draws;
@@ -107,7 +108,7 @@ struct Call {
   }
 
   void run() {
-    const test::AlignedBytes memory(
+    const test::ExactBytes memory(
         anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
     anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());
   }
@@ -192,8 +193,8 @@ void check_packed_mask() {
   call.options.cu_seqlens_k = &lengths[1];
   call.options.max_seqlen_q = 6;
   call.options.max_seqlen_k = 10;
-  const test::AlignedBytes memory(anyflash::forward_workspace_size(
-      views[0], views[1], views[1], views[2], nullptr, call.options));
+  const test::ExactBytes memory(anyflash::forward_workspace_size(views[0], views[1], views[1],
+                                                                 views[2], nullptr, call.options));
   anyflash::forward(views[0], views[1], views[1], views[2], nullptr, call.options,
                     memory.workspace());
   call.mask.for_each(
@@ -239,6 +240,7 @@ void check_statistics() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_known_answers();
   check_counter();
   check_masks();

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "isas.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -172,7 +173,7 @@ struct Problem {
                                   without(*out, first)};
     TensorView lse_view = without(*lse, first);
     --lse_view.rank;
-    const test::AlignedBytes memory(anyflash::forward_workspace_size(
+    const test::ExactBytes memory(anyflash::forward_workspace_size(
         tensors[0], tensors[1], tensors[2], tensors[3], &lse_view, options));
     anyflash::forward(tensors[0], tensors[1], tensors[2], tensors[3], &lse_view, options,
                       memory.workspace());
@@ -349,6 +350,7 @@ void check_empty() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_sets();
   check_empty();
   return check::report();

@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "isas.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -51,7 +52,7 @@ struct Problem {
     const anyflash::TensorView* const l = with_lse ? &view : nullptr;
     const std::size_t bytes =
         anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, l, options);
-    const test::AlignedBytes memory(bytes);
+    const test::ExactBytes memory(bytes);
     if (with_lse) {
       anyflash::forward(q.view, k.view, v.view, out.view, l, options, memory.workspace());
     } else {
@@ -259,6 +260,7 @@ void check_threads() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_shapes();
   check_layouts();
   check_options();

@@ -10,6 +10,7 @@
 
 #include "anyflash/anyflash.h"
 #include "check.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -111,8 +112,8 @@ void call_backward(const Tensor& t, int64_t batch, const anyflash::ForwardOption
   const Tensor dk(t.view.dtype, t.view.shape);
   const Tensor dv(t.view.dtype, t.view.shape);
   const auto& x = t.view;
-  const test::AlignedBytes memory(anyflash::backward_workspace_size(
-      x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {}));
+  const test::ExactBytes memory(anyflash::backward_workspace_size(x, x, x, x, x, lse.view, dq.view,
+                                                                  dk.view, dv.view, options, {}));
   anyflash::backward(x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {},
                      memory.workspace());
 }
@@ -120,7 +121,7 @@ void call_backward(const Tensor& t, int64_t batch, const anyflash::ForwardOption
 void call_decode(const Tensor& q, const Tensor& cache, const Tensor& out,
                  const anyflash::ForwardOptions& options) {
   const auto& x = cache.view;
-  const test::AlignedBytes memory(
+  const test::ExactBytes memory(
       anyflash::forward_with_kvcache_workspace_size(q.view, x, x, out.view, nullptr, options, {}));
   anyflash::forward_with_kvcache(q.view, x, x, out.view, nullptr, options, {}, memory.workspace());
 }
@@ -136,7 +137,7 @@ void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
   options.num_threads = num_threads;
   if (op == "backward") return call_backward(q, batch, options);
   if (op == "decode") return call_decode(q, k, out, options);
-  const test::AlignedBytes memory(
+  const test::ExactBytes memory(
       anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
   anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());
 }
@@ -196,6 +197,7 @@ void check_error_is_thread_local() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_table();
   check_cpu_rows();
   check_counters();

@@ -8,6 +8,7 @@
 #include "anyflash/attention.h"
 #include "check.h"
 #include "kvcache_problem.h"
+#include "many_threads.h"
 #include "tensor.h"
 
 namespace {
@@ -117,7 +118,7 @@ void reference(const Appending& c, int64_t b, const Tensor& k_cache, const Tenso
   if (c.cache.tree_mask != nullptr) options.bias = &bias.view;
   TensorView lse_view = lse.view;
   lse_view.rank = 3;
-  const test::AlignedBytes memory(
+  const test::ExactBytes memory(
       anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, &lse_view, options));
   anyflash::forward(q.view, k.view, v.view, out.view, &lse_view, options, memory.workspace());
 }
@@ -128,7 +129,7 @@ template <class Call, class Change>
 void check_call(const Change& change) {
   Call c;
   change(c);
-  const test::AlignedBytes memory(c.workspace_size());
+  const test::ExactBytes memory(c.workspace_size());
   c.run(memory.workspace());
   CHECK(memory.guard_untouched());
   const Index& n = c.q_memory.view.shape;
@@ -191,7 +192,7 @@ void check_splits() {
     anyflash::KvCacheOptions cache;
     cache.num_splits = num_splits;
     cache.split_size = split_size;
-    const test::AlignedBytes memory(anyflash::forward_with_kvcache_workspace_size(
+    const test::ExactBytes memory(anyflash::forward_with_kvcache_workspace_size(
         q.view, k.view, v.view, out.view, nullptr, options, cache));
     anyflash::forward_with_kvcache(q.view, k.view, v.view, out.view, nullptr, options, cache,
                                    memory.workspace());
@@ -244,7 +245,7 @@ void check_empty() {
     no_keys.cache.k_new = no_keys.cache.v_new = nullptr;
     no_keys.cache.rotary_cos = no_keys.cache.rotary_sin = nullptr;
     if (!sink) no_keys.options.sinks = nullptr;
-    const test::AlignedBytes memory(no_keys.workspace_size());
+    const test::ExactBytes memory(no_keys.workspace_size());
     no_keys.run(memory.workspace());
     no_keys.out_memory.for_each([&](const Index& at) { CHECK(no_keys.out_memory.get(at) == 0.0); });
     no_keys.lse_memory.for_each([&](const Index& at) {
@@ -256,7 +257,7 @@ void check_empty() {
 void check_workspace() {
   Appending c;
   const std::size_t bytes = c.workspace_size();
-  const test::AlignedBytes memory(bytes);
+  const test::ExactBytes memory(bytes);
   test::check_throws([&] { c.run({memory.workspace().data, bytes - 1}); }, "workspace",
                      test::kValue,
                      {"workspace has " + std::to_string(bytes - 1) + " bytes; " +
@@ -267,6 +268,7 @@ void check_workspace() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_calls<Floats>();
   check_calls<Bytes>();
   check_splits();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "many_threads.h"
 #include "tensor.h"
 #include "validation.h"
 
@@ -215,7 +216,7 @@ void check_attention() {
     anyflash::ForwardOptions options;
     if (sink) options.sinks = &sinks.view;
     const TensorView l = lse_view(lse);
-    const test::AlignedBytes memory(
+    const test::ExactBytes memory(
         anyflash::forward_workspace_size(q.view, keys, values, out.view, &l, options));
     anyflash::forward(q.view, keys, values, out.view, &l, options, memory.workspace());
   };
@@ -332,6 +333,7 @@ void check_empty() {
 }  // namespace
 
 int main() {
+  const test::ManyThreads many_threads;
   check_types_and_layouts();
   check_nothing_seen();
   check_range();

@@ -191,21 +191,23 @@ inline TensorView without(const Tensor& t, int first) {
   return view;
 }
 
-// Memory aligned to 256 bytes of exactly the size asked for, whose end address sanitizer guards;
-// without that sanitizer, bytes behind it do.
-class AlignedBytes {
+// Memory of exactly the size asked for, whose end address sanitizer guards; without that sanitizer,
+// bytes behind it do. It begins one byte behind a multiple of 256, where a workspace has most to
+// skip.
+class ExactBytes {
  public:
-  explicit AlignedBytes(std::size_t bytes)
-      : bytes_(bytes), data_(static_cast<unsigned char*>(::operator new(bytes + kGuard, kAlign))) {
-    std::memset(data_, 0xff, bytes + kGuard);
+  explicit ExactBytes(std::size_t bytes)
+      : bytes_(bytes),
+        data_(static_cast<unsigned char*>(::operator new(1 + bytes + kGuard, kAlign)) + 1) {
+    std::memset(data_ - 1, 0xff, 1 + bytes + kGuard);
   }
-  ~AlignedBytes() { ::operator delete(data_, kAlign); }
-  AlignedBytes(const AlignedBytes&) = delete;
-  AlignedBytes& operator=(const AlignedBytes&) = delete;
+  ~ExactBytes() { ::operator delete(data_ - 1, kAlign); }
+  ExactBytes(const ExactBytes&) = delete;
+  ExactBytes& operator=(const ExactBytes&) = delete;
 
   anyflash::Workspace workspace() const { return {data_, bytes_}; }
   bool guard_untouched() const {
-    return std::count(data_ + bytes_, data_ + bytes_ + kGuard, 0xff) == kGuard;
+    return data_[-1] == 0xff && std::count(data_ + bytes_, data_ + bytes_ + kGuard, 0xff) == kGuard;
   }
 
  private:

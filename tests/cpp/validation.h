@@ -153,7 +153,7 @@ inline void check_throws(const std::function<void()>& function, const std::strin
 template <class AnyCall>
 void check_case(const CaseOf<AnyCall>& test_case) {
   AnyCall call;
-  const test::AlignedBytes memory(call.workspace_size());
+  const test::ExactBytes memory(call.workspace_size());
   test_case.change(call);
   check_throws([&] { call.run(memory.workspace()); }, test_case.name, test_case.code,
                test_case.words);
@@ -164,7 +164,7 @@ void check_case(const CaseOf<AnyCall>& test_case) {
 template <class AnyCall>
 void check_allowed() {
   AnyCall call;
-  const test::AlignedBytes memory(call.workspace_size());
+  const test::ExactBytes memory(call.workspace_size());
   call.run(memory.workspace());
   CHECK(!call.untouched());
 }

@@ -138,7 +138,7 @@ template <class AnyCall>
 void check_refused(const CaseOf<AnyCall>& test_case) {
   AnyCall call;
   test_case.change(call);
-  const test::AlignedBytes memory(call.workspace_size());
+  const test::ExactBytes memory(call.workspace_size());
   check_throws([&] { call.run(memory.workspace()); }, test_case.name, test_case.code,
                test_case.words);
   CHECK_MSG(call.untouched(), test_case.name);
@@ -148,7 +148,7 @@ template <class AnyCall, class Change>
 void check_runs(const Change& change) {
   AnyCall call;
   change(call);
-  const test::AlignedBytes memory(call.workspace_size());
+  const test::ExactBytes memory(call.workspace_size());
   call.run(memory.workspace());
   CHECK(!call.untouched());
   CHECK(memory.guard_untouched());

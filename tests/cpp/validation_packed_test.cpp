@@ -188,7 +188,7 @@ void check_lengths() {
   for (const CaseOf<Packed>& test_case : kLengths) {
     Packed call;
     test_case.change(call);
-    const test::AlignedBytes memory(call.workspace_size());
+    const test::ExactBytes memory(call.workspace_size());
     check_throws([&] { call.run(memory.workspace()); }, test_case.name, test_case.code,
                  test_case.words);
     CHECK_MSG(call.untouched(), test_case.name);
@@ -196,7 +196,7 @@ void check_lengths() {
   }
   Full batched;
   batched.used.data<int32_t>()[1] = 7;
-  const test::AlignedBytes memory(batched.workspace_size());
+  const test::ExactBytes memory(batched.workspace_size());
   check_throws([&] { batched.run(memory.workspace()); }, "batched", kValue,
                {"seqused_k[1] is 7", "keys, 6,"});
   CHECK(batched.untouched());

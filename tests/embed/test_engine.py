@@ -4,6 +4,7 @@ cache of keys and values; its logits against the same formula in float64."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import anyflash
 
 Array = npt.NDArray[Any]
 LAYERS, HEADS, HEADS_K, HEAD_DIM, HIDDEN, VOCABULARY, POSITIONS = 2, 4, 2, 16, 96, 50, 96
+NUMBERS = {"layers": LAYERS, "heads": HEADS, "heads_k": HEADS_K}
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, VOCABULARY, 75)]
 
 
@@ -39,8 +41,8 @@ def weights() -> dict[str, Array]:
     return {name: np.ascontiguousarray(value, np.float32) for name, value in result.items()}
 
 
-def write_safetensors(path: Path, tensors: dict[str, Array], metadata: dict[str, str]) -> None:
-    header: dict[str, Any] = {"__metadata__": metadata}
+def write_safetensors(path: Path, tensors: dict[str, Array], metadata: dict[str, Any]) -> None:
+    header: dict[str, Any] = {"__metadata__": {name: str(x) for name, x in metadata.items()}}
     offset = 0
     for name, tensor in tensors.items():
         ends = [offset, offset + tensor.nbytes]
@@ -100,8 +102,7 @@ def test_engine(engine: Path, tmp_path: Path) -> None:
     NumPy's: twice the error of NumPy's own float32."""
     tensors = weights()
     model = tmp_path / "model.safetensors"
-    numbers = {"layers": LAYERS, "heads": HEADS, "heads_k": HEADS_K}
-    write_safetensors(model, tensors, {name: str(value) for name, value in numbers.items()})
+    write_safetensors(model, tensors, NUMBERS)
     expected = logits(tensors, np.float64)
     allowed = 2 * np.abs(logits(tensors, np.float32) - expected).max()
     found = []
@@ -119,10 +120,55 @@ def test_engine(engine: Path, tmp_path: Path) -> None:
     # An exception of the library's, which may have a C++ runtime of its own.
     shape = 3 * HEAD_DIM, HEADS * HEAD_DIM
     tensors |= {f"{i}.{n}": np.ones(shape, np.float32) for i in range(LAYERS) for n in "kv"}
-    numbers["heads_k"] = 3
-    write_safetensors(model, tensors, {name: str(value) for name, value in numbers.items()})
+    write_safetensors(model, tensors, NUMBERS | {"heads_k": 3})
     with pytest.raises(AssertionError, match=r"engine: .*3 heads, which does not divide q's 4"):
         output_of([engine, model, tmp_path / "logits", 1, *TOKENS])
+
+
+def empty(*shape: int) -> Array:
+    return np.zeros(shape, np.float32)
+
+
+# Changed tensors, changed numbers, and the message.
+HOSTILE: dict[str, tuple[dict[str, Array], dict[str, Any], str]] = {
+    "no-width": ({"embedding": empty(VOCABULARY, 0)}, {}, "embedding is empty"),
+    "no-vocabulary": ({"embedding": empty(0, 64)}, {}, "embedding is empty"),
+    "no-hidden": (
+        {"0.gate": empty(0, 64), "0.up": empty(0, 64), "0.down": empty(64, 0)},
+        {},
+        "0.gate is empty",
+    ),
+    "no-positions": (
+        {f"rotary_{name}": empty(0, HEAD_DIM // 2) for name in ("cos", "sin")},
+        {},
+        "rotary_cos is empty",
+    ),
+    "many-positions": (
+        {f"rotary_{name}": empty(1 << 55, 0) for name in ("cos", "sin")},
+        {"heads": 64},
+        "rotary_cos is larger than the file",
+    ),
+    "rank": ({"norm": empty(8, 8)}, {}, "norm: wrong rank"),
+    "no-heads": ({}, {"heads": 0}, 'heads is "0"; 1 to 64 is allowed'),
+    "heads": ({}, {"heads": 3}, "heads do not divide the width"),
+    "many-heads": ({}, {"heads": 1 << 60}, f'heads is "{1 << 60}"; 1 to 64'),
+    "many-heads-k": ({}, {"heads_k": 1 << 60}, f'heads_k is "{1 << 60}"; 1 to 4 is allowed'),
+    "no-heads-k": ({}, {"heads_k": -1}, 'heads_k is "-1"; 1 to 4 is allowed'),
+    "not-a-number": ({}, {"heads": "4x"}, 'heads is "4x"; 1 to 64 is allowed'),
+    "far-too-large": ({}, {"heads_k": 10**30}, f'heads_k is "{10**30}"; 1 to 4 is allowed'),
+    "nothing": ({}, {"layers": ""}, 'layers is ""; 1 to '),
+    "many-layers": ({}, {"layers": 1 << 62}, f'layers is "{1 << 62}"; 1 to '),
+    "one-layer-more": ({}, {"layers": LAYERS + 1}, f"has no {LAYERS}.norm_attention"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_models(engine: Path, tmp_path: Path, case: str) -> None:
+    tensors, numbers, message = HOSTILE[case]
+    model = tmp_path / "model.safetensors"
+    write_safetensors(model, weights() | tensors, NUMBERS | numbers)
+    with pytest.raises(AssertionError, match=rf"engine: .*{re.escape(message)}"):
+        output_of([engine, model, tmp_path / "logits", 1, 0])
 
 
 def test_safetensors_that_are_damaged(engine: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ KERNEL_CONTRACT = {
     "merge_states.h",
     "params.h",
     "side_outputs.h",
+    "threads.h",
 }
 BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h", "prefer_kernel.h"}
 
@@ -43,6 +44,7 @@ BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h", "prefer_kernel.h"}
 EXTERNAL = {
     "std": re.compile(r"[a-z_]+|(stddef|stdint|math|string|limits)\.h"),
     "openmp": re.compile(r"omp\.h"),
+    "threads": re.compile(r"pthread\.h"),
     "processor": re.compile(r"cpuid\.h|sys/syscall\.h|unistd\.h"),
     "intrinsics": re.compile(r"immintrin\.h|intrin\.h|arm_neon\.h"),
     "dlpack": re.compile(r"dlpack/dlpack\.h"),
@@ -88,7 +90,9 @@ def layers(root: Path) -> list[Layer]:
         Layer(
             "cpp/src/",
             (PUBLIC, "cpp/src/"),
-            external=frozenset({"std", "dlpack", "openmp", "processor", "cuda_runtime_api"}),
+            external=frozenset(
+                {"std", "dlpack", "openmp", "processor", "threads", "cuda_runtime_api"}
+            ),
         ),
         Layer(common, (PUBLIC, common), kernel_headers, DEVICE),
         Layer(variant, shared, kernel_headers, DEVICE),

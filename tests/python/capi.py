@@ -273,17 +273,20 @@ class Backend:
                 fields[kind] = fields[kind] | {name: ctypes.pointer(tensor)}
             options = tuple(structure(kind, of_kind) for kind, of_kind in fields.items())
             size = self.library.workspace_size(dl[:count], *options)
-            workspace = aligned_bytes(size + GUARD)
-            with self.memory.resident([workspace]) as (address,):
-                assert address % ALIGNMENT == 0
+            # One byte behind a multiple of ALIGNMENT: where a workspace has most to skip.
+            workspace = aligned_bytes(1 + size + GUARD)
+            with self.memory.resident([workspace]) as (aligned,):
+                assert aligned % ALIGNMENT == 0
+                address = aligned + 1
                 if BackwardOptions in fields:
                     self.library.backward(dl[:count], options, address, size)
                 elif KvCacheOptions in fields:
                     self.library.forward_with_kvcache(dl[:count], options, address, size)
                 else:
                     self.library.forward(dl[:count], *options, address, size)
-            behind = workspace[size:] != CANARY
+            behind = workspace[1 + size :] != CANARY
             assert not behind.any(), f"workspace: written {behind.argmax()} bytes past its end"
+            assert workspace[0] == CANARY, "workspace: written before its beginning"
 
     def merge_states(self, *tensors: Tensor | None, num_threads: int = 0) -> None:
         """`tensors` are out_a, lse_a, out_b, lse_b, out, lse."""

@@ -47,6 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: the few cases that run under compute-sanitizer")
 
 
+@pytest.fixture
+def many_threads() -> Iterator[None]:
+    """Calls use as many threads as they are asked to, however little there is to do."""
+    core = importlib.import_module("anyflash._core")
+    core.set_work_per_thread(1)
+    yield
+    core.set_work_per_thread(0)
+
+
 def _present(names: list[str]) -> list[str]:
     # Where `cuda` is asked for by name, all tests fail without one.
     absent = capi.cuda_driver() is None and not capi.WANTED

@@ -61,6 +61,7 @@ def test_repeats_have_the_same_bits(backend: Backend, name: str) -> None:
         assert_same(results(call), first)
 
 
+@pytest.mark.usefixtures("many_threads")
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_threads_do_not_change_bits(cpu: Backend, name: str, dtype: str) -> None:

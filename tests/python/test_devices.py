@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import capi
 import pytest
 from capi import Backend
 from cases import Bias, Blocks, Case, Features, Packed
 from gradient_case import GradientCase
+from kvcache_cases import CacheCase
 from running import assert_same_bits, bits, run, verify
 from running_backward import backward, verify_backward
+from running_kvcache import run_cache
 
 from anyflash.bench._tuned_tiles import SIZES, Key, rows
 
@@ -28,11 +31,13 @@ def emulated() -> Iterator[ctypes.CDLL]:
     """The emulated library; its device is the A100's again after the test."""
     library = ctypes.CDLL(str(capi.backend("emulated-sm80").library.path))
     library.emu_set_options.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_size_t]
+    library.emulated_capture.argtypes = [ctypes.c_void_p]
     yield library
     library.emulated_set_compute_capability(80)
     library.emulated_set_full_grid(1)
     library.emulated_prefer_kernel(None)
     library.emu_set_options(0, -1, A100_SMEM)
+    library.emulated_capture(None)
 
 
 def launched(head_dim: int = 64) -> set[str]:
@@ -62,10 +67,34 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
 def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None:
     emulated.emu_set_options(0, -1, 1 << 15)
     with pytest.raises(
-        capi.CallError, match=r"head dim is 256.*32768 bytes.*up to (64|96)"
+        capi.CallError, match=r"q has head dim 256.*32768 bytes.*up to (64|96)"
     ) as caught:
         launched(256)
     assert caught.value.status == capi.UNSUPPORTED
+
+
+STREAM, OTHER_STREAM = 7, 8
+PACKED = Features(packed=Packed((9, 20), (30, 40)))
+READ_LENGTHS: dict[str, Callable[..., Any]] = {
+    "forward": lambda gpu, **options: run(gpu, Case("capture", features=PACKED), **options),
+    "backward": lambda gpu, **options: backward(
+        gpu, GradientCase(Case("capture", features=PACKED)), **options
+    ),
+    "decode": lambda gpu, **options: run_cache(
+        gpu, CacheCase("capture", "fp16", lengths=(9, 30)).call(), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", READ_LENGTHS)
+def test_validate_in_a_capture(emulated: ctypes.CDLL, operation: str) -> None:
+    """To copy lengths to the host would wait for the stream, which invalidates a capture."""
+    gpu, call = capi.backend("emulated-sm80"), READ_LENGTHS[operation]
+    emulated.emulated_capture(STREAM)
+    with pytest.raises(capi.CallError, match="validate is set, but the stream is being captured"):
+        call(gpu, stream=STREAM, validate=1)
+    call(gpu, stream=STREAM)
+    call(gpu, stream=OTHER_STREAM, validate=1)
 
 
 @pytest.fixture

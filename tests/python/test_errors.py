@@ -17,7 +17,7 @@ from abi import DLDataType, DLDevice, DLTensor, Options, int64_array
 from capi import INVALID_TYPE, INVALID_VALUE, UNSUPPORTED, Backend, CallError
 from cases import Case
 from oracle import Array
-from tensors import ALIGNMENT, CANARY, aligned_bytes
+from tensors import CANARY, aligned_bytes
 
 import anyflash
 
@@ -218,16 +218,6 @@ def test_workspace_is_too_small(backend: Backend, short: int | None) -> None:
         return address, 0 if short is None else size - short
 
     refused(backend, strided, INVALID_VALUE, ("workspace", "bytes"), workspace=workspace)
-
-
-@pytest.mark.parametrize("offset", [1, 16, 128])
-def test_workspace_is_not_aligned(backend: Backend, offset: int) -> None:
-    parts = ("workspace", str(ALIGNMENT))
-
-    def shifted(address: int, size: int) -> tuple[int, int]:
-        return address + offset, size
-
-    refused(backend, strided, INVALID_VALUE, parts, workspace=shifted)
 
 
 def test_workspace_is_null(backend: Backend) -> None:

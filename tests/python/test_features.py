@@ -117,6 +117,7 @@ def test_features_repeat_the_same_bits(backend: Backend) -> None:
         assert bits(other["max_logits"].view) == bits(options["max_logits"].view)
 
 
+@pytest.mark.usefixtures("many_threads")
 def test_features_do_not_depend_on_threads(cpu: Backend) -> None:
     features = Features(softcap=5.0, dropout_p=0.2, packed=Packed((1, 300, 0, 70), (50, 9, 3, 200)))
     for dtype in ("fp32", "bf16"):

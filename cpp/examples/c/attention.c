@@ -44,18 +44,11 @@ static DLTensor tensor(void* data, int ndim, int64_t* shape, uint8_t code, uint8
 
 static DLTensor numbers(void* data, int64_t* shape) { return tensor(data, 3, shape, kDLFloat, 64); }
 
-/* The library says how much workspace it needs, aligned to 256 bytes; we own it. */
-typedef struct {
-  void* memory;
-  void* aligned;
-} Workspace;
-
-static Workspace workspace_of(size_t bytes) {
-  Workspace w;
-  w.memory = malloc(bytes + 256);
-  if (w.memory == NULL) stop("out of memory");
-  w.aligned = (char*)w.memory + (256 - (uintptr_t)w.memory % 256) % 256;
-  return w;
+/* The library says how much workspace it needs; we own it. */
+static void* workspace_of(size_t bytes) {
+  void* const memory = malloc(bytes);
+  if (memory == NULL && bytes > 0) stop("out of memory");
+  return memory;
 }
 
 static anyflash_forward_options packed(const DLTensor* cu_seqlens) {
@@ -79,11 +72,11 @@ static void attend(Inputs* in, Results* result) {
   if (anyflash_forward_workspace_size(&q, &k, &v, &out, &lse, &options, &bytes) != ANYFLASH_OK) {
     stop("workspace");
   }
-  const Workspace w = workspace_of(bytes);
-  if (anyflash_forward(&q, &k, &v, &out, &lse, &options, w.aligned, bytes) != ANYFLASH_OK) {
+  void* const workspace = workspace_of(bytes);
+  if (anyflash_forward(&q, &k, &v, &out, &lse, &options, workspace, bytes) != ANYFLASH_OK) {
     stop("forward");
   }
-  free(w.memory);
+  free(workspace);
 }
 
 /* Gradients of the loss sum(weights * out). */
@@ -101,12 +94,12 @@ static void differentiate(Inputs* in, Results* result, double (*weights)[HEADS][
                                        &bytes) != ANYFLASH_OK) {
     stop("workspace of the backward");
   }
-  const Workspace w = workspace_of(bytes);
-  if (anyflash_backward(&dout, &q, &k, &v, &out, &lse, &dq, &dk, &dv, &options, NULL, w.aligned,
+  void* const workspace = workspace_of(bytes);
+  if (anyflash_backward(&dout, &q, &k, &v, &out, &lse, &dq, &dk, &dv, &options, NULL, workspace,
                         bytes) != ANYFLASH_OK) {
     stop("backward");
   }
-  free(w.memory);
+  free(workspace);
 }
 
 /* The largest difference from softmax(q k^T / sqrt(DIM)) v, as the formula says. */

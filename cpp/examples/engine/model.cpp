@@ -1,9 +1,10 @@
 #include "model.h"
 
+#include <charconv>
 #include <cmath>
 #include <initializer_list>
-#include <memory>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 namespace {
@@ -65,39 +66,49 @@ anyflash::TensorView floats(const std::vector<float>& data, std::initializer_lis
 }  // namespace
 
 anyflash::Workspace WorkspaceMemory::of(std::size_t bytes) {
-  constexpr std::size_t kAlignment = 256;
-  if (memory_.size() < bytes + kAlignment) memory_.resize(bytes + kAlignment);
-  void* data = memory_.data();
-  std::size_t space = memory_.size();
-  return {std::align(kAlignment, bytes, data, space), bytes};
+  if (memory_.size() < bytes) memory_.resize(bytes);
+  return {memory_.data(), bytes};
 }
 
 Model::Model(const std::string& path) {
   SafeTensors file = read_safetensors(path);
-  const auto number = [&](const char* key) { return std::stoll(file.metadata.at(key)); };
+  // The file is not to be trusted: sizes that are not 1 or more would divide by 0 or overflow.
+  const auto number = [&](const std::string& key, int64_t most) {
+    const std::string& text = file.metadata[key];
+    int64_t value = 0;
+    const auto end = text.data() + text.size();
+    const auto [read, error] = std::from_chars(text.data(), end, value);
+    if (error != std::errc() || read != end || value < 1 || value > most) {
+      throw std::runtime_error(path + ": " + key + " is \"" + text + "\"; 1 to " +
+                               std::to_string(most) + " is allowed");
+    }
+    return value;
+  };
   const auto take = [&](const std::string& name, std::vector<int64_t> shape) {
     const auto found = file.weights.find(name);
     if (found == file.weights.end()) throw std::runtime_error(path + " has no " + name);
     Weight& weight = found->second;
     if (shape.size() != weight.shape.size()) throw std::runtime_error(name + ": wrong rank");
     for (std::size_t i = 0; i < shape.size(); ++i) {
+      if (weight.shape[i] < 1) throw std::runtime_error(name + " is empty");
       if (shape[i] >= 0 && shape[i] != weight.shape[i]) {
         throw std::runtime_error(name + ": wrong shape");
       }
     }
     return std::move(weight);
   };
-  heads_ = number("heads");
-  heads_k_ = number("heads_k");
   embedding_ = take("embedding", {-1, -1});
   width_ = embedding_.shape[1];
-  if (heads_ < 1 || width_ % heads_ != 0) throw std::runtime_error("heads do not divide the width");
+  heads_ = number("heads", width_);
+  heads_k_ = number("heads_k", heads_);
+  if (width_ % heads_ != 0) throw std::runtime_error("heads do not divide the width");
   head_dim_ = width_ / heads_;
   rotary_cos_ = take("rotary_cos", {-1, head_dim_ / 2});
   positions_ = rotary_cos_.shape[0];
   rotary_sin_ = take("rotary_sin", {positions_, head_dim_ / 2});
   norm_ = take("norm", {width_});
-  for (int64_t i = 0; i < number("layers"); ++i) {
+  const int64_t layers = number("layers", static_cast<int64_t>(file.weights.size()));
+  for (int64_t i = 0; i < layers; ++i) {
     const std::string prefix = std::to_string(i) + ".";
     Layer layer;
     layer.norm_attention = take(prefix + "norm_attention", {width_});

@@ -134,13 +134,9 @@ struct Kernel {
     const anyflash::TensorView out = contiguous(data, shape);
 
     const std::size_t bytes = anyflash::forward_workspace_size(q, k, v, out, nullptr, with_bias);
-    const std::unique_ptr<void, void (*)(void*)> workspace(
-        ::operator new(bytes + 1, kAlignment),
-        [](void* memory) { ::operator delete(memory, kAlignment); });
-    anyflash::forward(q, k, v, out, nullptr, with_bias, {workspace.get(), bytes});
+    std::vector<std::byte> workspace(bytes);
+    anyflash::forward(q, k, v, out, nullptr, with_bias, {workspace.data(), bytes});
   }
-
-  static constexpr std::align_val_t kAlignment{256};
 };
 
 // The operator for one type of tensors: a table of functions, then what they need.

@@ -110,10 +110,6 @@ impl Tensor {
     }
 }
 
-#[repr(C, align(256))]
-#[derive(Clone, Copy)]
-struct Block([u8; 256]); // the workspace's alignment
-
 /// `out` is written: hence &mut.
 fn forward(q: &Tensor, k: &Tensor, v: &Tensor, out: &mut Tensor) -> Result<(), String> {
     let options = ForwardOptions {
@@ -139,7 +135,7 @@ fn forward(q: &Tensor, k: &Tensor, v: &Tensor, out: &mut Tensor) -> Result<(), S
             &options,
             &mut bytes,
         ))?;
-        let mut workspace = vec![Block([0; 256]); bytes / 256 + 1];
+        let mut workspace = vec![0u8; bytes];
         let memory = workspace.as_mut_ptr() as *mut c_void;
         checked(anyflash_forward(
             &q,

@@ -1,5 +1,21 @@
 /* C ABI of anyflash. Tensors are DLPack's DLTensor, options a struct that begins with its size.
  *
+ *   float x[6] = {1, 2, 0, -1, 3, 1}, y[6];
+ *   int64_t shape[4] = {1, 3, 1, 2}; // batch, seqlen, heads, head_dim
+ *   DLTensor q = {.data = x, .device = {kDLCPU, 0}, .ndim = 4, .shape = shape};
+ *   q.dtype = (DLDataType){.code = kDLFloat, .bits = 32, .lanes = 1};
+ *   DLTensor out = q;
+ *   out.data = y;
+ *   anyflash_forward_options options = ANYFLASH_FORWARD_OPTIONS_INIT;
+ *   options.causal = 1;
+ *   size_t bytes = 0;
+ *   anyflash_forward_workspace_size(&q, &q, &q, &out, NULL, &options, &bytes);
+ *   void* workspace = malloc(bytes);
+ *   if (anyflash_forward(&q, &q, &q, &out, NULL, &options, workspace, bytes) != ANYFLASH_OK) {
+ *     puts(anyflash_last_error());
+ *   }
+ *   free(workspace);
+ *
  * Every function returns a status; on failure anyflash_last_error() says what was given and what is
  * allowed, and nothing has been written. What the functions compute, shapes and types: attention.h.
  */
@@ -81,7 +97,8 @@ typedef struct {
    NULL, NULL, 0, 0, NULL, 0, 0}
 /* clang-format on */
 
-/* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors' device. */
+/* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors'
+ * device and may begin anywhere. */
 ANYFLASH_API anyflash_status anyflash_forward_workspace_size(
     const DLTensor* q, const DLTensor* k, const DLTensor* v, const DLTensor* out,
     const DLTensor* lse, const anyflash_forward_options* options, size_t* bytes);

@@ -1,7 +1,18 @@
 // Exact attention for engines: no Python, no framework, no hidden allocation, no synchronisation.
 //
-//   std::vector<std::byte> workspace(anyflash::forward_workspace_size(q, k, v, out, lse, options));
-//   anyflash::forward(q, k, v, out, lse, options, {workspace.data(), workspace.size()});
+//   std::vector<float> x = {1, 2, 0, -1, 3, 1}, y(6);
+//   anyflash::TensorView q;
+//   q.data = x.data();
+//   q.rank = 4;
+//   q.shape = {1, 3, 1, 2};  // batch, seqlen, heads, head_dim
+//   q.stride = {6, 2, 2, 1};
+//   anyflash::TensorView out = q;
+//   out.data = y.data();
+//   anyflash::ForwardOptions options;
+//   options.causal = true;
+//   std::vector<std::byte> workspace(
+//       anyflash::forward_workspace_size(q, q, q, out, nullptr, options));
+//   anyflash::forward(q, q, q, out, nullptr, options, {workspace.data(), workspace.size()});
 //
 // All functions may be called from several threads at once and throw anyflash::Error before
 // anything is written.
@@ -20,8 +31,8 @@
 
 namespace anyflash {
 
-// Memory on the tensors' device, aligned to 256 bytes. It may be reused as soon as the work
-// enqueued on the stream is done (on the CPU: when the call returns).
+// Memory on the tensors' device, of any alignment. It may be reused as soon as the work enqueued on
+// the stream is done (on the CPU: when the call returns).
 struct Workspace {
   void* data = nullptr;
   std::size_t bytes = 0;

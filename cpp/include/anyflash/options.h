@@ -78,10 +78,11 @@ struct ForwardOptions {
   // aligned (causal, windows, ALiBi) with the last of them.
   const TensorView* seqused_k = nullptr;
   // Lengths on a GPU are clamped to what the tensors hold. This checks them, which waits for the
-  // device. On the CPU they are always checked.
+  // device, and is refused while the stream is being captured. On the CPU they are always checked.
   bool validate = false;
 
-  // CPU: number of threads; 0 is OpenMP's default (OMP_NUM_THREADS, else all cores).
+  // CPU: largest number of threads; 0 is OpenMP's default (OMP_NUM_THREADS, else all cores). Little
+  // work is done by the caller alone. Results do not depend on it.
   int num_threads = 0;
   CpuIsa cpu_isa = CpuIsa::kAuto;
   // CUDA: the cudaStream_t to launch on; null is the legacy default stream.

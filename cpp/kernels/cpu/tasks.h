@@ -10,10 +10,6 @@
 #include "params.h"
 #include "variant/sequence.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
 inline constexpr int kBlockN = 64;  // keys of a step; blocks of a block mask are multiples of it
@@ -145,27 +141,14 @@ class Split {
   std::int64_t tasks_ = 0;
 };
 
-// Calls make_runner(thread).run(task) for every task.
-template <typename MakeRunner>
-void run_tasks(std::int64_t tasks, int threads, const MakeRunner& make_runner) {
-  if (tasks <= 0) return;
-  if (threads > tasks) threads = static_cast<int>(tasks);
-#if defined(_OPENMP)
-  if (threads > 1) {
-    // Tiny tasks (thousands of short sequences) are handed out several at a time.
-    const std::int64_t many = tasks / (std::int64_t{256} * threads);
-    const int chunk = many < 1 ? 1 : many < 64 ? static_cast<int>(many) : 64;
-#pragma omp parallel num_threads(threads)
-    {
-      auto runner = make_runner(omp_get_thread_num());
-#pragma omp for schedule(dynamic, chunk)
-      for (std::int64_t i = 0; i < tasks; ++i) runner.run(i);
-    }
-    return;
-  }
-#endif
-  auto runner = make_runner(0);
-  for (std::int64_t i = 0; i < tasks; ++i) runner.run(i);
+// The forward's work as threads_worth() counts it; a bound, since of masks only windows are seen.
+inline double forward_work(const ForwardParams& p) {
+  const double rows = p.cu_seqlens_q == nullptr ? static_cast<double>(p.batch) * p.seqlen_q
+                                                : static_cast<double>(p.total_q);
+  double keys = p.seqlen_k;
+  const double band = static_cast<double>(p.window.left) + static_cast<double>(p.window.right) + 1;
+  if (p.window.left >= 0 && p.window.right >= 0 && band < keys) keys = band;
+  return 2.0 * rows * p.heads * keys * (p.head_dim + p.head_dim_v);
 }
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

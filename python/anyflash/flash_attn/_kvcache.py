@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anyflash._options import flags
 from anyflash.flash_attn._options import score_options, with_positive_infinity
 from anyflash.flash_attn._paged import split_pages
 from anyflash.torch import attention_with_kvcache
@@ -73,6 +74,11 @@ def flash_attn_with_kvcache(
     >>> bool((k_cache[:, 3] == 1).all())
     True
     """
+    rotary_interleaved, return_softmax_lse = flags(
+        "anyflash.flash_attn",
+        rotary_interleaved=rotary_interleaved,
+        return_softmax_lse=return_softmax_lse,
+    )
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     with torch.no_grad():
         k_cache, v_cache, block_table = split_pages(k_cache, v_cache, block_table)

@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 
+from anyflash._options import flags
+
 
 def as_int(x: Any) -> int:
     """Tensors of one element are allowed where flash-attn wants an int."""
     return x if isinstance(x, int) else int(x)
+
+
+def read_flags(deterministic: Any, return_attn_probs: Any) -> list[bool]:
+    return flags(
+        "anyflash.flash_attn", deterministic=deterministic, return_attn_probs=return_attn_probs
+    )
 
 
 def score_options(
@@ -25,7 +33,7 @@ def score_options(
     left, right = window_size
     return {
         "softmax_scale": softmax_scale,
-        "causal": bool(causal),
+        "causal": flags("anyflash.flash_attn", causal=causal)[0],
         "window_size": (max(as_int(left), -1), max(as_int(right), -1)),
         "softcap": max(softcap, 0.0),
         "alibi_slopes": alibi_slopes,

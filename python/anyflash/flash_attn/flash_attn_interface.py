@@ -16,7 +16,7 @@ import torch
 
 from anyflash.flash_attn import flash_attn_2_cuda as flash_attn_gpu
 from anyflash.flash_attn._kvcache import flash_attn_with_kvcache
-from anyflash.flash_attn._options import as_int, score_options
+from anyflash.flash_attn._options import as_int, read_flags, score_options
 from anyflash.flash_attn._packed import attend_packed
 from anyflash.flash_attn._paged import ForwardOnly
 from anyflash.flash_attn._private import (
@@ -134,6 +134,7 @@ def flash_attn_func(
     (torch.Size([2, 5, 4, 16]), torch.Size([2, 4, 5]), torch.Size([0]))
     """
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     if return_attn_probs:
         given = (q, k, v, (), options, dropout_p, True)
         return attend(*given, deterministic=deterministic or None)[:3]
@@ -193,6 +194,7 @@ def flash_attn_varlen_func(
     torch.Size([5, 2, 16])
     """
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if block_table is not None:
 
@@ -236,6 +238,7 @@ def flash_attn_qkvpacked_func(
     torch.Size([2, 5, 3, 4, 16])
     """
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     results = attend_packed(None, qkv, (), options, dropout_p, deterministic, return_attn_probs)
     return results if return_attn_probs else results[0]
 
@@ -254,6 +257,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """:func:`flash_attn_func` of q and ``kv`` (batch, seqlen_k, 2, heads_k, head_dim)."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     results = attend_packed(q, kv, (), options, dropout_p, deterministic, return_attn_probs)
     return results if return_attn_probs else results[0]
 
@@ -273,6 +277,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """:func:`flash_attn_varlen_func` of ``qkv`` (total, 3, heads, head_dim)."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     length = as_int(max_seqlen)
     packing = (cu_seqlens, cu_seqlens, length, length)
     results = attend_packed(
@@ -299,6 +304,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """:func:`flash_attn_varlen_func` of q and ``kv`` (total_k, 2, heads_k, head_dim)."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     results = attend_packed(q, kv, packing, options, dropout_p, deterministic, return_attn_probs)
     return results if return_attn_probs else results[0]

@@ -67,7 +67,7 @@ class Call:
         numbers, parse = self.numbers, self.parse
         if softmax_scale is not None:
             numbers["softmax_scale"] = parse("softmax_scale", _options.scale, softmax_scale)
-        numbers["causal"] = bool(causal)
+        (numbers["causal"],) = _options.flags(self.operation, causal=causal)
         left, right = parse("window_size", _options.window, window_size)
         numbers |= {"window_left": left, "window_right": right}
         numbers["softcap"] = parse("softcap", _options.softcap, softcap)
@@ -127,6 +127,7 @@ class Call:
         out_dtype: Any,
         deterministic: Any,
     ) -> Settings:
+        (deterministic,) = _options.flags(self.operation, deterministic=deterministic)
         dtype = self.arrays["q"].dtype.name
         if out_dtype is not None:
             allowed = tuple(dict.fromkeys((dtype, FLOAT32)))
@@ -137,7 +138,7 @@ class Call:
             results,
             dtype,
             lengths,
-            bool(deterministic),
+            deterministic,
         )
 
     def run(
@@ -150,6 +151,13 @@ class Call:
         out_dtype: Any = None,
         deterministic: Any = False,
     ) -> Any:
+        return_lse, return_max_logits, return_dropout_mask, return_result = _options.flags(
+            self.operation,
+            return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            return_dropout_mask=return_dropout_mask,
+            return_result=return_result,
+        )
         whole = return_result or return_max_logits or return_dropout_mask
         asked = {
             "out": True,

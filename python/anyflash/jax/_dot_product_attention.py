@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anyflash import _options
 from anyflash._options import NO_SOFTCAP
 from anyflash.jax._call import Call
 
@@ -82,6 +83,9 @@ def dot_product_attention(
             f"{_OPERATION}: implementation is {implementation!r}; 'xla', 'cudnn' and None are "
             "allowed"
         )
+    is_causal, return_residual = _options.flags(
+        _OPERATION, is_causal=is_causal, return_residual=return_residual
+    )
     query, key, value, bias, mask = (
         None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask)
     )
@@ -104,7 +108,7 @@ def dot_product_attention(
     bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
     call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
     call.score(
-        softmax_scale=scale if scale is None else float(scale),
+        softmax_scale=None if scale is None else call.parse("scale", _options.to_float, scale),
         causal=False,
         window_size=window,
         softcap=NO_SOFTCAP,

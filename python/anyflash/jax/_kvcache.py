@@ -126,7 +126,9 @@ def attention_with_kvcache(
     call.array("k_scale", k_scale)
     call.array("v_scale", v_scale)
     call.array("cache_seqlens", _seqlens(call, cache_seqlens))
-    call.numbers["rotary_interleaved"] = bool(rotary_interleaved)
+    call.numbers["rotary_interleaved"], return_lse = _options.flags(
+        call.operation, rotary_interleaved=rotary_interleaved, return_lse=return_lse
+    )
     call.numbers["num_splits"] = call.parse("num_splits", _options.integer, num_splits)
     if split_size is not None:
         call.numbers["split_size"] = call.parse("split_size", _options.integer, split_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED, flags
 from anyflash.jax._call import Call
 
 
@@ -86,7 +86,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     """
     call = Call("anyflash.jax.attention_varlen", q=q, k=k, v=v)
     call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call.numbers["validate"] = bool(validate)
+    (call.numbers["validate"],) = flags(call.operation, validate=validate)
     call.score(
         softmax_scale=softmax_scale,
         causal=causal,

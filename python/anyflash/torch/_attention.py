@@ -109,7 +109,8 @@ def attention(
         and seed is None
         and rng_state is None
         and out_dtype is None
-        and not (return_max_logits or return_dropout_mask or return_result)
+        and (deterministic is None or isinstance(deterministic, bool))
+        and return_max_logits is return_dropout_mask is return_result is False
     ):  # to read all options takes longer
         result = _direct.attend(_NAME, q, k, v, softmax_scale, causal, return_lse)
         if result is not None:
@@ -288,6 +289,16 @@ def _attend(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate = packing
+    validate, causal, deterministic = _options.flags(
+        operation, validate=validate, causal=causal, deterministic=deterministic
+    )
+    return_lse, return_max_logits, return_dropout_mask, return_result = _options.flags(
+        operation,
+        return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_dropout_mask=return_dropout_mask,
+        return_result=return_result,
+    )
     p = Problem(
         q,
         k,
@@ -302,9 +313,9 @@ def _attend(
         given_state,
         max_seqlen_q,
         max_seqlen_k,
-        bool(validate),
+        validate,
         softmax_scale,
-        bool(causal),
+        causal,
         window_size[0],
         window_size[1],
         softcap,
@@ -313,13 +324,13 @@ def _attend(
         dropout_p,
         _problem.to_int64(words[0]),
         _problem.to_int64(words[1]),
-        bool(deterministic),
+        deterministic,
     )
     whole = return_result or return_max_logits or return_dropout_mask
     asked = Asked(
-        bool(return_lse or whole),
-        bool(return_max_logits),
-        bool(return_dropout_mask),
+        return_lse or whole,
+        return_max_logits,
+        return_dropout_mask,
         as_dtype(out_dtype),
     )
     out, lse, max_logits, dropout_mask = _run(p, asked)

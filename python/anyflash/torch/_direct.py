@@ -47,6 +47,8 @@ def forward(  # noqa: PLR0917
     each, and no cast or error that is not the kernel's."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
+    if not (isinstance(causal, bool) and isinstance(return_lse, bool)):
+        return None
     if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None
     options: dict[str, Any] | None = None
@@ -61,9 +63,9 @@ def forward(  # noqa: PLR0917
         k,
         v,
         scale,
-        bool(causal),
+        causal,
         options,
-        bool(return_lse),
+        return_lse,
         heads_first,
         _PYTORCH,
     )

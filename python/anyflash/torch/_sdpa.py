@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflash._options import NO_DROPOUT, UNBOUNDED
+from anyflash._options import NO_DROPOUT, UNBOUNDED, flags
 from anyflash.torch import _direct
 from anyflash.torch._attention import attention
 from anyflash.torch._watched import PLAIN, is_free, is_plain, is_recorded
@@ -85,6 +85,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     >>> out.shape, query.grad.shape
     (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 16]))
     """
+    is_causal, enable_gqa = flags(_NAME, is_causal=is_causal, enable_gqa=enable_gqa)
     lower_right = False
     if attn_mask is not None and is_causal_bias(attn_mask):
         lower_right = is_lower_right(attn_mask)

@@ -146,7 +146,7 @@ static void begin(Call* c, const char* function, anyflash_status (*size)(Call*, 
 static void finish(Call* c) {
   if (c->size != NULL) {
     if (c->size(c, &c->workspace_bytes) != ANYFLASH_OK) fail(c, "valid call", "has no size");
-    c->workspace = aligned_alloc(256, c->workspace_bytes);
+    c->workspace = malloc(c->workspace_bytes);
     if (c->workspace == NULL) abort();
     memset(c->workspace, 0, c->workspace_bytes);
   }

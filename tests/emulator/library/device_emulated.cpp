@@ -1,4 +1,5 @@
 // device.h for the emulated GPU: one device of compute capability 8.0 whose memory is the host's.
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -11,7 +12,8 @@
 namespace {
 
 int compute_capability = 80;
-int full_grid = 1;  // nothing is too small for the kernels of large problems
+int full_grid = 1;             // nothing is too small for the kernels of large problems
+std::uintptr_t capturing = 0;  // the stream that is being captured; 0: none
 
 }  // namespace
 
@@ -21,6 +23,9 @@ extern "C" __attribute__((visibility("default"))) void emulated_set_full_grid(in
 }
 extern "C" __attribute__((visibility("default"))) void emulated_set_compute_capability(int value) {
   compute_capability = value;
+}
+extern "C" __attribute__((visibility("default"))) void emulated_capture(std::uintptr_t stream) {
+  capturing = stream;
 }
 extern "C" __attribute__((visibility("default"))) void emulated_prefer_kernel(const char* name) {
   anyflash::prefer_kernel(name);
@@ -52,7 +57,12 @@ void* device_allocate(int, std::size_t bytes) {
 }
 void device_free(int, void* data) noexcept { std::free(data); }
 
-void copy_to_host(int, void* target, const void* source, std::size_t bytes, void*) {
+bool is_capturing(int, void* stream) {
+  return capturing != 0 && reinterpret_cast<std::uintptr_t>(stream) == capturing;
+}
+
+void copy_to_host(int, void* target, const void* source, std::size_t bytes, void* stream) {
+  if (is_capturing(0, stream)) throw Error(ErrorCode::kDevice, "the capture is invalidated");
   std::memcpy(target, source, bytes);
 }
 

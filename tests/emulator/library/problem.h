@@ -168,14 +168,15 @@ class Options {
   std::size_t used_ = 0;
 };
 
-// Memory of exactly this size, of NaN.
+// Memory of exactly this size, of NaN. It begins one byte behind a multiple of 256, where a
+// workspace has most to skip.
 class ExactWorkspace {
  public:
   explicit ExactWorkspace(std::size_t bytes)
-      : data_(static_cast<char*>(::operator new(bytes, kAlignment))), bytes_(bytes) {
-    std::memset(data_.get(), 0xff, bytes);
+      : data_(static_cast<char*>(::operator new(1 + bytes, kAlignment))), bytes_(bytes) {
+    std::memset(data_.get(), 0xff, 1 + bytes);
   }
-  anyflash::Workspace get() const { return {data_.get(), bytes_}; }
+  anyflash::Workspace get() const { return {data_.get() + 1, bytes_}; }
 
  private:
   static constexpr std::align_val_t kAlignment{256};

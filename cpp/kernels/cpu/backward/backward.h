@@ -23,6 +23,7 @@
 #include "cpu/tasks.h"
 #include "kernel_descriptor.h"
 #include "params.h"
+#include "threads.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -61,12 +62,15 @@ class BackwardRunner {
   BackwardTasks<E> tasks_;
 };
 
+// As threads_worth() counts it. Small problems take twice the forward's time.
+inline double backward_work(const BackwardParams& p) { return 2 * forward_work(p); }
+
 template <typename E>
 std::size_t backward_scratch_bytes(const BackwardParams& p, int num_threads) {
   using T = typename Compute<E>::Type;
   Carver carver(nullptr);
   RowSums<T>::carve(p, carver);
-  const int threads = num_threads < 1 ? 1 : num_threads;
+  const int threads = threads_worth(num_threads, backward_work(p));
   return carver.size() + BackwardScratch<T>::bytes(p, whole_rows<T>(p, threads)) *
                              static_cast<std::size_t>(threads);
 }
@@ -74,7 +78,7 @@ std::size_t backward_scratch_bytes(const BackwardParams& p, int num_threads) {
 template <typename E>
 void backward(const BackwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
-  const int threads = context.num_threads < 1 ? 1 : context.num_threads;
+  const int threads = threads_worth(context.num_threads, backward_work(p));
   Carver carver(static_cast<char*>(context.scratch));
   const RowSums<T> sums = RowSums<T>::carve(p, carver);
   char* const base = static_cast<char*>(context.scratch) + carver.size();

@@ -18,6 +18,7 @@
 #include "cpu/tasks.h"
 #include "kernel_descriptor.h"
 #include "params.h"
+#include "threads.h"
 #include "variant/cache.h"
 #include "variant/mask.h"
 
@@ -80,6 +81,16 @@ class DecodeRunner {
   CacheRows<E> rows_;
 };
 
+// As threads_worth() counts it. Few rows share a key: to read one of its elements takes as long as
+// 16 operations of the forward.
+inline double decode_work(const KvCacheParams& p) {
+  constexpr double kReading = 16;
+  double keys = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) keys += cached_sequence(p, b).seqlen_k;
+  const double per_key = 2.0 * p.heads * p.seqlen_q + kReading * p.heads_k;
+  return keys * per_key * (p.head_dim + p.head_dim_v);
+}
+
 template <typename E>
 std::size_t decode_scratch_bytes(const KvCacheParams& p, int num_threads) {
   using T = typename Compute<E>::Type;
@@ -92,7 +103,7 @@ template <typename E>
 void decode(const KvCacheParams& params, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
   const KvCacheParams p = with_tree_as_bias(params);
-  const int threads = context.num_threads < 1 ? 1 : context.num_threads;
+  const int threads = threads_worth(context.num_threads, decode_work(p));
   const int splits = used_splits(p);
   const Split split = Split::make<T>(p, threads, splits);
   const std::size_t bytes = Scratch<T>::bytes(p);

@@ -35,6 +35,7 @@
 #include "cpu/tasks.h"
 #include "kernel_descriptor.h"
 #include "params.h"
+#include "threads.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -69,13 +70,14 @@ class TaskRunner {
 template <typename E>
 std::size_t forward_scratch_bytes(const ForwardParams& p, int num_threads) {
   using T = typename Compute<E>::Type;
-  return Scratch<T>::bytes(p) * static_cast<std::size_t>(num_threads < 1 ? 1 : num_threads);
+  const int threads = threads_worth(num_threads, forward_work(p));
+  return Scratch<T>::bytes(p) * static_cast<std::size_t>(threads);
 }
 
 template <typename E>
 void forward(const ForwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
-  const int threads = context.num_threads < 1 ? 1 : context.num_threads;
+  const int threads = threads_worth(context.num_threads, forward_work(p));
   const Split split = Split::make<T>(p, threads);
   char* const scratch = static_cast<char*>(context.scratch);
   run_tasks(split.tasks(), threads, [&](int thread) {
