@@ -7,6 +7,7 @@
 #include "anyflash/error.h"
 #include "device.h"
 #include "emu.hpp"
+#include "kernel_table.h"
 #include "prefer_kernel.h"
 
 namespace {
@@ -29,6 +30,13 @@ extern "C" __attribute__((visibility("default"))) void emulated_capture(std::uin
 }
 extern "C" __attribute__((visibility("default"))) void emulated_prefer_kernel(const char* name) {
   anyflash::prefer_kernel(name);
+}
+// KernelDescriptor::bits_group of a kernel; -1: there is none of this name.
+extern "C" __attribute__((visibility("default"))) int emulated_bits_group(const char* name) {
+  for (const anyflash::KernelDescriptor* kernel : anyflash::all_kernels()) {
+    if (std::strcmp(kernel->name, name) == 0) return kernel->bits_group;
+  }
+  return -1;
 }
 
 namespace anyflash {
