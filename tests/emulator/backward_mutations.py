@@ -31,7 +31,7 @@ LOAD_DO = "load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, co
 LOAD_X = "load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);"
 BEGIN_STEP = "const int row0 = tiles.row();"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
-HIDE = "kMasked && (j < first || j >= end) ? kHiddenP : p"
+HIDE = "kMasked && seen.hides(j) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
 
 SYNCHRONISATION = (
@@ -94,14 +94,14 @@ POSITIONS = (
     Mutation(
         "generic-mask-forgotten",
         SCORES,
-        "s == -INFINITY || (kMasked && (j < first || j >= end))",
+        "s == -INFINITY || (kMasked && seen.hides(j))",
         "s == -INFINITY",
     ),
     Mutation(
         "bias-hides-nothing",
         SCORES,
-        "s == -INFINITY || (kMasked && (j < first || j >= end))",
-        "kMasked && (j < first || j >= end)",
+        "s == -INFINITY || (kMasked && seen.hides(j))",
+        "kMasked && seen.hides(j)",
     ),
     Mutation(
         "first-row-too-large",
@@ -243,7 +243,7 @@ ARITHMETIC = (
     ),
     Mutation("delta-forgotten", SCORES, "dp(row, col) - stats(row).delta", "dp(row, col)"),
     Mutation("delta-of-another-row", SCORES, "-stats(2 * m + i / 2).delta", "-stats(2 * m).delta"),
-    Mutation("dropped-p-kept", SCORES, "if (!keep) result(row, run + i) = 0.0f;"),
+    Mutation("dropped-p-kept", SCORES, "if (!keep) p(row, run + i) = 0.0f;"),
     Mutation(
         "dropped-dp-kept", SCORES, "keep ? dp(row, col) * factor : 0.0f", "dp(row, col) * factor"
     ),

@@ -54,7 +54,7 @@ class QueryTileIterator {
     ++head_;
   }
   ANYFLASH_DEVICE void skip_hidden() {
-    if constexpr (Scores::kGeneric) {
+    if constexpr ((Scores::kFeatures & kBlockMask) != 0) {
       while (valid() && !BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)) {
         step();
       }

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const KRange range = mask.k_range(row0, Traits::kBlockM, Traits::kBlockN);
     for (int n = range.begin; n < range.end; ++n) {
       const int col0 = n * Traits::kBlockN;
-      if (Scores::kGeneric && !blocks.keep(row0, col0)) continue;
+      if ((Scores::kFeatures & kBlockMask) != 0 && !blocks.keep(row0, col0)) continue;
       tiles.load_keys(head_k, col0);
       cp_async_wait<0>();
       __syncthreads();  // the tile is there

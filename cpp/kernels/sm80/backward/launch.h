@@ -101,7 +101,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   constexpr double kLeastScale = 1e-20;
   if (std::fabs(p.softmax_scale) < kLeastScale) p.softmax_scale = 0.0;
   p.scale_log2 = static_cast<float>(p.softmax_scale) * kLog2E;
-  p.lse_unit = Scores::kGeneric ? 1.0f : kLog2E;
+  p.lse_unit = Scores::kLseUnit;
   p.ds_scale = static_cast<float>(p.softmax_scale) * Scores::ds_factor(p);
 
   void* const stream = context.stream;

@@ -40,8 +40,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   constexpr int kBlockN = Traits::kBlockN;
   constexpr int kStages = Traits::kStages;
   const int thread = threadIdx.x;
-  const std::conditional_t<Traits::kKeepSequence, const Sequence, const Sequence&> sequence =
-      block.sequence;
+  const std::conditional_t<Traits::kConfig.keep_sequence, const Sequence, const Sequence&>
+      sequence = block.sequence;
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
   using Tiles = QueryTileIterator<Traits, Scores>;
   Tiles tiles(params, block, mask);
@@ -244,7 +244,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
           const auto rows = Layout<decltype(size<1>(source))>{};
           // Where registers are few, addresses that are kept cost more than addresses made anew.
           const auto target = [&] {
-            if constexpr (Traits::kHeadDim > 128 || !Scores::kSharesP) {
+            if constexpr (!Traits::kConfig.keep_store_addresses || !Scores::kKeepsAddresses) {
               return copy_c.get_thread_slice(schedule.row_thread()).partition_D(sX);
             } else {
               return tCsX;
@@ -253,14 +253,6 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
           copy(copy_c, source,
                make_tensor(target.data() + TileP::panel_offset(kRow, kKey),
                            composition(target.layout(), make_tile(_, rows, _))));
-        };
-        const auto store_p = [&] {
-          if constexpr (Scores::kGeneric) {
-            const auto kept = variant.dropped(scores, aux, coordinates, tile);
-            store(round_fragment<Element>(make_tensor(kept.data(), acc_s.layout())), sP, tCsP);
-          } else {
-            store(variant.template rounded_p<Element>(acc_s, aux), sP, tCsP);
-          }
         };
         if constexpr (Traits::kReloadV) {
           cp_async_wait<0>();
@@ -272,7 +264,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
                        ready(v).template region<kKey, kPartKeys, 0, Traits::kHeadDimV>(), mma);
         if constexpr (Traits::kReloadV) __syncthreads();  // every warp has done with V
         if constexpr (kKey == 0) schedule.await_p();
-        store_p();  // not before: the product's operands would wait for it
+        // Not before: the product's operands would wait for it.
+        store(variant.template rounded_p<Element>(acc_s, aux, coordinates, tile), sP, tCsP);
         variant.template compute_ds<kMasked>(dp, scores, aux, part_stats);
         variant.apply_score_derivative(dp, aux);
         store(round_fragment<Element>(acc_dp), sDS, tCsDS);
@@ -376,14 +369,14 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       cp_async_fence();
     }
   };
-  constexpr bool kSkipsMaskedHalf = Scores::kFeatures == kNoFeatures && Traits::kSkipsMaskedHalf;
+  constexpr bool kSkipsMaskedHalf = Scores::kSkipsMaskedHalf && Traits::kSkipsMaskedHalf;
   while (tiles.valid()) {
     while (tiles.valid() && tiles.needs_mask()) {
       if (kSkipsMaskedHalf && tiles.on_diagonal())
         step(std::true_type{}, std::bool_constant<kSkipsMaskedHalf>{});
       else step(std::true_type{}, std::false_type{});
     }
-    if constexpr (!Scores::kGeneric) {
+    if constexpr (!Scores::kAlwaysMasked) {
       while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{}, std::false_type{});
     }
   }

@@ -117,7 +117,7 @@ class ScoreGradientTile {
     clear(acc_s);
     multiply<typename Traits::TileQ, typename Traits::TileK>(acc_s, acc_s, smem_.q, smem_.k);
     variant.template compute_p<true>(scores, aux, rows, places, tile);
-    if constexpr (Scores::kGeneric) variant.dropped(scores, aux, places, tile);
+    variant.template rounded_p<Element>(acc_s, aux, places, tile);  // for aux: what is dropped
     multiply<typename Traits::TileDO, typename Traits::TileV>(
         acc_dp, variant.initial_dp(acc_dp, rows), smem_.dout, smem_.v);
     variant.template compute_ds<true>(dp, scores, aux, rows);

@@ -25,8 +25,7 @@ struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardConfig kConfig = kGeneric ? generic_backward_tile(kHeadDim, kTileConfig)
-                                                     : backward_tile(kHeadDim, kTileConfig);
+  static constexpr BackwardConfig kConfig = backward_config<kHeadDim, kTileConfig, kGeneric>();
   static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -42,9 +41,6 @@ struct BackwardTraits {
   static constexpr bool kReloadV = kConfig.reload_v;
   static constexpr int kScoreParts = kConfig.score_parts;
   static constexpr int kQueryParts = kConfig.query_parts;
-  // In registers, where some are left; else each tile asks shared memory for its place.
-  static constexpr bool kKeepSequence =
-      kHeadDim > 128 && !kGeneric && kTileConfig == TileConfig::kDefault;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
   // A tile on the edge of a causal mask, whose first kTopRows rows see no more than its first
   // kTopKeys keys, has these two regions. Products can leave out the rest where each warp has
