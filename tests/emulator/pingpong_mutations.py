@@ -1,10 +1,10 @@
-"""What test_mutations.py breaks in the backward where groups of warps take turns."""
+"""What test_mutations.py breaks in the backward with ping-pong."""
 
 from __future__ import annotations
 
 from mutations import Mutation
 
-MAINLOOP = "sm80/backward/mainloop.h"
+MAINLOOP = "sm80/backward/mainloop_pingpong.h"
 PINGPONG = "sm80/backward/pingpong.h"
 SUMS = "sm80/backward/accumulate.h"
 

@@ -37,11 +37,16 @@ struct BackwardTraits {
   // Those that share a tile of rows.
   static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;
   static constexpr int kRowWarps = kRowThreads / 32;
+  // The thread's place among them.
+  ANYFLASH_DEVICE static unsigned row_thread() {
+    return kPingPong ? threadIdx.x % kRowThreads : threadIdx.x;
+  }
   static constexpr int kStages = kConfig.stages;
   static constexpr bool kReloadV = kConfig.reload_v;
   static constexpr int kScoreParts = kConfig.score_parts;
   static constexpr int kQueryParts = kConfig.query_parts;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
+  using SequenceInLoop = std::conditional_t<kConfig.keep_sequence, const Sequence, const Sequence&>;
   // A tile on the edge of a causal mask, whose first kTopRows rows see no more than its first
   // kTopKeys keys, has these two regions. Products can leave out the rest where each warp has
   // rows, or keys, in both halves.
@@ -79,7 +84,7 @@ struct BackwardTraits {
     alignas(128) Buffer<TileK> k;  // later dK
     alignas(128) Buffer<TileV> v;  // later dV
     alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : kPingPong ? 4 : 2> p_and_ds;
-    std::conditional_t<kPingPong, PingPongBarriers, NoPingPongBarriers> ping_pong;
+    PingPongBarriers<kPingPong> ping_pong;
     BackwardWorkTile block;
     int nonfinite_keys;  // NaN or infinity is in K
     int nonfinite_dout;  // or was in a tile of dO
