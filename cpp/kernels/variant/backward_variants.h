@@ -96,7 +96,7 @@ class PlainBackward {
   ANYFLASH_DEVICE bool is_dropped(int, int) const { return false; }
 
   // Before the products, so that it arrives meanwhile.
-  template <bool kEdge, class ScoreAux, class Coordinates>
+  template <bool kMasked, class ScoreAux, class Coordinates>
   ANYFLASH_DEVICE void prefetch(ScoreAux&, const Coordinates&, const ScoreTile&) const {}
 
   template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
@@ -198,10 +198,10 @@ class GenericBackward {
     return dropout_.active() && !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
 
-  template <bool kEdge, class ScoreAux, class Coordinates>
+  template <bool kMasked, class ScoreAux, class Coordinates>
   ANYFLASH_DEVICE void prefetch(ScoreAux& aux, const Coordinates& coordinates,
                                 const ScoreTile& tile) const {
-    score_mod_.template prefetch<kEdge>(aux.biases, coordinates, tile.row0, tile.col0);
+    score_mod_.template prefetch<kMasked>(aux.biases, coordinates, tile.row0, tile.col0);
   }
 
   template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>

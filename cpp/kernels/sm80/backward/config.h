@@ -19,10 +19,12 @@ struct BackwardConfig {
   int query_parts = 1;
   bool reload_v = false;   // P and dS lie where V was, which comes again with every tile of rows
   bool ping_pong = false;  // two groups of warps take the tiles alternately (pingpong.h)
-  // In registers, where some are left. Else each use asks shared memory for the lengths, and
-  // computes again where a thread's scores are stored.
+  // What stays in registers, where some are left: the sequence's lengths (else each use reads them
+  // from shared memory), a thread's addresses in P and dS, and all of its addresses in the
+  // products' operands (else each product makes them from one).
   bool keep_sequence = false;
   bool keep_store_addresses = true;
+  bool keep_operand_addresses = true;
   // Kernels of the same dtype, head dims and features whose groups are equal give a row the same
   // bits.
   int bits_group = 0;
@@ -68,6 +70,7 @@ constexpr BackwardConfig ping_pong() {
   c.stages = 3;
   c.score_parts = 2;
   c.ping_pong = true;
+  c.keep_operand_addresses = false;  // two groups of warps leave few registers
   return c;
 }
 

@@ -62,9 +62,9 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
   const typename Scores::Seed seed(params);
   int next_buffer = 1;  // from the tile's: 1 or -1
-  const auto step = [&](auto masked, auto edge) ANYFLASH_INLINE_LAMBDA {
+  const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
-    constexpr bool kEdge = decltype(edge)::value;
+    constexpr bool kDiagonal = decltype(diagonal)::value;
     const ScoreTile tile{mask, tiles.row(), block.first_key};
     const Scores variant(params, sequence, block.batch, tiles.head(), seed);
     const int64_t stats_row = first_row + tiles.head() * params.padded_rows + tile.row0;
@@ -84,11 +84,12 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       keys.load_v();
       cp_async_fence();
     }
-    scores.template compute<kMasked, kEdge>(variant, stats, tile, WaitsForV<Traits::kReloadV>{});
+    scores.template compute_p_and_ds<kMasked, kDiagonal>(variant, stats, tile,
+                                                         WaitsForV<Traits::kReloadV>{});
     __syncthreads();  // P and dS are there
-    key_gradients.template add_dv<kEdge>(acc_dv);
+    key_gradients.template accumulate_dv<kDiagonal>(acc_dv);
     if constexpr (Traits::kStages == 2) load_next();
-    key_gradients.template add_dk<kEdge>(acc_dk);
+    key_gradients.template accumulate_dk<kDiagonal>(acc_dk);
     if constexpr (Traits::kStages == 1) {
       __syncthreads();  // every warp has done with Q and dO
       load_next();
@@ -104,7 +105,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       keys.clear_nonfinite_k();
       __syncthreads();  // K without NaN and infinity
     }
-    query_gradients.template add_dq<kEdge>(params.dq_accum + stats_row * Traits::kHeadDim);
+    query_gradients.template accumulate_dq<kDiagonal>(params.dq_accum +
+                                                      stats_row * Traits::kHeadDim);
     if (clear_keys) {
       __syncthreads();  // every warp has done with that K
       keys.load_k();

@@ -37,8 +37,8 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   const QueryStage<Traits> query_gradients(smem, group);
   const auto add_to_keys = [&](int of_group, int buffer) ANYFLASH_INLINE_LAMBDA {
     const KeyStage<Traits> stage = key_gradients.at(of_group, buffer);
-    stage.template add_dv<false>(acc_dv);
-    stage.template add_dk<false>(acc_dk);
+    stage.template accumulate_dv<false>(acc_dv);
+    stage.template accumulate_dk<false>(acc_dk);
   };
 
   keys.load_k();
@@ -52,9 +52,9 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
   const typename Scores::Seed seed(params);
-  const auto step = [&](auto masked, auto edge) ANYFLASH_INLINE_LAMBDA {
+  const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
-    constexpr bool kEdge = decltype(edge)::value;
+    constexpr bool kDiagonal = decltype(diagonal)::value;
     const ScoreTile tile{mask, tiles.row(), block.first_key};
     const Scores variant(params, sequence, block.batch, tiles.head(), seed);
     const int64_t stats_row = first_row + tiles.head() * params.padded_rows + tile.row0;
@@ -62,14 +62,15 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
     cp_async_wait<0>();
     if (kMasked) rows.clear_nonfinite();
     schedule.begin();
-    scores.at(schedule.buffer()).template compute<kMasked, kEdge>(variant, stats, tile, schedule);
+    scores.at(schedule.buffer())
+        .template compute_p_and_ds<kMasked, kDiagonal>(variant, stats, tile, schedule);
     schedule.end_scores();
     if (schedule.with_before()) {
       if (schedule.sees_before()) add_to_keys(1 - group, schedule.other_buffer());
       schedule.end_before();
     }
     schedule.await_scores();
-    if (!kEdge || group == 0) add_to_keys(group, schedule.buffer());
+    if (!kDiagonal || group == 0) add_to_keys(group, schedule.buffer());
     const int from = schedule.buffer();
     schedule.end(tiles);
     if (tiles.valid()) {
@@ -82,11 +83,11 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
     float* const dq_accum = params.dq_accum + stats_row * Traits::kHeadDim;
     if (kMasked && smem.nonfinite_keys != 0) {
       // K stays as it is: the other group's scores want its NaN.
-      constexpr int kKeys = kEdge ? Traits::kTopKeys : Traits::kBlockN;
+      constexpr int kKeys = kDiagonal ? Traits::kTopKeys : Traits::kBlockN;
       add_finite_to_dq_accum<Traits, kKeys>(dq_accum, smem.ds(group), smem.k.data(),
                                             Traits::row_thread());
     } else {
-      query_gradients.template add_dq<kEdge>(dq_accum);
+      query_gradients.template accumulate_dq<kDiagonal>(dq_accum);
     }
   };
   for_each_tile<Traits, Scores>(tiles, step);

@@ -81,7 +81,7 @@ class PingPong {
  private:
   static constexpr int kNone = 0;
   static constexpr int kSeen = 1;
-  static constexpr int kUnseen = 2;  // on the edge: Early's keys are group 0's
+  static constexpr int kUnseen = 2;  // on the diagonal: the keys of DiagonalTop are group 0's
 
   ANYFLASH_DEVICE void pass(Tiles& tiles) {
     before_ = !tiles.valid() ? kNone : tiles.on_diagonal() && group_ == 1 ? kUnseen : kSeen;

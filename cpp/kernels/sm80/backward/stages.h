@@ -4,8 +4,8 @@
 //   KeyStage     dV += P^T dO and dK += dS^T Q, in registers
 //   QueryStage   dq_accum += dS K
 //
-// A TileRegion says what of the tile is seen: all, or with kEdge the two regions of a tile on the
-// edge of a causal mask.
+// Of a tile on the diagonal of a causal mask (kDiagonal) the products leave out what is hidden: they
+// are made of two regions (TileRegion).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -43,14 +43,14 @@ struct RematerializedAddresses {
     return operand.rematerialized();
   }
 };
-// Two groups of warps leave few registers.
 template <class Traits>
-using AddressesOf = std::conditional_t<Traits::kPingPong, RematerializedAddresses, KeptAddresses>;
+using AddressesOf = std::conditional_t<Traits::kConfig.keep_operand_addresses, KeptAddresses,
+                                       RematerializedAddresses>;
 
 // Calls product(region) with what is seen of a tile.
-template <class Traits, bool kEdge, class Product>
+template <class Traits, bool kDiagonal, class Product>
 ANYFLASH_DEVICE void for_each_region(const Product& product) {
-  if constexpr (!kEdge) {
+  if constexpr (!kDiagonal) {
     product(typename Traits::All{});
   } else {
     if constexpr (Traits::kTopKeys > 0) product(typename Traits::DiagonalTop{});
@@ -58,7 +58,7 @@ ANYFLASH_DEVICE void for_each_region(const Product& product) {
   }
 }
 
-// Calls step(masked, edge) for each tile; it advances `tiles`. Masked and unmasked tiles have a loop
+// Calls step(masked, diagonal) for each tile; it advances `tiles`. Masked and unmasked tiles have a loop
 // each.
 template <class Traits, class Scores, class Tiles, class Step>
 ANYFLASH_DEVICE void for_each_tile(Tiles& tiles, const Step& step) {
@@ -174,13 +174,13 @@ class ScoreStage {
 
   // P and dS of what is seen of a tile. Calls `waits` before and after dO V^T, and before the first
   // store.
-  template <bool kMasked, bool kEdge, class Stats, class Waits>
-  ANYFLASH_DEVICE void compute(const Scores& variant, const Stats& stats, const ScoreTile& tile,
-                               const Waits& waits) const {
+  template <bool kMasked, bool kDiagonal, class Stats, class Waits>
+  ANYFLASH_DEVICE void compute_p_and_ds(const Scores& variant, const Stats& stats,
+                                        const ScoreTile& tile, const Waits& waits) const {
     using namespace cute;
     for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
       constexpr int kKey = decltype(part)::value * Traits::kPartKeys;
-      constexpr int kRow = kEdge && kKey >= Traits::kTopKeys ? Traits::kTopRows : 0;
+      constexpr int kRow = kDiagonal && kKey >= Traits::kTopKeys ? Traits::kTopRows : 0;
       if constexpr (kRow < Traits::kBlockM) {
         compute_part<kMasked, kRow, kKey>(variant, stats, tile, waits);
       }
@@ -273,19 +273,19 @@ class KeyStage {
     return result;
   }
 
-  template <bool kEdge, class AccV>
-  ANYFLASH_DEVICE void add_dv(AccV& acc_dv) const {
-    add<kEdge, Traits::kHeadDimV>(acc_dv, p_t_, dout_t_);
+  template <bool kDiagonal, class AccV>
+  ANYFLASH_DEVICE void accumulate_dv(AccV& acc_dv) const {
+    add<kDiagonal, Traits::kHeadDimV>(acc_dv, p_t_, dout_t_);
   }
-  template <bool kEdge, class AccK>
-  ANYFLASH_DEVICE void add_dk(AccK& acc_dk) const {
-    add<kEdge, Traits::kHeadDim>(acc_dk, ds_t_, q_t_);
+  template <bool kDiagonal, class AccK>
+  ANYFLASH_DEVICE void accumulate_dk(AccK& acc_dk) const {
+    add<kDiagonal, Traits::kHeadDim>(acc_dk, ds_t_, q_t_);
   }
 
  private:
-  template <bool kEdge, int kColumns, class Acc, class OperandA, class OperandB>
+  template <bool kDiagonal, int kColumns, class Acc, class OperandA, class OperandB>
   ANYFLASH_DEVICE static void add(Acc& all_keys, const OperandA& scores_t, const OperandB& rows) {
-    for_each_region<Traits, kEdge>([&](auto region) ANYFLASH_INLINE_LAMBDA {
+    for_each_region<Traits, kDiagonal>([&](auto region) ANYFLASH_INLINE_LAMBDA {
       constexpr int kRow = decltype(region)::kRow;
       constexpr int kRows = decltype(region)::kRows;
       constexpr int kKeys = decltype(region)::kKeys;
@@ -315,24 +315,24 @@ class QueryStage {
   }
 
   // To the tile's sums, by parts of its columns.
-  template <bool kEdge>
-  ANYFLASH_DEVICE void add_dq(float* dq_accum) const {
+  template <bool kDiagonal>
+  ANYFLASH_DEVICE void accumulate_dq(float* dq_accum) const {
     using namespace cute;
     for_each(make_int_sequence<Traits::kQueryParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
-      add_columns<kEdge, decltype(part)::value * Traits::kPartColumns>(dq_accum);
+      add_columns<kDiagonal, decltype(part)::value * Traits::kPartColumns>(dq_accum);
     });
   }
 
  private:
-  template <bool kEdge, int kColumn>
+  template <bool kDiagonal, int kColumn>
   ANYFLASH_DEVICE void add_columns(float* dq_accum) const {
     using namespace cute;
     constexpr int kColumns = Traits::kPartColumns;
-    constexpr int kFirst = kEdge && Traits::kTopKeys == 0 ? Traits::kTopRows / kRowTile : 0;
+    constexpr int kFirst = kDiagonal && Traits::kTopKeys == 0 ? Traits::kTopRows / kRowTile : 0;
     const Mma mma;
     auto acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<kColumns>>{});
     clear(acc_dq);  // (MMA, MMA_M, MMA_D)
-    for_each_region<Traits, kEdge>([&](auto region) ANYFLASH_INLINE_LAMBDA {
+    for_each_region<Traits, kDiagonal>([&](auto region) ANYFLASH_INLINE_LAMBDA {
       constexpr int kRow = decltype(region)::kRow;
       constexpr int kRows = decltype(region)::kRows;
       constexpr int kKeys = decltype(region)::kKeys;

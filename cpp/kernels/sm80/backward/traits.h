@@ -37,17 +37,14 @@ struct BackwardTraits {
   // Those that share a tile of rows.
   static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;
   static constexpr int kRowWarps = kRowThreads / 32;
-  // The thread's place among them.
-  ANYFLASH_DEVICE static unsigned row_thread() {
-    return kPingPong ? threadIdx.x % kRowThreads : threadIdx.x;
-  }
   static constexpr int kStages = kConfig.stages;
   static constexpr bool kReloadV = kConfig.reload_v;
   static constexpr int kScoreParts = kConfig.score_parts;
   static constexpr int kQueryParts = kConfig.query_parts;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
+  // In registers, or read from shared memory by each use.
   using SequenceInLoop = std::conditional_t<kConfig.keep_sequence, const Sequence, const Sequence&>;
-  // A tile on the edge of a causal mask, whose first kTopRows rows see no more than its first
+  // A tile on the diagonal of a causal mask, whose first kTopRows rows see no more than its first
   // kTopKeys keys, has these two regions. Products can leave out the rest where each warp has
   // rows, or keys, in both halves.
   static constexpr int kTopRows = kBlockM < kBlockN ? kBlockM : kBlockM / 2;
@@ -73,9 +70,9 @@ struct BackwardTraits {
   using TileP = SmemTile<Element, kRowThreads, kBlockM, kBlockN>;
   using PartOfP = SmemTile<Element, kRowThreads, kBlockM, kPartKeys>;
   static_assert(kScoreParts == 1 || kPartKeys % TileP::kPanelColumns == 0,
-                "a part is whole pages of P");
+                "a part is whole panels of P");
   static_assert(kQueryParts == 1 || kPartColumns % TileK::kPanelColumns == 0,
-                "a part is whole pages of K");
+                "a part is whole panels of K");
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
   struct SharedStorage {
@@ -110,6 +107,11 @@ struct BackwardTraits {
   using QueryMma = WarpGrid<Element, kConfig.query_warps, kRowWarps / kConfig.query_warps, 16>;
 
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
+
+  // The thread's place among kRowThreads.
+  ANYFLASH_DEVICE static unsigned row_thread() {
+    return kPingPong ? threadIdx.x % kRowThreads : threadIdx.x;
+  }
 };
 
 }  // namespace anyflash::sm80
