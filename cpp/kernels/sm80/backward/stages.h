@@ -95,8 +95,8 @@ ANYFLASH_DEVICE auto places_of_scores(int thread) {
 }
 
 // The same in shared memory: (COPY, MMA_M, MMA_N).
-template <class Traits, class Element>
-ANYFLASH_DEVICE auto scores_in_smem(Element* tile, int thread) {
+template <class Traits, class Element, class Thread>
+ANYFLASH_DEVICE auto scores_in_smem(Element* tile, Thread thread) {
   using namespace cute;
   auto copy_c = make_tiled_copy_C(typename Traits::SmemStore{}, typename Traits::ScoreMma{});
   return copy_c.get_thread_slice(thread).partition_D(
@@ -111,7 +111,7 @@ class ScoreStore {
 
  public:
   ANYFLASH_DEVICE explicit ScoreStore(Element* tile)
-      : tile_(tile), tCsX_(scores_in_smem<Traits>(tile, Traits::row_thread())) {}
+      : tile_(tile), tCsX_(scores_in_smem<Traits>(tile, static_cast<int>(Traits::row_thread()))) {}
 
   // A rounded accumulator of the rows from kRow on and the part of the keys from kKey on.
   template <int kRow, int kKey, class Rounded>
@@ -128,6 +128,8 @@ class ScoreStore {
 
  private:
   ANYFLASH_DEVICE auto pieces() const {
+    // An unsigned thread index: with a signed one ptxas takes what other addresses have in common
+    // with these, and keeps it.
     if constexpr (kKeepsAddresses) return tCsX_;
     else return scores_in_smem<Traits>(tile_, Traits::row_thread());
   }
