@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from mutations import BACKWARD, DROPOUT, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
-from pingpong_mutations import PINGPONG, PINGPONG_MUTATIONS
+from pingpong_mutations import PINGPONG_MUTATIONS
 
 MAINLOOP = "sm80/backward/mainloop.h"
+STAGES = "sm80/backward/stages.h"
+LOADS = "sm80/backward/load.h"
 VISITS = "cuda/query_tile_iterator.h"
 KERNEL = "sm80/backward/kernel.h"
 PARTS = "sm80/backward/gqa_partials.h"
@@ -13,29 +15,26 @@ EPILOGUE = "sm80/backward/epilogue.h"
 SCORES = "variant/backward_variants.h"
 SCORED = "variant/backward_single_feature.h"
 ROW_PASS = "sm80/backward/deterministic_dq.h"
+DBIAS = "sm80/backward/dbias.h"
 ROW_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
-CLEAR_DO = "if (clear_nonfinite(tOsDO)) atomicMax(&smem.nonfinite_dout, 1);"
-READ_K = "thread_k.partition_D(by_key(sK))"
-LOAD_K = (
-    "load_tile<true>(load_k, thread_k.partition_S(gK), tKsK, tKcK, columns,"
-    " sequence.seqlen_k - block.first_key);"
+CLEAR_DO = "if (dout_.clear_nonfinite()) atomicMax(&smem_.nonfinite_dout, 1);"
+LOAD_TILE = (
+    "load_tile<true>(load_, load_.get_thread_slice(thread_).partition_S(gX), tXsX_, tXcX_, guard,"
+    " rows.count);"
 )
-LOAD_V = (
-    "load_tile<true>(load_v, thread_v.partition_S(gV), tVsV, tVcV, columns,"
-    " sequence.seqlen_k - block.first_key);"
-)
-LOAD_Q = "load_tile<true>(load_q, thread_q.partition_S(gQ), tQsQ, tQcQ, columns, rows);"
-LOAD_DO = "load_tile<true>(load_do, thread_do.partition_S(gDO), tOsDO, tOcDO, columns_v, rows);"
-LOAD_X = "load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);"
-BEGIN_STEP = "const int row0 = tiles.row();"
+ORDER = "composition(sX.layout(), make_tile(Order{}, _))"
+BEGIN_STEP = "const auto stats = scores.load_stats(params.lse_delta + stats_row);"
+TILE_THERE = "__syncthreads(); // the tile is there"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
-HIDE = "kMasked && (j < first || j >= end) ? kHiddenP : p"
+M_RANGE = "struct MRange {"
+NEEDS_MASK = "tile < unmasked_begin || tile >= unmasked_end"
+HIDE = "kMasked && seen.hides(j) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
 
 SYNCHRONISATION = (
-    Mutation("no-barrier-for-tile", PINGPONG, "__syncthreads();"),
+    Mutation("no-barrier-for-tile", MAINLOOP, TILE_THERE),
     Mutation("no-barrier-for-p", MAINLOOP, "__syncthreads(); // P and dS are there"),
     Mutation("no-barrier-for-cleared-k", MAINLOOP, "__syncthreads(); // K without NaN"),
     Mutation(
@@ -49,10 +48,10 @@ SYNCHRONISATION = (
         "cp_async_wait<1>();",
         after=BEGIN_STEP,
     ),
-    Mutation("no-flip-of-loads", MAINLOOP, "tQsQ.data() = tQsQ.data() + other_q;"),
-    Mutation("no-flip-of-scores", MAINLOOP, "q.advance(other_q);"),
-    Mutation("no-flip-of-products", MAINLOOP, "dout_t.advance(other_do);"),
-    Mutation("flip-in-one-direction", MAINLOOP, "buffer ^= 1;"),
+    Mutation("no-flip-of-loads", MAINLOOP, "rows.advance(next_buffer);"),
+    Mutation("no-flip-of-scores", MAINLOOP, "scores.advance(next_buffer);"),
+    Mutation("no-flip-of-products", MAINLOOP, "key_gradients.advance(next_buffer);"),
+    Mutation("flip-in-one-direction", MAINLOOP, "next_buffer = -next_buffer;"),
     Mutation(
         "no-barrier-for-block", KERNEL, "__syncthreads(); // read from there", sanitizer="tsan"
     ),
@@ -68,21 +67,21 @@ SYNCHRONISATION = (
     Mutation("no-barrier-before-dq", ROW_PASS, "__syncthreads(); // every warp has done with Q"),
     Mutation(
         "no-barrier-before-dbias-tiles",
-        ROW_PASS,
+        DBIAS,
         "__syncthreads(); // every warp has done with the tiles before",
     ),
-    Mutation("no-barrier-for-dbias-tiles", ROW_PASS, "__syncthreads(); // the tiles are there"),
+    Mutation("no-barrier-for-dbias-tiles", DBIAS, "__syncthreads(); // the tiles are there"),
     Mutation(
         "no-barrier-before-dbias-sums",
-        ROW_PASS,
+        DBIAS,
         "__syncthreads(); // every warp has done with the tiles",
         after="// Through shared memory",
     ),
-    Mutation("no-barrier-for-dbias-sums", ROW_PASS, "__syncthreads(); // all sums are there"),
+    Mutation("no-barrier-for-dbias-sums", DBIAS, "__syncthreads(); // all sums are there"),
     Mutation(
         "no-barrier-before-clearing-keys",
         ROW_TILE,
-        "__syncthreads_or(!all_finite(tKsK)) == 0",
+        "__syncthreads_or(!keys.is_finite()) == 0",
         "false",
         "tsan",
     ),
@@ -94,14 +93,14 @@ POSITIONS = (
     Mutation(
         "generic-mask-forgotten",
         SCORES,
-        "s == -INFINITY || (kMasked && (j < first || j >= end))",
+        "s == -INFINITY || (kMasked && seen.hides(j))",
         "s == -INFINITY",
     ),
     Mutation(
         "bias-hides-nothing",
         SCORES,
-        "s == -INFINITY || (kMasked && (j < first || j >= end))",
-        "kMasked && (j < first || j >= end)",
+        "s == -INFINITY || (kMasked && seen.hides(j))",
+        "kMasked && seen.hides(j)",
     ),
     Mutation(
         "first-row-too-large",
@@ -125,8 +124,8 @@ POSITIONS = (
     Mutation(
         "keys-beyond-not-masked", MASK, "end_key > seqlen_k_ || full_end < full", "full_end < full"
     ),
-    Mutation("left-mask-forgotten", MASK, "tile < full || tile >= masked", "tile >= masked"),
-    Mutation("right-mask-forgotten", MASK, "tile < full || tile >= masked", "tile < full"),
+    Mutation("left-mask-forgotten", MASK, NEEDS_MASK, "tile >= unmasked_end", after=M_RANGE),
+    Mutation("right-mask-forgotten", MASK, NEEDS_MASK, "tile < unmasked_begin", after=M_RANGE),
     Mutation(
         "one-row-tile-too-few",
         MASK,
@@ -159,23 +158,16 @@ POSITIONS = (
         "sequence.first_k + block.first_key",
         "block.first_key",
     ),
-    Mutation("dq-of-another-sequence", ROW_PASS, "sequence.first_q + row0", "row0"),
-    Mutation("order-of-k", MAINLOOP, READ_K, "thread_k.partition_D(sK)", alone=True),
-    Mutation(
-        "order-of-gradient",
-        EPILOGUE,
-        "composition(sX.layout(), make_tile(Order{}, _))",
-        "sX.layout()",
-        alone=True,
-    ),
+    Mutation("rows-of-another-sequence", LOADS, "sequence.first_q + row0", "row0"),
+    Mutation("keys-of-another-sequence", LOADS, "sequence.first_k + col0", "col0"),
+    Mutation("order-of-keys", LOADS, ORDER, "sX.layout()", alone=True),
+    Mutation("order-of-gradient", EPILOGUE, ORDER, "sX.layout()", alone=True),
 )
 
 BOUNDS = (
-    Mutation("q-read-past-end", MAINLOOP, LOAD_Q, LOAD_Q.replace("true", "false"), "asan"),
-    Mutation("dout-read-past-end", MAINLOOP, LOAD_DO, LOAD_DO.replace("true", "false"), "asan"),
-    Mutation("k-read-past-end", MAINLOOP, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
-    Mutation("v-read-past-end", MAINLOOP, LOAD_V, LOAD_V.replace("true", "false"), "asan"),
-    Mutation("tile-read-past-end", ROW_TILE, LOAD_X, LOAD_X.replace("true", "false"), "asan"),
+    Mutation("tile-read-past-end", LOADS, LOAD_TILE, LOAD_TILE.replace("true", "false"), "asan"),
+    Mutation("rows-read-past-end", LOADS, "sequence.seqlen_q - row0", "sequence.seqlen_q", "asan"),
+    Mutation("keys-read-past-end", LOADS, "sequence.seqlen_k - col0", "sequence.seqlen_k", "asan"),
     Mutation(
         "float-gradient-past-end",
         EPILOGUE,
@@ -190,14 +182,16 @@ BOUNDS = (
         "row < target.rows",
         "asan",
     ),
-    Mutation("dbias-past-end", ROW_PASS, "(!one_row && row >= params.dbias_rows)", "false", "asan"),
+    Mutation(
+        "dbias-past-end", DBIAS, "(!where.one_row && row >= params.dbias_rows)", "false", "asan"
+    ),
 )
 
 ARITHMETIC = (
-    Mutation("hidden-q-not-cleared", MAINLOOP, "clear_nonfinite(tQsQ);"),
-    Mutation("hidden-dout-not-cleared", MAINLOOP, CLEAR_DO),
-    Mutation("cleared-dout-forgotten", MAINLOOP, CLEAR_DO, "clear_nonfinite(tOsDO);"),
-    Mutation("nan-in-k-not-seen", MAINLOOP, "!all_finite(tKsK)", "false"),
+    Mutation("hidden-q-not-cleared", LOADS, "q_.clear_nonfinite();"),
+    Mutation("hidden-dout-not-cleared", LOADS, CLEAR_DO),
+    Mutation("cleared-dout-forgotten", LOADS, CLEAR_DO, "dout_.clear_nonfinite();"),
+    Mutation("nan-in-k-not-seen", LOADS, "!k_.is_finite()", "false"),
     Mutation("hidden-k-not-cleared", MAINLOOP, "kMasked && smem.nonfinite_keys != 0", "false"),
     Mutation(
         "hidden-k-not-cleared-in-pass",
@@ -220,7 +214,7 @@ ARITHMETIC = (
     Mutation("dropped-infinity-restored", EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),
-    Mutation("mask-of-first-part", MAINLOOP, "block.first_key + kKey", "block.first_key"),
+    Mutation("mask-of-first-part", STAGES, "whole.col0 + kKey", "whole.col0"),
     Mutation("edge-everywhere", VISITS, "edge_ && m_ == range_.begin", "m_ == range_.begin"),
     Mutation("edge-in-all-tiles", VISITS, "edge_ && m_ == range_.begin", "edge_"),
     Mutation("edge-a-row-early", VISITS, "Traits::kTopRows - 1", "Traits::kTopRows - 2"),
@@ -243,7 +237,7 @@ ARITHMETIC = (
     ),
     Mutation("delta-forgotten", SCORES, "dp(row, col) - stats(row).delta", "dp(row, col)"),
     Mutation("delta-of-another-row", SCORES, "-stats(2 * m + i / 2).delta", "-stats(2 * m).delta"),
-    Mutation("dropped-p-kept", SCORES, "if (!keep) result(row, run + i) = 0.0f;"),
+    Mutation("dropped-p-kept", SCORES, "if (!keep) p(row, run + i) = 0.0f;"),
     Mutation(
         "dropped-dp-kept", SCORES, "keep ? dp(row, col) * factor : 0.0f", "dp(row, col) * factor"
     ),
@@ -279,7 +273,7 @@ ARITHMETIC = (
     Mutation("dq-not-scaled-in-pass", ROW_PASS, "acc_dq(i) *= params.ds_scale;"),
     Mutation(
         "dbias-of-one-head",
-        ROW_PASS,
+        DBIAS,
         "broadcast ? Span{0, count} : Span{index, index + 1}",
         "Span{index, index + 1}",
     ),
@@ -384,13 +378,13 @@ ONE_BUFFER_MUTATIONS = (
         MAINLOOP,
         "__syncthreads(); // every warp has done with Q and dO",
     ),
-    Mutation("no-barrier-for-only-tile", PINGPONG, "__syncthreads();"),
+    Mutation("no-barrier-for-only-tile", MAINLOOP, TILE_THERE),
     Mutation("no-wait-for-only-tile", MAINLOOP, "cp_async_wait<0>();", after=BEGIN_STEP),
 )
 
-V_THERE = "cp_async_wait<0>(); __syncthreads(); // V is there"
+V_THERE = "cute::cp_async_wait<0>(); __syncthreads(); // V is there"
 RELOADED_V_MUTATIONS = (
-    Mutation("no-barrier-for-v", MAINLOOP, V_THERE, "cp_async_wait<0>();"),
+    Mutation("no-barrier-for-v", MAINLOOP, V_THERE, "cute::cp_async_wait<0>();"),
     Mutation("no-wait-for-v", MAINLOOP, V_THERE, "__syncthreads();"),
     Mutation("no-barrier-before-p", MAINLOOP, "__syncthreads(); // every warp has done with V"),
 )

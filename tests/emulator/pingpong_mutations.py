@@ -1,10 +1,10 @@
-"""What test_mutations.py breaks in the backward where groups of warps take turns."""
+"""What test_mutations.py breaks in the backward with ping-pong."""
 
 from __future__ import annotations
 
 from mutations import Mutation
 
-MAINLOOP = "sm80/backward/mainloop.h"
+MAINLOOP = "sm80/backward/mainloop_pingpong.h"
 PINGPONG = "sm80/backward/pingpong.h"
 SUMS = "sm80/backward/accumulate.h"
 
@@ -21,7 +21,7 @@ RESULTS = (
     Mutation("wrong-phase-before", PINGPONG, "parity_ ^ group_ ^ 1", "parity_ ^ group_"),
     Mutation("wrong-buffer", PINGPONG, "buffer_ == 0 ? 2 : buffer_ - 1", "(buffer_ + 1) % 3"),
     Mutation("unseen-tile-before", PINGPONG, "tiles.on_diagonal() && group_ == 1", "false"),
-    Mutation("unseen-tile", MAINLOOP, "!kEdge || group == 0", "true"),
+    Mutation("unseen-tile", MAINLOOP, "!kDiagonal || group == 0", "true"),
     Mutation("no-last-tile-before", MAINLOOP, "!schedule.with_before()", "true"),
     Mutation("hidden-k-not-zero", SUMS, "is_finite(x)", "true"),
 )

@@ -56,6 +56,9 @@ inline const int mutation = [] {
 }();
 """
 
+# Of one kernel in a generated unit.
+DESCRIPTOR = re.compile(r' *sm80::\w+_descriptor<([^(]*)>\(\s*"\w+"\),\n')
+
 
 def _pattern(code: str) -> str:
     """Any white space for white space; a comment at the end reaches to the end of its line."""
@@ -111,19 +114,18 @@ def _compile_command(build: Path, driver: str, unit: str) -> list[str]:
 
 def _fewer_kernels(source: str, mutation: Mutation) -> str:
     """Those that the mutations are in: compiling is what takes the time."""
+    tile_config = {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit)
+    keep = ""
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
-        return re.sub(rf".*decode_row<(?!.*{keep}).*\n", "", source)
-    if tile_config := {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit):
-        rows = re.compile(r" *sm80::(for|back)ward_row<[^(]*\([^)]*\),\n")
-        return rows.sub(lambda row: row[0] if tile_config in row[0] else "", source)
-    if mutation.unit == ONE_BUFFER:
+    elif tile_config:
+        keep = tile_config
+    elif mutation.unit == ONE_BUFFER:
         keep = "kWide" if mutation.sanitizer else "kWide|Generic"
-        return re.sub(rf'.*ward_row<((?!{keep})[^"])*".*\n', "", source)
     # Of the variants, the generic one knows all that the others do.
-    if mutation.alone or (mutation.unit == BACKWARD and mutation.sanitizer):
-        return re.sub(r'.*ward_row<((?!Generic)[^"])*".*\n', "", source)
-    return source
+    elif mutation.alone or (mutation.unit == BACKWARD and mutation.sanitizer):
+        keep = "Generic"
+    return DESCRIPTOR.sub(lambda found: found[0] if re.search(keep, found[1]) else "", source)
 
 
 def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:

@@ -38,7 +38,7 @@ class QueryTileIterator {
     return range_.needs_mask(m_) || Scores::template needs_masked_loop<kBlockM, kBlockN>(
                                         params_, block_.sequence, row(), block_.first_key);
   }
-  // Whether only Early and Late of the tile are seen.
+  // Whether only DiagonalTop and DiagonalBottom of the tile are seen.
   ANYFLASH_DEVICE bool on_diagonal() const { return edge_ && m_ == range_.begin; }
   ANYFLASH_DEVICE int head() const { return head_; }
   ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
@@ -54,7 +54,7 @@ class QueryTileIterator {
     ++head_;
   }
   ANYFLASH_DEVICE void skip_hidden() {
-    if constexpr (Scores::kGeneric) {
+    if constexpr ((Scores::kFeatures & kBlockMask) != 0) {
       while (valid() && !BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)) {
         step();
       }

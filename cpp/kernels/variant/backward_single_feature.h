@@ -32,15 +32,21 @@ struct RoundedP {
   }
 };
 
+class OneFeatureBackward : public PlainBackward {
+ public:
+  static constexpr bool kSkipsMaskedHalf = false;
+  using PlainBackward::PlainBackward;
+};
+
 // A tile that the diagonal does not cross needs no absolute value: its distances have one sign, and
 // what ALiBi adds is a number of the row and one of the column.
-class AlibiBackward : public PlainBackward {
+class AlibiBackward : public OneFeatureBackward {
  public:
   static constexpr unsigned kFeatures = kAlibi;
 
   ANYFLASH_DEVICE AlibiBackward(const BackwardScratch& params, const Sequence& sequence,
                                 int64_t batch, int head, Seed seed)
-      : PlainBackward(params, sequence, batch, head, seed),
+      : OneFeatureBackward(params, sequence, batch, head, seed),
         shift_(sequence.seqlen_k - sequence.seqlen_q),
         slope_log2_(params.slopes_log2[batch * params.heads + head]) {}
 
@@ -63,8 +69,7 @@ class AlibiBackward : public PlainBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
-      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      const RowBounds seen = tile.row_bounds<kMasked>(i);
       const float row_offset = static_cast<float>(get<0>(coordinates(row, 0)) - first_row);
       const float distance = diagonal + row_offset;  // row_offset and offset are constants
       const float at_first = -stats(row).lse - distance * slope;
@@ -75,7 +80,7 @@ class AlibiBackward : public PlainBackward {
         const float added = kMasked ? -stats(row).lse - fabsf(distance - offset) * slope_log2_
                                     : at_first + offset * slope;
         const float p = exp2f(scores(row, col) * scale_log2_ + added);
-        scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
+        scores(row, col) = kMasked && seen.hides(j) ? kHiddenP : p;
       }
     }
   }
@@ -92,16 +97,16 @@ class AlibiBackward : public PlainBackward {
 
 // With t = 1 / (1 + exp(2 x)), x = scale q.k / softcap: tanh(x) = 1 - 2 t, whose slope is
 // 4 t (1 - t). P is 4 times as large as it should be, so that no score is multiplied by that 4.
-class SoftcapBackward : public PlainBackward {
+class SoftcapBackward : public OneFeatureBackward {
  public:
-  static constexpr bool kSharesP = false;
   static constexpr unsigned kFeatures = kSoftcap;
+  static constexpr bool kKeepsAddresses = false;
   template <class Element, int kRows, int kCols>
   using ScoreAux = RoundedP<Element, kRows, kCols>;
 
   ANYFLASH_DEVICE SoftcapBackward(const BackwardScratch& params, const Sequence& sequence,
                                   int64_t batch, int head, Seed seed)
-      : PlainBackward(params, sequence, batch, head, seed),
+      : OneFeatureBackward(params, sequence, batch, head, seed),
         softcap_log2_(static_cast<float>(params.softcap) * kLog2E) {}
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 0.25f; }
@@ -115,8 +120,7 @@ class SoftcapBackward : public PlainBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
-      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      const RowBounds seen = tile.row_bounds<kMasked>(i);
       const float added = kLog2Of4 - stats(row).lse;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); col += 2) {
@@ -128,7 +132,7 @@ class SoftcapBackward : public PlainBackward {
           const float t = __fdividef(1.0f, 1.0f + exp2f(s * factor));
           const float slope = t - t * t;
           const float p = (added + softcap_log2_) - 2.0f * softcap_log2_ * t;
-          const bool hidden = kMasked && (j < first || j >= end);
+          const bool hidden = kMasked && seen.hides(j);
           both[k] = hidden ? kHiddenP : exp2f(p);
           s = hidden ? kHiddenP : both[k] * slope;
         }
@@ -137,8 +141,9 @@ class SoftcapBackward : public PlainBackward {
     }
   }
 
-  template <class Element, class Acc, class ScoreAux>
-  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const ScoreAux& aux) const {
+  template <class Element, class Acc, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, ScoreAux& aux, const Coordinates&,
+                                 const ScoreTile&) const {
     return cute::make_tensor(aux.p.data(), p.layout());
   }
 
@@ -148,15 +153,15 @@ class SoftcapBackward : public PlainBackward {
 
 // dS = P (kept dP - delta), without the factor on what is kept: P (dP - delta (1 - p)), or where P
 // is dropped, P (-delta (1 - p)). P is made negative there, and 0 for dV's product.
-class DropoutBackward : public PlainBackward {
+class DropoutBackward : public OneFeatureBackward {
  public:
-  static constexpr bool kQuadKeys = true;
   static constexpr unsigned kFeatures = kDropout;
+  static constexpr bool kQuadKeys = true;
   using Seed = UniformSeed;
 
   ANYFLASH_DEVICE DropoutBackward(const BackwardScratch& params, const Sequence& sequence,
                                   int64_t batch, int head, const Seed& seed)
-      : PlainBackward(params, sequence, batch, head, PlainBackward::Seed(params)),
+      : OneFeatureBackward(params, sequence, batch, head, PlainBackward::Seed(params)),
         dropout_(params, seed, batch, head),
         kept_(1.0f / dropout_scale(params.dropout_threshold)) {}
 
@@ -194,8 +199,9 @@ class DropoutBackward : public PlainBackward {
     }
   }
 
-  template <class Element, class Acc, class ScoreAux>
-  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const ScoreAux&) const {
+  template <class Element, class Acc, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, ScoreAux&, const Coordinates&,
+                                 const ScoreTile&) const {
     return round_positive<Element>(p);
   }
 

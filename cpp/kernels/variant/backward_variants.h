@@ -12,6 +12,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/convert.h"
+#include "common/layout.h"
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "kernel_descriptor.h"
@@ -49,6 +50,12 @@ struct ScoreTile {
   const Mask& mask;
   int row0;
   int col0;
+
+  // What row i of the problem sees of the tile, where that may not be all.
+  template <bool kMasked>
+  ANYFLASH_DEVICE RowBounds row_bounds(int i) const {
+    return kMasked ? mask.row_bounds(i, col0) : RowBounds{};
+  }
 };
 
 // The P of a hidden score, which no other has, not even where it is rounded to 0.
@@ -58,10 +65,13 @@ ANYFLASH_DEVICE bool is_hidden(float p) { return __float_as_uint(p) == 0x8000000
 // Masks by position only. The LSE is in units of log 2: one FFMA and one MUFU a score.
 class PlainBackward {
  public:
-  static constexpr bool kGeneric = false;   // with the generic kernel's tiles
-  static constexpr bool kQuadKeys = false;  // QuadKeyOrder
-  static constexpr bool kSharesP = true;    // else ScoreAux has the P of dV's product, rounded
   static constexpr unsigned kFeatures = kNoFeatures;
+  static constexpr bool kGeneric = false;         // with the generic kernel's tiles
+  static constexpr bool kQuadKeys = false;        // with keys in the order of QuadKeyOrder
+  static constexpr bool kAlwaysMasked = false;    // any tile may hide keys
+  static constexpr bool kSkipsMaskedHalf = true;  // has code for the halves of a diagonal tile
+  static constexpr bool kKeepsAddresses = true;   // leaves registers for the main loop's addresses
+  static constexpr float kLseUnit = kLog2E;       // what the LSE is multiplied by
   template <class Element, int kRows, int kCols>
   struct ScoreAux {};  // what is kept beside a tile of scores
   struct Seed {        // what is read once, not for each head
@@ -86,7 +96,7 @@ class PlainBackward {
   ANYFLASH_DEVICE bool is_dropped(int, int) const { return false; }
 
   // Before the products, so that it arrives meanwhile.
-  template <bool kEdge, class ScoreAux, class Coordinates>
+  template <bool kMasked, class ScoreAux, class Coordinates>
   ANYFLASH_DEVICE void prefetch(ScoreAux&, const Coordinates&, const ScoreTile&) const {}
 
   template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
@@ -96,20 +106,20 @@ class PlainBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
-      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      const RowBounds seen = tile.row_bounds<kMasked>(i);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));
         const float p = exp2f(scores(row, col) * scale_log2_ - stats(row).lse);
-        scores(row, col) = kMasked && (j < first || j >= end) ? kHiddenP : p;
+        scores(row, col) = kMasked && seen.hides(j) ? kHiddenP : p;
       }
     }
   }
 
   // The P of dV's product, from the accumulator that compute_p() has worked on.
-  template <class Element, class Acc, class ScoreAux>
-  ANYFLASH_DEVICE auto rounded_p(const Acc& p, const ScoreAux&) const {
+  template <class Element, class Acc, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, ScoreAux&, const Coordinates&,
+                                 const ScoreTile&) const {
     return round_fragment<Element>(p);
   }
 
@@ -151,10 +161,13 @@ class PlainBackward {
 // Every feature, in any combination. The LSE is in natural units.
 class GenericBackward {
  public:
+  static constexpr unsigned kFeatures = kAllFeatures;
   static constexpr bool kGeneric = true;
   static constexpr bool kQuadKeys = true;
-  static constexpr bool kSharesP = true;
-  static constexpr unsigned kFeatures = kAllFeatures;
+  static constexpr bool kAlwaysMasked = true;
+  static constexpr bool kSkipsMaskedHalf = false;
+  static constexpr bool kKeepsAddresses = true;
+  static constexpr float kLseUnit = 1.0f;
   template <class Element, int kRows, int kCols>
   struct ScoreAux {
     using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kCols>>;
@@ -185,10 +198,10 @@ class GenericBackward {
     return dropout_.active() && !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
 
-  template <bool kEdge, class ScoreAux, class Coordinates>
+  template <bool kMasked, class ScoreAux, class Coordinates>
   ANYFLASH_DEVICE void prefetch(ScoreAux& aux, const Coordinates& coordinates,
                                 const ScoreTile& tile) const {
-    score_mod_.template prefetch<kEdge>(aux.biases, coordinates, tile.row0, tile.col0);
+    score_mod_.template prefetch<kMasked>(aux.biases, coordinates, tile.row0, tile.col0);
   }
 
   template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
@@ -199,44 +212,26 @@ class GenericBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const int first = kMasked ? tile.mask.first_key(i) - tile.col0 : 0;
-      const int end = kMasked ? tile.mask.end_key(i) - tile.col0 : 0;
+      const RowBounds seen = tile.row_bounds<kMasked>(i);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));
         const float s = scores(row, col);
-        const bool hidden = s == -INFINITY || (kMasked && (j < first || j >= end));
+        const bool hidden = s == -INFINITY || (kMasked && seen.hides(j));
         scores(row, col) = hidden ? 0.0f : exp2f((s - stats(row).lse) * kLog2E);
       }
     }
   }
 
-  // The probabilities with dropout, but for the factor on what is kept.
-  template <class Scores, class ScoreAux, class Coordinates>
-  ANYFLASH_DEVICE auto dropped(const Scores& p, ScoreAux& aux, const Coordinates& coordinates,
-                               const ScoreTile& tile) const {
-    using namespace cute;
-    static_assert(decltype(size<1>(p))::value <= 32, "a bit a column");
-    auto result = make_tensor<float>(p.layout());
-    copy(p, result);
-    if (!dropout_.active()) return result;
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(p); ++row) {
-      uint32_t kept = 0;
-      CUTE_UNROLL
-      for (int run = 0; run < size<1>(p); run += 8) {
-        const Draws draws = dropout_.draws(tile.row0 + get<0>(coordinates(row, 0)),
-                                           (tile.col0 + get<1>(coordinates(row, run))) / 8);
-        CUTE_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          const bool keep = dropout_.keep(draws[i]);
-          kept |= (keep ? 1u : 0u) << (run + i);
-          if (!keep) result(row, run + i) = 0.0f;
-        }
-      }
-      aux.kept(row) = kept;
-    }
-    return result;
+  // With dropout, but for the factor on what is kept; compute_ds() asks aux what that is.
+  template <class Element, class Acc, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE auto rounded_p(const Acc& p, ScoreAux& aux, const Coordinates& coordinates,
+                                 const ScoreTile& tile) const {
+    auto kept = cute::make_tensor<float>(p.layout());
+    cute::copy(p, kept);
+    auto scores = cute::make_tensor(kept.data(), accumulator_as_matrix(kept.layout()));
+    if (dropout_.active()) drop(scores, aux, coordinates, tile);
+    return round_fragment<Element>(kept);
   }
 
   template <class Acc, class Stats>
@@ -287,6 +282,29 @@ class GenericBackward {
   }
 
  private:
+  template <class Scores, class ScoreAux, class Coordinates>
+  ANYFLASH_DEVICE void drop(Scores& p, ScoreAux& aux, const Coordinates& coordinates,
+                            const ScoreTile& tile) const {
+    using namespace cute;
+    static_assert(decltype(size<1>(p))::value <= 32, "a bit a column");
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(p); ++row) {
+      uint32_t kept = 0;
+      CUTE_UNROLL
+      for (int run = 0; run < size<1>(p); run += 8) {
+        const Draws draws = dropout_.draws(tile.row0 + get<0>(coordinates(row, 0)),
+                                           (tile.col0 + get<1>(coordinates(row, run))) / 8);
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          const bool keep = dropout_.keep(draws[i]);
+          kept |= (keep ? 1u : 0u) << (run + i);
+          if (!keep) p(row, run + i) = 0.0f;
+        }
+      }
+      aux.kept(row) = kept;
+    }
+  }
+
   ScoreMod score_mod_;
   Dropout dropout_;
 };

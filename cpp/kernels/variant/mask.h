@@ -56,6 +56,14 @@ struct MRange {
   }
 };
 
+// The columns [first, end) that a row sees of a tile.
+struct RowBounds {
+  int first;
+  int end;
+
+  ANYFLASH_HOST_DEVICE bool hides(int col) const { return col < first || col >= end; }
+};
+
 // A window around the diagonal that ends at the bottom right:
 //   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right,
 //   shift = seqlen_k - seqlen_q
@@ -73,6 +81,11 @@ class Mask {
   // Row i sees the keys [first_key(i), end_key(i)); none where that is empty.
   ANYFLASH_HOST_DEVICE int first_key(int64_t row) const { return clamp(row + first_); }
   ANYFLASH_HOST_DEVICE int end_key(int64_t row) const { return clamp(row + last_ + 1); }
+
+  // The same, relative to the tile that begins at col0.
+  ANYFLASH_HOST_DEVICE RowBounds row_bounds(int row, int col0) const {
+    return RowBounds{first_key(row) - col0, end_key(row) - col0};
+  }
 
   ANYFLASH_HOST_DEVICE bool keep(int64_t row, int64_t col) const {
     return first_key(row) <= col && col < end_key(row);

@@ -1,27 +1,12 @@
-// What a tile of rows adds to the gradients.
+// What a tile of rows adds to dq_accum.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/finite.h"
 #include "common/macros.h"
-#include "sm80/gemm.h"
 
 namespace anyflash::sm80 {
-
-// acc_dk += dS^T Q and acc_dv += P^T dO of a whole tile, where groups of warps take turns: with the
-// P and dS of `group`, and the Q and dO of `buffer`.
-template <class Traits, class AccK, class AccV, class P, class Q, class DO, class Mma>
-ANYFLASH_DEVICE void add_tile_to_keys(AccK& acc_dk, AccV& acc_dv, P p_t, P ds_t, Q q_t, DO dout_t,
-                                      int group, int buffer, const Mma& mma) {
-  constexpr int kP = 2 * cute::cosize_v<typename Traits::TileP::Layout>;  // and dS
-  p_t.advance(group * kP);
-  ds_t.advance(group * kP);
-  q_t.advance(buffer * cute::cosize_v<typename Traits::TileQ::Layout>);
-  dout_t.advance(buffer * cute::cosize_v<typename Traits::TileDO::Layout>);
-  gemm_smem_smem(acc_dv, acc_dv, p_t.rematerialized(), dout_t.rematerialized(), mma);
-  gemm_smem_smem(acc_dk, acc_dk, ds_t.rematerialized(), q_t.rematerialized(), mma);
-}
 
 // dq_accum += acc, from kFirst on along MMA_M, in the order of the fragments: element i of all
 // threads side by side, so that a warp's atomic addition covers whole lines.

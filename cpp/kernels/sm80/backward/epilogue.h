@@ -7,6 +7,7 @@
 #include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
+#include "sm80/backward/load.h"
 #include "sm80/copy.h"
 #include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
@@ -25,11 +26,11 @@ struct GradientTile {
 };
 
 template <class Out>
-ANYFLASH_DEVICE GradientTile<Out> gradient_tile(void* data, const Strides& stride, int64_t batch,
-                                                int head, int64_t row, int rows, int columns) {
-  Out* const first =
-      static_cast<Out*>(data) + batch * stride.batch + head * stride.head + row * stride.row;
-  return {first, stride, rows, columns};
+ANYFLASH_DEVICE GradientTile<Out> gradient_tile(void* data, const Strides& stride,
+                                                const TileRows& rows, int columns) {
+  Out* const first = static_cast<Out*>(data) + rows.batch * stride.batch + rows.head * stride.head +
+                     rows.first * stride.row;
+  return {first, stride, rows.count, columns};
 }
 
 // Writes an accumulator of `mma` whose row r is row Order(r) of the tile: in the inputs' type
@@ -125,12 +126,10 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
                                          bool nonfinite_dout, const AccK& acc_dk,
                                          const AccV& acc_dv) {
   const Sequence& sequence = block.sequence;
-  const int64_t row = sequence.first_k + block.first_key;
-  const int rows = sequence.all_keys - block.first_key;
-  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, sequence.batch, block.head_k, row,
-                                     rows, params.head_dim);
-  const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, sequence.batch, block.head_k, row,
-                                     rows, params.head_dim_v);
+  const TileRows rows{sequence.batch, block.head_k, sequence.first_k + block.first_key,
+                      sequence.all_keys - block.first_key};
+  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, rows, params.head_dim);
+  const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, rows, params.head_dim_v);
   const typename Traits::KeyMma mma;
   store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk, mma, acc_dk, smem.k);
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);

@@ -7,6 +7,7 @@
 #include "sm80/backward/epilogue.h"
 #include "sm80/backward/gqa_partials.h"
 #include "sm80/backward/mainloop.h"
+#include "sm80/backward/mainloop_pingpong.h"
 #include "sm80/forward/traits.h"
 #include "variant/backward_scratch.h"
 #include "variant/sequence.h"
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   if (threadIdx.x == 0) {
     smem.block = here;
     smem.nonfinite_keys = smem.nonfinite_dout = 0;
-    if constexpr (Traits::kPingPong) smem.ping_pong.init(Traits::kRowThreads, Traits::kThreads);
+    smem.ping_pong.init(Traits::kRowThreads, Traits::kThreads);
   }
   __syncthreads();  // read from there, because the loop needs the registers
   const BackwardWorkTile& block = smem.block;
@@ -53,7 +54,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
   auto acc_dv = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDimV>>{});
   clear(acc_dk);  // (MMA, MMA_N, MMA_D)
   clear(acc_dv);  // (MMA, MMA_N, MMA_D)
-  backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+  if constexpr (Traits::kPingPong) {
+    pingpong_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+  } else {
+    backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+  }
 
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with K and V, and nothing is on its way there
@@ -90,9 +95,8 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
     acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
   }
   const auto store = [&](auto type) {
-    const auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride, sequence.batch,
-                                                      head, sequence.first_q + row,
-                                                      sequence.seqlen_q - row, params.head_dim);
+    const auto target = gradient_tile<decltype(type)>(
+        params.dq, params.dq_stride, query_rows(sequence, head, row), params.head_dim);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
   };
   if (params.grad_dtype == DType::kFloat32) store(float{});

@@ -1,11 +1,11 @@
 // Host side of the sm_80 backward kernels: one KernelDescriptor per (dtype, head dims, variant).
 //
-//   backward_preprocess      delta and LSE of every row; dq_accum = 0
-//   backward_kernel   dK, dV; adds to dq_accum
+//   preprocess_kernel           delta and LSE of every row; dq_accum = 0
+//   backward_kernel             dK, dV; adds to dq_accum
 //   reduce_gqa_partials_kernel  dK, dV, where the heads of a group come in parts
-//   postprocess_dq_kernel  dQ from dq_accum
-//   deterministic_dq_kernel  dQ without atomics, instead; sums for ALiBi's slopes
-//   dbias_kernel, sum_*  the other gradients, where they are wanted
+//   postprocess_dq_kernel       dQ from dq_accum
+//   deterministic_dq_kernel     dQ without atomics, instead; sums for ALiBi's slopes
+//   dbias_kernel, sum_*         the other gradients, where they are wanted
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -20,6 +20,7 @@
 #include "cuda/backward_preprocess.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
+#include "sm80/backward/dbias.h"
 #include "sm80/backward/deterministic_dq.h"
 #include "sm80/backward/gqa_partials.h"
 #include "sm80/backward/kernel.h"
@@ -101,7 +102,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   constexpr double kLeastScale = 1e-20;
   if (std::fabs(p.softmax_scale) < kLeastScale) p.softmax_scale = 0.0;
   p.scale_log2 = static_cast<float>(p.softmax_scale) * kLog2E;
-  p.lse_unit = Scores::kGeneric ? 1.0f : kLog2E;
+  p.lse_unit = Scores::kLseUnit;
   p.ds_scale = static_cast<float>(p.softmax_scale) * Scores::ds_factor(p);
 
   void* const stream = context.stream;
@@ -154,6 +155,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   KernelDescriptor d = descriptor<Traits>(name, Op::kBackward, kTileConfig);
   d.features = Scores::kFeatures;
   d.tile = Traits::kRound;
+  d.bits_group = Traits::kConfig.bits_group;
   d.smem_bytes = std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>);
   d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>};
   return d;

@@ -1,27 +1,10 @@
-// How the warps of the backward's main kernel share its tiles of rows: all of them each tile, or
-// two groups of warps in turns.
+// Two groups of warps of the backward's main kernel take its tiles of rows alternately.
 #pragma once
 
 #include "common/macros.h"
 #include "cuda/named_barrier.h"
 
 namespace anyflash::sm80 {
-
-struct NoPingPongBarriers {};
-
-// All warps work at the same tile.
-template <class Traits, class Tiles>
-class Cooperative {
- public:
-  ANYFLASH_DEVICE Cooperative(NoPingPongBarriers&, Tiles&) {}
-  ANYFLASH_DEVICE int group() const { return 0; }
-  ANYFLASH_DEVICE unsigned row_thread() const { return threadIdx.x; }
-  ANYFLASH_DEVICE void begin(Tiles& tiles) {
-    __syncthreads();
-    tiles.advance();
-  }
-  ANYFLASH_DEVICE void await_p() const {}
-};
 
 // Warps in step all multiply, make probabilities or add to dQ at the same time, and wait for the
 // same. Here the tiles go to two groups alternately. Of its own tile h a group makes scores, P, dS
@@ -33,6 +16,7 @@ class Cooperative {
 //   group 1            | scores 1 | dK dV 0, 1   | dQ 1     | scores 3   | dK dV 2, 3 ...
 //
 // Q and dO of tile h lie in buffer h mod 3; P and dS where those of tile h - 2 were.
+template <bool kPingPong>
 struct PingPongBarriers {
   Mbarrier scores[2];  // of each group's tile: its P and dS are there
   Mbarrier used[2];    // and both groups have added what they give to dK and dV
@@ -45,12 +29,16 @@ struct PingPongBarriers {
     }
   }
 };
+template <>
+struct PingPongBarriers<false> {
+  ANYFLASH_DEVICE void init(int, int) {}
+};
 
 template <class Traits, class Tiles>
 class PingPong {
  public:
   // Leaves `tiles` at the group's first one.
-  ANYFLASH_DEVICE PingPong(PingPongBarriers& barriers, Tiles& tiles)
+  ANYFLASH_DEVICE PingPong(PingPongBarriers<true>& barriers, Tiles& tiles)
       : barriers_(barriers),
         group_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / Traits::kRowThreads, 0)),
         buffer_(group_) {
@@ -58,8 +46,6 @@ class PingPong {
   }
 
   ANYFLASH_DEVICE int group() const { return group_; }
-  // The thread's place in its group.
-  ANYFLASH_DEVICE unsigned row_thread() const { return threadIdx.x % Traits::kRowThreads; }
   // Of the group's tile; of the one before, and so of the group's next one.
   ANYFLASH_DEVICE int buffer() const { return buffer_; }
   ANYFLASH_DEVICE int other_buffer() const { return buffer_ == 0 ? 2 : buffer_ - 1; }
@@ -69,13 +55,15 @@ class PingPong {
 
   // Begins the group's tile: all of the group have loaded it, and done with dS of its last one,
   // and the scores of the tile before are there.
-  ANYFLASH_DEVICE void begin(Tiles&) {
+  ANYFLASH_DEVICE void begin() {
     named_barrier_sync(group_, Traits::kRowThreads);
     if (with_before()) await_scores_before();
   }
   ANYFLASH_DEVICE void await_scores_before() { barriers_.scores[1 - group_].wait(parity_before()); }
-  // P of the group's last tile has been used.
-  ANYFLASH_DEVICE void await_p() { barriers_.used[group_].wait(parity_ ^ 1); }
+  // Of ScoreStage: P of the group's last tile has been used.
+  ANYFLASH_DEVICE void before_p() const { barriers_.used[group_].wait(parity_ ^ 1); }
+  ANYFLASH_DEVICE void before_dp() const {}
+  ANYFLASH_DEVICE void after_dp() const {}
   ANYFLASH_DEVICE void end_scores() { barriers_.scores[group_].arrive(); }
   ANYFLASH_DEVICE void await_scores() { barriers_.scores[group_].wait(parity_); }
   ANYFLASH_DEVICE void end_before() { barriers_.used[1 - group_].arrive(); }
@@ -93,7 +81,7 @@ class PingPong {
  private:
   static constexpr int kNone = 0;
   static constexpr int kSeen = 1;
-  static constexpr int kUnseen = 2;  // on the edge: Early's keys are group 0's
+  static constexpr int kUnseen = 2;  // on the diagonal: the keys of DiagonalTop are group 0's
 
   ANYFLASH_DEVICE void pass(Tiles& tiles) {
     before_ = !tiles.valid() ? kNone : tiles.on_diagonal() && group_ == 1 ? kUnseen : kSeen;
@@ -101,7 +89,7 @@ class PingPong {
   }
   ANYFLASH_DEVICE int parity_before() const { return parity_ ^ group_ ^ 1; }
 
-  PingPongBarriers& barriers_;
+  PingPongBarriers<true>& barriers_;
   int group_;
   int buffer_;
   int parity_ = 0;  // of the phases of the group's tile

@@ -5,10 +5,9 @@
 #include <cute/tensor.hpp>
 
 #include "common/convert.h"
-#include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "sm80/copy.h"
+#include "sm80/backward/load.h"
 #include "sm80/forward/traits.h"
 #include "sm80/gemm.h"
 #include "sm80/ldmatrix_operand.h"
@@ -78,21 +77,19 @@ class ScoreGradientTile {
   }
 
   ANYFLASH_DEVICE void load_rows(int head, int row0) const {
-    const int64_t row = sequence_.first_q + row0;
-    const int rows = sequence_.seqlen_q - row0;
-    load<typename Traits::TileQ, cute::Layout<cute::Int<kBlockM>>>(
-        smem_.q, params_.q, params_.q_stride, head, row, rows, params_.head_dim);
-    load<typename Traits::TileDO, cute::Layout<cute::Int<kBlockM>>>(
-        smem_.dout, params_.dout, params_.dout_stride, head, row, rows, params_.head_dim_v);
+    using Order = PlainKeyOrder<kBlockM>;
+    const TileRows rows = query_rows(sequence_, head, row0);
+    TileLoader<typename Traits::TileQ, Order>(smem_.q.data(), thread_index())
+        .load(params_.q, params_.q_stride, rows, params_.head_dim);
+    TileLoader<typename Traits::TileDO, Order>(smem_.dout.data(), thread_index())
+        .load(params_.dout, params_.dout_stride, rows, params_.head_dim_v);
     cute::cp_async_fence();
   }
   ANYFLASH_DEVICE void load_keys(int head_k, int col0) const {
-    const int64_t row = sequence_.first_k + col0;
-    const int rows = sequence_.seqlen_k - col0;
-    load<typename Traits::TileK, typename Traits::KeyOrder>(smem_.k, params_.k, params_.k_stride,
-                                                            head_k, row, rows, params_.head_dim);
-    load<typename Traits::TileV, typename Traits::KeyOrder>(smem_.v, params_.v, params_.v_stride,
-                                                            head_k, row, rows, params_.head_dim_v);
+    const TileRows keys = key_rows(sequence_, head_k, col0);
+    loader_k().load(params_.k, params_.k_stride, keys, params_.head_dim);
+    TileLoader<typename Traits::TileV, typename Traits::KeyOrder>(smem_.v.data(), thread_index())
+        .load(params_.v, params_.v_stride, keys, params_.head_dim_v);
     cute::cp_async_fence();
   }
 
@@ -117,7 +114,7 @@ class ScoreGradientTile {
     clear(acc_s);
     multiply<typename Traits::TileQ, typename Traits::TileK>(acc_s, acc_s, smem_.q, smem_.k);
     variant.template compute_p<true>(scores, aux, rows, places, tile);
-    if constexpr (Scores::kGeneric) variant.dropped(scores, aux, places, tile);
+    variant.template rounded_p<Element>(acc_s, aux, places, tile);  // for aux: what is dropped
     multiply<typename Traits::TileDO, typename Traits::TileV>(
         acc_dp, variant.initial_dp(acc_dp, rows), smem_.dout, smem_.v);
     variant.template compute_ds<true>(dp, scores, aux, rows);
@@ -128,11 +125,9 @@ class ScoreGradientTile {
 
   // Takes NaN and infinity out of the K in shared memory, for all threads.
   ANYFLASH_DEVICE void clear_nonfinite_keys() const {
-    auto thread = typename Traits::TileK::Load{}.get_thread_slice(thread_index());
-    auto tKsK = thread.partition_D(
-        cute::make_tensor(cute::make_smem_ptr(smem_.k.data()), typename Traits::TileK::Layout{}));
-    if (__syncthreads_or(!all_finite(tKsK)) == 0) return;  // every warp has done with K
-    clear_nonfinite(tKsK);
+    auto keys = loader_k();
+    if (__syncthreads_or(!keys.is_finite()) == 0) return;  // every warp has done with K
+    keys.clear_nonfinite();
     __syncthreads();  // K without NaN and infinity
   }
 
@@ -148,20 +143,9 @@ class ScoreGradientTile {
   }
 
  private:
-  template <class Tile, class Order, class Buffer>
-  ANYFLASH_DEVICE void load(Buffer& buffer, const void* data, const Strides& stride, int head,
-                            int64_t row, int rows, int columns) const {
-    using namespace cute;
-    auto sX = make_tensor(make_smem_ptr(buffer.data()), typename Tile::Layout{});
-    const typename Tile::Shape shape;
-    auto cX = make_identity_tensor(shape);
-    auto gX = gmem_tile<Element>(shape, data, stride, sequence_.batch, head, row);
-    auto thread = typename Tile::Load{}.get_thread_slice(thread_index());
-    auto tXsX =
-        thread.partition_D(make_tensor(sX.data(), composition(sX.layout(), make_tile(Order{}, _))));
-    auto tXcX = thread.partition_S(cX);  // (VECTOR, ROWS, PANELS)
-    const ColumnGuard<decltype(size<2>(tXsX))::value> guard(tXcX, columns);
-    load_tile<true>(typename Tile::Load{}, thread.partition_S(gX), tXsX, tXcX, guard, rows);
+  ANYFLASH_DEVICE auto loader_k() const {
+    return TileLoader<typename Traits::TileK, typename Traits::KeyOrder>(smem_.k.data(),
+                                                                         thread_index());
   }
 
   // acc = init + A B^T.

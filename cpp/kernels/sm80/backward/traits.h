@@ -25,8 +25,7 @@ struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardConfig kConfig = kGeneric ? generic_backward_tile(kHeadDim, kTileConfig)
-                                                     : backward_tile(kHeadDim, kTileConfig);
+  static constexpr BackwardConfig kConfig = backward_config<kHeadDim, kTileConfig, kGeneric>();
   static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -42,11 +41,10 @@ struct BackwardTraits {
   static constexpr bool kReloadV = kConfig.reload_v;
   static constexpr int kScoreParts = kConfig.score_parts;
   static constexpr int kQueryParts = kConfig.query_parts;
-  // In registers, where some are left; else each tile asks shared memory for its place.
-  static constexpr bool kKeepSequence =
-      kHeadDim > 128 && !kGeneric && kTileConfig == TileConfig::kDefault;
   static constexpr int kPartKeys = kBlockN / kScoreParts;
-  // A tile on the edge of a causal mask, whose first kTopRows rows see no more than its first
+  // In registers, or read from shared memory by each use.
+  using SequenceInLoop = std::conditional_t<kConfig.keep_sequence, const Sequence, const Sequence&>;
+  // A tile on the diagonal of a causal mask, whose first kTopRows rows see no more than its first
   // kTopKeys keys, has these two regions. Products can leave out the rest where each warp has
   // rows, or keys, in both halves.
   static constexpr int kTopRows = kBlockM < kBlockN ? kBlockM : kBlockM / 2;
@@ -72,9 +70,9 @@ struct BackwardTraits {
   using TileP = SmemTile<Element, kRowThreads, kBlockM, kBlockN>;
   using PartOfP = SmemTile<Element, kRowThreads, kBlockM, kPartKeys>;
   static_assert(kScoreParts == 1 || kPartKeys % TileP::kPanelColumns == 0,
-                "a part is whole pages of P");
+                "a part is whole panels of P");
   static_assert(kQueryParts == 1 || kPartColumns % TileK::kPanelColumns == 0,
-                "a part is whole pages of K");
+                "a part is whole panels of K");
   template <class Tile>
   using Buffer = cute::array<Element, cute::cosize_v<typename Tile::Layout>>;
   struct SharedStorage {
@@ -83,7 +81,7 @@ struct BackwardTraits {
     alignas(128) Buffer<TileK> k;  // later dK
     alignas(128) Buffer<TileV> v;  // later dV
     alignas(128) cute::array<Buffer<TileP>, kReloadV ? 0 : kPingPong ? 4 : 2> p_and_ds;
-    std::conditional_t<kPingPong, PingPongBarriers, NoPingPongBarriers> ping_pong;
+    PingPongBarriers<kPingPong> ping_pong;
     BackwardWorkTile block;
     int nonfinite_keys;  // NaN or infinity is in K
     int nonfinite_dout;  // or was in a tile of dO
@@ -109,6 +107,11 @@ struct BackwardTraits {
   using QueryMma = WarpGrid<Element, kConfig.query_warps, kRowWarps / kConfig.query_warps, 16>;
 
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
+
+  // The thread's place among kRowThreads.
+  ANYFLASH_DEVICE static unsigned row_thread() {
+    return kPingPong ? threadIdx.x % kRowThreads : threadIdx.x;
+  }
 };
 
 }  // namespace anyflash::sm80
