@@ -32,7 +32,7 @@ ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int i
 }
 
 template <class Traits, class Variant>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     forward_kernel(const __grid_constant__ ForwardLaunch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);

@@ -17,12 +17,9 @@ struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr bool kGeneric = Variant::kGeneric;
   static constexpr ForwardConfig kConfig =
-      kGeneric ? ForwardConfig{generic_forward_tile(kHeadDim, kHeadDimV), 1, false, false, false}
-      : Variant::kFeatures == kDropout    ? dropout_forward_tile(kHeadDim, kHeadDimV)
-      : Variant::kFeatures != kNoFeatures ? scored_forward_tile(kHeadDim, kHeadDimV)
-                                          : forward_tile(kHeadDim, kHeadDimV, kTileConfig);
+      forward_config(kHeadDim, kHeadDimV, Variant::kFeatures, kTileConfig);
+  static_assert(kConfig.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
   static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -32,7 +29,6 @@ struct ForwardTraits {
   static constexpr int kKeyWarps = kSplitKeysAcrossWarps ? 2 : 1;
   static constexpr int kRowWarps = kWarps / kKeyWarps;
   static constexpr int kStages = kConfig.stages;
-  static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
   using KeyOrder =
       std::conditional_t<Variant::kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
   static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
