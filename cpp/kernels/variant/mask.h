@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 
 namespace ANYFLASH_SHARED_NAMESPACE {
@@ -56,6 +57,14 @@ struct MRange {
   }
 };
 
+// The columns [first, end) of a tile of keys that a row sees.
+struct RowBounds {
+  int first;
+  int end;
+
+  ANYFLASH_HOST_DEVICE bool hides(int col) const { return col < first || col >= end; }
+};
+
 // A window around the diagonal that ends at the bottom right:
 //   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right,
 //   shift = seqlen_k - seqlen_q
@@ -73,6 +82,11 @@ class Mask {
   // Row i sees the keys [first_key(i), end_key(i)); none where that is empty.
   ANYFLASH_HOST_DEVICE int first_key(int64_t row) const { return clamp(row + first_); }
   ANYFLASH_HOST_DEVICE int end_key(int64_t row) const { return clamp(row + last_ + 1); }
+
+  // Columns count from the key col0.
+  ANYFLASH_HOST_DEVICE RowBounds row_bounds(int64_t row, int col0) const {
+    return {first_key(row) - col0, end_key(row) - col0};
+  }
 
   ANYFLASH_HOST_DEVICE bool keep(int64_t row, int64_t col) const {
     return first_key(row) <= col && col < end_key(row);
@@ -122,7 +136,6 @@ class Mask {
   static constexpr int64_t kFar = int64_t{1} << 40;  // beyond every row and key
 
   ANYFLASH_HOST_DEVICE static int64_t bounded(int64_t width) { return width < kFar ? width : kFar; }
-  ANYFLASH_HOST_DEVICE static int ceil_div(int n, int d) { return n / d + (n % d != 0); }
   ANYFLASH_HOST_DEVICE int clamp(int64_t key) const {
     return key < 0 ? 0 : key < seqlen_k_ ? static_cast<int>(key) : seqlen_k_;
   }
