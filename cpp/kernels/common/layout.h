@@ -18,6 +18,12 @@ ANYFLASH_HOST_DEVICE auto accumulator_as_matrix(Layout layout) {
   return make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l)));
 }
 
+// A fragment of an accumulator's shape, as a matrix.
+template <class Fragment>
+ANYFLASH_HOST_DEVICE auto as_matrix(Fragment&& fragment) {
+  return cute::make_tensor(fragment.data(), accumulator_as_matrix(fragment.layout()));
+}
+
 // (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2): two m16n8 accumulators side by side hold
 // what the m16k16 operand A of the next mma.sync wants, in the same registers.
 template <class Layout>

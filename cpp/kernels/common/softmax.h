@@ -16,11 +16,9 @@
 #include <type_traits>
 
 #include "common/macros.h"
+#include "common/math.h"
 
 namespace anyflash {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 
 // Reduction over the four lanes that share an accumulator row of mma.sync.
 template <class Op>

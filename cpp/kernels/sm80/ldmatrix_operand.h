@@ -59,7 +59,7 @@ class LdmatrixOperand {
   }
 
   // Registers for all of it: (MMA, MMA_M or MMA_N, MMA_K).
-  ANYFLASH_DEVICE static auto fragment() {
+  ANYFLASH_HOST_DEVICE static auto fragment() {
     using Rows = cute::Int<kRowGroups * 16 / kAtomRows>;
     return cute::make_tensor<Element>(
         cute::Shape<cute::Int<kAtomRows / 2>, Rows, cute::Int<kBlocks>>{});

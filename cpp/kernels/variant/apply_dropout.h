@@ -5,15 +5,17 @@
 
 #include "common/macros.h"
 #include "variant/dropout.h"
+#include "variant/score_places.h"
 
 namespace anyflash {
 
-// Zeros the dropped ones of `scores`, a (row, col) view of accumulators at (row0, col0), of which
-// each thread holds whole draws: its columns come in runs of eight that begin at multiples of 8.
+// Zeros the dropped ones of `scores`, a (row, col) view of accumulators, of which each thread holds
+// whole draws: its columns come in runs of eight that begin at multiples of 8.
 template <class Scores, class Coordinates>
 ANYFLASH_DEVICE void apply_dropout(Scores& scores, const Dropout& dropout,
-                                   const Coordinates& coordinates, int row0, int col0) {
+                                   const ScorePlaces<Coordinates>& places) {
   using namespace cute;
+  const auto& [coordinates, row0, col0] = places;
   static_assert(decltype(size<1>(scores))::value % 8 == 0);
   CUTE_UNROLL
   for (int row = 0; row < size<0>(scores); ++row) {

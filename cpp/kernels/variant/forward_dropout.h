@@ -6,16 +6,18 @@
 
 #include "common/macros.h"
 #include "variant/dropout.h"
+#include "variant/score_places.h"
 
 namespace anyflash {
 
 // Zeroes the dropped ones of a thread's eight columns from `run` on, in all of its rows. `pairs`
 // are a tile's probabilities, rounded, two neighbouring columns each; `layout` leads to one from
-// its row and column, `coordinates` to its place from (row0, col0) on.
+// its row and column.
 template <class Pairs, class Layout, class Coordinates>
 ANYFLASH_DEVICE void drop_run(Pairs& pairs, const Layout& layout, const Dropout& dropout,
-                              const Coordinates& coordinates, int row0, int col0, int run) {
+                              const ScorePlaces<Coordinates>& places, int run) {
   using namespace cute;
+  const auto& [coordinates, row0, col0] = places;
   constexpr int kRows = decltype(size<0>(layout))::value;
   int rows[kRows];
   CUTE_UNROLL

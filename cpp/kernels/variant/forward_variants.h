@@ -1,16 +1,22 @@
-// What a forward kernel does beyond masks by position.
+// What a forward kernel does beyond masks by position: what its main loop asks, and its epilogue.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "common/layout.h"
 #include "common/macros.h"
-#include "common/softmax.h"
+#include "common/math.h"
 #include "kernel_descriptor.h"
 #include "params.h"
 #include "variant/apply_dropout.h"
 #include "variant/block_mask.h"
 #include "variant/dropout.h"
+#include "variant/forward_dropout.h"
 #include "variant/score_mod.h"
+#include "variant/score_places.h"
 #include "variant/uniform_seed.h"
 #include "variant/work_tile.h"
 
@@ -19,17 +25,44 @@ namespace anyflash {
 template <ScoreOps kOps>
 using ScoreOpsTag = std::integral_constant<ScoreOps, kOps>;
 
-// Nothing: what it answers is a constant.
+// Nothing: what it answers is a constant. The others answer the same questions.
 struct PlainForward {
-  static constexpr bool kGeneric = false;   // with the generic kernels' tiles
-  static constexpr bool kQuadKeys = false;  // with keys in the order of QuadKeyOrder
-  // What steps do to scores.
+  static constexpr bool kNaturalUnits = false;  // scores are scaled by the variant, not the softmax
+  static constexpr bool kQuadKeys = false;      // keys lie in the order of QuadKeyOrder
+  static constexpr bool kAsksPlaces = false;    // where unmasked tiles lie
+  // What masked steps do to scores.
   static constexpr ScoreOps kOps = ScoreOps::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
 
   ANYFLASH_DEVICE PlainForward(const ForwardParams&, const ForwardWorkTile&, int) {}
 
+  // Calls loop(ops) with the least that is enough for unmasked tiles.
+  template <class Loop>
+  ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
+    loop(ScoreOpsTag<kOps>{});
+  }
+  // Whether any key of a tile may be visible.
   ANYFLASH_DEVICE bool visits(int) const { return true; }
+  // Whether keys may be hidden in tiles that need no mask, in a loop for kOps.
+  template <ScoreOps>
+  ANYFLASH_DEVICE bool may_hide() const {
+    return false;
+  }
+
+  // The stages of a step: before Q K^T; before and after the softmax; as P V reaches block k of P,
+  // which is rounded. What prefetch() returns goes to modify_scores().
+  template <bool kEdge, ScoreOps, class Places>
+  ANYFLASH_DEVICE std::nullptr_t prefetch(const Places&) const {
+    return nullptr;
+  }
+  template <ScoreOps, class Scores, class Prefetched, class Places>
+  ANYFLASH_DEVICE void modify_scores(Scores&, const Prefetched&, const Places&) const {}
+  template <ScoreOps, class Scores, class Places>
+  ANYFLASH_DEVICE void drop(Scores&, const Places&) const {}
+  template <class Probabilities, class Places>
+  ANYFLASH_DEVICE void before_value_block(int, Probabilities&, const Places&) const {}
+
+  // For the epilogue.
   ANYFLASH_DEVICE bool may_hide_anywhere() const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
   ANYFLASH_DEVICE bool is_dropped(int, int) const { return false; }
@@ -38,6 +71,7 @@ struct PlainForward {
 
 // What follows from a score and its place alone: the plain kernel with a few more instructions.
 struct ScoredForward : PlainForward {
+  static constexpr bool kAsksPlaces = true;
   static constexpr ScoreOps kOps = ScoreOps::kSoftcapAlibi;
   static constexpr unsigned kFeatures = kSoftcap | kLargeSoftcap | kAlibi;
 
@@ -46,12 +80,17 @@ struct ScoredForward : PlainForward {
         score_mod(params, block.sequence, block.batch, block.head, 1.0f, params.scale_log2 * kLn2) {
   }
 
-  // Calls loop(part) with the smallest part that is enough for tiles without a mask.
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     if (score_mod.covered_by(ScoreOps::kAlibi)) loop(ScoreOpsTag<ScoreOps::kAlibi>{});
     else if (score_mod.covered_by(ScoreOps::kSoftcap)) loop(ScoreOpsTag<ScoreOps::kSoftcap>{});
     else loop(ScoreOpsTag<kOps>{});
+  }
+  template <ScoreOps kPart, class Scores, class Prefetched, class Places>
+  ANYFLASH_DEVICE void modify_scores(Scores& scores, const Prefetched& none,
+                                     const Places& places) const {
+    score_mod.template apply<kPart, /*kScale=*/false>(scores, none, places.coordinates, places.row0,
+                                                      places.col0);
   }
 
   ScoreMod score_mod;
@@ -60,12 +99,23 @@ struct ScoredForward : PlainForward {
 // Dropout alone: the plain kernel, but for P V (variant/forward_dropout.h).
 struct DropoutForward : PlainForward {
   static constexpr bool kQuadKeys = true;
+  static constexpr bool kAsksPlaces = true;
   static constexpr unsigned kFeatures = kDropout;
 
   ANYFLASH_DEVICE DropoutForward(const ForwardParams& params, const ForwardWorkTile& block,
                                  int keys)
       : PlainForward(params, block, keys),
         dropout(params, UniformSeed(params), block.batch, block.head) {}
+
+  // Eight of a thread's columns are two blocks of the sum, 32 keys in the order of QuadKeyOrder.
+  // Dropped where the product gets to them, so that the rounds of Philox for some keys run beside
+  // the tensor instructions for others, and few draws have to be kept.
+  template <class Probabilities, class Places>
+  ANYFLASH_DEVICE void before_value_block(int k, Probabilities& p, const Places& places) const {
+    if (k % 2 != 0) return;
+    auto pairs = cute::recast<uint32_t>(p);
+    drop_run(pairs, accumulator_as_matrix(p.layout()), dropout, places, 4 * k);
+  }
 
   ANYFLASH_DEVICE bool is_dropped(int row, int col) const {
     return !dropout.keep(dropout.draws(row, col / 8)[col % 8]);
@@ -78,8 +128,9 @@ struct DropoutForward : PlainForward {
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
 // Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for.
 struct GenericForward {
-  static constexpr bool kGeneric = true;
+  static constexpr bool kNaturalUnits = true;
   static constexpr bool kQuadKeys = true;
+  static constexpr bool kAsksPlaces = true;
   static constexpr ScoreOps kOps = ScoreOps::kAll;
   static constexpr unsigned kFeatures = kAllFeatures;
 
@@ -90,15 +141,41 @@ struct GenericForward {
         blocks(BlockMask(params, block.batch, block.head), block.first_row, tile_keys),
         dropout(params, block.batch, block.head) {}
 
-  // Whether the block map keeps a tile of keys.
-  ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     const bool small = score_mod.covered_by(ScoreOps::kAlibi) && !dropout.active();
     if (small) loop(ScoreOpsTag<ScoreOps::kAlibi>{});
     else loop(ScoreOpsTag<kOps>{});
   }
-  // Whether keys may be hidden in any tile, by a bias.
+  // Whether the block map keeps a tile of keys.
+  ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
+  // By a bias.
+  template <ScoreOps kPart>
+  ANYFLASH_DEVICE bool may_hide() const {
+    return kPart == ScoreOps::kAll && may_hide_anywhere();
+  }
+
+  template <bool kEdge, ScoreOps kPart, class Places>
+  ANYFLASH_DEVICE auto prefetch(const Places& places) const {
+    auto biases = cute::make_tensor<uint32_t>(cute::shape(places.coordinates));
+    if constexpr (kPart == ScoreOps::kAll) {
+      score_mod.template prefetch<kEdge>(biases, places.coordinates, places.row0, places.col0);
+    }
+    return biases;
+  }
+  template <ScoreOps kPart, class Scores, class Biases, class Places>
+  ANYFLASH_DEVICE void modify_scores(Scores& scores, const Biases& biases,
+                                     const Places& places) const {
+    score_mod.template apply<kPart, /*kScale=*/true>(scores, biases, places.coordinates,
+                                                     places.row0, places.col0);
+  }
+  template <ScoreOps kPart, class Scores, class Places>
+  ANYFLASH_DEVICE void drop(Scores& scores, const Places& places) const {
+    if (kPart == ScoreOps::kAll && dropout.active()) apply_dropout(scores, dropout, places);
+  }
+  template <class Probabilities, class Places>
+  ANYFLASH_DEVICE void before_value_block(int, Probabilities&, const Places&) const {}
+
   ANYFLASH_DEVICE bool may_hide_anywhere() const { return score_mod.may_hide_anywhere(); }
   ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod.keep(row, col); }
   ANYFLASH_DEVICE bool is_dropped(int row, int col) const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 
 namespace ANYFLASH_SHARED_NAMESPACE {
@@ -56,7 +57,7 @@ struct MRange {
   }
 };
 
-// The columns [first, end) that a row sees of a tile.
+// The columns [first, end) of a tile of keys that a row sees.
 struct RowBounds {
   int first;
   int end;
@@ -135,7 +136,6 @@ class Mask {
   static constexpr int64_t kFar = int64_t{1} << 40;  // beyond every row and key
 
   ANYFLASH_HOST_DEVICE static int64_t bounded(int64_t width) { return width < kFar ? width : kFar; }
-  ANYFLASH_HOST_DEVICE static int ceil_div(int n, int d) { return n / d + (n % d != 0); }
   ANYFLASH_HOST_DEVICE int clamp(int64_t key) const {
     return key < 0 ? 0 : key < seqlen_k_ ? static_cast<int>(key) : seqlen_k_;
   }

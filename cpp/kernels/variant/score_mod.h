@@ -25,6 +25,9 @@ enum class ScoreOps {
   kAll,           // and a bias
 };
 
+// Whether scores may be near the ends of fp32's range: a bias of its lowest number is a common mask.
+constexpr bool has_wide_range(ScoreOps ops) { return ops == ScoreOps::kAll; }
+
 // s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -
 // j|. A bias of -inf, or a boolean one that says no, hides the key whatever qk is.
 //

@@ -156,6 +156,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   d.features = Scores::kFeatures;
   d.tile = Traits::kRound;
   d.bits_group = Traits::kConfig.bits_group;
+  d.bits_group = Traits::kConfig.bits_group;
   d.smem_bytes = std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>);
   d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>};
   return d;

@@ -1,4 +1,4 @@
-// Tiles of the sm_80 forward kernels.
+// Which tiles the sm_80 forward kernels have: a table.
 #pragma once
 
 #include "kernel_descriptor.h"
@@ -6,66 +6,171 @@
 namespace anyflash::sm80 {
 
 // A TileConfig (kernel_descriptor.h) says whose shared memory a kernel is made for: an A100's 164
-// KB, the 100 KB of consumer GPUs (compute capability 8.6, 8.9 and 12.0), or the 228 KB of 9.0 and
-// 10.0. What fits little memory also serves small problems: dispatch.cpp takes the forward's
-// smaller tiles where larger ones would leave multiprocessors idle, and any that was measured to be
-// faster.
-
+// KB (kDefault), the 100 KB of consumer GPUs (kCompact: compute capability 8.6, 8.9 and 12.0), or
+// the 228 KB of 9.0 and 10.0 (kWide). What fits little memory also serves small problems:
+// dispatch.cpp takes the forward's smaller tiles where larger ones would leave multiprocessors
+// idle, and any that was measured to be faster.
 struct ForwardConfig {
+  // Which kernels have it: those with these features and head dims of at most so much.
+  int max_head_dim = 0;
+  unsigned features = kNoFeatures;
+  TileConfig tile_config = TileConfig::kDefault;
+
   Tile tile;
-  int stages;                 // buffers of K and of V
-  bool queries_in_registers;  // all the time, where shared memory would be read too often
+  int stages = 1;                     // buffers of K and of V
+  bool queries_in_registers = false;  // all the time, where shared memory would be read too often
   // Whether the output is rescaled only where a maximum has grown much: pays where the output is
   // large, and there are registers for it.
-  bool lazy_rescale;
-  bool commits_after_k;  // without that ptxas spills more; where it does not, a commit costs time
+  bool lazy_rescale = false;
+  // Without that ptxas spills more; where it does not, a commit costs time.
+  bool commits_after_k = false;
   // Pairs of warps share 32 rows. Each multiplies them with half of a tile's keys and makes half of
   // the output's columns. So it reads half of K and V: shared memory bounds large head dims.
   bool split_keys_across_warps = false;
+  int min_ctas = 1;  // that an SM must hold: bounds registers
+  // Kernels of one operation, dtype, head dims and features whose groups are equal give a row the
+  // same bits: their tiles hold as many keys, and they rescale alike.
+  int bits_group = 0;
 };
 
-// Head dims are those of Q and K, and of V. 16 rows a warp where 32 would not leave eight warps an
-// SM: their accumulators fill the registers, or two CTAs the shared memory. Tiles that a GPU takes
-// by turns hold as many keys and rescale alike, so that a row has the same bits in each.
-constexpr ForwardConfig forward_tile(int head_dim, int head_dim_v, TileConfig tile_config) {
-  const bool small = head_dim <= 64 && head_dim_v <= 64;
-  const bool large = head_dim > 128 || head_dim_v > 128;
-  const bool lazy = !small && !large;
-  if (tile_config == TileConfig::kCompact)
-    return {{64, 64, 4, large ? 1 : 2}, 1, false, lazy, false};
-  if (small) return {{128, 64, 4, 2}, 2, true, lazy, false};
-  if (large && tile_config == TileConfig::kWide)
-    return {{64, 64, 4, 2}, 1, false, true, false, true};
-  if (large) return {{128, 64, 8, 1}, 1, false, lazy, true};
-  return {{128, 64, 4, 2}, tile_config == TileConfig::kWide ? 2 : 1, false, lazy, false};
+namespace forward_configs {
+
+// 16 rows a warp where 32 would not leave eight warps an SM: their accumulators fill the registers,
+// or two CTAs the shared memory.
+constexpr ForwardConfig plain_64() {
+  ForwardConfig c;
+  c.max_head_dim = 64;
+  c.tile = {128, 64, 4, 2};
+  c.stages = 2;
+  c.queries_in_registers = true;  // a warp reads 128 bytes an mma instead of 160
+  return c;
+}
+
+constexpr ForwardConfig plain_128() {
+  ForwardConfig c;
+  c.max_head_dim = 128;
+  c.tile = {128, 64, 4, 2};
+  c.lazy_rescale = true;
+  return c;
+}
+
+constexpr ForwardConfig plain_256() {
+  ForwardConfig c;
+  c.max_head_dim = 256;
+  c.tile = {128, 64, 8, 1};
+  c.commits_after_k = true;
+  return c;
+}
+
+// Half the rows of `c`, 16 a warp.
+constexpr ForwardConfig compact(ForwardConfig c, int ctas) {
+  c.tile_config = TileConfig::kCompact;
+  c.tile = {64, 64, 4, ctas};
+  c.stages = 1;
+  c.queries_in_registers = false;
+  c.commits_after_k = false;
+  return c;
+}
+
+constexpr ForwardConfig wide_128() {
+  ForwardConfig c = plain_128();
+  c.tile_config = TileConfig::kWide;
+  c.stages = 2;
+  return c;
+}
+
+constexpr ForwardConfig wide_256() {
+  ForwardConfig c;
+  c.max_head_dim = 256;
+  c.tile_config = TileConfig::kWide;
+  c.tile = {64, 64, 4, 2};
+  c.lazy_rescale = true;
+  c.split_keys_across_warps = true;
+  c.bits_group = 1;  // two warps add up a row's probabilities
+  return c;
 }
 
 // With softcap and ALiBi, which want registers of their own.
-constexpr ForwardConfig scored_forward_tile(int head_dim, int head_dim_v) {
-  return {forward_tile(head_dim, head_dim_v, TileConfig::kDefault).tile, 1, false, false, false};
+constexpr ForwardConfig scored(const ForwardConfig& plain) {
+  ForwardConfig c;
+  c.max_head_dim = plain.max_head_dim;
+  c.features = kSoftcap | kLargeSoftcap | kAlibi;
+  c.tile = plain.tile;
+  return c;
 }
 
-// With dropout, whose draws want registers, too: at head dim 128, those of half a tile's keys.
-constexpr ForwardConfig dropout_forward_tile(int head_dim, int head_dim_v) {
-  ForwardConfig shape = scored_forward_tile(head_dim, head_dim_v);
-  const bool large = head_dim > 128 || head_dim_v > 128;
-  if (large) {
-    shape.commits_after_k = true;
-  } else if (head_dim > 96 || head_dim_v > 96) {
-    shape.tile.block_n = 32;
-    shape.lazy_rescale = true;
-  }
-  return shape;
+// With dropout, whose draws want registers, too.
+constexpr ForwardConfig dropout(int max_head_dim, const ForwardConfig& plain) {
+  ForwardConfig c = scored(plain);
+  c.max_head_dim = max_head_dim;
+  c.features = kDropout;
+  return c;
+}
+
+constexpr ForwardConfig dropout_128() {
+  ForwardConfig c = dropout(128, plain_128());
+  c.tile.block_n = 32;  // the draws of half as many keys
+  c.lazy_rescale = true;
+  return c;
+}
+
+constexpr ForwardConfig dropout_256() {
+  ForwardConfig c = dropout(256, plain_256());
+  c.commits_after_k = true;
+  return c;
 }
 
 // 16 rows a warp, because the features need registers of their own, and 64 a CTA: blocks of block-
-// sparse attention are multiples of 64, so that a tile lies in one.
-constexpr Tile generic_forward_tile(int head_dim, int head_dim_v) {
-  return head_dim <= 128 && head_dim_v <= 128 ? Tile{64, 64, 4} : Tile{64, 32, 4};
+// sparse attention are multiples of 64, so that a tile lies in one. Small head dims hide latencies
+// with three CTAs an SM, the others cannot afford it.
+constexpr ForwardConfig generic(int max_head_dim, int block_n, int min_ctas) {
+  ForwardConfig c;
+  c.max_head_dim = max_head_dim;
+  c.features = kAllFeatures;
+  c.tile.block_m = 64;
+  c.tile.block_n = block_n;
+  c.tile.warps = 4;
+  c.min_ctas = min_ctas;
+  return c;
 }
 
-// CTAs that an SM must hold, which bounds registers: small head dims hide latencies with three, the
-// others cannot afford it.
-constexpr int generic_min_ctas(int head_dim) { return head_dim <= 64 ? 3 : 2; }
+inline constexpr ForwardConfig kTable[] = {
+    plain_64(),
+    plain_128(),
+    plain_256(),
+    compact(plain_64(), 2),
+    compact(plain_128(), 2),
+    compact(plain_256(), 1),
+    wide_128(),
+    wide_256(),
+    scored(plain_64()),
+    scored(plain_128()),
+    scored(plain_256()),
+    dropout(96, plain_128()),
+    dropout_128(),
+    dropout_256(),
+    generic(64, 64, 3),
+    generic(128, 64, 2),
+    generic(256, 32, 2),
+};
+
+}  // namespace forward_configs
+
+// The first row of the table that serves the head dims, of Q and K, and of V; max_head_dim is 0 if
+// there is none.
+constexpr ForwardConfig forward_config(int head_dim, int head_dim_v, unsigned features,
+                                       TileConfig tile_config) {
+  for (const ForwardConfig& c : forward_configs::kTable) {
+    if (head_dim <= c.max_head_dim && head_dim_v <= c.max_head_dim && features == c.features &&
+        tile_config == c.tile_config) {
+      return c;
+    }
+  }
+  return {};
+}
+
+constexpr Tile generic_forward_tile(int head_dim, int head_dim_v) {
+  return forward_config(head_dim, head_dim_v, kAllFeatures, TileConfig::kDefault).tile;
+}
 
 }  // namespace anyflash::sm80

@@ -5,7 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/launch.h"
-#include "common/softmax.h"
+#include "common/math.h"
 #include "cuda/tile_scheduler.h"
 #include "params.h"
 #include "sm80/forward/epilogue.h"
@@ -26,13 +26,13 @@ struct ForwardLaunch : ForwardParams {
 template <int kBlockM>
 ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int index) {
   const LptTileScheduler::TileCoord coord = params.scheduler.tile_at(index);
-  const int row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int row_blocks = ceil_div(params.seqlen_q, kBlockM);
   return ForwardWorkTile{sequence_of(params, coord.batch), coord.batch, coord.head, coord.group,
                          (row_blocks - 1 - coord.block) * kBlockM};
 }
 
 template <class Traits, class Variant>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     forward_kernel(const __grid_constant__ ForwardLaunch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
@@ -41,16 +41,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
   if (threadIdx.x == 0) smem.block = block;
 
   // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
-  const float scale_log2 = Variant::kGeneric ? kLog2E : params.scale_log2;
-  const float q_factor = Variant::kGeneric ? 1.0f : params.q_factor;
+  const float scale_log2 = Variant::kNaturalUnits ? kLog2E : params.scale_log2;
+  const float q_factor = Variant::kNaturalUnits ? 1.0f : params.q_factor;
 
-  auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
-                                    Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
-  clear(acc_o);  // (MMA, MMA_M, MMA_N)
-  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kConfig.lazy_rescale> softmax(
-      scale_log2, params.max_logits != nullptr);
+  typename Traits::AccO acc_o;
+  clear(acc_o);
+  typename Traits::Softmax softmax(scale_log2, params.max_logits != nullptr);
   const bool found_nonfinite =
-      forward_mainloop<Traits, Variant>(params, block, smem, acc_o, softmax, q_factor);
+      ForwardMainloop<Traits, Variant>::run(params, block, smem, acc_o, softmax, q_factor);
   __syncthreads();     // the block is in shared memory, and every warp has done with Q
   block = smem.block;  // from there, because the loop needs the registers
   forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite);

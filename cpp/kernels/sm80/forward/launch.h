@@ -56,6 +56,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   KernelDescriptor d = descriptor<Traits>(name, Op::kForward, kTileConfig);
   d.features = Variant::kFeatures;
   d.tile = Traits::kTile;
+  d.bits_group = Traits::kConfig.bits_group;
   d.smem_bytes = sizeof(typename Traits::SharedStorage);
   d.forward = {no_scratch, launch_forward<Traits, Variant>};
   return d;

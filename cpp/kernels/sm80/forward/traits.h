@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
-#include "common/macros.h"
+#include "common/softmax.h"
 #include "sm80/forward/config.h"
 #include "sm80/smem_tile.h"
 #include "sm80/tiled_mma.h"
@@ -17,12 +17,9 @@ struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr bool kGeneric = Variant::kGeneric;
   static constexpr ForwardConfig kConfig =
-      kGeneric ? ForwardConfig{generic_forward_tile(kHeadDim, kHeadDimV), 1, false, false, false}
-      : Variant::kFeatures == kDropout    ? dropout_forward_tile(kHeadDim, kHeadDimV)
-      : Variant::kFeatures != kNoFeatures ? scored_forward_tile(kHeadDim, kHeadDimV)
-                                          : forward_tile(kHeadDim, kHeadDimV, kTileConfig);
+      forward_config(kHeadDim, kHeadDimV, Variant::kFeatures, kTileConfig);
+  static_assert(kConfig.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
   static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -32,10 +29,14 @@ struct ForwardTraits {
   static constexpr int kKeyWarps = kSplitKeysAcrossWarps ? 2 : 1;
   static constexpr int kRowWarps = kWarps / kKeyWarps;
   static constexpr int kStages = kConfig.stages;
-  static constexpr int kMinCtas = kGeneric ? generic_min_ctas(kHeadDim) : 1;
+  // Keys that only the later half of the rows sees, as under a causal mask, are multiplied with it:
+  // where a warp has rows in both halves.
+  static constexpr bool kSkipsMaskedHalf = kBlockM == 32 * kRowWarps && kBlockM >= 2 * kBlockN;
+  static constexpr int kLateRows = kSkipsMaskedHalf ? kBlockM / 2 : kBlockM;
   using KeyOrder =
       std::conditional_t<Variant::kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
   static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
+  static_assert(!kSplitKeysAcrossWarps || Variant::kFeatures == kNoFeatures, "row_exchange.h");
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
@@ -59,6 +60,10 @@ struct ForwardTraits {
   // and V. Warps with the same rows are neighbours, which different schedulers run.
   using TiledMma = WarpGrid<Element, kRowWarps, kKeyWarps, 16,
                             cute::Stride<cute::Int<kKeyWarps>, cute::_1, cute::_1>>;
+
+  using AccO = decltype(cute::partition_fragment_C(
+      TiledMma{}, cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>{}));  // (MMA, MMA_M, MMA_N)
+  using Softmax = OnlineSoftmax<2 * decltype(cute::size<1>(AccO{}))::value, kConfig.lazy_rescale>;
 
   using SmemStore = cute::Copy_Atom<cute::UniversalCopy<cute::uint32_t>, Element>;
 };

@@ -1,0 +1,28 @@
+// Numbers and formulas that kernels share.
+#pragma once
+
+#include "common/macros.h"
+
+namespace ANYFLASH_SHARED_NAMESPACE {
+
+// log2(e) and ln(2), to the precision of T.
+template <class T>
+inline constexpr T kLog2EOf = T(1.44269504088896340736);
+template <class T>
+inline constexpr T kLn2Of = T(0.693147180559945309417);
+
+// For GPUs.
+inline constexpr float kLog2E = kLog2EOf<float>;
+inline constexpr float kLn2 = kLn2Of<float>;
+
+// Smaller scales count as 0: so 16-bit numbers make it, but units of one (ScoreMod) may be
+// infinite.
+inline constexpr double kLeastScale = 1e-20;
+
+// n / d, rounded up, of numbers that are not negative.
+template <class N, class D>
+ANYFLASH_HOST_DEVICE constexpr auto ceil_div(N n, D d) {
+  return n / d + (n % d != 0);
+}
+
+}  // namespace ANYFLASH_SHARED_NAMESPACE

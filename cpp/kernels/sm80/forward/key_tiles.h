@@ -1,0 +1,39 @@
+// Which tiles of keys a block of query rows visits, in which order.
+#pragma once
+
+#include "common/macros.h"
+#include "params.h"
+#include "variant/mask.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm80 {
+
+// KRange's tiles, but for those that the variant leaves out. Where none follows, -1.
+template <class Variant>
+struct KeyTiles {
+  Mask mask;
+  Variant variant;
+  KRange range;
+  int first;
+
+  ANYFLASH_DEVICE KeyTiles(const ForwardParams& params, const ForwardWorkTile& block, int rows,
+                           int keys)
+      : mask(block.sequence.seqlen_q, block.sequence.seqlen_k, params.window),
+        variant(params, block, keys),
+        range(mask.k_range(block.first_row, rows, keys)),
+        first(visited(range.first())) {}
+
+  ANYFLASH_DEVICE int next(int n) const { return visited(range.next(n)); }
+  // The same of tiles that need no mask.
+  ANYFLASH_DEVICE int next_unmasked(int n) const {
+    return visited(n > range.unmasked_begin ? n - 1 : -1);
+  }
+
+ private:
+  ANYFLASH_DEVICE int visited(int n) const {
+    while (n >= 0 && !variant.visits(n)) n = range.next(n);
+    return n;
+  }
+};
+
+}  // namespace anyflash::sm80

@@ -1,0 +1,100 @@
+// The query rows of a forward CTA: loaded once, multiplied with every tile of keys.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/layout.h"
+#include "common/macros.h"
+#include "params.h"
+#include "sm80/copy.h"
+#include "sm80/gemm.h"
+#include "sm80/ldmatrix_operand.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm80 {
+
+template <class Traits>
+class QueryTile {
+  using Element = typename Traits::Element;
+  using Mma = typename Traits::TiledMma;
+  using Tile = typename Traits::TileQ;
+  using Operand = LdmatrixOperand<Mma, Side::kA, Tile>;
+  using LateOperand = LdmatrixOperand<Mma, Side::kA, Tile, false, Traits::kLateRows>;
+  static constexpr int kEarlyRows = Traits::kBlockM - Traits::kLateRows;
+  static constexpr bool kInRegisters = Traits::kConfig.queries_in_registers;
+
+ public:
+  // Starts to load the tile.
+  ANYFLASH_DEVICE QueryTile(const ForwardParams& params, const ForwardWorkTile& block,
+                            Element* tile)
+      : tile_(tile),
+        operand_(tile, threadIdx.x),
+        late_(tile + kEarlyRows * Tile::kPanelColumns, threadIdx.x) {
+    load(params, block);
+  }
+
+  // Before the first product. factor: what Q is multiplied by, 1 as a rule.
+  ANYFLASH_DEVICE void prepare(float factor) {
+    if (kInRegisters || factor != 1.0f) {
+      cute::cp_async_wait<0>();
+      __syncthreads();  // Q has landed for every thread
+    }
+    if (factor != 1.0f) {
+      multiply_by(factor);
+      if (kInRegisters) __syncthreads();  // Q is there
+    }
+    if constexpr (kInRegisters) {
+      CUTE_UNROLL
+      for (int i = 0; i < operand_.kBlocks; ++i) operand_.load(tSrQ_, i);
+    }
+  }
+
+  // acc = Q K^T, for rows from kFirst on along MMA_M. acc is 0 before.
+  template <int kFirst, class Acc, class Keys>
+  ANYFLASH_DEVICE void multiply(Acc& acc, const Keys& keys) {
+    const Mma mma;
+    if constexpr (kInRegisters) {
+      gemm_register_smem(acc, fragment_from<kFirst>(tSrQ_), keys, mma);
+    } else if constexpr (kFirst > 0) {
+      gemm_smem_smem(acc, acc, late_, keys, mma);
+    } else {
+      gemm_smem_smem(acc, acc, operand_, keys, mma);
+    }
+  }
+
+ private:
+  ANYFLASH_DEVICE void load(const ForwardParams& params, const ForwardWorkTile& block) const {
+    using namespace cute;
+    using Shape = typename Tile::Shape;
+    typename Tile::Load load_q;
+    int thread = threadIdx.x;
+    // With one buffer, ptxas spills in the loop if it keeps for K what it finds for Q here.
+    if constexpr (Traits::kStages == 1 && !Traits::kSplitKeysAcrossWarps) {
+      asm volatile("" : "+r"(thread));
+    }
+    auto thread_q = load_q.get_thread_slice(thread);
+    auto gQ = gmem_tile<Element>(Shape{}, params.q, params.q_stride, block.sequence.batch,
+                                 block.head, block.sequence.first_q + block.first_row);
+    auto sQ = make_tensor(make_smem_ptr(tile_), typename Tile::Layout{});
+    auto tQcQ = thread_q.partition_S(make_identity_tensor(Shape{}));  // (VECTOR, ROWS, PANELS)
+    const ColumnGuard<decltype(size<2>(tQcQ))::value> columns(tQcQ, params.head_dim);
+    load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,
+                    block.sequence.seqlen_q - block.first_row);
+  }
+
+  // Overwrites Q in shared memory, for the scales that are not positive (-1 or 0).
+  ANYFLASH_DEVICE void multiply_by(float factor) const {
+    auto sQ = cute::make_tensor(cute::make_smem_ptr(tile_), typename Tile::Layout{});
+    for (int i = threadIdx.x; i < cute::size(sQ); i += Traits::kThreads) {
+      sQ(i) = Element(static_cast<float>(sQ(i)) * factor);
+    }
+  }
+
+  Element* tile_;
+  Operand operand_;
+  LateOperand late_;
+  decltype(Operand::fragment()) tSrQ_;  // (MMA, MMA_M, MMA_K), where Q stays in registers
+};
+
+}  // namespace anyflash::sm80
