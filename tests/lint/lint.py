@@ -36,6 +36,7 @@ def commands() -> dict[str, list[str]]:
         "ruff format": ["ruff", "format", "--check", "--no-cache", "."],
         "mypy": ["mypy", "--strict", "python/anyflash"],
         "includes": [sys.executable, "tests/lint/check_includes.py"],
+        "functions": [sys.executable, "tests/lint/check_functions.py"],
     }
 
 

@@ -3,12 +3,14 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "anyflash/error.h"
+#include "common/math.h"
 
 #if defined(ANYFLASH_EMULATED)
 #include "emu.hpp"
@@ -88,6 +90,18 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   if (large.is_outdated(status)) status = cudaLaunchKernelEx(&config, kKernel, params);
   check_cuda(status, "cudaLaunchKernelEx");
 #endif
+}
+
+// Runs kKernel(params) on CTAs of `threads`, each of which takes `per_cta` of `count` units of work
+// at a time, and goes on with others a grid further on while there are any. Without work, nothing.
+template <auto kKernel, class Params>
+void launch_grid_stride(int64_t count, int per_cta, int threads, std::size_t smem_bytes,
+                        void* stream, const Params& params) {
+  constexpr int64_t kMaxBlocks = 1 << 16;
+  if (count == 0) return;
+  const int64_t blocks = std::min(ceil_div(count, per_cta), kMaxBlocks);
+  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                  smem_bytes, stream, params);
 }
 
 }  // namespace anyflash

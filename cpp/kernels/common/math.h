@@ -11,10 +11,6 @@ inline constexpr T kLog2EOf = T(1.44269504088896340736);
 template <class T>
 inline constexpr T kLn2Of = T(0.693147180559945309417);
 
-// For GPUs.
-inline constexpr float kLog2E = kLog2EOf<float>;
-inline constexpr float kLn2 = kLn2Of<float>;
-
 // Smaller scales count as 0: so 16-bit numbers make it, but units of one (ScoreMod) may be
 // infinite.
 inline constexpr double kLeastScale = 1e-20;

@@ -15,8 +15,8 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "common/element.h"
 #include "common/macros.h"
-#include "common/math.h"
 
 namespace anyflash {
 

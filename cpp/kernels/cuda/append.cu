@@ -3,7 +3,6 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "append.h"
@@ -153,14 +152,10 @@ void append_to_cache(const AppendParams& params, void* stream) {
   const int64_t per_row = int64_t{c.heads_k} * (c.head_dim + c.head_dim_v);
   int64_t count = c.batch * c.seqlen_new * per_row;
   if (params.rotated_q != nullptr) count += c.batch * c.seqlen_q * c.heads * c.head_dim;
-  if (count == 0) return;
-  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
-  const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMaxBlocks);
-  const dim3 grid(static_cast<unsigned>(blocks));
   if (params.dtype == DType::kFloat16) {
-    launch<append_kernel<__half>>(grid, dim3(kThreads), 0, stream, params);
+    launch_grid_stride<append_kernel<__half>>(count, kThreads, kThreads, 0, stream, params);
   } else {
-    launch<append_kernel<__nv_bfloat16>>(grid, dim3(kThreads), 0, stream, params);
+    launch_grid_stride<append_kernel<__nv_bfloat16>>(count, kThreads, kThreads, 0, stream, params);
   }
 }
 

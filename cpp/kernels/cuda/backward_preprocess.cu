@@ -4,8 +4,10 @@
 
 #include <cmath>
 
+#include "common/element.h"
 #include "common/launch.h"
 #include "common/macros.h"
+#include "common/math.h"
 #include "common/reduce.h"
 #include "common/softmax.h"
 #include "cuda/backward_preprocess.h"
@@ -25,11 +27,6 @@ template <class Element>
 struct alignas(16) Vector {
   Element x[kVector];
 };
-
-ANYFLASH_DEVICE float to_float(__half x) { return __half2float(x); }
-ANYFLASH_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-ANYFLASH_DEVICE void round_to(float x, __half& to) { to = __float2half_rn(x); }
-ANYFLASH_DEVICE void round_to(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
 
 // The columns [col, col + 8) of a row, 0 where there are none: 16-bit rows hold whole vectors,
 // float32 ones are read element by element.
@@ -85,7 +82,7 @@ ANYFLASH_DEVICE float row_sum(float x) {
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     preprocess_kernel(const __grid_constant__ BackwardScratch p) {
-  const int row_blocks = (p.seqlen_q + p.block_m - 1) / p.block_m;
+  const int row_blocks = ceil_div(p.seqlen_q, p.block_m);
   const int row0 = static_cast<int>(blockIdx.x) % row_blocks * p.block_m;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
   const int64_t batch = pair / p.heads;
@@ -123,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
             round_to(dout[i], rounded.x[i]);
             dout[i] = to_float(rounded.x[i]);  // delta belongs to the dP that the kernels compute
           }
-          const int64_t columns = (p.head_dim_v + kVector - 1) / kVector * kVector;
+          const int64_t columns = ceil_div(p.head_dim_v, kVector) * kVector;
           const int64_t rows = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
           const int64_t at = (sequence.batch * p.heads + head) * rows + sequence.first_q + row;
           *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(p.dout_rounded) + at * columns +
@@ -196,8 +193,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void backward_preprocess(const BackwardScratch& params, void* stream) {
-  const int64_t blocks = (int64_t{params.seqlen_q} + params.block_m - 1) / params.block_m *
-                         params.batch * params.heads;
+  const int64_t blocks =
+      ceil_div(int64_t{params.seqlen_q}, params.block_m) * params.batch * params.heads;
   if (blocks == 0) return;
   const dim3 grid(static_cast<unsigned>(blocks));
   if (params.dtype == DType::kFloat16) {

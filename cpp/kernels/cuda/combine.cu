@@ -3,9 +3,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cmath>
 
+#include "common/element.h"
 #include "common/launch.h"
 #include "common/store.h"
 #include "cuda/combine.h"
@@ -15,7 +15,6 @@ namespace anyflash {
 
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kWarps = 4;
 constexpr int kLanes = 32;
 constexpr int kThreads = kWarps * kLanes;
@@ -209,12 +208,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int kRowWarps>
 void launch_combine(const CombineParams& params, void* stream) {
   constexpr int kRows = kWarps / kRowWarps;
-  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
-  const int64_t blocks =
-      std::min((lse_stride_of_split(params.result) + kRows - 1) / kRows, kMaxBlocks);
-  if (blocks == 0) return;
-  launch<combine_kernel<kRowWarps>>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                                    kRows * sizeof(Smem<kRowWarps>), stream, params);
+  launch_grid_stride<combine_kernel<kRowWarps>>(lse_stride_of_split(params.result), kRows, kThreads,
+                                                kRows * sizeof(Smem<kRowWarps>), stream, params);
 }
 
 }  // namespace

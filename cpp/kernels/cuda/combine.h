@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 
 namespace anyflash {
@@ -12,7 +13,9 @@ namespace anyflash {
 // Partial results are float32 tensors (split, batch, head, query, column), columns padded to whole
 // pieces of 16 bytes, and (split, batch, head, query). A kernel that writes them has them as its
 // `out` and `lse`.
-ANYFLASH_HOST_DEVICE int part_columns(const KvCacheParams& p) { return (p.head_dim_v + 3) / 4 * 4; }
+ANYFLASH_HOST_DEVICE int part_columns(const KvCacheParams& p) {
+  return ceil_div(p.head_dim_v, 4) * 4;
+}
 ANYFLASH_HOST_DEVICE int64_t lse_stride_of_split(const KvCacheParams& p) {
   return p.batch * p.heads * p.seqlen_q;
 }

@@ -1,6 +1,4 @@
 // See copy_rows.h. One thread an element of the target, columns fastest.
-#include <algorithm>
-
 #include "common/launch.h"
 #include "copy_rows.h"
 
@@ -32,10 +30,7 @@ __global__ void copy_rows_kernel(const __grid_constant__ CopyRowsParams p) {
 
 void copy_rows(const CopyRowsParams& params, void* stream) {
   const int64_t count = params.batch * params.rows * params.heads * params.target_columns;
-  if (count == 0) return;
-  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
-  const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMaxBlocks);
-  launch<copy_rows_kernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, params);
+  launch_grid_stride<copy_rows_kernel>(count, kThreads, kThreads, 0, stream, params);
 }
 
 }  // namespace anyflash

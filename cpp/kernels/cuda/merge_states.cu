@@ -2,8 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
-
+#include "common/element.h"
 #include "common/launch.h"
 #include "common/merge.h"
 #include "merge_states.h"
@@ -14,15 +13,6 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kLanes = 32;
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ void store(float x, float* out) { *out = x; }
-__device__ __forceinline__ void store(float x, __half* out) { *out = __float2half_rn(x); }
-__device__ __forceinline__ void store(float x, __nv_bfloat16* out) {
-  *out = __float2bfloat16_rn(x);
-}
 
 template <class Part, class Out>
 __global__ void merge_states_kernel(const __grid_constant__ MergeParams p) {
@@ -41,8 +31,9 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeParams p) {
     const auto* const b = static_cast<const Part*>(p.out_b) + offset(p.out_b_stride);
     auto* const out = static_cast<Out*>(p.out) + offset(p.out_stride);
     for (int64_t col = lane; col < p.columns; col += kLanes) {
-      store(merge.out(to_float(a[col * p.out_a_stride.col]), to_float(b[col * p.out_b_stride.col])),
-            out + col * p.out_stride.col);
+      round_to(
+          merge.out(to_float(a[col * p.out_a_stride.col]), to_float(b[col * p.out_b_stride.col])),
+          out[col * p.out_stride.col]);
     }
     if (p.lse == nullptr) continue;
     __syncwarp();  // lse may be lse_a or lse_b, which all lanes have read now
@@ -62,13 +53,10 @@ void with_type(DType dtype, const Function& function) {
 
 void merge_states_on_cuda(const MergeParams& params, void* stream) {
   const int64_t count = params.batch * params.rows * params.heads;
-  if (count == 0) return;
-  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
-  const dim3 blocks(static_cast<unsigned>(std::min((count + kWarps - 1) / kWarps, kMaxBlocks)));
   with_type(params.part_dtype, [&](auto part) {
     with_type(params.out_dtype, [&](auto out) {
-      launch<merge_states_kernel<decltype(part), decltype(out)>>(blocks, dim3(kWarps * kLanes), 0,
-                                                                 stream, params);
+      launch_grid_stride<merge_states_kernel<decltype(part), decltype(out)>>(
+          count, kWarps, kWarps * kLanes, 0, stream, params);
     });
   });
 }

@@ -1,6 +1,4 @@
 // See side_outputs.h. One thread a unit of work.
-#include <algorithm>
-
 #include "common/launch.h"
 #include "side_outputs.h"
 #include "variant/side_outputs.h"
@@ -24,11 +22,7 @@ __global__ void side_outputs_kernel(const __grid_constant__ SideOutputs outputs)
 
 void fill_side_outputs(const SideOutputs& outputs, void* stream) {
   const int64_t units = SideOutputFiller(outputs).units();
-  if (units == 0) return;
-  constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
-  const int64_t blocks = std::min((units + kThreads - 1) / kThreads, kMaxBlocks);
-  launch<side_outputs_kernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
-                              outputs);
+  launch_grid_stride<side_outputs_kernel>(units, kThreads, kThreads, 0, stream, outputs);
 }
 
 }  // namespace anyflash

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 #include "variant/sequence.h"
 
@@ -82,8 +83,8 @@ ANYFLASH_HOST_DEVICE SplitKeys split_keys(const KvCacheParams& p, int split, int
   int64_t begin = int64_t{split} * p.split_size;
   int64_t end = begin + p.split_size;
   if (p.split_size == 0) {
-    const int64_t blocks = (last + block_n - 1) / block_n - first_block;
-    const int64_t each = (blocks + p.num_splits - 1) / p.num_splits;
+    const int64_t blocks = ceil_div(last, block_n) - first_block;
+    const int64_t each = ceil_div(blocks, p.num_splits);
     begin = (first_block + split * each) * block_n;
     end = begin + each * block_n;
   }

@@ -6,9 +6,9 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "common/element.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "common/math.h"
 #include "kernel_descriptor.h"
 #include "params.h"
 #include "variant/apply_dropout.h"
@@ -30,6 +30,7 @@ struct PlainForward {
   static constexpr bool kNaturalUnits = false;  // scores are scaled by the variant, not the softmax
   static constexpr bool kQuadKeys = false;      // keys lie in the order of QuadKeyOrder
   static constexpr bool kAsksPlaces = false;    // where unmasked tiles lie
+  static constexpr bool kSkipsTiles = false;    // visits() may say no
   // What masked steps do to scores.
   static constexpr ScoreOps kOps = ScoreOps::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
@@ -131,6 +132,7 @@ struct GenericForward {
   static constexpr bool kNaturalUnits = true;
   static constexpr bool kQuadKeys = true;
   static constexpr bool kAsksPlaces = true;
+  static constexpr bool kSkipsTiles = true;
   static constexpr ScoreOps kOps = ScoreOps::kAll;
   static constexpr unsigned kFeatures = kAllFeatures;
 

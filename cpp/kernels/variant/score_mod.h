@@ -25,7 +25,7 @@ enum class ScoreOps {
   kAll,           // and a bias
 };
 
-// Whether scores may be near the ends of fp32's range: a bias of its lowest number is a common mask.
+// Whether scores may be near the ends of fp32's range: its lowest number is a common bias.
 constexpr bool has_wide_range(ScoreOps ops) { return ops == ScoreOps::kAll; }
 
 // s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -

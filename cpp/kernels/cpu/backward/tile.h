@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/math.h"
 #include "cpu/backward/blocks.h"
 #include "cpu/backward/products.h"
 #include "cpu/backward/scratch.h"
@@ -111,8 +112,6 @@ class BackwardConfig {
   }
 
  private:
-  static constexpr double kLog2E = 1.4426950408889634074;
-
   static Columns<T> of_rows(const T* data, std::int64_t ld) {
     return {data, ld, static_cast<int>(ld)};
   }
@@ -263,7 +262,7 @@ class BackwardConfig {
   // the caller's: then it may be infinite.
   static ANYFLASH_CPU_INLINE Vec probability(Vec x) {
     const Vec most = S::broadcast(T(sizeof(T) == sizeof(float) ? 128 : 1024));
-    return exp2_nonpositive<T>(S::min(most, x * T(kLog2E)));
+    return exp2_nonpositive<T>(S::min(most, x * kLog2EOf<T>));
   }
 
   static void add_slopes(Vec sum, double* to) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/math.h"
 #include "cpu/amx/products.h"
 #include "cpu/dropped.h"
 #include "cpu/forward/panel_products.h"
@@ -32,7 +33,7 @@ class PanelTask {
         scratch_(rows.scratch),
         natural_(rows.modifier.active()),
         products_(rows, static_cast<T>(natural_ ? rows.modifier.scale()
-                                                : rows.params.softmax_scale * kLog2E)) {}
+                                                : rows.params.softmax_scale * kLog2EOf<double>)) {}
 
   void run() {
     const int panels = (rows_.rows + kPanel - 1) / kPanel;
@@ -67,8 +68,6 @@ class PanelTask {
 
  private:
   static constexpr int kPanel = kPanelRows<T>;
-  static constexpr double kLog2E = 1.4426950408889634074;
-  static constexpr double kLn2 = 0.69314718055994530942;
 
   int panel_rows(int panel) const {
     const int rest = rows_.rows - panel * kPanel;
@@ -92,7 +91,7 @@ class PanelTask {
       if (lane == 0) {
         transpose_block(products_.o_panel(panel) + r, width, padded, S::kLanes, rows, padded);
       }
-      rows_.finish(panel * kPanel + r, rows + lane * padded, natural_ ? 1.0 : kLn2);
+      rows_.finish(panel * kPanel + r, rows + lane * padded, natural_ ? 1.0 : kLn2Of<double>);
     }
   }
 
@@ -116,7 +115,7 @@ class PanelTask {
     for (int n = 0; n < NV; ++n) hidden |= S::any_equal(range.min[n], T(-kInfinity));
     if (hidden) zones.full_begin = zones.full_end = zones.begin;
 
-    const Vec to_log2 = S::broadcast(T(natural_ ? kLog2E : 1.0));
+    const Vec to_log2 = S::broadcast(natural_ ? kLog2EOf<T> : T(1));
     Vec alpha[NV];
     Vec base[NV];
     const Vec slack =
@@ -177,7 +176,7 @@ class PanelTask {
         T* const at = scores + j * kRows + n * S::kLanes;
         const Vec s = S::load(at);
         Vec x = s - base[n];
-        if constexpr (kNatural) x = x * T(kLog2E);
+        if constexpr (kNatural) x = x * kLog2EOf<T>;
         x = exp2_nonpositive<T>(x);
         sum[n] += x;
         if constexpr (decltype(hiding)::kValue) x = s == hidden ? S::broadcast(kHiddenKey<T>) : x;

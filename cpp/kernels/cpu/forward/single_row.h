@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/math.h"
 #include "cpu/dropped.h"
 #include "cpu/gemv.h"
 #include "cpu/query_rows.h"
@@ -25,7 +26,7 @@ class ThinTask {
 
   explicit ThinTask(Rows& rows) : rows_(rows), p_(rows.params), scratch_(rows.scratch) {
     natural_ = rows.modifier.active();
-    scale_ = static_cast<T>(natural_ ? rows.modifier.scale() : p_.softmax_scale * kLog2E);
+    scale_ = static_cast<T>(natural_ ? rows.modifier.scale() : p_.softmax_scale * kLog2EOf<double>);
   }
 
   void run() {
@@ -52,14 +53,11 @@ class ThinTask {
       }
     }
     for (int r = 0; r < rows_.rows; ++r) {
-      rows_.finish(r, scratch_.o + std::int64_t{r} * dv, natural_ ? 1.0 : kLn2);
+      rows_.finish(r, scratch_.o + std::int64_t{r} * dv, natural_ ? 1.0 : kLn2Of<double>);
     }
   }
 
  private:
-  static constexpr double kLog2E = 1.4426950408889634074;
-  static constexpr double kLn2 = 0.69314718055994530942;
-
   int padded_dim() const { return round_up(p_.head_dim, S::kLanes); }
   int padded_dim_v() const { return round_up(p_.head_dim_v, kColumnPad<T>); }
 
@@ -83,7 +81,7 @@ class ThinTask {
     for (int i = 0; i < S::kLanes; ++i) new_m = lane[i] > new_m ? lane[i] : new_m;
 
     const Vec base = rows_.finite_base(S::broadcast(new_m));
-    const Vec to_log2 = S::broadcast(T(natural_ ? kLog2E : 1.0));
+    const Vec to_log2 = S::broadcast(natural_ ? kLog2EOf<T> : T(1));
     S::store(lane, exp2_nonpositive<T>((S::broadcast(scratch_.m[r]) - base) * to_log2));
     const T alpha = lane[0];
     const Vec hidden = S::broadcast(T(-kInfinity));

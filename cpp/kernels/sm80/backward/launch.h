@@ -16,6 +16,7 @@
 #include <string>
 
 #include "common/launch.h"
+#include "common/math.h"
 #include "common/softmax.h"
 #include "cuda/backward_preprocess.h"
 #include "grid_heuristics.h"
@@ -99,7 +100,6 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   p.heads_per_l2_section = backward_heads_per_l2_section(params, context.multiprocessors);
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
   // What 16-bit numbers make of such a scale is 0, as in the forward.
-  constexpr double kLeastScale = 1e-20;
   if (std::fabs(p.softmax_scale) < kLeastScale) p.softmax_scale = 0.0;
   p.scale_log2 = static_cast<float>(p.softmax_scale) * kLog2E;
   p.lse_unit = Scores::kLseUnit;

@@ -5,12 +5,12 @@
 #include <cute/tensor.hpp>
 
 #include "common/dequantize.h"
-#include "common/finite.h"
+#include "common/element.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "common/softmax.h"
 #include "common/store.h"
 #include "cuda/combine.h"
+#include "cuda/restore_nonfinite.h"
 #include "params.h"
 #include "sm80/decode/work_tile.h"
 #include "variant/broadcast_tensor.h"
@@ -34,37 +34,42 @@ ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkT
          block.query(row) * stride.row + block.head(row) * stride.head;
 }
 
-// Adds what clear_values() took out of V to the rows that see it; see restore_nonfinite() of the
-// forward. Rare: plain loops over global memory.
+// One number of a cache of values, 0 if it does not exist.
+template <class Traits>
+ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWorkTile& block,
+                                   int key, int x) {
+  const Strides& stride = params.v_stride;
+  const CacheSlot place = place_of(params, block.sequence, key);
+  if (place.slot < 0) return 0.0f;
+  const int64_t offset = place.slot * stride.batch + place.row * stride.row +
+                         block.head_k * stride.head + x * stride.col;
+  if constexpr (Traits::k8Bit) {  // what is not NaN is finite
+    return e4m3_nans(static_cast<const unsigned char*>(params.v)[offset]) == 0 ? 0.0f : NAN;
+  } else {
+    return static_cast<float>(static_cast<const typename Traits::Element*>(params.v)[offset]);
+  }
+}
+
+// Gives what clear_values() took out of V to the rows that see it.
 template <class Traits, class Out>
 ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWorkTile& block) {
-  using Element = typename Traits::Element;
   const Mask mask = block.mask(params);
   const TreeMask tree(params, block.batch, block.sequence.seqlen_k);
-  const Strides& stride = params.v_stride;
-  for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {
-    for (int key = block.keys.begin; key < block.keys.end; ++key) {
-      const int tile = key - (key - block.keys.begin) % Traits::kBlockN;
-      if (!block.hides(tile, tile + Traits::kBlockN)) continue;
-      const CacheSlot place = place_of(params, block.sequence, key);
-      if (place.slot < 0) continue;
-      const int64_t offset = place.slot * stride.batch + place.row * stride.row +
-                             block.head_k * stride.head + x * stride.col;
-      float value = NAN;
-      if constexpr (Traits::k8Bit) {
-        if (e4m3_nans(static_cast<const unsigned char*>(params.v)[offset]) == 0) continue;
-      } else {
-        const Element element = static_cast<const Element*>(params.v)[offset];
-        if (is_finite(element)) continue;
-        value = static_cast<float>(element);
-      }
-      for (int row = 0; row < block.rows; ++row) {
-        const SplitKeys seen = block.seen(mask, row);
-        if (key < seen.begin || key >= seen.end || !tree.keep(block.query(row), key)) continue;
-        Out& result = result_row<Out>(params, block, row)[x * params.out_stride.col];
-        result = Out(static_cast<float>(result) + value);
-      }
-    }
+  for (int tile = block.keys.begin; tile < block.keys.end; tile += Traits::kBlockN) {
+    if (!block.hides(tile, tile + Traits::kBlockN)) continue;
+    const IndexRange keys{tile, min(tile + Traits::kBlockN, block.keys.end)};
+    restore_nonfinite<Traits::kThreads>(
+        keys, {0, block.rows}, params.head_dim_v,
+        [&](int key, int x) { return cached_value<Traits>(params, block, key, x); },
+        [&](int row, int key) {
+          const SplitKeys seen = block.seen(mask, row);
+          const bool visible =
+              seen.begin <= key && key < seen.end && tree.keep(block.query(row), key);
+          return visible ? TermWeight::kVisible : TermWeight::kHidden;
+        },
+        [&](int row, int x) -> Out& {
+          return result_row<Out>(params, block, row)[x * params.out_stride.col];
+        });
   }
 }
 

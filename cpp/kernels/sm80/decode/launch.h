@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/launch.h"
+#include "common/math.h"
 #include "cuda/combine.h"
 #include "kernel_descriptor.h"
 #include "sm80/decode/kernel.h"
@@ -16,7 +17,7 @@ namespace anyflash::sm80 {
 
 inline std::size_t partial_out_bytes(const KvCacheParams& params) {
   const auto bytes = static_cast<std::size_t>(params.num_splits * stride_of_split(params)) * 4;
-  return (bytes + 255) / 256 * 256;
+  return ceil_div(bytes, std::size_t{256}) * 256;
 }
 
 inline std::size_t decode_scratch_bytes(const KvCacheParams& params, int) {
@@ -43,7 +44,7 @@ inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchCon
 template <class Traits>
 void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
   const int64_t rows = int64_t{params.seqlen_q} * (params.heads / params.heads_k);
-  const int64_t row_tiles = (rows + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int64_t row_tiles = ceil_div(rows, Traits::kBlockM);
   const int64_t blocks = row_tiles * params.batch * params.heads_k * params.num_splits;
   if (blocks > INT32_MAX || rows > INT32_MAX - Traits::kBlockM) {
     throw Error(ErrorCode::kUnsupported,

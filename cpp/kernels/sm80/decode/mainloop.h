@@ -11,16 +11,13 @@
 #include "common/dequantize.h"
 #include "common/layout.h"
 #include "common/macros.h"
-#include "common/softmax.h"
+#include "common/math.h"
 #include "params.h"
 #include "sm80/copy.h"
 #include "sm80/decode/loader.h"
+#include "sm80/decode/scores.h"
 #include "sm80/decode/work_tile.h"
 #include "sm80/ldmatrix_operand.h"
-#include "variant/broadcast_tensor.h"
-#include "variant/mask.h"
-#include "variant/score_mod.h"
-#include "variant/tree_mask.h"
 
 namespace anyflash::sm80 {
 
@@ -60,101 +57,26 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
   }
 }
 
-// What a thread knows of its two rows.
-struct DecodeRows {
-  static constexpr int kRows = 2;
-  SplitKeys seen[kRows];
-  int query[kRows];
-  float slope[kRows];  // ALiBi's; 0: none
-
-  template <class Coordinates>
-  ANYFLASH_DEVICE DecodeRows(const KvCacheParams& params, const DecodeWorkTile& block,
-                             const Coordinates& coordinates) {
-    const Mask mask = block.mask(params);
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const int row = cute::get<0>(coordinates(i, 0));
-      seen[i] = block.seen(mask, row);
-      query[i] = block.query(row);
-      slope[i] = 0.0f;
-      if (params.alibi_slopes.data != nullptr && row < block.rows) {
-        const Strides& stride = params.alibi_slopes.stride;
-        slope[i] = load_float(params.alibi_slopes,
-                              block.batch * stride.batch + block.head(row) * stride.head);
-      }
-    }
+// The bytes of a word that become the first and the second word of 16-bit elements.
+template <int kA0, int kA1, int kB0, int kB1>
+struct BytePairs {
+  template <class Element, bool kInt8>
+  ANYFLASH_DEVICE static uint32_t first(uint32_t x) {
+    return dequantize_pair<Element, kInt8, kA0, kA1>(x);
+  }
+  template <class Element, bool kInt8>
+  ANYFLASH_DEVICE static uint32_t second(uint32_t x) {
+    return dequantize_pair<Element, kInt8, kB0, kB1>(x);
+  }
+  ANYFLASH_DEVICE static void restore(uint32_t x, uint32_t& first, uint32_t& second) {
+    restore_nans<kA0, kA1>(x, first);
+    restore_nans<kB0, kB1>(x, second);
   }
 };
 
-// scores -= slope * |query + seqlen_k - seqlen_q - key|
-template <class Scores, class Coordinates>
-ANYFLASH_DEVICE void add_slopes(Scores& scores, const Coordinates& coordinates,
-                                const DecodeRows& rows, int shift, int col0) {
-  CUTE_UNROLL
-  for (int row = 0; row < cute::size<0>(scores); ++row) {
-    CUTE_UNROLL
-    for (int col = 0; col < cute::size<1>(scores); ++col) {
-      const int key = col0 + cute::get<1>(coordinates(row, col));
-      scores(row, col) -= rows.slope[row] * static_cast<float>(abs(rows.query[row] + shift - key));
-    }
-  }
-}
-
-template <class Scores, class Coordinates>
-ANYFLASH_DEVICE void hide_keys(Scores& scores, const Coordinates& coordinates,
-                               const DecodeRows& rows, const TreeMask& tree, int col0) {
-  CUTE_UNROLL
-  for (int row = 0; row < cute::size<0>(scores); ++row) {
-    CUTE_UNROLL
-    for (int col = 0; col < cute::size<1>(scores); ++col) {
-      const int key = col0 + cute::get<1>(coordinates(row, col));
-      if (key < rows.seen[row].begin || key >= rows.seen[row].end ||
-          !tree.keep(rows.query[row], key)) {
-        scores(row, col) = -INFINITY;
-      }
-    }
-  }
-}
-
-// P becomes P * v_scale / unit, where unit is the largest scale so far of keys that weigh anything
-// in this thread's rows, so that small scales do not take P to where float16 is coarse; O counts in
-// units of it. A hidden key's scale may be anything, also NaN.
-template <class Scores, class Coordinates, class Out>
-ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coordinates, Out& out,
-                                  const float* scales, float& unit) {
-  float largest = unit;
-  CUTE_UNROLL
-  for (int col = 0; col < cute::size<1>(probabilities); ++col) {
-    bool weighs = false;
-    CUTE_UNROLL
-    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
-      weighs |= probabilities(row, col) != 0.0f;
-    }
-    const float scale = fabsf(scales[cute::get<1>(coordinates(0, col))]);
-    largest = fmaxf(largest, weighs ? scale : 0.0f);
-  }
-  largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
-  if (largest != unit) {
-    const float rescale = unit / largest;
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(out); ++i) out(i) *= rescale;
-    unit = largest;
-  }
-  const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-  CUTE_UNROLL
-  for (int col = 0; col < cute::size<1>(probabilities); ++col) {
-    const float factor = scales[cute::get<1>(coordinates(0, col))] * inverse;
-    CUTE_UNROLL
-    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
-      float& p = probabilities(row, col);
-      p = p == 0.0f ? 0.0f : p * factor;
-    }
-  }
-}
-
-// Words of an 8-bit fragment as two words each of a 16-bit one: bytes kA0 and kA1, kB0 and kB1.
-// target(half, n, second) is the word that byte pair `second` of stored(half, n) becomes.
-template <class Element, bool kInt8, int kA0, int kA1, int kB0, int kB1, class Words, class Target>
+// Words of an 8-bit fragment as two words each of a 16-bit one. target(half, n, second) is the word
+// that byte pair `second` of stored(half, n) becomes.
+template <class Element, bool kInt8, class Pairs, class Words, class Target>
 ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
   uint32_t nans = 0;
   CUTE_UNROLL
@@ -162,8 +84,8 @@ ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const uint32_t x = stored(half, n);
-      target(half, n, 0) = dequantize_pair<Element, kInt8, kA0, kA1>(x);
-      target(half, n, 1) = dequantize_pair<Element, kInt8, kB0, kB1>(x);
+      target(half, n, 0) = Pairs::template first<Element, kInt8>(x);
+      target(half, n, 1) = Pairs::template second<Element, kInt8>(x);
       if constexpr (!kInt8) nans |= e4m3_nans(x);
     }
   }
@@ -172,8 +94,7 @@ ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
   for (int n = 0; n < cute::size<1>(stored); ++n) {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      restore_nans<kA0, kA1>(stored(half, n), target(half, n, 0));
-      restore_nans<kB0, kB1>(stored(half, n), target(half, n, 1));
+      Pairs::restore(stored(half, n), target(half, n, 0), target(half, n, 1));
     }
   }
 }
@@ -194,6 +115,14 @@ class DecodeWarp {
         group_(threadIdx.x / Traits::kGroupThreads) {}
 
   ANYFLASH_DEVICE int first_key() const { return group_ * Traits::kWarpKeys; }
+
+  // Those of its keys in an 8-bit cache.
+  ANYFLASH_DEVICE const float* k_scales(int stage) const {
+    return smem_.buffers.k_scale[stage] + first_key();
+  }
+  ANYFLASH_DEVICE const float* v_scales(int stage) const {
+    return smem_.buffers.v_scale[stage] + first_key();
+  }
 
   // Scores of this warp's rows and keys: acc += Q K^T.
   template <class Acc, class FragQ>
@@ -236,7 +165,7 @@ class DecodeWarp {
       } else {  // two blocks of columns at once
         auto wide = make_tensor<Element>(make_shape(Shape<_2, _2>{}, size<1>(tSrK), _2{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), MMA_N, 2)
-        dequantize<Element, kInt8, 0, 1, 2, 3>(
+        dequantize<Element, kInt8, BytePairs<0, 1, 2, 3>>(
             recast<uint32_t>(tSrK(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(second, n, half); });
         CUTE_UNROLL
@@ -263,7 +192,7 @@ class DecodeWarp {
       } else {  // even columns, odd columns
         auto wide = make_tensor<Element>(make_shape(Shape<_2, _2>{}, Int<2 * size<1>(tOrV)>{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), 2 MMA_N)
-        dequantize<Element, kInt8, 0, 2, 1, 3>(
+        dequantize<Element, kInt8, BytePairs<0, 2, 1, 3>>(
             recast<uint32_t>(tOrV(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(half, 2 * n + second); });
         gemm(mma, tOrP(_, _, k), wide, acc);
@@ -298,6 +227,25 @@ class DecodeWarp {
   int group_;
 };
 
+// Starts to load Q, and all tiles but one that there are buffers for: a group of cp.async a tile,
+// empty or not. Q comes with the first.
+template <class Traits>
+ANYFLASH_DEVICE void start_loads(const KvCacheParams& params, const DecodeWorkTile& block,
+                                 typename Traits::SharedStorage& smem, CacheLoader<Traits>& loader,
+                                 int tiles) {
+  loader.find(0);
+  loader.fill_scales(smem.buffers);
+  load_queries<Traits>(params, block, smem);
+  CUTE_UNROLL
+  for (int stage = 0; stage < Traits::kStages - 1; ++stage) {
+    if (stage < tiles) {
+      loader.load(smem.buffers, stage);
+      loader.find(stage + 1);
+    }
+    cute::cp_async_fence();
+  }
+}
+
 // Returns whether this thread took NaN or infinity out of a partly hidden tile of V. `unit` is what
 // acc_o has to be multiplied by.
 template <class Traits, class AccO, class Softmax>
@@ -308,31 +256,17 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr int kStages = Traits::kStages;
-  const int tiles = (block.keys.end - block.keys.begin + kBlockN - 1) / kBlockN;
-
+  const int tiles = ceil_div(block.keys.end - block.keys.begin, kBlockN);
   CacheLoader<Traits> loader(params, block);
-  loader.find(0);
-  loader.fill_scales(smem.buffers);
-  load_queries<Traits>(params, block, smem);
-  CUTE_UNROLL
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < tiles) {
-      loader.load(smem.buffers, stage);
-      loader.find(stage + 1);
-    }
-    cp_async_fence();  // one group a tile, empty or not; Q comes with the first
-  }
+  start_loads<Traits>(params, block, smem, loader, tiles);
 
   DecodeWarp<Traits> warp(params, smem);
   typename Traits::TiledMma mma;
   auto cS = make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kWarpKeys>>{});
   auto tScS = mma.get_thread_slice(threadIdx.x % Traits::kGroupThreads).partition_C(cS);
-  auto coordinates = make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
-  auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
-  const DecodeRows rows(params, block, coordinates);
-  const ScoreMod score_mod(params, static_cast<float>(params.softmax_scale));
-  const TreeMask tree(params, block.batch, block.sequence.seqlen_k);
-  const int shift = block.sequence.seqlen_k - params.seqlen_q;
+  const auto coordinates = as_matrix(tScS);
+  auto out_matrix = as_matrix(acc_o);
+  const DecodeScores<Traits, decltype(as_matrix(tScS))> modifier(params, block, coordinates);
 
   cp_async_wait<kStages - 2>();
   __syncthreads();  // Q is there
@@ -352,27 +286,14 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
     }
     cp_async_fence();
 
-    const int col0 = first_key + warp.first_key();
     auto acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kWarpKeys>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
     warp.scores(acc_s, tSrQ, stage);
-    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
-    if constexpr (Traits::k8Bit) {
-      const float* const scales = smem.buffers.k_scale[stage] + warp.first_key();
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        const float scale = scales[get<1>(coordinates(0, col))];
-        CUTE_UNROLL
-        for (int row = 0; row < size<0>(scores); ++row) scores(row, col) *= scale;
-      }
-    }
-    score_mod.scale_and_cap(scores);
-    if (params.alibi_slopes.data != nullptr) add_slopes(scores, coordinates, rows, shift, col0);
-    if (partial) hide_keys(scores, coordinates, rows, tree, col0);
+    auto scores = as_matrix(acc_s);
+    modifier.modify(scores, warp.k_scales(stage), first_key + warp.first_key(), partial);
     softmax.template update<true>(scores, out_matrix);
     if constexpr (Traits::k8Bit) {
-      scale_values(scores, coordinates, out_matrix, smem.buffers.v_scale[stage] + warp.first_key(),
-                   unit);
+      scale_values(scores, coordinates, out_matrix, warp.v_scales(stage), unit);
     }
     auto probabilities = round_fragment<Element>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 #include "variant/cache.h"
 #include "variant/mask.h"
@@ -47,7 +48,7 @@ ANYFLASH_DEVICE DecodeWorkTile decode_block(const KvCacheParams& p, unsigned ind
   DecodeWorkTile block;
   block.group = p.heads / p.heads_k;
   const int total_rows = p.seqlen_q * block.group;
-  const int row_tiles = (total_rows + kBlockM - 1) / kBlockM;
+  const int row_tiles = ceil_div(total_rows, kBlockM);
   block.split = index % p.num_splits;
   index /= p.num_splits;
   block.first_row = index % row_tiles * kBlockM;

@@ -4,9 +4,9 @@
 #include <cute/tensor.hpp>
 
 #include "common/convert.h"
-#include "common/finite.h"
 #include "common/layout.h"
 #include "common/macros.h"
+#include "cuda/restore_nonfinite.h"
 #include "params.h"
 #include "sm80/copy.h"
 #include "variant/forward_variants.h"
@@ -16,12 +16,10 @@
 
 namespace anyflash::sm80 {
 
-// Adds what clear_nonfinite() took out of V to the rows that see it. A sum with NaN or infinity in
-// it does not depend on its finite terms and weights, so the finished output is the place to do it.
-// Rare: plain loops over global memory.
+// Gives what KeyValuePipeline took out of V to the rows that see it.
 template <class Traits, class Out, class Variant>
-ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const ForwardWorkTile& block,
-                                       const Variant& variant) {
+ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWorkTile& block,
+                                    const Variant& variant) {
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN;
   const Sequence& sequence = block.sequence;
@@ -31,25 +29,21 @@ ANYFLASH_DEVICE void restore_nonfinite(const ForwardParams& params, const Forwar
       block.head_k * params.v_stride.head + sequence.first_k * params.v_stride.row;
   Out* const out = first_of<Out>(params.out, params.out_stride, sequence, block.head);
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, kBlockN);
-  const int end = min(block.first_row + Traits::kBlockM, sequence.seqlen_q);
+  const IndexRange rows{block.first_row, min(block.first_row + Traits::kBlockM, sequence.seqlen_q)};
   for (int tile = range.begin; tile < range.end; ++tile) {
-    const int col = tile * kBlockN;
     const bool cleared = range.needs_mask(tile) || variant.may_hide_anywhere();
     if (!cleared || !variant.visits(tile)) continue;
-    const int keys = min(kBlockN, sequence.seqlen_k - col);
-    for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {
-      for (int key = col; key < col + keys; ++key) {
-        const Element value = v[key * params.v_stride.row + x];
-        if (is_finite(value)) continue;
-        for (int row = block.first_row; row < end; ++row) {
-          if (!mask.keep(row, key) || !variant.keep(row, key)) continue;
-          // A dropped probability is 0, and 0 * infinity is NaN.
-          const float term = variant.is_dropped(row, key) ? NAN : static_cast<float>(value);
-          Out& result = out[row * params.out_stride.row + x * params.out_stride.col];
-          result = Out(static_cast<float>(result) + term);
-        }
-      }
-    }
+    const IndexRange keys{tile * kBlockN, min((tile + 1) * kBlockN, sequence.seqlen_k)};
+    restore_nonfinite<Traits::kThreads>(
+        keys, rows, params.head_dim_v,
+        [&](int key, int x) { return static_cast<float>(v[key * params.v_stride.row + x]); },
+        [&](int row, int key) {
+          if (!mask.keep(row, key) || !variant.keep(row, key)) return TermWeight::kHidden;
+          return variant.is_dropped(row, key) ? TermWeight::kDropped : TermWeight::kVisible;
+        },
+        [&](int row, int x) -> Out& {
+          return out[row * params.out_stride.row + x * params.out_stride.col];
+        });
   }
 }
 
@@ -178,8 +172,8 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   else store_rounded<Traits>(params, block, smem, acc_o, rows);
 
   if (__syncthreads_or(found_nonfinite)) {  // and the whole tile is in global memory
-    if (float_out) restore_nonfinite<Traits, float>(params, block, variant);
-    else restore_nonfinite<Traits, Element>(params, block, variant);
+    if (float_out) restore_values<Traits, float>(params, block, variant);
+    else restore_values<Traits, Element>(params, block, variant);
   }
 }
 

@@ -23,9 +23,8 @@ class KeyTileLoader {
 
   ANYFLASH_HOST_DEVICE static auto source(const void* data, const Strides& stride,
                                           const ForwardWorkTile& block, int thread) {
-    return Load{}.get_thread_slice(thread).partition_S(
-        gmem_tile<Element>(Shape{}, data, stride, block.sequence.batch, block.head_k,
-                           block.sequence.first_k));
+    return Load{}.get_thread_slice(thread).partition_S(gmem_tile<Element>(
+        Shape{}, data, stride, block.sequence.batch, block.head_k, block.sequence.first_k));
   }
   ANYFLASH_HOST_DEVICE static auto target(Element* tile, int thread) {
     using namespace cute;

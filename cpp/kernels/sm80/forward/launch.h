@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/launch.h"
+#include "common/math.h"
 #include "cuda/tile_scheduler.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
@@ -19,7 +20,7 @@ namespace anyflash::sm80 {
 
 template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context) {
-  const int64_t row_blocks = (int64_t{params.seqlen_q} + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int64_t row_blocks = ceil_div(int64_t{params.seqlen_q}, Traits::kBlockM);
   const int64_t blocks = row_blocks * params.batch * params.heads;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported,
@@ -32,8 +33,6 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                                              " along the keys; the CUDA kernels take 32 bits");
   }
   ForwardLaunch prepared{params};
-  // What 16-bit numbers make of such a scale is 0, but units of it (ScoreMod) may be infinite.
-  constexpr double kLeastScale = 1e-20;
   if (std::fabs(params.softmax_scale) < kLeastScale) prepared.softmax_scale = 0.0;
   prepared.scale_log2 = static_cast<float>(std::fabs(prepared.softmax_scale)) * kLog2E;
   if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;

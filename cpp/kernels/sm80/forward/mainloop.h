@@ -37,8 +37,9 @@ class ForwardMainloop {
   static constexpr int kLateRows = Traits::kLateRows;
 
  public:
-  // Adds to acc_o and to the softmax. q_factor: what Q is multiplied by. Returns whether this thread
-  // took NaN or infinity out of a partly hidden tile of V; restore_nonfinite() then has to follow.
+  // Adds to acc_o and to the softmax. q_factor: what Q is multiplied by. Returns whether this
+  // thread took NaN or infinity out of a partly hidden tile of V; restore_values() then has to
+  // follow.
   ANYFLASH_DEVICE static bool run(const ForwardParams& params, const ForwardWorkTile& block,
                                   SharedStorage& smem, AccO& acc_o, Softmax& softmax,
                                   float q_factor) {
@@ -94,17 +95,18 @@ class ForwardMainloop {
 
   template <ScoreOps kOps>
   ANYFLASH_DEVICE void unmasked_tiles() {
-    if constexpr (Variant::kAsksPlaces) {
+    if constexpr (Variant::kSkipsTiles) {
       while (n_ >= 0) {
         const int next = tiles_.next_unmasked(n_);
         step<false, kOps, 0>(next < 0 ? 0 : next - n_);
         n_ = next;
       }
     } else {
-      // Tiles count from the first unmasked one from here on, which saves a register.
-      for (n_ = n_ < 0 ? n_ : n_ - tiles_.range.unmasked_begin; n_ >= 0; --n_) {
-        step<false, kOps, 0>(n_ > 0 ? -1 : 0);
-      }
+      // Tiles count from the first unmasked one from here on, which saves a register, unless the
+      // variant asks where they lie.
+      const int last = Variant::kAsksPlaces ? tiles_.range.unmasked_begin : 0;
+      if (!Variant::kAsksPlaces && n_ >= 0) n_ -= tiles_.range.unmasked_begin;
+      for (; n_ >= last; --n_) step<false, kOps, 0>(n_ > last ? -1 : 0);
     }
   }
 

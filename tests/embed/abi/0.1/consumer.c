@@ -127,7 +127,6 @@ int main(int argc, char** argv) {
   size_t bytes = 0;
   options.has_softmax_scale = 1;
   options.softmax_scale = 1;
-
   check(strlen(anyflash_version()) >= 5 && anyflash_kernel_count() > 0 &&
             anyflash_kernel_name(0) != NULL && anyflash_kernel_launches(0) == 0,
         "facts");

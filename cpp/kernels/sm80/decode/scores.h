@@ -1,0 +1,150 @@
+// What happens to scores of a decoding CTA between the products.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "common/softmax.h"
+#include "params.h"
+#include "sm80/decode/work_tile.h"
+#include "variant/broadcast_tensor.h"
+#include "variant/cache.h"
+#include "variant/mask.h"
+#include "variant/score_mod.h"
+#include "variant/tree_mask.h"
+
+namespace anyflash::sm80 {
+
+// What a thread knows of its two rows.
+struct DecodeRows {
+  static constexpr int kRows = 2;
+  SplitKeys seen[kRows];
+  int query[kRows];
+  float slope[kRows];  // ALiBi's; 0: none
+
+  template <class Coordinates>
+  ANYFLASH_DEVICE DecodeRows(const KvCacheParams& params, const DecodeWorkTile& block,
+                             const Coordinates& coordinates) {
+    const Mask mask = block.mask(params);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int row = cute::get<0>(coordinates(i, 0));
+      seen[i] = block.seen(mask, row);
+      query[i] = block.query(row);
+      slope[i] = 0.0f;
+      if (params.alibi_slopes.data != nullptr && row < block.rows) {
+        const Strides& stride = params.alibi_slopes.stride;
+        slope[i] = load_float(params.alibi_slopes,
+                              block.batch * stride.batch + block.head(row) * stride.head);
+      }
+    }
+  }
+};
+
+// scores -= slope * |query + seqlen_k - seqlen_q - key|
+template <class Scores, class Coordinates>
+ANYFLASH_DEVICE void add_slopes(Scores& scores, const Coordinates& coordinates,
+                                const DecodeRows& rows, int shift, int col0) {
+  CUTE_UNROLL
+  for (int row = 0; row < cute::size<0>(scores); ++row) {
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(scores); ++col) {
+      const int key = col0 + cute::get<1>(coordinates(row, col));
+      scores(row, col) -= rows.slope[row] * static_cast<float>(abs(rows.query[row] + shift - key));
+    }
+  }
+}
+
+template <class Scores, class Coordinates>
+ANYFLASH_DEVICE void hide_keys(Scores& scores, const Coordinates& coordinates,
+                               const DecodeRows& rows, const TreeMask& tree, int col0) {
+  CUTE_UNROLL
+  for (int row = 0; row < cute::size<0>(scores); ++row) {
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(scores); ++col) {
+      const int key = col0 + cute::get<1>(coordinates(row, col));
+      if (key < rows.seen[row].begin || key >= rows.seen[row].end ||
+          !tree.keep(rows.query[row], key)) {
+        scores(row, col) = -INFINITY;
+      }
+    }
+  }
+}
+
+// P becomes P * v_scale / unit, where unit is the largest scale so far of keys that weigh anything
+// in this thread's rows, so that small scales do not take P to where float16 is coarse; O counts in
+// units of it. A hidden key's scale may be anything, also NaN.
+template <class Scores, class Coordinates, class Out>
+ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coordinates, Out& out,
+                                  const float* scales, float& unit) {
+  float largest = unit;
+  CUTE_UNROLL
+  for (int col = 0; col < cute::size<1>(probabilities); ++col) {
+    bool weighs = false;
+    CUTE_UNROLL
+    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
+      weighs |= probabilities(row, col) != 0.0f;
+    }
+    const float scale = fabsf(scales[cute::get<1>(coordinates(0, col))]);
+    largest = fmaxf(largest, weighs ? scale : 0.0f);
+  }
+  largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
+  if (largest != unit) {
+    const float rescale = unit / largest;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(out); ++i) out(i) *= rescale;
+    unit = largest;
+  }
+  const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
+  CUTE_UNROLL
+  for (int col = 0; col < cute::size<1>(probabilities); ++col) {
+    const float factor = scales[cute::get<1>(coordinates(0, col))] * inverse;
+    CUTE_UNROLL
+    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
+      float& p = probabilities(row, col);
+      p = p == 0.0f ? 0.0f : p * factor;
+    }
+  }
+}
+
+// What happens to a thread's scores between the product and the softmax.
+template <class Traits, class Coordinates>
+class DecodeScores {
+ public:
+  ANYFLASH_DEVICE DecodeScores(const KvCacheParams& params, const DecodeWorkTile& block,
+                               const Coordinates& coordinates)
+      : params_(params),
+        coordinates_(coordinates),
+        rows_(params, block, coordinates),
+        score_mod_(params, static_cast<float>(params.softmax_scale)),
+        tree_(params, block.batch, block.sequence.seqlen_k),
+        shift_(block.sequence.seqlen_k - params.seqlen_q) {}
+
+  // Of the keys from col0 on; `scales` are K's. hides: some of them may be hidden.
+  template <class Scores>
+  ANYFLASH_DEVICE void modify(Scores& scores, const float* scales, int col0, bool hides) const {
+    if constexpr (Traits::k8Bit) {
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(scores); ++col) {
+        const float scale = scales[cute::get<1>(coordinates_(0, col))];
+        CUTE_UNROLL
+        for (int row = 0; row < cute::size<0>(scores); ++row) scores(row, col) *= scale;
+      }
+    }
+    score_mod_.scale_and_cap(scores);
+    if (params_.alibi_slopes.data != nullptr) {
+      add_slopes(scores, coordinates_, rows_, shift_, col0);
+    }
+    if (hides) hide_keys(scores, coordinates_, rows_, tree_, col0);
+  }
+
+ private:
+  const KvCacheParams& params_;
+  const Coordinates& coordinates_;
+  const DecodeRows rows_;
+  const ScoreMod score_mod_;
+  const TreeMask tree_;
+  const int shift_;
+};
+
+}  // namespace anyflash::sm80
