@@ -10,6 +10,7 @@ COMBINE = "combine"
 APPEND = "append"
 
 MAINLOOP = "sm80/decode/mainloop.h"
+SCORES = "sm80/decode/scores.h"
 EPILOGUE = "sm80/decode/epilogue.h"
 KERNEL = "sm80/decode/kernel.h"
 BLOCK = "sm80/decode/work_tile.h"
@@ -20,7 +21,7 @@ CACHE = "variant/cache.h"
 
 WAIT = "cp_async_wait<kStages - 2>();"
 SHORT_WAIT = "cp_async_wait<kStages - 1>();"
-BEFORE_Q = "const int shift = block.sequence.seqlen_k - params.seqlen_q;"
+BEFORE_Q = "auto out_matrix = as_matrix(acc_o);"
 BEFORE_TILE = "const bool partial = block.hides(first_key, first_key + kBlockN);"
 CLEAR = "if (partial) found_nonfinite |= loader.clear_values(smem.buffers, stage);"
 RESTORE = "__syncthreads_or(found_nonfinite)"
@@ -58,13 +59,13 @@ IN_KERNEL = of(
     Mutation(
         "values-restored-to-tree",
         EPILOGUE,
-        "!tree.keep(block.query(row), key)",
-        "false",
+        "tree.keep(block.query(row), key)",
+        "true",
     ),
     Mutation("values-not-cleared", MAINLOOP, CLEAR),
-    Mutation("key-before-window", MAINLOOP, "key < rows.seen[row].begin", "false"),
-    Mutation("key-after-window", MAINLOOP, "key >= rows.seen[row].end", "key > rows.seen[row].end"),
-    Mutation("key-not-in-tree", MAINLOOP, "!tree.keep(rows.query[row], key)", "false"),
+    Mutation("key-before-window", SCORES, "key < rows.seen[row].begin", "false"),
+    Mutation("key-after-window", SCORES, "key >= rows.seen[row].end", "key > rows.seen[row].end"),
+    Mutation("key-not-in-tree", SCORES, "!tree.keep(rows.query[row], key)", "false"),
     Mutation(
         "tree-in-whole-tile", BLOCK, "min(block.shown.end, tree.first_key())", "block.shown.end"
     ),
@@ -73,11 +74,11 @@ IN_KERNEL = of(
     Mutation("row-beyond-last", BLOCK, "if (row >= rows) return {0, 0};", sanitizer="asan"),
     Mutation("key-beyond-last", LOADER, "key < keys_.end", "key <= keys_.end", "asan"),
     Mutation("key-of-sequence-beyond-last", MASK, "clamp(row + last_ + 1)", "clamp(row + last_)"),
-    Mutation("unit-not-kept", MAINLOOP, "unit = largest;"),
-    Mutation("unit-not-applied", MAINLOOP, SCALE + " * inverse", SCALE),
-    Mutation("hidden-scale-as-unit", MAINLOOP, "weighs ? scale : 0.0f", "scale"),
+    Mutation("unit-not-kept", SCORES, "unit = largest;"),
+    Mutation("unit-not-applied", SCORES, SCALE + " * inverse", SCALE),
+    Mutation("hidden-scale-as-unit", SCORES, "weighs ? scale : 0.0f", "scale"),
     Mutation(
-        "hidden-scale-counts", MAINLOOP, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
+        "hidden-scale-counts", SCORES, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),
     Mutation("scales-not-filled", MAINLOOP, "loader.fill_scales(smem.buffers);"),
     Mutation("scale-of-first-slot", LOADER, "exists ? entry * stride : 0", "0"),

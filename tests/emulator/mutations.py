@@ -33,6 +33,12 @@ class Mutation(NamedTuple):
 
 
 MAINLOOP = "sm80/forward/mainloop.h"
+KEY_TILES = "sm80/forward/key_tiles.h"
+PIPELINE = "sm80/forward/key_value_pipeline.h"
+QUERY_TILE = "sm80/forward/query_tile.h"
+ROW_EXCHANGE = "sm80/forward/row_exchange.h"
+RESTORE_NONFINITE = "cuda/restore_nonfinite.h"
+VARIANTS = "variant/forward_variants.h"
 EPILOGUE = "sm80/forward/epilogue.h"
 KERNEL = "sm80/forward/kernel.h"
 OPERAND = "sm80/ldmatrix_operand.h"
@@ -46,17 +52,17 @@ APPLY_DROPOUT = "variant/apply_dropout.h"
 DROPOUT_KERNEL = "variant/forward_dropout.h"
 
 WAIT_K = (
-    "cp_async_wait<0>(); if constexpr (kTwoBuffers) clear_values();"
+    "cute::cp_async_wait<0>(); if constexpr (kTwoBuffers) clear_values(clears);"
     " __syncthreads(); // K_n is there"
 )
-WAIT_V = "cp_async_wait<0>(); clear_values(); __syncthreads(); // V_n is there"
+WAIT_V = "cute::cp_async_wait<0>(); clear_values(clears); __syncthreads(); // V_n is there"
 LOAD_Q = (
     "load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,"
-    " sequence.seqlen_q - block.first_row);"
+    " block.sequence.seqlen_q - block.first_row);"
 )
-LOAD_K = "load_tile<true>(load_k, tKgK, tKsK, tKcK, columns, keys);"
-FIRST_V = "if constexpr (kTwoBuffers) load_tile<true>(load_v, tVgV, tVsV, tVcV, columns_v, keys);"
-LOAD_V = "load_tile<kMasked>(load_v, tVgV, tVsV, tVcV, columns_v, sequence.seqlen_k - n * kBlockN);"
+LOAD_K = "k_loader_.template load<true>(keys);"
+FIRST_V = "if constexpr (kTwoBuffers) v_loader_.template load<true>(keys);"
+LOAD_V = "v_loader_.template load<kGuardKeys>(keys);"
 NO_MAXIMUM = "max_(row) == -INFINITY ? 0.0f : max_(row)"
 LAZY_OUTPUT = "out(i, col) *= rescale(i);"
 RESTORE = "__syncthreads_or(found_nonfinite)"
@@ -67,21 +73,27 @@ FIRST_K = "s.first_k = clamp_length(p.cu_seqlens_k[index], p.total_k);"
 SEQUSED = "if (p.seqused_k != nullptr) s.seqlen_k = clamp_length(p.seqused_k[index], s.seqlen_k);"
 
 SYNCHRONISATION = (
-    Mutation("no-barrier-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("__syncthreads();", "")),
-    Mutation("no-wait-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("cp_async_wait<0>();", "")),
-    Mutation("short-wait-for-k", MAINLOOP, WAIT_K, WAIT_K.replace("<0>", "<1>")),
-    Mutation("no-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("cp_async_wait<0>();", "")),
-    Mutation("short-wait-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("<0>", "<1>")),
-    Mutation("no-barrier-for-v", MAINLOOP, WAIT_V, WAIT_V.replace("__syncthreads();", "")),
-    Mutation("no-flip-of-loads", MAINLOOP, "tVsV.data() = tVsV.data() + to_other * size(sV);", ""),
-    Mutation("no-flip-of-v", MAINLOOP, "v_t.advance(to_other * size(sV));", ""),
-    Mutation("no-flip-back", MAINLOOP, "to_other = -to_other;", ""),
-    Mutation("no-barrier-for-q", MAINLOOP, "__syncthreads(); // Q has landed", "", "tsan"),
+    Mutation("no-barrier-for-k", PIPELINE, WAIT_K, WAIT_K.replace("__syncthreads();", "")),
+    Mutation("no-wait-for-k", PIPELINE, WAIT_K, WAIT_K.replace("cp_async_wait<0>();", "")),
+    Mutation("short-wait-for-k", PIPELINE, WAIT_K, WAIT_K.replace("<0>", "<1>")),
+    Mutation("no-wait-for-v", PIPELINE, WAIT_V, WAIT_V.replace("cp_async_wait<0>();", "")),
+    Mutation("short-wait-for-v", PIPELINE, WAIT_V, WAIT_V.replace("<0>", "<1>")),
+    Mutation("no-barrier-for-v", PIPELINE, WAIT_V, WAIT_V.replace("__syncthreads();", "")),
+    Mutation("no-flip-of-loads", PIPELINE, "v_loader_.advance(to_other_);", ""),
     Mutation(
-        "no-barrier-for-row_exchange", MAINLOOP, "sync_pair(); // both warps'", "", unit=PAIRED
+        "no-flip-of-v", PIPELINE, "v_t_.advance(to_other_ * (TileV::kRows * TileV::kColumns));", ""
     ),
-    Mutation("no-barrier-for-p-of-pair", MAINLOOP, "sync_pair(); // P is there", "", unit=PAIRED),
-    Mutation("no-wait-for-q-of-no-keys", MAINLOOP, "cp_async_wait<0>(); // the output goes", ""),
+    Mutation("no-flip-back", PIPELINE, "to_other_ = -to_other_;", ""),
+    Mutation("no-barrier-for-q", QUERY_TILE, "__syncthreads(); // Q has landed", "", "tsan"),
+    Mutation(
+        "no-barrier-for-row_exchange", ROW_EXCHANGE, "sync_pair(); // both warps'", "", unit=PAIRED
+    ),
+    Mutation(
+        "no-barrier-for-p-of-pair", ROW_EXCHANGE, "sync_pair(); // P is there", "", unit=PAIRED
+    ),
+    Mutation(
+        "no-wait-for-q-of-no-keys", MAINLOOP, "cute::cp_async_wait<0>(); // the output goes", ""
+    ),
     Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
     Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads(); // the whole tile is in", ""),
     Mutation("no-barrier-before-restoring", EPILOGUE, RESTORE, "true"),
@@ -104,18 +116,22 @@ POSITIONS = (
         "left-zone-forgotten", MASK, "ceil_div(first_key(end_row - 1), block_n)", "range.begin"
     ),
     Mutation(
-        "left-zone-not-visited", MASK, "if (tile == masked && left > begin) return left - 1;", ""
+        "left-zone-not-visited",
+        MASK,
+        "if (tile == unmasked_end && unmasked_begin > begin) return unmasked_begin - 1;",
+        "",
     ),
-    Mutation("left-zone-visited-twice", MAINLOOP, "n > range.unmasked_begin", "n > range.begin"),
+    Mutation("left-zone-visited-twice", KEY_TILES, "n > range.unmasked_begin", "n > range.begin"),
     Mutation(
-        "left-zone-visited-twice-plain", MAINLOOP, "n - range.unmasked_begin", "n - range.begin"
+        "left-zone-visited-twice-plain",
+        MAINLOOP,
+        "n_ -= tiles_.range.unmasked_begin;",
+        "n_ -= tiles_.range.begin;",
     ),
     Mutation(
-        "keys-of-half-the-rows", MAINLOOP, "block.first_row + kLateRows - 1", "block.first_row"
+        "keys-of-half-the-rows", MAINLOOP, "block_.first_row + kLateRows - 1", "block_.first_row"
     ),
-    Mutation(
-        "early-half", MAINLOOP, "(kBlockM - kLateRows) * TileQ::kPanelColumns", "0", unit=LAZY
-    ),
+    Mutation("early-half", QUERY_TILE, "kEarlyRows * Tile::kPanelColumns", "0", unit=LAZY),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
     Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
     Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),
@@ -129,15 +145,15 @@ POSITIONS = (
     Mutation("block-map-of-other-key", BLOCK_MASK, "if ((block + 1) * tiles_ <= n) ++block;", ""),
     Mutation(
         "first-hidden-tile-visited",
-        MAINLOOP,
+        KEY_TILES,
         "while (n >= 0 && !variant.visits(n)) n = range.next(n);",
         "if (n >= 0 && !variant.visits(n)) n = range.next(n);",
     ),
     Mutation(
         "order-of-v",
-        MAINLOOP,
-        "thread_v.partition_D(by_key(sV));",
-        "thread_v.partition_D(sV);",
+        PIPELINE,
+        "KeyTileLoader<TileV, typename Traits::KeyOrder> v_loader_;",
+        "KeyTileLoader<TileV, PlainKeyOrder<Traits::kBlockN>> v_loader_;",
         alone=True,
     ),
     Mutation(
@@ -156,10 +172,10 @@ POSITIONS = (
 )
 
 BOUNDS = (
-    Mutation("q-read-past-end", MAINLOOP, LOAD_Q, LOAD_Q.replace("true", "false"), "asan"),
-    Mutation("k-read-past-end", MAINLOOP, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
-    Mutation("first-v-read-past-end", MAINLOOP, FIRST_V, FIRST_V.replace("true", "false"), "asan"),
-    Mutation("v-read-past-end", MAINLOOP, LOAD_V, LOAD_V.replace("kMasked", "false"), "asan"),
+    Mutation("q-read-past-end", QUERY_TILE, LOAD_Q, LOAD_Q.replace("true", "false"), "asan"),
+    Mutation("k-read-past-end", PIPELINE, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
+    Mutation("first-v-read-past-end", PIPELINE, FIRST_V, FIRST_V.replace("true", "false"), "asan"),
+    Mutation("v-read-past-end", PIPELINE, LOAD_V, LOAD_V.replace("kGuardKeys", "false"), "asan"),
     Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[page]", "row_ok"),
     Mutation(
         "output-written-past-end",
@@ -200,13 +216,15 @@ ARITHMETIC = (
     Mutation("sum-not-rescaled", SOFTMAX, "sum *= rescale;", ""),
     Mutation("output-not-rescaled-lazily", SOFTMAX, LAZY_OUTPUT, "", unit=LAZY),
     Mutation("sum-not-rescaled-lazily", SOFTMAX, "sum_(kFirst + i) *= rescale(i);", "", unit=LAZY),
-    Mutation("maxima-not-row_exchange", SOFTMAX, "join(maxima);", "", unit=PAIRED),
-    Mutation("sums-not-row_exchange", SOFTMAX, "join(sum_);", "", unit=PAIRED),
+    Mutation("maxima-not-row_exchange", SOFTMAX, "all_reduce_pair(maxima);", "", unit=PAIRED),
+    Mutation("sums-not-row_exchange", SOFTMAX, "all_reduce_pair(sum_);", "", unit=PAIRED),
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
-    Mutation("sign-of-scale-lost", MAINLOOP, "(q_factor != 1.0f)", "false"),
-    Mutation("hidden-v-not-cleared", MAINLOOP, "variant.may_hide_anywhere()", "false"),
+    Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
+    Mutation(
+        "hidden-v-not-cleared", VARIANTS, "kPart == ScoreOps::kAll && may_hide_anywhere()", "false"
+    ),
     Mutation(
         "restored-where-bias-hides",
         EPILOGUE,
@@ -214,6 +232,7 @@ ARITHMETIC = (
         "!mask.keep(row, key)",
     ),
     Mutation("dropped-infinity-restored", EPILOGUE, "variant.is_dropped(row, key)", "false"),
+    Mutation("hidden-restored", RESTORE_NONFINITE, "of == TermWeight::kHidden", "false"),
     Mutation(
         "restored-of-another-sequence", EPILOGUE, "sequence.first_k * params.v_stride.row", "0"
     ),
@@ -253,8 +272,13 @@ ARITHMETIC = (
         "col0 + get<1>(coordinates(0, run))",
         "col0",
     ),
-    Mutation("dropout-of-other-keys-twice", MAINLOOP, "4 * k", "0"),
-    Mutation("dropout-behind-a-window", MAINLOOP, "kDrops || n < 0", "n < 0"),
+    Mutation("dropout-of-other-keys-twice", VARIANTS, "4 * k", "0"),
+    Mutation(
+        "dropout-behind-a-window",
+        MAINLOOP,
+        "!Variant::kAsksPlaces && n_ >= 0",
+        "n_ >= 0",
+    ),
     Mutation("dropout-not-scaled", EPILOGUE, "variant.dropout_scale()", "1.0f"),
 )
 
