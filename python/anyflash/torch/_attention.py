@@ -19,6 +19,7 @@ from anyflash.torch._problem import (
     Problem,
     differentiable,
 )
+from anyflash.torch._random import RandomState, random_state
 from anyflash.torch._watched import is_in_functorch, is_recorded, is_traced
 
 _NAME = "anyflash.torch.attention"
@@ -270,22 +271,14 @@ def _attend(
         window_size = parse("window_size", _options.window, window_size)
     if block_mask is not None:
         block_size = parse("block_size", _options.block_size, block_size)
-    state: Any = None
-    words, given_state = (0, 0), None
+    random = RandomState()
     if dropout_p != 0 or seed is not None or rng_state is not None:
         dropout_p = parse("dropout_p", _options.probability, dropout_p)
         if seed is not None and rng_state is not None:
             raise ValueError(
                 f"{operation}: seed and rng_state are both given; one of them is allowed"
             )
-        if isinstance(rng_state, Tensor):
-            state = given_state = rng_state
-        elif rng_state is not None:
-            state = words = parse("rng_state", _options.rng_pair, rng_state)
-        elif seed is not None:
-            state = words = parse("seed", _options.seed, seed), 0
-        elif dropout_p > 0:
-            state = given_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        random = random_state(parse, dropout_p > 0, seed, rng_state, q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate = packing
@@ -310,7 +303,7 @@ def _attend(
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
-        given_state,
+        random.tensor,
         max_seqlen_q,
         max_seqlen_k,
         validate,
@@ -322,8 +315,8 @@ def _attend(
         block_size[0],
         block_size[1],
         dropout_p,
-        _problem.to_int64(words[0]),
-        _problem.to_int64(words[1]),
+        _problem.to_int64(random.words[0]),
+        _problem.to_int64(random.words[1]),
         deterministic,
     )
     whole = return_result or return_max_logits or return_dropout_mask
@@ -339,7 +332,7 @@ def _attend(
             out,
             lse,
             max_logits if return_max_logits else None,
-            state if dropout_p > 0 else None,
+            random.returned if dropout_p > 0 else None,
             dropout_mask if return_dropout_mask else None,
         )
     return (out, lse) if return_lse else out
