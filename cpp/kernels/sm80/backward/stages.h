@@ -4,8 +4,8 @@
 //   KeyStage     dV += P^T dO and dK += dS^T Q, in registers
 //   QueryStage   dq_accum += dS K
 //
-// Of a tile on the diagonal of a causal mask (kDiagonal) the products leave out what is hidden: they
-// are made of two regions (TileRegion).
+// Of a tile on the diagonal of a causal mask (kDiagonal) the products leave out what is hidden:
+// they are made of two regions (TileRegion).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -58,8 +58,8 @@ ANYFLASH_DEVICE void for_each_region(const Product& product) {
   }
 }
 
-// Calls step(masked, diagonal) for each tile; it advances `tiles`. Masked and unmasked tiles have a loop
-// each.
+// Calls step(masked, diagonal) for each tile; it advances `tiles`. Masked and unmasked tiles have a
+// loop each.
 template <class Traits, class Scores, class Tiles, class Step>
 ANYFLASH_DEVICE void for_each_tile(Tiles& tiles, const Step& step) {
   constexpr bool kSkipsMaskedHalf = Scores::kSkipsMaskedHalf && Traits::kSkipsMaskedHalf;

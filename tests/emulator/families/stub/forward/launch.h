@@ -83,8 +83,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   KernelDescriptor d;
   d.name = name;
   d.family = &kFamily;
-  d.dtype =
-      std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+  d.dtype = std::is_same_v<Element, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
   d.head_dim = kHeadDim;
   d.head_dim_v = kHeadDimV;
   d.features = Variant::kFeatures;
