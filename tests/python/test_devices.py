@@ -221,20 +221,30 @@ def test_tiles_do_not_change_bits(
     assert_same_bits(run(backend, case), large)
 
 
-# What a GPU may take by turns for an operation and head dims: names of tile configs.
-SAME_BITS = {
-    ("forward", 64, 64): {"", "compact"},
-    ("forward", 128, 128): {"", "compact", "wide"},
-    ("forward", 256, 256): {"", "compact"},
-    ("backward", 32, 32): {"", "wide"},
-    ("backward", 128, 128): {"", "compact", "wide"},
-    ("backward", 192, 128): {"", "wide"},
-    ("backward", 192, 192): {"", "wide"},
-    ("backward", 256, 256): {"", "wide"},
-}
+Family = tuple[str, int, int]  # operation, head dims
 
 
-def results(family: tuple[str, int, int], causal: bool) -> tuple[str, dict[str, bytes]]:
+def bits_groups(emulated: ctypes.CDLL) -> dict[Family, list[set[str]]]:
+    """Tile configs of plain kernels, of those that the emulator has several of, which say that they
+    give a row the same bits (KernelDescriptor::bits_group)."""
+    found: dict[tuple[Family, int], set[str]] = {}
+    for row in capi.backend("emulated-sm80").library.rows:
+        if row.dtype != "fp16" or row.op == "decode" or row.variant not in PLAIN:
+            continue
+        family = row.op, row.head_dim, row.head_dim_v
+        group = emulated.emulated_bits_group(row.name.encode())
+        assert group >= 0
+        found.setdefault((family, group), set()).add(PLAIN[row.variant])
+    groups: dict[Family, list[set[str]]] = {}
+    for (family, _), configs in found.items():
+        groups.setdefault(family, []).append(configs)
+    return groups
+
+
+PLAIN = {"plain": "", "compact": "compact", "wide": "wide"}
+
+
+def results(family: Family, causal: bool) -> tuple[str, dict[str, bytes]]:
     """The kernel's config ("generic" and so on, if it is no plain one), and the results' bits."""
     op, d, d_v = family
     emulated = capi.backend("emulated-sm80")
@@ -252,22 +262,28 @@ def results(family: tuple[str, int, int], causal: bool) -> tuple[str, dict[str, 
     return config, {name: bits(tensor.view) for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("family", SAME_BITS, ids=str)
+@pytest.mark.parametrize("op", ["forward", "backward"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rooms_with_the_same_bits(
-    emulated: ctypes.CDLL, family: tuple[str, int, int], causal: bool
+def test_kernels_of_a_bits_group_give_the_same_bits(
+    emulated: ctypes.CDLL, op: str, causal: bool
 ) -> None:
     emulated.emu_set_options(0, -1, LARGE_SMEM)
-    name = f"sm80_{family[0]}_f16_d{'_'.join(dict.fromkeys(map(str, family[1:])))}"
-    found = {}
-    for config in SAME_BITS[family]:
-        emulated.emulated_prefer_kernel("_".join([name, *([config] if config else [])]).encode())
-        ran, found[config] = results(family, causal)
-        assert ran == config
-    first, *others = found.values()
-    assert others
-    for other in others:
-        assert other == first
+    groups = bits_groups(emulated)
+    compared = 0
+    for family, configs in ((f, c) for f, all_of in groups.items() for c in all_of):
+        if family[0] != op or len(configs) == 1:
+            continue
+        name = f"sm80_{op}_f16_d{'_'.join(dict.fromkeys(map(str, family[1:])))}"
+        found = {}
+        for config in sorted(configs):
+            kernel = "_".join([name, *([config] if config else [])])
+            emulated.emulated_prefer_kernel(kernel.encode())
+            ran, found[config] = results(family, causal)
+            assert ran == config
+        first, *others = found.values()
+        assert all(other == first for other in others), f"{family}: {configs}"
+        compared += len(others)
+    assert compared >= 3, groups
 
 
 def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
@@ -278,7 +294,8 @@ def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
     assert capabilities <= SMEM.keys(), "SMEM lacks a GPU's shared memory"
     library = capi.backend("emulated-sm80").library
     has = {(row.op, row.head_dim, row.head_dim_v) for row in library.rows if row.dtype == "fp16"}
-    families = {*SAME_BITS, *(key.family for _, key in table)}
+    groups = bits_groups(emulated)
+    families = {*groups, *(key.family[:3] for _, key in table)}
     for capability, family in itertools.product(capabilities | {80, 89, 90}, families):
         emulated.emu_set_options(0, -1, SMEM[capability])
         emulated.emulated_prefer_kernel(b"")
@@ -289,7 +306,7 @@ def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
             if config is None:
                 config = results(family, bounded)[0] if family in has else "what the rules choose"
             taken.add(config)
-        alike = len(taken) == 1 or taken <= SAME_BITS.get(family, set())
+        alike = len(taken) == 1 or any(taken <= group for group in groups.get(family, []))
         assert alike, f"{capability}, {family}: {taken}"
 
 
