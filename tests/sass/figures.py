@@ -96,7 +96,7 @@ def kernel_key(mangled: str) -> KernelKey | None:
         r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E",
         mangled,
     )
-    variant = re.search(rf"\d({'|'.join(FEATURES)})(?:Variant|Scores)E", mangled)
+    variant = re.search(rf"\d({'|'.join(FEATURES)})(?:Forward|Backward)E", mangled)
     tile_config = re.search(r"10TileConfigE([012])E", mangled)
     if not (found and variant and tile_config):
         return None

@@ -157,7 +157,7 @@ def test_comparison_sees_both_directions(figure: str, sign: int, tolerance: floa
 
 def test_kernels_are_found_by_their_template_arguments() -> None:
     name = (
-        "_ZN8anyflash4sm8014forward_kernelINS0_13ForwardTraitsIN7cutlass{}ELi{}ELi{}ENS0_{}VariantE"
+        "_ZN8anyflash4sm8014forward_kernelINS0_13ForwardTraitsIN7cutlass{}ELi{}ELi{}ENS_{}ForwardE"
         "LNS_10TileConfigE{}EEES5_EEvNS_13ForwardParamsE"
     )
     key = kernel_key(name.format("6half_t", 64, 64, "12Plain", 0))
@@ -168,12 +168,12 @@ def test_kernels_are_found_by_their_template_arguments() -> None:
     assert key == ("forward", "bfloat16", 192, 128, ("softcap", "alibi"), 0, "compact")
     name = (
         "_ZN8anyflash4sm8015backward_kernelINS0_14BackwardTraitsIN7cutlass6half_tELi64ELi32ELb0ELb0E"
-        "LNS_10TileConfigE2EEENS0_11PlainScoresEEEvNS0_15BackwardScratchE"
+        "LNS_10TileConfigE2EEENS_13PlainBackwardEEEvNS_15BackwardScratchE"
     )
     assert kernel_key(name) == ("backward", "float16", 64, 32, (), 0, "wide")
-    dropout = name.replace("11PlainScores", "13DropoutScores")
+    dropout = name.replace("13PlainBackward", "15DropoutBackward")
     assert kernel_key(dropout) == ("backward", "float16", 64, 32, ("dropout",), 0, "wide")
-    assert kernel_key(name.replace("15backward_kernel", "16finish_dq_kernel")) is None
+    assert kernel_key(name.replace("15backward_kernel", "21postprocess_dq_kernel")) is None
     name = (
         "_ZN8anyflash4sm8013decode_kernelINS0_12DecodeTraitsIN7cutlass{}ELi128ELi{}ELb{}EEEEEv"
         "NS_13KvCacheParamsE"
