@@ -74,9 +74,9 @@ SEQUSED = "if (p.seqused_k != nullptr) s.seqlen_k = clamp_length(p.seqused_k[ind
 
 SYNCHRONISATION = (
     Mutation("no-barrier-for-k", PIPELINE, WAIT_K, WAIT_K.replace("__syncthreads();", "")),
-    Mutation("no-wait-for-k", PIPELINE, WAIT_K, WAIT_K.replace("cp_async_wait<0>();", "")),
+    Mutation("no-wait-for-k", PIPELINE, WAIT_K, WAIT_K.replace("cute::cp_async_wait<0>();", "")),
     Mutation("short-wait-for-k", PIPELINE, WAIT_K, WAIT_K.replace("<0>", "<1>")),
-    Mutation("no-wait-for-v", PIPELINE, WAIT_V, WAIT_V.replace("cp_async_wait<0>();", "")),
+    Mutation("no-wait-for-v", PIPELINE, WAIT_V, WAIT_V.replace("cute::cp_async_wait<0>();", "")),
     Mutation("short-wait-for-v", PIPELINE, WAIT_V, WAIT_V.replace("<0>", "<1>")),
     Mutation("no-barrier-for-v", PIPELINE, WAIT_V, WAIT_V.replace("__syncthreads();", "")),
     Mutation("no-flip-of-loads", PIPELINE, "v_loader_.advance(to_other_);", ""),
@@ -153,7 +153,7 @@ POSITIONS = (
         "order-of-v",
         PIPELINE,
         "KeyTileLoader<TileV, typename Traits::KeyOrder> v_loader_;",
-        "KeyTileLoader<TileV, PlainKeyOrder<Traits::kBlockN>> v_loader_;",
+        "KeyTileLoader<TileV, cute::Layout<cute::Int<Traits::kBlockN>>> v_loader_;",
         alone=True,
     ),
     Mutation(
