@@ -71,7 +71,7 @@ void check_dispatched() {
   CHECK_EQ(of_stub.run(options), std::string("stub"));
   // On a GPU that the family does not know, and with a feature that it lacks, sm80 runs.
   Problem of_sm80;
-  emulated_set_compute_capability(90);
+  emulated_set_compute_capability(89);
   CHECK_EQ(of_sm80.run(options), std::string("sm80"));
   emulated_set_compute_capability(80);
   for (int64_t b = 0; b < 2; ++b) {

@@ -19,7 +19,7 @@ namespace anyflash::stub {
 inline constexpr KernelFamily kFamily = [] {
   KernelFamily family;
   family.name = "stub";
-  family.gpus = {80, 89};
+  family.gpus = {80, 86};
   family.priority = 1;
   return family;
 }();
