@@ -189,7 +189,7 @@ class FakeGpu:
 
 def test_each_kernel_is_timed_by_its_name_in_turns(monkeypatch):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0, "compact": 1.0})
-    family = "forward", 128, 128
+    family = "forward", 128, 128, "sm80"
     assert _tune.families("bfloat16") == {family: gpu.names}
     assert _tune.families("float16") == {}
     (key, cell), *_ = _tune.cells(family, "bfloat16", 132, True)
@@ -204,7 +204,7 @@ def test_each_kernel_is_timed_by_its_name_in_turns(monkeypatch):
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0}, rules="", fits={""})
-    (key, cell), *_ = _tune.cells(("forward", 128, 128), "bfloat16", 132, True)
+    (key, cell), *_ = _tune.cells(("forward", 128, 128, "sm80"), "bfloat16", 132, True)
     result = _tune.measure(key, cell, gpu.names, gpu.bench)
     assert dict(result.measured.seconds) == {"": 3.0}
     # A kernel that is not plain runs it.
