@@ -83,8 +83,11 @@ Block::Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, voi
 void Block::run() {
   g_block = this;
   for (Thread* thread : threads_) thread->fiber.start(&Block::thread_main, thread);
+  reset_async();
   while (!error_) {
+    if (tma_loads_in_flight() && random_() % 64 == 0) land();
     Thread* thread = next_thread();
+    if (thread == nullptr && land()) continue;
     if (thread == nullptr) break;
     g_thread = thread;
     g_thread_idx = thread->thread_idx;
@@ -97,7 +100,9 @@ void Block::run() {
     if (thread->state != Thread::State::kExited) fail_deadlock();
   }
   check_barriers_are_idle();
+  check_mbarriers_are_idle();
   check_copies_in_flight();
+  check_async_has_ended();
 }
 
 void Block::thread_main(void* self) {
@@ -349,6 +354,8 @@ Block& Block::current() {
   if (g_thread == nullptr) fail("a device function was called by the host");
   return *g_block;
 }
+
+Block& Block::current_block() { return *g_block; }
 
 Thread& Block::current_thread() {
   current();

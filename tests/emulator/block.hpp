@@ -106,7 +106,8 @@ struct Barrier {
 struct Mbarrier {
   uint16_t expected;
   uint16_t arrived;
-  uint32_t phase;
+  int32_t bytes : 24;  // announced, but not there
+  uint32_t phase : 8;
   void* place(uint32_t of_phase) { return reinterpret_cast<char*>(this) + of_phase % 2; }
 };
 static_assert(sizeof(Mbarrier) == sizeof(uint64_t));
@@ -133,17 +134,25 @@ class Block {
   // Returns how many of the threads came with a true predicate.
   int barrier_sync(int id, int count, Site site, bool predicate = false);
   void barrier_arrive(int id, int count);
+  void mbarrier_init(Mbarrier& barrier, int arrivals);
   void mbarrier_arrive(Mbarrier& barrier);
+  void mbarrier_expect(Mbarrier& barrier, int bytes);
+  void mbarrier_receive(Mbarrier& barrier, int bytes);
   void mbarrier_wait(Mbarrier& barrier, uint32_t parity, Site site);
+
+  // For what the hardware does at a time of its own.
+  uint64_t random() { return random_(); }
 
   int thread_count() const { return static_cast<int>(threads_.size()); }
 
-  static Block& current();  // fails outside a launch
+  static Block& current();        // fails outside a launch
+  static Block& current_block();  // also while no thread runs
   static Thread& current_thread();
   static bool inside_kernel();
 
  private:
   static constexpr int kBarriers = 16;
+  static constexpr int kMaxMbarriers = 64;
 
   static void thread_main(void* self);
   Thread* next_thread();
@@ -157,6 +166,9 @@ class Block {
   bool complete(Barrier& barrier);
   void check_convergence(const Barrier& barrier, Site site) const;
   void check_barriers_are_idle() const;
+  void check_mbarriers_are_idle() const;
+  void end_phase(Mbarrier& barrier);
+  bool land();
   void check_copies_in_flight() const;
   std::string describe_threads() const;
   [[noreturn]] void fail_deadlock() const;
@@ -169,12 +181,29 @@ class Block {
   std::vector<Thread*> threads_;
   std::vector<Warp> warps_;
   std::array<Barrier, kBarriers> barriers_;
-  std::array<uint32_t, kMaxWarps> at_mbarriers_ = {};  // lanes that wait there, by warp
+  std::array<uint32_t, kMaxWarps> at_mbarriers_ = {};    // lanes that wait there, by warp
+  std::array<Mbarrier*, kMaxMbarriers> mbarriers_ = {};  // that were initialised
+  int mbarrier_count_ = 0;
+  bool counts_bytes_ = false;  // some mbarrier was told of bytes
   uint32_t runnable_warps_ = 0;
   int warp_ = 0;        // whose turn it is
   int turns_left_ = 0;  // of this warp, when the policy has bursts
   std::exception_ptr error_;
 };
+
+// What TMA and wgmma have under way. Loads land when the scheduler says so; false: there is none.
+void reset_async();
+void reset_async_copies();
+bool tma_loads_in_flight();
+bool land_tma_load();
+void check_async_has_ended();
+void check_async_copies();
+
+// Shared memory as TMA and wgmma see it.
+unsigned char* async_shared_memory();
+
+// Of an access to shared memory: inside of what the launch asked for, and aligned.
+void check_shared(const char* name, const void* pointer, size_t bytes, size_t alignment);
 
 // Shared memory of the running block, and the launch's size of it.
 unsigned char* shared_memory();

@@ -30,6 +30,8 @@
 #define __shared__ __attribute__((section("emu_shared")))
 
 #define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
 
 // Constant within a thread, and defined under another type in launch.cpp, which changes them at
 // every switch. No fiber sees another's values, so the compiler may keep them in registers.
@@ -131,6 +133,42 @@ uint64_t shuffle(uint32_t mask, uint64_t value, int source_lane);
 uint32_t ballot(uint32_t mask, bool predicate);
 int lane_index();
 int warp_index();
+
+// -- Instructions of compute capability 9.0 ------------------------------------------------------
+
+// Announces bytes, and arrives.
+void mbarrier_arrive_expect(uint64_t* barrier, int bytes);
+
+// TMA copies of a box of four axes, between global memory and panels with the 128-byte swizzle.
+// They happen at some time between the instruction and the wait that promises them. `map` is what
+// the emulator's cuTensorMapEncodeTiled has written.
+void tma_load(void* shared, const void* map, const int (&at)[4], const uint64_t* barrier);
+void tma_store(const void* map, const int (&at)[4], const void* shared);
+void bulk_commit_group();
+void bulk_wait_all_groups();
+
+// TMA and wgmma see what was written to shared memory before some thread's latest fence.
+void fence_proxy_async();
+
+// wgmma.m64n{n}k16 with float32 accumulators, of which a thread has n / 2. What it reads is read at
+// some time before the wait for it; until then the accumulators hold NaN.
+struct WgmmaArguments {
+  MmaType type;
+  int n;
+  bool rows_along_sum;  // of B: it is MN-major
+  bool accumulate;
+  float* d;
+  const uint32_t* a_registers;  // null: A is in shared memory
+  uint64_t a;                   // descriptors
+  uint64_t b;
+};
+void wgmma(const WgmmaArguments& arguments);
+void wgmma_fence();
+void wgmma_commit_group();
+void wgmma_wait_group(int groups_left);
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16
+void stmatrix(void* row, const uint32_t* registers);
 
 // What a 32-bit shared memory address stands for: the offset in the block's shared memory.
 uint32_t shared_address(const void* pointer);

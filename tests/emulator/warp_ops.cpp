@@ -135,25 +135,12 @@ std::string hex(size_t value) {
   return text;
 }
 
-// Of an access to shared memory: inside of what the launch asked for, and aligned.
-void check_shared(const char* name, const void* pointer, size_t bytes) {
-  const size_t offset = static_cast<const unsigned char*>(pointer) - shared_memory();
-  if (offset >= shared_memory_bytes() || shared_memory_bytes() - offset < bytes) {
-    fail(std::string(name) + ": address " + hex(offset) + " is outside of the launch's " +
-         hex(shared_memory_bytes()) + " bytes of shared memory");
-  }
-  if (offset % bytes != 0) {
-    fail(std::string(name) + ": shared memory address " + hex(offset) + " is not a multiple of " +
-         std::to_string(bytes));
-  }
-}
-
 template <int kCount, bool kTransposed>
 void ldmatrix(const void* row, uint32_t* registers) {
   static constexpr CollectiveOp op = {kTransposed ? "ldmatrix.trans" : "ldmatrix",
                                       &execute_ldmatrix<kCount, kTransposed>, false};
   // Addresses of the other lanes are ignored.
-  if (lane_index() < kCount * kMatrixRows) check_shared(op.name, row, kRowBytes);
+  if (lane_index() < kCount * kMatrixRows) check_shared(op.name, row, kRowBytes, kRowBytes);
   LdmatrixLane lane = {static_cast<const unsigned char*>(row), registers, {}};
   Block::current().collective(op, kFullMask, &lane);
 #ifdef EMU_TSAN
@@ -231,7 +218,45 @@ CpAsyncQueue::Entry& next_entry(CpAsyncQueue& queue) {
   return queue.entries[queue.last++ % CpAsyncQueue::kCapacity];
 }
 
+// -- stmatrix -------------------------------------------------------------------------------------
+
+struct StmatrixLane {
+  unsigned char* row;
+  const uint32_t* registers;
+};
+
+void execute_stmatrix(void* const* lanes, uint32_t) {
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const auto& source = *static_cast<const StmatrixLane*>(lanes[lane]);
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      const int row = matrix * kMatrixRows + lane / 4;
+      std::memcpy(static_cast<StmatrixLane*>(lanes[row])->row + lane % 4 * 4,
+                  &source.registers[matrix], 4);
+    }
+  }
+}
+
+constexpr CollectiveOp kStmatrix = {"stmatrix", &execute_stmatrix, false};
+
 }  // namespace
+
+void check_shared(const char* name, const void* pointer, size_t bytes, size_t alignment) {
+  const size_t offset = static_cast<const unsigned char*>(pointer) - shared_memory();
+  if (offset >= shared_memory_bytes() || shared_memory_bytes() - offset < bytes) {
+    fail(std::string(name) + ": address " + hex(offset) + " is outside of the launch's " +
+         hex(shared_memory_bytes()) + " bytes of shared memory");
+  }
+  if (offset % alignment != 0) {
+    fail(std::string(name) + ": shared memory address " + hex(offset) + " is not a multiple of " +
+         std::to_string(alignment));
+  }
+}
+
+void stmatrix(void* row, const uint32_t* registers) {
+  check_shared(kStmatrix.name, row, kRowBytes, kRowBytes);
+  StmatrixLane lane = {static_cast<unsigned char*>(row), registers};
+  Block::current().collective(kStmatrix, kFullMask, &lane);
+}
 
 void mma_m16n8k16(MmaType type, MmaRegisters& registers) {
   const CollectiveOp& op = type == MmaType::kHalf ? kMma16Half : kMma16Bfloat16;
@@ -274,7 +299,7 @@ void cp_async(void* shared, const void* global, int bytes, bool valid) {
   unsigned char poison[16];
   std::memset(poison, kPoison, sizeof(poison));
   if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async: 4, 8 or 16 bytes");
-  check_shared("cp.async", shared, bytes);
+  check_shared("cp.async", shared, bytes, bytes);
   if (valid && reinterpret_cast<uintptr_t>(global) % bytes != 0) {
     fail("cp.async: the source's address is not a multiple of " + std::to_string(bytes));
   }
@@ -305,7 +330,7 @@ void cp_async_wait_all() {
 }
 
 uint32_t shared_address(const void* pointer) {
-  check_shared("an address for an instruction", pointer, 1);
+  check_shared("an address for an instruction", pointer, 1, 1);
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory());
 }
 

@@ -49,7 +49,7 @@ EXTERNAL = {
     "intrinsics": re.compile(r"immintrin\.h|intrin\.h|arm_neon\.h"),
     "dlpack": re.compile(r"dlpack/dlpack\.h"),
     "cuda_runtime_api": re.compile(r"cuda_runtime_api\.h"),
-    "cuda": re.compile(r"cuda_[a-z0-9_]+\.h|cuda/.+"),
+    "cuda": re.compile(r"cuda\.h|cuda_[a-z0-9_]+\.h|cuda/.+"),
     "cute": re.compile(r"(cute|cutlass)/.+"),
     "nanobind": re.compile(r"nanobind/.+"),
     "xla": re.compile(r"xla/ffi/api/.+"),

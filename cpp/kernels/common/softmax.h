@@ -139,7 +139,7 @@ class OnlineSoftmax {
   // The largest score of a row, natural units, or lazily a reference; -inf if it saw nothing.
   ANYFLASH_DEVICE float max_score(int row) const { return max_(row) * unit_; }
 
- private:
+ protected:
   // Of a row's scores before and these.
   template <class Scores>
   ANYFLASH_DEVICE static float maximum(const Scores& scores, int i, float previous) {

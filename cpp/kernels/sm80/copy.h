@@ -22,14 +22,6 @@ ANYFLASH_HOST_DEVICE auto gmem_tile(Tile tile, Data* data, const Strides& stride
   return make_tensor(make_gmem_ptr(first), tile, make_stride(static_cast<int>(stride.row), _1{}));
 }
 
-// Element (row, head, 0) of one sequence in a tensor with q's rows.
-template <class T>
-ANYFLASH_DEVICE T* first_of(void* data, const Strides& stride, const Sequence& sequence, int head,
-                            int64_t row = 0) {
-  return static_cast<T*>(data) + sequence.batch * stride.batch + head * stride.head +
-         (sequence.first_q + row) * stride.row;
-}
-
 // Which columns of a tile exist, for this thread's pieces of a row. Pieces are whole vectors: the
 // head dim of what reaches a kernel is a multiple of 16 bytes.
 template <int kPages>

@@ -1,0 +1,117 @@
+// The consumers' loop over the tiles of keys that a block of query rows sees, in two schedules over
+// the same stages. Both add the same numbers in the same order.
+#pragma once
+
+#include <type_traits>
+
+#include "common/macros.h"
+#include "sm90/forward/config.h"
+#include "sm90/forward/softmax.h"
+#include "sm90/forward/stages.h"
+#include "variant/mask.h"
+
+namespace anyflash::sm90 {
+
+// What nvcc 13.0's ptxas does to both: it moves exponentials past barriers and waits, which they do
+// not depend on, but not past a loop. So a wait for memory that should long have come stands where
+// they have to stay.
+
+// Runs Q K^T of each tile and P V of the tile before beside the softmax of this one.
+template <class Traits>
+ANYFLASH_DEVICE void overlapped_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
+                                         const KRange& range, typename Traits::AccO& acc_o,
+                                         StagedSoftmax& softmax) {
+  typename Traits::AccS acc_s;
+  typename ForwardStages<Traits>::Probabilities p;
+  auto scores = as_matrix(acc_s);
+  auto out = as_matrix(acc_o);
+  int tile = range.first();
+  bool was_masked = range.needs_mask(tile);
+
+  stages.wait_keys();
+  stages.issue_scores(acc_s);
+  stages.template land_scores<0>(acc_s);
+  if (was_masked) stages.mask_scores(acc_s, visible, tile);
+  Rescale rescale = softmax.move_references(scores);
+  rescale.any = false;  // O is 0
+  softmax.exponentiate(scores);
+  p.round(acc_s);
+  tile = range.next(tile);
+  if (tile >= 0) stages.wait_keys();
+
+  // `next`: the tile after this one, -1 for none.
+  const auto step = [&](auto masked, int next) ANYFLASH_INLINE_LAMBDA {
+    constexpr bool kMasked = decltype(masked)::value;
+    stages.wait_turn();
+    stages.issue_scores(acc_s);
+    rescale.apply(out);
+    stages.wait_values(was_masked);
+    stages.issue_values(acc_o, p);
+    stages.pass_turn();
+    stages.template land_scores<1>(acc_s);
+    if constexpr (kMasked) stages.mask_scores(acc_s, visible, tile);
+    rescale = softmax.move_references(scores);
+    softmax.exponentiate(scores);
+    stages.keep_before_wait(acc_s);
+    if (next >= 0) stages.wait_keys();
+    stages.land_values(acc_o);
+    p.round(acc_s);
+    was_masked = kMasked;
+    tile = next;
+  };
+  while (tile >= 0 && range.needs_mask(tile)) step(std::true_type{}, range.next(tile));
+  while (tile >= 0) step(std::false_type{}, tile > range.unmasked_begin ? tile - 1 : -1);
+
+  rescale.apply(out);
+  stages.wait_values(was_masked);
+  stages.issue_values(acc_o, p);
+  stages.land_values(acc_o);
+}
+
+// One tile after the other; only one warpgroup at a time exponentiates, while others multiply.
+template <class Traits>
+ANYFLASH_DEVICE void exclusive_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
+                                        const KRange& range, typename Traits::AccO& acc_o,
+                                        StagedSoftmax& softmax) {
+  typename Traits::AccS acc_s;
+  typename ForwardStages<Traits>::Probabilities p;
+  auto scores = as_matrix(acc_s);
+  auto out = as_matrix(acc_o);
+  int tile = range.first();
+  stages.wait_keys();
+  const auto step = [&](auto masked, int next) ANYFLASH_INLINE_LAMBDA {
+    constexpr bool kMasked = decltype(masked)::value;
+    stages.issue_scores(acc_s);
+    stages.template land_scores<0>(acc_s);
+    if constexpr (kMasked) stages.mask_scores(acc_s, visible, tile);
+    const Rescale rescale = softmax.move_references(scores);
+    stages.wait_turn();
+    stages.wait_values(kMasked);
+    softmax.exponentiate(scores);
+    stages.keep_before_wait(acc_s);
+    if (next >= 0) stages.wait_keys();
+    stages.pass_turn();
+    rescale.apply(out);
+    p.round(acc_s);
+    stages.issue_values(acc_o, p);
+    stages.land_values(acc_o);
+    tile = next;
+  };
+  while (tile >= 0 && range.needs_mask(tile)) step(std::true_type{}, range.next(tile));
+  while (tile >= 0) step(std::false_type{}, tile > range.unmasked_begin ? tile - 1 : -1);
+}
+
+// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows.
+template <class Traits>
+ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
+                                      const KRange& range, typename Traits::AccO& acc_o,
+                                      StagedSoftmax& softmax) {
+  if (range.first() < 0) return;
+  if constexpr (Traits::kConfig.schedule == Schedule::kExclusive) {
+    exclusive_mainloop<Traits>(stages, visible, range, acc_o, softmax);
+  } else {
+    overlapped_mainloop<Traits>(stages, visible, range, acc_o, softmax);
+  }
+}
+
+}  // namespace anyflash::sm90

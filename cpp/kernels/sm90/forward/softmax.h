@@ -1,0 +1,74 @@
+// The online softmax in stages, for loops that rescale O later than they compute P.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "common/softmax.h"
+
+namespace anyflash::sm90 {
+
+inline constexpr int kThreadRows = 2;  // of a warpgroup's 64 rows
+
+// What O has to be multiplied with before the next product is added.
+struct Rescale {
+  float factor[kThreadRows];
+  bool any = false;  // some row of this warp has a factor other than 1
+
+  template <class Out>
+  ANYFLASH_DEVICE void apply(Out& out) const {
+    if (!any) return;
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(out); ++col) out(row, col) *= factor[row];
+    }
+  }
+};
+
+class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
+ public:
+  using OnlineSoftmax::OnlineSoftmax;
+
+  // Moves the references to the rows' maxima where these have grown much. Whether one moves depends
+  // on its row's scores alone.
+  template <class Scores>
+  ANYFLASH_DEVICE Rescale move_references(const Scores& scores) {
+    Rescale rescale;
+    bool moves_any = false;
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) {
+      const float previous = max_(row);
+      const float larger = maximum(scores, row, previous);
+      const bool moves = !((larger - previous) * scale_log2_ <= limit_);
+      if (moves) max_(row) = larger;
+      // Before anything was visible, 0: of -inf - -inf is nothing left but NaN.
+      const float exponent = previous == -INFINITY ? -INFINITY : (previous - larger) * scale_log2_;
+      rescale.factor[row] = moves ? exp2f(exponent) : 1.0f;
+      moves_any |= moves;
+    }
+    rescale.any = __any_sync(0xffffffffu, moves_any);
+    if (rescale.any) {
+      CUTE_UNROLL
+      for (int row = 0; row < kThreadRows; ++row) sum_(row) *= rescale.factor[row];
+    }
+    return rescale;
+  }
+
+  // P = exp2(S - reference) in place, and its sums.
+  template <class Scores>
+  ANYFLASH_DEVICE void exponentiate(Scores& scores) {
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) {
+      const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
+      const float shift = reference * scale_log2_;
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(scores); ++col) {
+        scores(row, col) = exp2f(scores(row, col) * scale_log2_ - shift);
+        sum_(row) += scores(row, col);
+      }
+    }
+  }
+};
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,81 @@
+// Types and shared memory of a Hopper forward kernel.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <cute/container/array.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "sm90/forward/config.h"
+#include "sm90/pipeline.h"
+#include "sm90/tma.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// A (kRows, kColumns) tile in shared memory: panels of 64 columns, each row 128 bytes, swizzled.
+template <class Element_, int kRows_, int kColumns_>
+struct PanelTile {
+  using Element = Element_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kPanels = kColumns / kPanelColumns;
+  static constexpr int kPanelElements = kRows * kPanelColumns;
+  static constexpr int kSize = kRows * kColumns;
+  static constexpr int kBytes = kSize * static_cast<int>(sizeof(Element));
+  static_assert(kColumns % kPanelColumns == 0 && kRows % 8 == 0, "whole swizzle atoms");
+};
+
+// A warpgroup's accumulators for 64 rows and kColumns columns: (MMA, MMA_M, MMA_N) of m16n8 blocks.
+template <int kColumns>
+using Accumulator =
+    decltype(cute::make_tensor<float>(cute::Shape<cute::_4, cute::_1, cute::Int<kColumns / 8>>{}));
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Config>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr ForwardConfig kConfig = Config::value;
+  static constexpr int kBlockM = kConfig.block_m;
+  static constexpr int kBlockN = kConfig.block_n;
+  static constexpr int kStages = kConfig.stages;
+
+  // Consumers come first, so that what numbers threads by accumulators sees threadIdx.x.
+  static constexpr int kConsumers = kBlockM / 64;  // warpgroups
+  static constexpr int kThreads = kConsumers * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kThreads / 32;
+  static constexpr int kCtaThreads = kThreads + kWarpgroupThreads;
+  static constexpr int kGuardWarps = 3;
+  static constexpr RegisterSplit kRegisters = register_split(kConsumers);
+
+  using TileQ = PanelTile<Element, kBlockM, kHeadDim>;
+  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
+  using TileV = PanelTile<Element, kBlockN, kHeadDimV>;
+  using TileO = PanelTile<Element, kBlockM, kHeadDimV>;
+  static_assert(kConfig.own_output || kHeadDimV <= kHeadDim, "O lies where Q was");
+
+  using AccS = Accumulator<kBlockN>;
+  using AccO = Accumulator<kHeadDimV>;
+
+  struct SharedStorage {
+    alignas(1024) cute::array<Element, TileQ::kSize> q;
+    alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
+    alignas(1024) cute::array<Element, kStages * TileV::kSize> v;
+    alignas(1024) cute::array<Element, kConfig.own_output ? TileO::kSize : 0> o;
+
+    Mbarrier q_full;
+    Mbarrier q_empty;
+    Ring<kStages> k_ring;
+    Ring<kStages> v_ring;
+    Mbarrier v_guarded[kStages];          // NaN and infinity are out of a masked tile of V
+    int v_cleared[kStages][kGuardWarps];  // whether there were any
+
+    ANYFLASH_DEVICE Element* output() { return kConfig.own_output ? o.data() : q.data(); }
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+};
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,234 @@
+// The tensor memory accelerator: tensor maps, and copies of boxes that happen when they like.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "block.hpp"
+
+namespace emu {
+namespace {
+
+constexpr int kRank = 4;
+constexpr int kElementBytes = 2;
+constexpr int kPanelBytes = 128;  // a row of a box
+constexpr int kChunkBytes = 16;
+constexpr uint32_t kMagic = 0x54534f52;
+
+// What a CUtensorMap holds here.
+struct TensorMap {
+  uint32_t magic;
+  uint32_t box_rows;
+  unsigned char* data;
+  uint64_t extent[kRank];
+  uint64_t stride[kRank];  // bytes
+};
+static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
+
+struct Copy {
+  TensorMap map;
+  std::array<int, kRank> at;
+  unsigned char* shared;
+  Mbarrier* barrier;  // of a load
+  int thread;         // of a store
+  int bytes() const { return static_cast<int>(map.box_rows) * kPanelBytes; }
+};
+
+// Of fixed size: fibers do not allocate.
+template <int kCapacity>
+struct Copies {
+  std::array<Copy, kCapacity> items;
+  int count = 0;
+
+  void add(const Copy& copy) {
+    if (count == kCapacity) fail("TMA: too many copies are in flight for the emulator");
+    items[count++] = copy;
+  }
+  Copy take(int i) {
+    const Copy result = items[i];
+    items[i] = items[--count];
+    return result;
+  }
+};
+Copies<64> g_loads;
+Copies<512> g_stores;
+
+alignas(16) unsigned char g_async_shared[256 * 1024];
+
+// Not std::memcpy, which Thread Sanitizer intercepts.
+void copy_words(unsigned char* to, const unsigned char* from, size_t bytes) {
+  auto* target = reinterpret_cast<volatile uint64_t*>(to);
+  auto* source = reinterpret_cast<const volatile uint64_t*>(from);
+  for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) target[i] = source[i];
+}
+
+TensorMap read_map(const void* map) {
+  TensorMap result;
+  std::memcpy(&result, map, sizeof(result));
+  if (result.magic != kMagic) fail("TMA: this is no tensor map");
+  return result;
+}
+
+// Where row `row` of the box begins in global memory; null if there is no such row.
+unsigned char* global_row(const Copy& copy, uint32_t row) {
+  unsigned char* result = copy.map.data;
+  for (int axis = 1; axis < kRank; ++axis) {
+    const int64_t at = int64_t{copy.at[axis]} + (axis == 1 ? row : 0);
+    if (at < 0 || at >= static_cast<int64_t>(copy.map.extent[axis])) return nullptr;
+    result += at * static_cast<int64_t>(copy.map.stride[axis]);
+  }
+  return result;
+}
+
+// Calls visit(place in shared memory, place in global memory or null) for each element of the box.
+template <class Visit>
+void for_each_element(const Copy& copy, const Visit& visit) {
+  const size_t first = copy.shared - shared_memory();
+  for (uint32_t row = 0; row < copy.map.box_rows; ++row) {
+    unsigned char* const global = global_row(copy, row);
+    const size_t offset = first + row * kPanelBytes;
+    for (int element = 0; element < kPanelBytes / kElementBytes; ++element) {
+      const size_t byte = element * kElementBytes;
+      const size_t chunk = byte / kChunkBytes ^ (offset / kPanelBytes % 8);
+      const int64_t column = int64_t{copy.at[0]} + element;
+      const bool exists =
+          global != nullptr && column >= 0 && column < static_cast<int64_t>(copy.map.extent[0]);
+      visit(offset + chunk * kChunkBytes + byte % kChunkBytes,
+            exists ? global + column * kElementBytes : nullptr);
+    }
+  }
+}
+
+void land(const Copy& copy) {
+  for_each_element(copy, [](size_t shared, const unsigned char* global) {
+    uint16_t value = 0;
+    if (global != nullptr) std::memcpy(&value, global, sizeof(value));
+    std::memcpy(shared_memory() + shared, &value, sizeof(value));
+    std::memcpy(g_async_shared + shared, &value, sizeof(value));
+  });
+}
+
+void store(const Copy& copy) {
+  for_each_element(copy, [](size_t shared, unsigned char* global) {
+    if (global != nullptr) std::memcpy(global, g_async_shared + shared, sizeof(uint16_t));
+  });
+}
+
+CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                const cuuint64_t* extent, const cuuint64_t* stride, const cuuint32_t* box,
+                const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  const bool known =
+      (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) &&
+      rank == kRank && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+      swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  bool ok = known && reinterpret_cast<uintptr_t>(data) % 16 == 0 && data != nullptr &&
+            box[0] * kElementBytes == kPanelBytes && box[2] == 1 && box[3] == 1;
+  for (int axis = 0; axis < kRank; ++axis) {
+    ok = ok && extent[axis] >= 1 && extent[axis] <= uint64_t{1} << 32 && box[axis] >= 1 &&
+         box[axis] <= 256 && steps[axis] == 1;
+    if (axis > 0) ok = ok && stride[axis - 1] % 16 == 0 && stride[axis - 1] < uint64_t{1} << 40;
+  }
+  if (!ok) return CUDA_ERROR_INVALID_VALUE;
+  TensorMap result = {kMagic, box[1], static_cast<unsigned char*>(data), {}, {}};
+  for (int axis = 0; axis < kRank; ++axis) result.extent[axis] = extent[axis];
+  for (int axis = 1; axis < kRank; ++axis) result.stride[axis] = stride[axis - 1];
+  std::memset(map, 0, sizeof(*map));
+  std::memcpy(map, &result, sizeof(result));
+  return CUDA_SUCCESS;
+}
+
+Copy make_copy(const void* map, const int (&at)[kRank], const void* shared) {
+  Copy result = {read_map(map), {at[0], at[1], at[2], at[3]}, nullptr, nullptr, 0};
+  result.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
+  check_shared("TMA", shared, result.bytes(), kPanelBytes);
+  return result;
+}
+
+}  // namespace
+
+unsigned char* async_shared_memory() { return g_async_shared; }
+
+void reset_async_copies() {
+  g_loads.count = 0;
+  g_stores.count = 0;
+  copy_words(g_async_shared, shared_memory(), shared_memory_bytes() & ~size_t{7});
+}
+
+bool tma_loads_in_flight() { return g_loads.count != 0; }
+
+bool land_tma_load() {
+  if (g_loads.count == 0) return false;
+  Block& block = Block::current_block();
+  const Copy copy = g_loads.take(static_cast<int>(block.random() % g_loads.count));
+  land(copy);
+  block.mbarrier_receive(*copy.barrier, copy.bytes());
+  return true;
+}
+
+// What TMA brings comes at any time. False if there is nothing.
+bool Block::land() {
+  if (error_) return false;
+  try {
+    return land_tma_load();
+  } catch (...) {
+    error_ = std::current_exception();
+    return false;
+  }
+}
+
+void check_async_copies() {
+  if (g_loads.count != 0 || g_stores.count != 0) {
+    throw Failure("emulated kernel, " + name_of_block() + " ended before " +
+                  std::to_string(g_loads.count) + " TMA loads and " +
+                  std::to_string(g_stores.count) + " stores");
+  }
+}
+
+void tma_load(void* shared, const void* map, const int (&at)[kRank], const uint64_t* barrier) {
+  Copy copy = make_copy(map, at, shared);
+  copy.barrier = reinterpret_cast<Mbarrier*>(const_cast<uint64_t*>(barrier));
+  // From now on nobody may rely on what was here.
+  for (unsigned char* bytes : {shared_memory(), g_async_shared}) {
+    volatile unsigned char* const target = bytes + (copy.shared - shared_memory());
+    for (int i = 0; i < copy.bytes(); ++i) target[i] = kPoison;
+  }
+  g_loads.add(copy);
+}
+
+void tma_store(const void* map, const int (&at)[kRank], const void* shared) {
+  Copy copy = make_copy(map, at, shared);
+  copy.thread = Block::current_thread().index;
+  if (Block::current().random() % 2 == 0) store(copy);
+  else g_stores.add(copy);
+}
+
+void bulk_commit_group() {}
+
+void bulk_wait_all_groups() {
+  const int thread = Block::current_thread().index;
+  for (int i = g_stores.count - 1; i >= 0; --i) {
+    if (g_stores.items[i].thread == thread) store(g_stores.take(i));
+  }
+}
+
+void fence_proxy_async() {
+  copy_words(g_async_shared, shared_memory(), shared_memory_bytes() & ~size_t{7});
+}
+
+}  // namespace emu
+
+// What kernels' host code asks of the CUDA runtime.
+extern "C" {
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = reinterpret_cast<void*>(&emu::encode);
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated CUDA runtime"; }
+}

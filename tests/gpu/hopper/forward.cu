@@ -1,0 +1,95 @@
+// A Hopper forward kernel as a shared library with one C function, for check.py and times.py, which
+// call it with PyTorch's pointers. The build says which:
+//   ELEMENT   cutlass::bfloat16_t or cutlass::half_t
+//   HEAD_DIM  64, 128, 256
+//   SCHEDULE  kOverlap, kPingPong, kExclusive; without it, that of forward_config()
+//   BLOCK_M   rows of a CTA; without it, those of forward_config()
+#include <cstdio>
+#include <exception>
+
+#include "call.h"
+#include "sm90/forward/launch.h"
+#include "variant/forward_variants.h"
+
+namespace {
+
+using namespace anyflash;
+
+constexpr sm90::ForwardConfig make_config() {
+  sm90::ForwardConfig config = sm90::forward_config(HEAD_DIM, HEAD_DIM);
+#if defined(SCHEDULE)
+  config.schedule = sm90::Schedule::SCHEDULE;
+#endif
+#if defined(BLOCK_M)
+  config.block_m = BLOCK_M;
+#endif
+  return config;
+}
+struct Config {
+  static constexpr sm90::ForwardConfig value = make_config();
+};
+using Traits = sm90::ForwardTraits<ELEMENT, HEAD_DIM, HEAD_DIM, Config>;
+
+}  // namespace
+
+namespace {
+
+Strides strides(const int64_t (&of)[3]) {
+  Strides result;
+  result.batch = of[0];
+  result.row = of[1];
+  result.head = of[2];
+  return result;
+}
+
+ForwardParams params_of(const Call& call) {
+  ForwardParams params;
+  params.q = call.q;
+  params.k = call.k;
+  params.v = call.v;
+  params.out = call.out;
+  constexpr bool kHalf = std::is_same_v<ELEMENT, cutlass::half_t>;
+  params.out_dtype = call.float_out ? DType::kFloat32 : kHalf ? DType::kFloat16 : DType::kBFloat16;
+  params.lse = call.lse;
+  params.max_logits = call.max_logits;
+  params.max_logits_stride.batch = call.heads;
+  params.max_logits_stride.head = 1;
+  params.sinks.data = call.sinks;
+  params.sinks.stride.head = 1;
+  params.cu_seqlens_q = call.cu_seqlens_q;
+  params.cu_seqlens_k = call.cu_seqlens_k;
+  params.seqused_k = call.seqused_k;
+  params.q_stride = strides(call.q_stride);
+  params.k_stride = strides(call.k_stride);
+  params.v_stride = strides(call.v_stride);
+  params.out_stride = strides(call.out_stride);
+  params.lse_stride = strides(call.lse_stride);
+  params.total_q = call.total_q;
+  params.total_k = call.total_k;
+  params.window.left = call.window_left;
+  params.window.right = call.window_right;
+  params.softmax_scale = call.softmax_scale;
+  params.batch = call.batch;
+  params.heads = call.heads;
+  params.heads_k = call.heads_k;
+  params.seqlen_q = call.seqlen_q;
+  params.seqlen_k = call.seqlen_k;
+  params.head_dim = call.head_dim;
+  params.head_dim_v = call.head_dim_v;
+  return params;
+}
+
+}  // namespace
+
+extern "C" int hopper_forward(const Call* call) {
+  try {
+    LaunchContext context;
+    context.stream = call->stream;
+    context.multiprocessors = call->multiprocessors;
+    sm90::launch_forward<Traits, PlainForward>(params_of(*call), call->ctas, context);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}
