@@ -39,7 +39,8 @@ QUERY_TILE = "sm80/forward/query_tile.h"
 ROW_EXCHANGE = "sm80/forward/row_exchange.h"
 RESTORE_NONFINITE = "cuda/restore_nonfinite.h"
 VARIANTS = "variant/forward_variants.h"
-EPILOGUE = "cuda/epilogue.h"
+EPILOGUE = "sm80/forward/epilogue.h"
+CUDA_EPILOGUE = "cuda/epilogue.h"
 KERNEL = "sm80/forward/kernel.h"
 OPERAND = "sm80/ldmatrix_operand.h"
 SOFTMAX = "common/softmax.h"
@@ -186,7 +187,7 @@ BOUNDS = (
     ),
     Mutation(
         "float-output-not-guarded",
-        EPILOGUE,
+        CUDA_EPILOGUE,
         "i < rows && x < params.head_dim_v",
         "i < rows",
         "asan",
@@ -227,19 +228,22 @@ ARITHMETIC = (
     ),
     Mutation(
         "restored-where-bias-hides",
-        EPILOGUE,
+        CUDA_EPILOGUE,
         "!mask.keep(row, key) || !variant.keep(row, key)",
         "!mask.keep(row, key)",
     ),
-    Mutation("dropped-infinity-restored", EPILOGUE, "variant.is_dropped(row, key)", "false"),
+    Mutation("dropped-infinity-restored", CUDA_EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("hidden-restored", RESTORE_NONFINITE, "of == TermWeight::kHidden", "false"),
     Mutation(
-        "restored-of-another-sequence", EPILOGUE, "sequence.first_k * params.v_stride.row", "0"
+        "restored-of-another-sequence", CUDA_EPILOGUE, "sequence.first_k * params.v_stride.row", "0"
     ),
     Mutation(
-        "max-logits-of-rows-beyond", EPILOGUE, "cute::get<0>(coordinates(row, 0)) < rows", "true"
+        "max-logits-of-rows-beyond",
+        CUDA_EPILOGUE,
+        "cute::get<0>(coordinates(row, 0)) < rows",
+        "true",
     ),
-    Mutation("order-of-negative-maxima", EPILOGUE, "maximum >= 0.0f", "true"),
+    Mutation("order-of-negative-maxima", CUDA_EPILOGUE, "maximum >= 0.0f", "true"),
     Mutation(
         "softcap-of-half",
         SCORE_MOD,
