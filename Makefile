@@ -13,7 +13,6 @@ KERNELS := ci
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 export PATH := $(BIN):$(PATH)
-EMULATED := $(CURDIR)/build/test/_emulated_sm80.so
 
 .PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
   check-emulator check-sass check-embed wheel check-wheel clean
@@ -81,7 +80,7 @@ check-emulator: build-test
 	$(BIN)/python -m pytest tests/emulator
 
 check-python: install build-test
-	ANYFLASH_EMULATED_SM80=$(EMULATED) $(BIN)/python -m pytest -n auto --dist worksteal \
+	$(BIN)/python -m pytest -n auto --dist worksteal \
 	  tests/python tests/lint
 
 # The same wheel with the oldest JAX: the package alone is seen there.

@@ -3,7 +3,8 @@
 #   ANYFLASH_CUDA    AUTO (default): build CUDA kernels if nvcc is found. ON: it must be. OFF: CPU only.
 #   ANYFLASH_ARCHS   as CMAKE_CUDA_ARCHITECTURES: 80-real is machine code, 80-virtual PTX, 80 both;
 #                    90a adds the kernels that run on 9.0 alone; or `release`, what released wheels
-#                    hold. Default: machine code for the GPUs of this machine, else 80.
+#                    hold. Default: machine code for the GPUs of this machine, 90a with 90; without
+#                    any, 80 and 90a.
 
 set(ANYFLASH_CUDA AUTO CACHE STRING "Build CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE ANYFLASH_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -17,6 +18,7 @@ set(
   ANYFLASH_RELEASE_ARCHS
   80-real
   90-real
+  90a-real
   100-real
   120-real
   80-virtual
@@ -104,8 +106,11 @@ function(anyflash_requested_archs output)
       string(REPLACE "." "" present "${present}")
       string(REPLACE "\n" "-real;" requested "${present}-real")
       list(REMOVE_DUPLICATES requested)
+      if("90-real" IN_LIST requested)
+        list(APPEND requested 90a-real)
+      endif()
     else()
-      set(requested 80)
+      set(requested 80 90a-real)
     endif()
   endif()
   foreach(arch IN LISTS requested)

@@ -75,6 +75,15 @@ anyflash_kernels(
     "*:_m64_8bit:64, true"
 )
 
+anyflash_kernel_family(sm90 ARCHS "^90a$" VIRTUAL 90a)
+anyflash_kernels(
+  FAMILY sm90
+  OP forward
+  HEAD_DIMS 64 96 128 192 192_128 256
+  KERNELS
+    "*::PlainForward"
+)
+
 # The units of a kernel set, as dtype-head_dims. The set for CI has what a GPU's users run most,
 # float16 for head dim 64 alone: a unit takes a minute, and float16 differs from bfloat16 in the name
 # of an instruction. The emulator has more head dims.

@@ -30,6 +30,7 @@ Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuI
     problem.pairs = params.batch * params.heads;
   }
   problem.bounded = params.window.left >= 0 || params.window.right >= 0;
+  problem.positive_scale = params.softmax_scale >= kLeastScale;
   return problem;
 }
 

@@ -44,6 +44,7 @@ struct InputRules {
   int alignment =
       1;  // bytes: of the data, of rows, and of all strides but the columns', which is 1
   int64_t max_row_stride = INT64_MAX;  // elements, either sign
+  bool positive_strides = false;       // of axes with more than one element
 };
 
 // Kernels that are written for the same instructions. Its folder of cpp/kernels defines it.
@@ -54,6 +55,7 @@ struct KernelFamily {
   // Where two families can run a problem, the higher one does. So a family's features and head
   // dims alone say which problems it takes: never their sizes, on which bits must not depend.
   int priority = 0;
+  bool needs_positive_scale = false;  // softmax_scale of at least kLeastScale
   InputRules input_rules;
 
   constexpr bool is_gpu() const { return gpus.first != INT_MAX; }

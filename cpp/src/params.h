@@ -31,6 +31,9 @@ struct Window {
 
 // A softcap so large that its 2^-24th part counts.
 inline constexpr double kAccurateSoftcap = 256.0;
+// Smaller softmax scales count as 0 on a GPU: so 16-bit numbers make it, but units of one
+// (ScoreMod) may be infinite.
+inline constexpr double kLeastScale = 1e-20;
 
 struct ForwardParams {
   const void* q = nullptr;

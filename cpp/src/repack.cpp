@@ -24,7 +24,9 @@ bool fits_kernel(const TensorView& t, const InputRules& rules) {
   }
   if (!is_whole(t.shape[3]) || t.stride[3] != 1) return false;
   for (int i = 0; i < 3; ++i) {
-    if (t.shape[i] > 1 && !is_whole(t.stride[i])) return false;
+    if (t.shape[i] <= 1) continue;
+    if (!is_whole(t.stride[i])) return false;
+    if (rules.positive_strides && t.stride[i] <= 0) return false;
   }
   return true;
 }

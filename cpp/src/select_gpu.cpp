@@ -69,10 +69,11 @@ std::string with_features(unsigned features) {
   return text;
 }
 
-// Has all features, and fits the GPU.
+// Has all features, takes the scale, and fits the GPU.
 bool suffices(const KernelDescriptor& kernel, const Problem& problem,
               const DeviceProperties& device) {
   return (problem.features & ~kernel.features) == 0 && kernel.smem_bytes <= device.smem_per_block &&
+         (problem.positive_scale || !kernel.family->needs_positive_scale) &&
          built_for(*kernel.family, device.compute_capability);
 }
 

@@ -10,7 +10,7 @@
 #
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
-#   ANYFLASH_ARCHS  GPU architectures to build (default 90)
+#   ANYFLASH_ARCHS  GPU architectures to build (default 90 and 90a)
 #   STAGES          some of: build atoms tests memcheck racecheck, and the benchmark's presets:
 #                   paper gqa varlen features decode memory overhead (default: all)
 #
@@ -54,7 +54,7 @@ build() {
     PATH=$venv/bin:$PATH pip_install --no-build-isolation --no-deps --force-reinstall \
       --config-settings=build-dir=build/gpu/wheel \
       --config-settings=cmake.define.ANYFLASH_CUDA=ON \
-      --config-settings=cmake.define.ANYFLASH_ARCHS="${ANYFLASH_ARCHS:-90}" . &&
+      --config-settings=cmake.define.ANYFLASH_ARCHS="${ANYFLASH_ARCHS:-90;90a-real}" . &&
     "$python" -m anyflash
 }
 

@@ -1,8 +1,8 @@
 """The C ABI through ctypes, and the backends that every case runs on.
 
 A backend is a library and a device: `cpu` (the best instruction set of this machine) and
-`cpu-<isa>` for those below it, `emulated-sm80` (the CUDA kernels compiled for the host; what it
-calls CUDA memory is host memory) and `cuda`.
+`cpu-<isa>` for those below it, `emulated-sm80` and `emulated-sm90` (an A100 and an H100 with the
+CUDA kernels compiled for the host; what they call CUDA memory is host memory) and `cuda`.
 """
 
 from __future__ import annotations
@@ -186,6 +186,7 @@ class Backend:
     device: tuple[int, int]
     isa: str = "auto"  # what options.cpu_isa asks for
     arch: str = ""  # of the kernels that must then run
+    before: str = ""  # of kernels that run instead, where they can
     expected: str = ""  # the one that must, where it is not the one that row() would find
 
     @property
@@ -194,7 +195,8 @@ class Backend:
 
     def rows(self, op: str = "forward") -> list[Row]:
         """The kernels of this backend."""
-        rows = [row for row in self.library.rows if (row.arch, row.op) == (self.arch, op)]
+        archs = (self.arch, self.before)
+        rows = [row for row in self.library.rows if row.arch in archs and row.op == op]
         if self.arch == "amx":  # what it has no kernel for runs as for AVX-512
             dtypes = {row.dtype for row in rows}
             others = (row for row in self.library.rows if (row.arch, row.op) == ("avx512", op))
@@ -202,25 +204,35 @@ class Backend:
         return rows
 
     def row(
-        self, dtype: str, head_dim: int, head_dim_v: int, variant: str, op: str = "forward"
+        self,
+        dtype: str,
+        head_dim: int,
+        head_dim_v: int,
+        variant: str,
+        *,
+        op: str = "forward",
+        positive_scale: bool = True,
     ) -> Row | None:
-        """The kernel that must take this: the smallest that is large enough and can do it. One for
-        more or less shared memory may stand in for it (usual())."""
+        """The kernel that must take this: the smallest that is large enough and can do it, of
+        the first arch that has one. One for other shared memory may stand in for it (usual())."""
 
         def fits(row: Row) -> bool:
             if row.head_dim == 0:
                 return True
+            if row.arch == "sm90" and not positive_scale:
+                return False
             large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
             return large_enough and row.variant in (variant, "generic")
 
-        def size(row: Row) -> tuple[int, int]:
-            return row.head_dim + row.head_dim_v, VARIANTS.index(row.variant)
+        def preference(row: Row) -> tuple[bool, int, int]:
+            dims = row.head_dim + row.head_dim_v
+            return row.arch != self.before, dims, VARIANTS.index(row.variant)
 
         rows = [row for row in self.rows(op) if row.dtype == dtype]
         if self.expected:
             return next(row for row in rows if row.name == self.expected)
         fitting = [row for row in rows if row.variant in VARIANTS and fits(row)]
-        return min(fitting, key=size, default=None)
+        return min(fitting, key=preference, default=None)
 
     def usual(self, name: str) -> str:
         """The name of the kernel for an A100's shared memory, unless one was expected by name."""
@@ -327,10 +339,8 @@ def _native() -> Library:
     return _load(_library_path(), "pip install .")
 
 
-def _emulated() -> Library:
-    default = REPOSITORY / "build" / "test" / "_emulated_sm80.so"
-    path = Path(os.environ.get("ANYFLASH_EMULATED_SM80", default))
-    return _load(path, "make build-test")
+def _emulated(arch: str) -> Library:
+    return _load(REPOSITORY / "build" / "test" / f"_emulated_{arch}.so", "make build-test")
 
 
 @functools.cache
@@ -363,19 +373,30 @@ def cuda_driver() -> CudaDriver | None:
 def backend_names() -> list[str]:
     if WANTED:
         return WANTED.split(",")
-    return ["cpu", *(f"cpu-{isa}" for isa in cpu_isas()[1:]), "emulated-sm80", "cuda"]
+    return [
+        "cpu",
+        *(f"cpu-{isa}" for isa in cpu_isas()[1:]),
+        "emulated-sm80",
+        "emulated-sm90",
+        "cuda",
+    ]
 
 
 @functools.cache
 def backend(name: str) -> Backend:
     """Raise Unavailable, with what to do about it, where there is none."""
     if name == "emulated-sm80":
-        return Backend(name, _emulated(), HostMemory(), (KDL_CUDA, 0), arch="sm80")
+        return Backend(name, _emulated("sm80"), HostMemory(), (KDL_CUDA, 0), arch="sm80")
+    if name == "emulated-sm90":
+        library = _emulated("sm90")
+        return Backend(name, library, HostMemory(), (KDL_CUDA, 0), arch="sm80", before="sm90")
     if name == "cuda":
         driver = cuda_driver()
         if driver is None:
             raise Unavailable("no CUDA device in this machine")
-        return Backend(name, _native(), CudaMemory(driver), (KDL_CUDA, 0), arch="sm80")
+        before = "sm90" if driver.compute_capability() == (9, 0) else ""
+        memory = CudaMemory(driver)
+        return Backend(name, _native(), memory, (KDL_CUDA, 0), arch="sm80", before=before)
     isa = name.removeprefix("cpu").removeprefix("-")
     arch = isa or best_isa()
     return Backend(name, _native(), HostMemory(), (KDL_CPU, 0), isa or "auto", arch)

@@ -45,6 +45,7 @@ for table in (CASES, BACKWARD_CASES, CACHE_CASES):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: the few cases that run under compute-sanitizer")
+    config.addinivalue_line("markers", "forward: of the operation that sm90 has kernels for")
 
 
 @pytest.fixture
@@ -79,6 +80,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` is every backend, with `case` each of its cases, with `gradient_case` each of the
     backward's, with `cache_case` each with a cache; `cpu` and `gpu` are some backends."""
     names = capi.backend_names()
+    if not metafunc.definition.get_closest_marker("forward"):
+        names = [name for name in names if name != "emulated-sm90"]
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]
     tables = (("case", CASES), ("gradient_case", BACKWARD_CASES), ("cache_case", CACHE_CASES))

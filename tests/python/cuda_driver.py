@@ -20,16 +20,24 @@ class CudaDriver:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise DriverError(str(error)) from error
-        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
-        self._call("cuDeviceGet", ctypes.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuDeviceGet", ctypes.byref(self._device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
         self._call("cuCtxSetCurrent", context)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._cuda, name)(*arguments)
         if status != 0:
             raise DriverError(f"{name} returned {status}")
+
+    def compute_capability(self) -> tuple[int, int]:
+        def attribute(number: int) -> int:
+            value = ctypes.c_int()
+            self._call("cuDeviceGetAttribute", ctypes.byref(value), number, self._device)
+            return value.value
+
+        return attribute(75), attribute(76)
 
     def allocate(self, size: int) -> int:
         block = ctypes.c_uint64()

@@ -45,7 +45,7 @@ def supports_backward(name: str, case: GradientCase) -> bool:
 def backward_row(backend: Backend, case: GradientCase) -> capi.Row | None:
     forward = case.forward
     variant = forward.features.backward_variant
-    return backend.row(forward.dtype, forward.d, forward.head_dim_v, variant, "backward")
+    return backend.row(forward.dtype, forward.d, forward.head_dim_v, variant, op="backward")
 
 
 def verify_backward(backend: Backend, case: GradientCase) -> None:

@@ -19,13 +19,15 @@ from tensors import WRITABLE_LAYOUTS, empty, place, sparse
 
 import anyflash
 
+pytestmark = pytest.mark.forward
+
 
 def test_case(backend: Backend, case: Case) -> None:
     verify(backend, case)
 
 
 def test_random(backend: Backend) -> None:
-    examples = {"emulated-sm80": 80, "cuda": 500}.get(backend.name, 120)
+    examples = {"emulated-sm80": 80, "emulated-sm90": 80, "cuda": 500}.get(backend.name, 120)
     dtypes = sorted({row.dtype for row in backend.rows()})
 
     @settings(max_examples=examples)
@@ -92,7 +94,7 @@ def test_batch_invariance(backend: Backend, causal: bool, head_dim: int) -> None
 def test_repeats_have_the_same_bits(backend: Backend) -> None:
     case = Case("repeat", batch=2, sq=150, sk=200, heads=4, heads_k=2, causal=True)
     first = run(backend, case)
-    for _ in range({"cuda": 250, "emulated-sm80": 5}.get(backend.name, 20)):
+    for _ in range({"cuda": 250, "emulated-sm80": 5, "emulated-sm90": 5}.get(backend.name, 20)):
         assert_same_bits(run(backend, case), first)
 
 

@@ -15,6 +15,8 @@ from oracle import DTYPES, Array
 from running import bits, call, run
 from tensors import Tensor, empty, place
 
+pytestmark = pytest.mark.forward
+
 # Dropout is left out: its mask depends on the place in the batch.
 INVARIANT = {
     "plain": Features(),

@@ -200,7 +200,7 @@ def test_every_kernel_is_there(tmp_path: Path, wheel: Path) -> None:
     info = json.loads(run(python, "-m", "anyflash", "--json"))
     if info["cuda"] is None:
         pytest.skip("a wheel without code for GPUs")
-    assert info["cuda"]["archs"] == ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"]
+    assert info["cuda"]["archs"] == ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80", "sm_90a"]
     recorded = json.loads((ROOT / "tests/sass/recorded.json").read_text())["kernels"]
     names = {kernel["name"] for kernel in info["kernels"]}
     assert not set(recorded) - names

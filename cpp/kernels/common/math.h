@@ -11,10 +11,6 @@ inline constexpr T kLog2EOf = T(1.44269504088896340736);
 template <class T>
 inline constexpr T kLn2Of = T(0.693147180559945309417);
 
-// Smaller scales count as 0: so 16-bit numbers make it, but units of one (ScoreMod) may be
-// infinite.
-inline constexpr double kLeastScale = 1e-20;
-
 // n / d, rounded up, of numbers that are not negative.
 template <class N, class D>
 ANYFLASH_HOST_DEVICE constexpr auto ceil_div(N n, D d) {

@@ -116,7 +116,7 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float sum = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
-      float reference = max_score(row);
+      float reference = max_(row) * unit_;
       float scale = factor;
       if (sink != -INFINITY) {
         // The larger of both is the new reference, so that neither term overflows.

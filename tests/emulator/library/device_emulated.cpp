@@ -1,4 +1,5 @@
-// device.h for the emulated GPU: one device of compute capability 8.0 whose memory is the host's.
+// device.h for the emulated GPU: one device, of compute capability 8.0 unless told otherwise, whose
+// memory is the host's.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@
 namespace {
 
 int compute_capability = 80;
+int multiprocessors = 108;
 int full_grid = 1;             // nothing is too small for the kernels of large problems
 std::uintptr_t capturing = 0;  // the stream that is being captured; 0: none
 
@@ -24,6 +26,9 @@ extern "C" __attribute__((visibility("default"))) void emulated_set_full_grid(in
 }
 extern "C" __attribute__((visibility("default"))) void emulated_set_compute_capability(int value) {
   compute_capability = value;
+}
+extern "C" __attribute__((visibility("default"))) void emulated_set_multiprocessors(int value) {
+  multiprocessors = value;
 }
 extern "C" __attribute__((visibility("default"))) void emulated_capture(std::uintptr_t stream) {
   capturing = stream;
@@ -48,11 +53,11 @@ const DeviceProperties& device_properties(int index) {
     throw Error(ErrorCode::kDevice,
                 "CUDA device " + std::to_string(index) + " does not exist; there are 1");
   }
-  // The A100's. Tests may change the shared memory between calls. A multiprocessor has 1 KB more,
-  // which is reserved.
+  // Tests may change the shared memory between calls. A multiprocessor has 1 KB more, which is
+  // reserved.
   thread_local DeviceProperties properties;
   const std::size_t smem = emu::options().shared_memory_limit;
-  properties = {"emulated GPU", compute_capability, 108, smem, smem + 1024, full_grid};
+  properties = {"emulated GPU", compute_capability, multiprocessors, smem, smem + 1024, full_grid};
   return properties;
 }
 

@@ -2,8 +2,7 @@
 // call it with PyTorch's pointers. The build says which:
 //   ELEMENT   cutlass::bfloat16_t or cutlass::half_t
 //   HEAD_DIM  64, 128, 256
-//   SCHEDULE  kOverlap, kPingPong, kExclusive; without it, that of forward_config()
-//   BLOCK_M   rows of a CTA; without it, those of forward_config()
+//   PING_PONG, BLOCK_M  true or false, rows of a CTA; without them, those of forward_config()
 #include <cstdio>
 #include <exception>
 
@@ -17,8 +16,8 @@ using namespace anyflash;
 
 constexpr sm90::ForwardConfig make_config() {
   sm90::ForwardConfig config = sm90::forward_config(HEAD_DIM, HEAD_DIM);
-#if defined(SCHEDULE)
-  config.schedule = sm90::Schedule::SCHEDULE;
+#if defined(PING_PONG)
+  config.ping_pong = PING_PONG;
 #endif
 #if defined(BLOCK_M)
   config.block_m = BLOCK_M;
@@ -86,7 +85,7 @@ extern "C" int hopper_forward(const Call* call) {
     LaunchContext context;
     context.stream = call->stream;
     context.multiprocessors = call->multiprocessors;
-    sm90::launch_forward<Traits, PlainForward>(params_of(*call), call->ctas, context);
+    sm90::launch_forward<Traits, PlainForward>(params_of(*call), context, call->ctas);
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

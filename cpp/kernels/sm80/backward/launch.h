@@ -19,6 +19,7 @@
 #include "common/math.h"
 #include "common/softmax.h"
 #include "cuda/backward_preprocess.h"
+#include "cuda/descriptor.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "sm80/backward/dbias.h"
@@ -152,7 +153,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
                                 kTileConfig>;
   using RowTraits = DeterministicDqTraits<Element, kHeadDim, kHeadDimV>;
-  KernelDescriptor d = descriptor<Traits>(name, Op::kBackward, kTileConfig);
+  KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward, kTileConfig);
   d.features = Scores::kFeatures;
   d.tile = Traits::kRound;
   d.bits_group = Traits::kConfig.bits_group;

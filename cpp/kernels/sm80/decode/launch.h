@@ -8,6 +8,7 @@
 #include "common/launch.h"
 #include "common/math.h"
 #include "cuda/combine.h"
+#include "cuda/descriptor.h"
 #include "kernel_descriptor.h"
 #include "sm80/decode/kernel.h"
 #include "sm80/decode/traits.h"
@@ -69,10 +70,9 @@ template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, bool k8Bit>
 constexpr KernelDescriptor decode_descriptor(const char* name) {
   static_assert(kHeadDim == kHeadDimV, "other head dims are rounded up");
   using Traits = DecodeTraits<Element, kHeadDim, kBlockM, k8Bit>;
-  KernelDescriptor d = descriptor<Traits>(name, Op::kDecode, TileConfig::kDefault);
+  KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kDecode);
   d.features = kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures);
   d.tile = Traits::kTile;
-  d.smem_bytes = sizeof(typename Traits::SharedStorage);
   d.decode = {decode_scratch_bytes, launch_decode<Traits>};
   return d;
 }

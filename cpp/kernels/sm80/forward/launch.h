@@ -8,6 +8,7 @@
 
 #include "common/launch.h"
 #include "common/math.h"
+#include "cuda/descriptor.h"
 #include "cuda/tile_scheduler.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
@@ -52,11 +53,10 @@ template <class Element, int kHeadDim, int kHeadDimV, class Variant,
           TileConfig kTileConfig = TileConfig::kDefault>
 constexpr KernelDescriptor forward_descriptor(const char* name) {
   using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kTileConfig>;
-  KernelDescriptor d = descriptor<Traits>(name, Op::kForward, kTileConfig);
+  KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward, kTileConfig);
   d.features = Variant::kFeatures;
   d.tile = Traits::kTile;
   d.bits_group = Traits::kConfig.bits_group;
-  d.smem_bytes = sizeof(typename Traits::SharedStorage);
   d.forward = {no_scratch, launch_forward<Traits, Variant>};
   return d;
 }

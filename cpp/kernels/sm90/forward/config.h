@@ -1,40 +1,77 @@
-// Tiles and schedules of the Hopper forward.
+// Tiles and schedules of the Hopper forward: a table.
 #pragma once
-
-#include "common/macros.h"
 
 namespace anyflash::sm90 {
 
-// How a CTA's tensor cores stay busy while its warpgroups compute probabilities.
-enum class Schedule {
-  // Within a warpgroup: Q K^T of a tile and P V of the tile before run beside the softmax
-  // (FlashAttention-3, arXiv 2407.08608, section 3.2).
-  kOverlap,
-  // The same, and warpgroups issue their products in turns (section 3.1).
-  kPingPong,
-  // No overlap within a warpgroup; one at a time exponentiates, while the others multiply.
-  kExclusive,
-};
-
 struct ForwardConfig {
+  // Which kernels have it: those with head dims of at most so much.
+  int max_head_dim = 0;
+  int max_head_dim_v = 0;
+
   int block_m = 128;
+  // The keys of a tile decide the order of sums, so they depend on the head dims alone.
   int block_n = 128;
   int stages = 2;  // buffers of K and of V
-  Schedule schedule = Schedule::kPingPong;
+  // Whether warpgroups issue their products in turns (FlashAttention-3, arXiv 2407.08608, section
+  // 3.1). In any case Q K^T of a tile and P V of the tile before run beside the softmax (3.2).
+  bool ping_pong = true;
   bool own_output = true;  // a buffer for O beside Q's, so that the next Q may come early
 };
 
-// The keys of a tile decide the order of sums, so they depend on the head dims alone.
+namespace forward_configs {
+
+// 64 rows a warpgroup: three of them share each tile of K and V.
+constexpr ForwardConfig up_to_64() {
+  ForwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 64;
+  c.block_m = 192;
+  return c;
+}
+
+constexpr ForwardConfig up_to_128() {
+  ForwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 128;
+  return c;
+}
+
+constexpr ForwardConfig up_to_192_128() {
+  ForwardConfig c;
+  c.max_head_dim = 192;
+  c.max_head_dim_v = 128;
+  c.own_output = false;
+  return c;
+}
+
+// What 227 KB hold with two buffers of K and V.
+constexpr ForwardConfig up_to_192() {
+  ForwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 192;
+  c.block_n = 112;
+  c.ping_pong = false;
+  c.own_output = false;
+  return c;
+}
+
+constexpr ForwardConfig up_to_256() {
+  ForwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 256;
+  c.block_n = 80;
+  c.ping_pong = false;
+  c.own_output = false;
+  return c;
+}
+
+inline constexpr ForwardConfig kTable[] = {up_to_64(), up_to_128(), up_to_192_128(), up_to_192(),
+                                           up_to_256()};
+
+}  // namespace forward_configs
+
+// The first row of the table that serves the head dims; max_head_dim is 0 if there is none.
 constexpr ForwardConfig forward_config(int head_dim, int head_dim_v) {
-  ForwardConfig config;
-  if (head_dim <= 64 && head_dim_v <= 64) {
-    config.block_m = 192;
-  } else if (head_dim > 128 || head_dim_v > 128) {
-    config.block_n = 80;
-    config.schedule = Schedule::kOverlap;
-    config.own_output = false;
+  for (const ForwardConfig& config : forward_configs::kTable) {
+    if (head_dim <= config.max_head_dim && head_dim_v <= config.max_head_dim_v) return config;
   }
-  return config;
+  return {};
 }
 
 // Of 64 K registers; setmaxnreg hands them from the producer to the consumers.

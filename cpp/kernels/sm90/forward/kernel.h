@@ -72,7 +72,7 @@ ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::Share
                                      const KRange& range) ANYFLASH_INLINE_LAMBDA {
     typename Traits::AccO acc_o;
     cute::clear(acc_o);
-    StagedSoftmax softmax(params.scale_log2, params.max_logits != nullptr);
+    StagedSoftmax softmax(params.scale_log2);
     stages.wait_queries();
     forward_mainloop<Traits>(stages, VisibleKeys(mask, block.first_row), range, acc_o, softmax);
     forward_epilogue<Traits, Variant>(params, block, stages, output, acc_o, softmax);

@@ -1,33 +1,32 @@
 // Host side of the Hopper forward kernels.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
+#include "common/element.h"
 #include "common/launch.h"
-#include "common/softmax.h"
+#include "common/math.h"
+#include "cuda/descriptor.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
+#include "sm90/family.h"
 #include "sm90/forward/kernel.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/forward/traits.h"
 #include "sm90/tma.h"
+#include "variant/forward_variants.h"
 
 namespace anyflash::sm90 {
 
 // The maps of one call: Q and K/V in whole tiles, O in a warp's rows.
 template <class Traits>
 void make_tensor_maps(ForwardLaunch& launch) {
-  constexpr DType kType = std::is_same_v<typename Traits::Element, cutlass::half_t>
-                              ? DType::kFloat16
-                              : DType::kBFloat16;
   const bool packed = launch.cu_seqlens_q != nullptr;
   TensorMapShape queries{};
-  queries.dtype = kType;
+  queries.dtype = kElementType<typename Traits::Element>;
   queries.columns = launch.head_dim;
   queries.rows = packed ? launch.total_q : launch.seqlen_q;
   queries.heads = launch.heads;
@@ -51,18 +50,36 @@ void make_tensor_maps(ForwardLaunch& launch) {
   launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
 
-// softmax_scale is positive. `ctas`: 0 for one a block of rows, else so many at most, which take
-// blocks one after the other.
+// How many CTAs there are. Without a mask they are persistent: as many as multiprocessors, each of
+// which loads the next block of rows while it writes the last one's results. With one, blocks differ
+// in work: there is a CTA for each, the longest first.
+inline int64_t forward_ctas(const ForwardParams& params, int64_t blocks,
+                            const LaunchContext& context) {
+  const bool bounded = params.window.left >= 0 || params.window.right >= 0;
+  return bounded ? blocks : std::min<int64_t>(blocks, context.multiprocessors);
+}
+
+// Coordinates of TMA have 32 bits.
+inline void check_packed_rows(const char* name, int64_t total) {
+  if (total <= INT32_MAX) return;
+  throw Error(ErrorCode::kUnsupported,
+              std::string(name) + " has " + std::to_string(total) +
+                  " packed rows; the sm90 kernels take at most 2147483647");
+}
+
+// softmax_scale is positive. `ctas`: at most so many, which take blocks one after the other; 0: as
+// forward_ctas() says.
 template <class Traits, class Variant>
-void launch_forward(const ForwardParams& params, int ctas, const LaunchContext& context) {
-  const int64_t row_blocks = (int64_t{params.seqlen_q} + Traits::kBlockM - 1) / Traits::kBlockM;
+void launch_forward(const ForwardParams& params, const LaunchContext& context, int ctas = 0) {
+  const int64_t row_blocks = ceil_div(int64_t{params.seqlen_q}, Traits::kBlockM);
   const int64_t blocks = row_blocks * params.batch * params.heads;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported,
                 "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
-  if (blocks == 0) return;
+  check_packed_rows("q", params.total_q);
+  check_packed_rows("k", params.total_k);
   ForwardLaunch prepared{};
   static_cast<ForwardParams&>(prepared) = params;
   prepared.scale_log2 = static_cast<float>(params.softmax_scale) * kLog2E;
@@ -71,10 +88,24 @@ void launch_forward(const ForwardParams& params, int ctas, const LaunchContext& 
       LptTileScheduler(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
                        heads_per_l2_section(params, context.multiprocessors));
   make_tensor_maps<Traits>(prepared);
-  const int64_t grid = ctas == 0 ? blocks : std::min<int64_t>(blocks, ctas);
+  const int64_t grid =
+      ctas == 0 ? forward_ctas(params, blocks, context) : std::min<int64_t>(blocks, ctas);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(grid)), dim3(Traits::kCtaThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);
+}
+
+template <class Element, int kHeadDim, int kHeadDimV, class Variant>
+constexpr KernelDescriptor forward_descriptor(const char* name) {
+  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV>;
+  KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward);
+  d.features = Variant::kFeatures;
+  d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};
+  d.forward.scratch_bytes = [](const ForwardParams&, int) { return std::size_t{0}; };
+  d.forward.launch = [](const ForwardParams& params, const LaunchContext& context) {
+    launch_forward<Traits, Variant>(params, context);
+  };
+  return d;
 }
 
 }  // namespace anyflash::sm90

@@ -1,5 +1,4 @@
-// The consumers' loop over the tiles of keys that a block of query rows sees, in two schedules over
-// the same stages. Both add the same numbers in the same order.
+// The consumers' loop over the tiles of keys that a block of query rows sees.
 #pragma once
 
 #include <type_traits>
@@ -12,15 +11,17 @@
 
 namespace anyflash::sm90 {
 
-// What nvcc 13.0's ptxas does to both: it moves exponentials past barriers and waits, which they do
+// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows. Q K^T of
+// each tile and P V of the tile before run beside the softmax of this one.
+//
+// What nvcc 13.0's ptxas does to it: it moves exponentials past barriers and waits, which they do
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
 // they have to stay.
-
-// Runs Q K^T of each tile and P V of the tile before beside the softmax of this one.
 template <class Traits>
-ANYFLASH_DEVICE void overlapped_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
-                                         const KRange& range, typename Traits::AccO& acc_o,
-                                         StagedSoftmax& softmax) {
+ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
+                                      const KRange& range, typename Traits::AccO& acc_o,
+                                      StagedSoftmax& softmax) {
+  if (range.first() < 0) return;
   typename Traits::AccS acc_s;
   typename ForwardStages<Traits>::Probabilities p;
   auto scores = as_matrix(acc_s);
@@ -66,52 +67,6 @@ ANYFLASH_DEVICE void overlapped_mainloop(ForwardStages<Traits>& stages, const Vi
   stages.wait_values(was_masked);
   stages.issue_values(acc_o, p);
   stages.land_values(acc_o);
-}
-
-// One tile after the other; only one warpgroup at a time exponentiates, while others multiply.
-template <class Traits>
-ANYFLASH_DEVICE void exclusive_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
-                                        const KRange& range, typename Traits::AccO& acc_o,
-                                        StagedSoftmax& softmax) {
-  typename Traits::AccS acc_s;
-  typename ForwardStages<Traits>::Probabilities p;
-  auto scores = as_matrix(acc_s);
-  auto out = as_matrix(acc_o);
-  int tile = range.first();
-  stages.wait_keys();
-  const auto step = [&](auto masked, int next) ANYFLASH_INLINE_LAMBDA {
-    constexpr bool kMasked = decltype(masked)::value;
-    stages.issue_scores(acc_s);
-    stages.template land_scores<0>(acc_s);
-    if constexpr (kMasked) stages.mask_scores(acc_s, visible, tile);
-    const Rescale rescale = softmax.move_references(scores);
-    stages.wait_turn();
-    stages.wait_values(kMasked);
-    softmax.exponentiate(scores);
-    stages.keep_before_wait(acc_s);
-    if (next >= 0) stages.wait_keys();
-    stages.pass_turn();
-    rescale.apply(out);
-    p.round(acc_s);
-    stages.issue_values(acc_o, p);
-    stages.land_values(acc_o);
-    tile = next;
-  };
-  while (tile >= 0 && range.needs_mask(tile)) step(std::true_type{}, range.next(tile));
-  while (tile >= 0) step(std::false_type{}, tile > range.unmasked_begin ? tile - 1 : -1);
-}
-
-// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows.
-template <class Traits>
-ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
-                                      const KRange& range, typename Traits::AccO& acc_o,
-                                      StagedSoftmax& softmax) {
-  if (range.first() < 0) return;
-  if constexpr (Traits::kConfig.schedule == Schedule::kExclusive) {
-    exclusive_mainloop<Traits>(stages, visible, range, acc_o, softmax);
-  } else {
-    overlapped_mainloop<Traits>(stages, visible, range, acc_o, softmax);
-  }
 }
 
 }  // namespace anyflash::sm90

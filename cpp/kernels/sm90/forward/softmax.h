@@ -26,9 +26,16 @@ struct Rescale {
   }
 };
 
+// A maximum is kept beside each reference: asking for max_logits does not change the output's bits.
 class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
  public:
-  using OnlineSoftmax::OnlineSoftmax;
+  ANYFLASH_DEVICE explicit StagedSoftmax(float scale_log2)
+      : OnlineSoftmax(scale_log2, /*exact_max=*/false) {
+    cute::fill(largest_, -INFINITY);
+  }
+
+  // The largest score of a row, natural units; -inf if it saw nothing.
+  ANYFLASH_DEVICE float max_score(int row) const { return largest_(row) * unit_; }
 
   // Moves the references to the rows' maxima where these have grown much. Whether one moves depends
   // on its row's scores alone.
@@ -40,6 +47,7 @@ class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
     for (int row = 0; row < kThreadRows; ++row) {
       const float previous = max_(row);
       const float larger = maximum(scores, row, previous);
+      largest_(row) = fmaxf(largest_(row), larger);
       const bool moves = !((larger - previous) * scale_log2_ <= limit_);
       if (moves) max_(row) = larger;
       // Before anything was visible, 0: of -inf - -inf is nothing left but NaN.
@@ -69,6 +77,9 @@ class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
       }
     }
   }
+
+ private:
+  Rows largest_;
 };
 
 }  // namespace anyflash::sm90

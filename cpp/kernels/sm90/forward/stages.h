@@ -70,14 +70,14 @@ class ForwardStages {
   using Element = typename Traits::Element;
   using AccS = typename Traits::AccS;
   using AccO = typename Traits::AccO;
-  static constexpr bool kTurns = Traits::kConfig.schedule != Schedule::kOverlap;
+  static constexpr bool kPingPong = Traits::kConfig.ping_pong;
 
  public:
   using Probabilities = RoundedAccumulator<Element, Traits::kBlockN>;
 
   ANYFLASH_DEVICE ForwardStages(typename Traits::SharedStorage& smem, int warpgroup)
       : smem_(smem), warpgroup_(warpgroup) {
-    if (kTurns && warpgroup == 0) arrive_named(turn_of(0), kTurnThreads);  // the first turn
+    if (kPingPong && warpgroup == 0) arrive_named(turn_of(0), kTurnThreads);  // the first turn
   }
 
   ANYFLASH_DEVICE void wait_queries() { smem_.q_full.wait(q_place_.parity()); }
@@ -166,13 +166,13 @@ class ForwardStages {
   // What has been computed from S stays before the next wait (mainloop.h).
   ANYFLASH_DEVICE void keep_before_wait(AccS& acc_s) { pin_registers<size(AccS{})>(acc_s.data()); }
 
-  // Warpgroups take turns where the schedule has such.
+  // Warpgroups issue their products in turns where the schedule is ping-pong.
   ANYFLASH_DEVICE void wait_turn() {
-    if (kTurns) sync_named(turn_of(warpgroup_), kTurnThreads);
+    if (kPingPong) sync_named(turn_of(warpgroup_), kTurnThreads);
   }
   ANYFLASH_DEVICE void pass_turn() {
     const int next = warpgroup_ + 1 < Traits::kConsumers ? warpgroup_ + 1 : 0;
-    if (kTurns) arrive_named(turn_of(next), kTurnThreads);
+    if (kPingPong) arrive_named(turn_of(next), kTurnThreads);
   }
 
   // After the last block, the first warpgroup takes what the last one passed: no barrier is left in

@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "sm90/forward/config.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
@@ -15,17 +16,18 @@
 
 namespace anyflash::sm90 {
 
-// A (kRows, kColumns) tile in shared memory: panels of 64 columns, each row 128 bytes, swizzled.
-template <class Element_, int kRows_, int kColumns_>
+// A tile of at least kMinColumns columns in shared memory: panels of 64, each row 128 bytes,
+// swizzled.
+template <class Element_, int kRows_, int kMinColumns>
 struct PanelTile {
   using Element = Element_;
   static constexpr int kRows = kRows_;
-  static constexpr int kColumns = kColumns_;
-  static constexpr int kPanels = kColumns / kPanelColumns;
+  static constexpr int kPanels = ceil_div(kMinColumns, kPanelColumns);
+  static constexpr int kColumns = kPanels * kPanelColumns;
   static constexpr int kPanelElements = kRows * kPanelColumns;
   static constexpr int kSize = kRows * kColumns;
   static constexpr int kBytes = kSize * static_cast<int>(sizeof(Element));
-  static_assert(kColumns % kPanelColumns == 0 && kRows % 8 == 0, "whole swizzle atoms");
+  static_assert(kPanelElements * sizeof(Element) % 1024 == 0, "whole swizzle atoms");
 };
 
 // A warpgroup's accumulators for 64 rows and kColumns columns: (MMA, MMA_M, MMA_N) of m16n8 blocks.
@@ -33,7 +35,15 @@ template <int kColumns>
 using Accumulator =
     decltype(cute::make_tensor<float>(cute::Shape<cute::_4, cute::_1, cute::Int<kColumns / 8>>{}));
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, class Config>
+// What ForwardTraits takes from the table; benchmarks try others.
+template <int kHeadDim, int kHeadDimV>
+struct TableConfig {
+  static constexpr ForwardConfig value = forward_config(kHeadDim, kHeadDimV);
+  static_assert(value.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_,
+          class Config = TableConfig<kHeadDim_, kHeadDimV_>>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;

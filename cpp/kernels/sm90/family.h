@@ -1,0 +1,21 @@
+// The family of kernels for Hopper (compute capability 9.0): TMA, wgmma, warp specialisation.
+#pragma once
+
+#include "kernel_descriptor.h"
+
+namespace anyflash::sm90 {
+
+inline constexpr KernelFamily kFamily = [] {
+  KernelFamily family;
+  family.name = "sm90";
+  family.gpus = {90, 90};
+  family.arch_specific = true;
+  family.priority = 1;
+  family.needs_positive_scale = true;  // the softmax looks for the largest product
+  // TMA moves 16 bytes, and its strides are unsigned.
+  family.input_rules.alignment = 16;
+  family.input_rules.positive_strides = true;
+  return family;
+}();
+
+}  // namespace anyflash::sm90
