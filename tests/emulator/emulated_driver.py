@@ -88,6 +88,37 @@ GROWING_CASES = (
 CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
 
 
+def hopper(*cases: Case, multiprocessors: int = 1) -> tuple[Case, ...]:
+    """On an H100 of few multiprocessors: without a mask, CTAs are persistent."""
+    more = f"gpu=90 smem=232448 multiprocessors={multiprocessors}"
+    return tuple(case._replace(more=f"{case.more} {more}") for case in cases)
+
+
+# Tiles of 192 rows and 128 keys. Several tiles a CTA, and several CTAs' work for one, with and
+# without hidden keys; NaN in tiles that are masked, and in others.
+HOPPER_RACES = hopper(
+    Case(seqlen_q=200, seqlen_k=300, causal=1, more="nan=seen"),
+    Case(seqlen_q=400, seqlen_k=270, more="nan=hidden"),
+    Case(
+        seqlen_q=266,
+        seqlen_k=410,
+        causal=1,
+        more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 nan=seen sink=1",
+    ),
+    Case(batch=3, seqlen_q=65, seqlen_k=300, heads=1, more="used=300,0,140 nan=hidden"),
+)
+HOPPER_CASES = hopper(
+    *(case for case in BASIC_CASES + PLAIN_CASES if case.scale > 0),
+    Case(seqlen_q=300, seqlen_k=700, scale=2.0),
+    Case(seqlen_q=130, seqlen_k=700, scale=2.0, causal=1, more="left=400"),
+    Case(seqlen_q=500, seqlen_k=600, heads=1, more="left=230 right=50 nan=seen"),
+) + hopper(
+    Case(batch=2, seqlen_q=400, seqlen_k=140, heads=4, heads_k=2),
+    Case(seqlen_q=500, seqlen_k=400, causal=1, more="nan=seen out=fp32"),
+    multiprocessors=3,
+)
+
+
 def backward(*cases: Case) -> tuple[Case, ...]:
     return tuple(case._replace(more=f"op=backward {case.more}") for case in cases)
 

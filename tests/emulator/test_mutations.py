@@ -27,12 +27,15 @@ from emulated_driver import (
     CASES,
     FORWARD_RACES,
     GROWING_CASES,
+    HOPPER_CASES,
+    HOPPER_RACES,
     PINGPONG_CASES,
     ROOT,
     Case,
     run,
     wide,
 )
+from hopper_mutations import HOPPER, HOPPER_MUTATIONS
 from mutations import (
     BACKWARD,
     FORWARD,
@@ -44,7 +47,7 @@ from mutations import (
     Mutation,
 )
 
-MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS + DECODE_MUTATIONS
+MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS + DECODE_MUTATIONS + HOPPER_MUTATIONS
 KERNELS = ROOT / "cpp" / "kernels"
 REPORTS = {"": "WRONG", "asan": "heap-buffer-overflow|use-after-poison", "tsan": "data race"}
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
@@ -190,6 +193,10 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
     """With what most mutations change first: a run ends with the first case that is wrong."""
     if unit in (DECODE, COMBINE, APPEND):
         return _decode_cases(unit, sanitizer)
+    if unit == HOPPER:
+        seeds = (0,) if sanitizer else (0, 1, 2)
+        cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
+        return [case._replace(seed=seed) for seed in seeds for case in cases]
     if unit == ONE_BUFFER:
         turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in PINGPONG_CASES]
         return list(PINGPONG_CASES) if sanitizer else turns + wide(BACKWARD_RACES)

@@ -32,6 +32,7 @@ struct Case {
   std::string small = "own";
   int schedule = -1;
   std::size_t smem = 166912;
+  int gpu = 80, multiprocessors = 108;
 
   // Of decoding.
   bool decode = false, batch_idx = false, hole = false, tree = false, halves = false;
@@ -90,6 +91,8 @@ struct Case {
     else if (key == "small") small = value;
     else if (key == "schedule") schedule = std::stoi(value);
     else if (key == "smem") smem = std::stoul(value);
+    else if (key == "gpu") gpu = std::stoi(value);
+    else if (key == "multiprocessors") multiprocessors = std::stoi(value);
     else read_of_decoding(word, key, value);
   }
 

@@ -16,6 +16,7 @@
 //   nan=seen            and NaN and infinity at random places of V
 //   schedule=N          of the emulator, instead of the seed's
 //   smem=BYTES          of shared memory that a block may have, instead of the A100's
+//   gpu=90              compute capability      multiprocessors=N
 //
 // op=backward runs backward() instead, on the out and LSE of the reference. nan=hidden is also in q
 // and dout of the queries that see no key; nan=q, k, v or dout also in one place of each of its
@@ -56,6 +57,10 @@
 #include "inputs.h"
 #include "problem.h"
 #include "reference.h"
+
+// device_emulated.cpp
+extern "C" void emulated_set_compute_capability(int value);
+extern "C" void emulated_set_multiprocessors(int value);
 
 namespace driver {
 namespace {
@@ -106,6 +111,8 @@ double run_decode_case(const Case& c) {
 double run(const Case& c) {
   emu::options().seed = c.schedule >= 0 ? static_cast<unsigned>(c.schedule) : c.seed;
   emu::options().shared_memory_limit = c.smem;
+  emulated_set_compute_capability(c.gpu);
+  emulated_set_multiprocessors(c.multiprocessors);
   if (c.decode) return run_decode_case(c);
   return c.backward ? run_backward_case(c) : run_forward_case(c);
 }

@@ -1,0 +1,128 @@
+"""What test_mutations.py breaks in the Hopper kernels: waits, arrivals, fences and byte counts.
+
+The emulator makes asynchronous copies and products happen at any time between their start and the
+wait for them, so most mistakes give wrong results or a deadlock in plain runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mutations import Mutation
+
+HOPPER = "sm90_forward_f16_d64"
+KERNEL = "sm90/forward/kernel.h"
+LOAD = "sm90/forward/load.h"
+STAGES = "sm90/forward/stages.h"
+MAINLOOP = "sm90/forward/mainloop.h"
+SOFTMAX = "sm90/forward/softmax.h"
+EPILOGUE = "sm90/forward/epilogue.h"
+
+_mutation = partial(Mutation, unit=HOPPER)
+
+BARRIERS = (
+    _mutation("hopper-no-barrier-after-init", KERNEL, "__syncthreads();", ""),
+    _mutation(
+        "hopper-guard-does-not-count-for-q", KERNEL, "Traits::kConsumerWarps + Traits::kGuardWarps",
+        "Traits::kConsumerWarps",
+    ),
+    _mutation("hopper-one-guard-warp-is-enough", KERNEL, "init(Traits::kGuardWarps)", "init(1)"),
+)  # fmt: skip
+
+LOADS = (
+    _mutation(
+        "hopper-no-wait-for-empty-k", LOAD, "smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);"
+    ),
+    _mutation(
+        "hopper-no-wait-for-empty-v", LOAD, "smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);"
+    ),
+    _mutation("hopper-no-wait-for-empty-q", LOAD, "smem_.q_empty.wait(q_place_.parity() ^ 1);"),
+    _mutation("hopper-first-phase-of-k", LOAD, "k_place_.parity() ^ 1", "k_place_.parity()"),
+    _mutation("hopper-bytes-too-few", LOAD, "Tile::kBytes", "Tile::kBytes - 16"),
+    _mutation("hopper-bytes-too-many", LOAD, "Tile::kBytes", "Tile::kBytes + 16"),
+    _mutation("hopper-k-in-one-buffer", LOAD, "stage * Traits::TileK::kSize", "0"),
+    _mutation(
+        "hopper-v-in-one-buffer", LOAD, "stage * Traits::TileV::kSize, params_", "0, params_"
+    ),
+)
+
+GUARD = (
+    _mutation(
+        "hopper-guard-before-v", LOAD, "smem_.v_ring.full[stage].wait(v_place_.parity());", ""
+    ),
+    _mutation("hopper-guard-without-fence", LOAD, "if (found) fence_smem_writes();"),
+    _mutation("hopper-guard-tells-nobody", LOAD, "smem_.v_guarded[stage].arrive();"),
+    _mutation("hopper-guard-before-q", LOAD, "smem_.q_full.wait(q_place_.parity());"),
+    _mutation(
+        "hopper-guard-keeps-q", LOAD, "if (threadIdx.x % 32 == 0) smem_.q_empty.arrive();"
+    ),
+    _mutation("hopper-guard-counts-tiles-wrong", LOAD, "v_place_.advance(visits);",
+              "v_place_.advance(visits + 1);"),
+    _mutation("hopper-guard-finds-nothing", LOAD, "clear_nonfinite(piece)", "false"),
+    _mutation("hopper-found-is-forgotten", STAGES,
+              "found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;"),
+    _mutation("hopper-no-wait-for-guard", STAGES, "if (masked) wait_guard(stage);"),
+    _mutation("hopper-phase-of-guard", STAGES, "guard_parities_ ^= 1u << stage;"),
+    _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked = kMasked;",
+              "was_masked = false;"),
+    _mutation(
+        "hopper-found-is-overwritten", STAGES,
+        "__syncwarp(); // all lanes have read what lane 0 will release", sanitizer="tsan",
+    ),
+)  # fmt: skip
+
+CONSUMERS = (
+    _mutation("hopper-no-wait-for-q", STAGES, "smem_.q_full.wait(q_place_.parity());"),
+    _mutation(
+        "hopper-no-wait-for-k", STAGES,
+        "smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity());",
+    ),
+    _mutation(
+        "hopper-no-wait-for-v", STAGES, "smem_.v_ring.full[stage].wait(v_place_.parity());"
+    ),
+    _mutation("hopper-no-fence-before-scores", STAGES, "fence_products();", "",
+              after="void issue_scores(AccS& acc_s) {"),
+    _mutation("hopper-no-fence-before-values", STAGES, "fence_products();", "",
+              after="void issue_values(AccO& acc_o, const Probabilities& p) {"),
+    _mutation("hopper-scores-not-awaited", STAGES, "wait_products<kYounger>();"),
+    _mutation("hopper-values-not-awaited", STAGES, "wait_products<0>();", "wait_products<1>();"),
+    _mutation("hopper-k-not-released", STAGES, "release(smem_.k_ring.empty[k_place_.stage()]);"),
+    _mutation("hopper-v-not-released", STAGES, "release(smem_.v_ring.empty[v_place_.stage()]);"),
+    _mutation("hopper-q-not-released", STAGES,
+              "if (threadIdx.x % 32 == 0) smem_.q_empty.arrive();"),
+    _mutation("hopper-wrong-buffer-of-k", STAGES, "k_place_.stage() * TileK::kSize", "0"),
+    _mutation("hopper-wrong-buffer-of-v", STAGES, "v_place_.stage() * TileV::kSize", "0"),
+    _mutation("hopper-no-first-turn", STAGES,
+              "if (kPingPong && warpgroup == 0) arrive_named(turn_of(0), kTurnThreads);"),
+    _mutation("hopper-turn-not-passed", STAGES,
+              "if (kPingPong) arrive_named(turn_of(next), kTurnThreads);"),
+)  # fmt: skip
+
+ARITHMETIC = (
+    _mutation("hopper-mask-one-key-late", STAGES, "col >= end", "col > end"),
+    _mutation("hopper-mask-one-key-early", STAGES, "col < first", "col <= first"),
+    _mutation("hopper-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
+              after="const auto step = [&]"),
+    _mutation("hopper-last-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
+              after="while (tile >= 0) step(std::false_type{},"),
+    _mutation("hopper-sum-not-rescaled", SOFTMAX, "sum_(row) *= rescale.factor[row];"),
+    _mutation("hopper-largest-not-kept", SOFTMAX,
+              "largest_(row) = fmaxf(largest_(row), larger);"),
+)  # fmt: skip
+
+OUTPUT = (
+    _mutation("hopper-output-without-fence", EPILOGUE, "fence_smem_writes();"),
+    _mutation("hopper-output-before-all-rows", EPILOGUE, "__syncwarp(); // all rows are there"),
+    _mutation("hopper-output-over-the-last", EPILOGUE, "wait_read();", "",
+              after="rounded.round(acc_o);"),
+    _mutation("hopper-next-sequence-overwritten", EPILOGUE,
+              "rows < kWarpRows && params.cu_seqlens_q != nullptr", "false"),
+    _mutation("hopper-restored-before-stored", EPILOGUE,
+              "if (threadIdx.x % 32 == 0) wait_stores();"),
+    _mutation(
+        "hopper-restored-before-others", EPILOGUE,
+        "sync_named(static_cast<int>(NamedBarrier::kConsumers), Traits::kThreads);",
+    ),
+)  # fmt: skip
+
+HOPPER_MUTATIONS = BARRIERS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT
