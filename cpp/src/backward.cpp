@@ -23,9 +23,10 @@ struct BackwardPlan : KernelPlan {
   BackwardPlan(const BackwardTensors& t, const ForwardOptions& options,
                const BackwardOptions& wanted)
       : params(validate_backward(t, options, wanted)) {
-    select(problem_of(Op::kBackward, t.q, params, options.cpu_isa), options);
+    select(problem_of(Op::kBackward, t.q, params.attention, options.cpu_isa), options);
     // Small gradients are zero where there are no rows, keys or sequences: something to write.
-    const bool rows = params.batch > 0 && (params.seqlen_q > 0 || params.seqlen_k > 0);
+    const bool rows = params.attention.batch > 0 &&
+                      (params.attention.seqlen_q > 0 || params.attention.seqlen_k > 0);
     empty = !rows && !has_elements(wanted.dbias) && !has_elements(wanted.dsinks) &&
             !has_elements(wanted.dalibi_slopes);
     if (gpu != nullptr) plan_copies(t);
@@ -33,7 +34,7 @@ struct BackwardPlan : KernelPlan {
   }
 
   void plan_copies(const BackwardTensors& t) {
-    const bool packed = params.cu_seqlens_q != nullptr;
+    const bool packed = params.attention.cu_seqlens_q != nullptr;
     // float32 tensors beside 16-bit ones are read and written element by element, wherever they
     // lie.
     const auto plan = [&](const TensorView& tensor) {
@@ -58,20 +59,18 @@ struct BackwardPlan : KernelPlan {
 // if its first column does, and copies have room for whole pieces, with zeros.
 void launch_cuda(const BackwardPlan& plan, const LaunchContext& context, char* workspace) {
   BackwardParams params = plan.params;
-  const bool packed = params.cu_seqlens_q != nullptr;
+  const bool packed = params.attention.cu_seqlens_q != nullptr;
   const auto input = [&](const Repacked& repacked, const void*& data, Strides& stride) {
     repack_input(repacked, workspace, context.stream, data, stride);
   };
   const auto output = [&](const Repacked& repacked, void*& data, Strides& stride) {
     redirect_output(repacked, packed, workspace, context.stream, data, stride);
   };
-  const void* out = params.out;
-  input(plan.q, params.q, params.q_stride);
-  input(plan.k, params.k, params.k_stride);
-  input(plan.v, params.v, params.v_stride);
-  input(plan.out, out, params.out_stride);
+  input(plan.q, params.attention.q, params.attention.q_stride);
+  input(plan.k, params.attention.k, params.attention.k_stride);
+  input(plan.v, params.attention.v, params.attention.v_stride);
+  input(plan.out, params.out, params.out_stride);
   input(plan.dout, params.dout, params.dout_stride);
-  params.out = const_cast<void*>(out);  // forward() writes it, the backward does not
   output(plan.dq, params.dq, params.dq_stride);
   output(plan.dk, params.dk, params.dk_stride);
   output(plan.dv, params.dv, params.dv_stride);
@@ -100,7 +99,7 @@ void backward(const TensorView& dout, const TensorView& q, const TensorView& k, 
   const BackwardPlan plan({dout, q, k, v, out, lse, dq, dk, dv}, options, backward_options);
   char* const base = first_piece(workspace, plan.bytes, "backward_workspace_size");
   const bool cuda = q.device.type == DeviceType::kCuda;
-  if (!cuda || options.validate) check_lengths(plan.params, options, q.device);
+  if (!cuda || options.validate) check_lengths(plan.params.attention, options, q.device);
   if (plan.empty) return;
 
   const LaunchContext context = plan.context(options, base);

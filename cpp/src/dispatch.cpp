@@ -6,7 +6,7 @@ namespace anyflash {
 
 namespace {
 
-unsigned features_of(const ForwardParams& p) {
+unsigned features_of(const Attention& p) {
   unsigned features = kNoFeatures;
   if (p.softcap != 0.0) features |= kSoftcap;
   if (p.softcap > kAccurateSoftcap) features |= kLargeSoftcap;
@@ -19,25 +19,27 @@ unsigned features_of(const ForwardParams& p) {
 
 }  // namespace
 
-Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa) {
-  const unsigned features = features_of(params);
-  Problem problem{op, q.device, q.dtype, params.head_dim, params.head_dim_v, features, cpu_isa};
+Problem problem_of(Op op, const TensorView& q, const Attention& attention, CpuIsa cpu_isa) {
+  const unsigned features = features_of(attention);
+  Problem problem{op,       q.device, q.dtype, attention.head_dim, attention.head_dim_v,
+                  features, cpu_isa};
   if (op == Op::kBackward) {
-    problem.rows = params.seqlen_k;
-    problem.pairs = params.batch * params.heads_k * gqa_splits(params.heads, params.heads_k);
+    problem.rows = attention.seqlen_k;
+    problem.pairs =
+        attention.batch * attention.heads_k * gqa_splits(attention.heads, attention.heads_k);
   } else {
-    problem.rows = params.seqlen_q;
-    problem.pairs = params.batch * params.heads;
+    problem.rows = attention.seqlen_q;
+    problem.pairs = attention.batch * attention.heads;
   }
-  problem.bounded = params.window.left >= 0 || params.window.right >= 0;
-  problem.positive_scale = params.softmax_scale >= kLeastScale;
+  problem.bounded = attention.window.left >= 0 || attention.window.right >= 0;
+  problem.positive_scale = attention.softmax_scale >= kLeastScale;
   return problem;
 }
 
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa) {
-  Problem problem = problem_of(Op::kDecode, q, params, cpu_isa);
+  Problem problem = problem_of(Op::kDecode, q, params.attention, cpu_isa);
   if (params.cache_dtype != q.dtype) problem.features |= kQuantizedCache;
-  problem.rows = query_rows(params);
+  problem.rows = query_rows(params.attention);
   return problem;
 }
 

@@ -17,12 +17,12 @@ struct ForwardPlan : KernelPlan {
   ForwardPlan(const TensorView& q_, const TensorView& k_, const TensorView& v_,
               const TensorView& out_, const TensorView* lse, const ForwardOptions& options)
       : params(validate_forward(q_, k_, v_, out_, lse, options)) {
-    select(problem_of(Op::kForward, q_, params, options.cpu_isa), options);
+    select(problem_of(Op::kForward, q_, params.attention, options.cpu_isa), options);
     // Packed sequences: seqlen_q is not larger than total_q.
-    empty = params.batch == 0 || params.seqlen_q == 0;
+    empty = params.attention.batch == 0 || params.attention.seqlen_q == 0;
     if (gpu != nullptr) {
       const auto plan = [&](const TensorView& tensor) {
-        const bool packed = params.cu_seqlens_q != nullptr;
+        const bool packed = params.attention.cu_seqlens_q != nullptr;
         return plan_repack(with_batch(tensor, packed), kernel->family->input_rules, bytes);
       };
       q = plan(q_);
@@ -54,14 +54,14 @@ SideOutputs side_outputs_of(const ForwardParams& params, const ForwardOptions& o
 void launch_cuda(const ForwardPlan& plan, const LaunchContext& context, char* workspace) {
   ForwardParams params = plan.params;
   void* const stream = context.stream;
-  repack_input(plan.q, workspace, stream, params.q, params.q_stride);
-  repack_input(plan.k, workspace, stream, params.k, params.k_stride);
-  repack_input(plan.v, workspace, stream, params.v, params.v_stride);
-  redirect_output(plan.out, params.cu_seqlens_q != nullptr, workspace, stream, params.out,
+  repack_input(plan.q, workspace, stream, params.attention.q, params.attention.q_stride);
+  repack_input(plan.k, workspace, stream, params.attention.k, params.attention.k_stride);
+  repack_input(plan.v, workspace, stream, params.attention.v, params.attention.v_stride);
+  redirect_output(plan.out, params.attention.cu_seqlens_q != nullptr, workspace, stream, params.out,
                   params.out_stride);
   // Results that are not repacked have no room for columns that only round up.
-  if (plan.q.needed) params.head_dim = plan.q.columns;
-  if (plan.out.needed) params.head_dim_v = plan.out.columns;
+  if (plan.q.needed) params.attention.head_dim = plan.q.columns;
+  if (plan.out.needed) params.attention.head_dim_v = plan.out.columns;
   plan.kernel->forward.launch(params, context);
   write_back(plan.out, workspace, stream);
 }
@@ -70,7 +70,7 @@ void run(const ForwardPlan& plan, const Device& device, const ForwardOptions& op
          Workspace workspace) {
   char* const base = first_piece(workspace, plan.bytes, "forward_workspace_size");
   const bool cuda = device.type == DeviceType::kCuda;
-  if (!cuda || options.validate) check_lengths(plan.params, options, device);
+  if (!cuda || options.validate) check_lengths(plan.params.attention, options, device);
 
   const LaunchContext context = plan.context(options, base);
   const bool has_side_outputs = options.dropout_mask != nullptr || options.max_logits != nullptr;

@@ -25,9 +25,9 @@ inline int equal_sections(int64_t pairs, int64_t most) {
 // multiprocessors: eight or more CTAs then read a tile of K and V at about the same time. On an
 // H200, 512 to 8192 keys, that is 1.00 to 1.17 times as fast as sections whose K and V fit in half
 // of the L2 cache.
-inline int heads_per_l2_section(const ForwardParams& params, int multiprocessors) {
-  if (params.window.right < 0) return 1;
-  return equal_sections(params.batch * params.heads, multiprocessors / 4);
+inline int heads_per_l2_section(const Attention& attention, int multiprocessors) {
+  if (attention.window.right < 0) return 1;
+  return equal_sections(attention.batch * attention.heads, multiprocessors / 4);
 }
 
 // Number of CTAs that split the query heads of one K/V head in the backward: each takes at most
@@ -45,11 +45,11 @@ inline int gqa_splits(int heads, int heads_k) {
 // L2 cache, so a section holds at most half as many as in the forward. On an H200, causal, 4096
 // tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and dQ
 // fit in half of the cache.
-inline int backward_heads_per_l2_section(const BackwardParams& params, int multiprocessors) {
-  const bool bounded = params.window.left >= 0 || params.window.right >= 0;
+inline int backward_heads_per_l2_section(const Attention& attention, int multiprocessors) {
+  const bool bounded = attention.window.left >= 0 || attention.window.right >= 0;
   if (!bounded) return 1;
-  const int64_t splits = gqa_splits(params.heads, params.heads_k);
-  return equal_sections(params.batch * params.heads_k * splits, multiprocessors / 8);
+  const int64_t splits = gqa_splits(attention.heads, attention.heads_k);
+  return equal_sections(attention.batch * attention.heads_k * splits, multiprocessors / 8);
 }
 
 }  // namespace anyflash

@@ -13,15 +13,15 @@
 namespace anyflash {
 
 // Decoding: the rows of q that share the keys of one head.
-inline int64_t query_rows(const ForwardParams& params) {
-  return int64_t{params.seqlen_q} * (params.heads / params.heads_k);
+inline int64_t query_rows(const Attention& attention) {
+  return int64_t{attention.seqlen_q} * (attention.heads / attention.heads_k);
 }
 
 // A bound of the keys that a sequence's queries see.
-inline int64_t visible_keys(const KvCacheParams& params) {
-  const int64_t left = params.window.left;
-  if (left < 0 || left >= params.seqlen_k) return params.seqlen_k;
-  return std::min<int64_t>(params.seqlen_k, left + params.seqlen_q);
+inline int64_t visible_keys(const Attention& attention) {
+  const int64_t left = attention.window.left;
+  if (left < 0 || left >= attention.seqlen_k) return attention.seqlen_k;
+  return std::min<int64_t>(attention.seqlen_k, left + attention.seqlen_q);
 }
 
 // How many CTAs of a kernel a multiprocessor holds at once.
@@ -42,11 +42,12 @@ inline constexpr int kMaxSplits = 128;
 // a CTA alone does not use all of it, but 2/3; what a CTA does before and after its blocks, others
 // fill. Joining the splits costs five blocks, and a twentieth each. Measured on an H200, head_dim
 // 128 and 256, 16 to 2048 blocks.
-inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int64_t each,
+inline int decode_num_splits(const Attention& attention, const Tile& tile, int64_t each,
                              int64_t multiprocessors) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t ctas = params.batch * params.heads_k * divide(query_rows(params), tile.block_m);
-  const int64_t blocks = divide(visible_keys(params), tile.block_n);
+  const int64_t ctas =
+      attention.batch * attention.heads_k * divide(query_rows(attention), tile.block_m);
+  const int64_t blocks = divide(visible_keys(attention), tile.block_n);
   const int most = static_cast<int>(std::min<int64_t>(blocks / 2, kMaxSplits));
   if (ctas == 0 || most <= 1) return 1;
   const auto time = [&](int64_t splits) {
@@ -67,12 +68,12 @@ inline int decode_num_splits(const KvCacheParams& params, const Tile& tile, int6
 
 // The same on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not
 // depend on the number of threads that there are: neither do the results.
-inline int decode_num_splits_on_cpu(const KvCacheParams& params) {
+inline int decode_num_splits_on_cpu(const Attention& attention) {
   constexpr int64_t kTasks = 256;
   constexpr int64_t kLeastKeys = 1024;
-  const int64_t pairs = std::max<int64_t>(params.batch * params.heads_k, 1);
+  const int64_t pairs = std::max<int64_t>(attention.batch * attention.heads_k, 1);
   const int64_t wanted = std::min<int64_t>((kTasks + pairs - 1) / pairs, 64);
-  return static_cast<int>(std::clamp<int64_t>(visible_keys(params) / kLeastKeys, 1, wanted));
+  return static_cast<int>(std::clamp<int64_t>(visible_keys(attention) / kLeastKeys, 1, wanted));
 }
 
 }  // namespace anyflash

@@ -60,7 +60,7 @@ struct Problem {
 };
 
 // The problem of a call whose parameters are valid.
-Problem problem_of(Op op, const TensorView& q, const ForwardParams& params, CpuIsa cpu_isa);
+Problem problem_of(Op op, const TensorView& q, const Attention& attention, CpuIsa cpu_isa);
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa);
 
 // The kernel that runs the problem; throws Error(kUnsupported) that lists what was built.

@@ -19,36 +19,37 @@ struct KvCachePlan : KernelPlan {
       : append(validate_kvcache(t, options, cache_options)) {
     KvCacheParams& params = append.cache;
     select(problem_of(t.q, params, options.cpu_isa), options);
-    empty = params.batch == 0 || params.seqlen_q == 0;
+    empty = params.attention.batch == 0 || params.attention.seqlen_q == 0;
     rotates_q = append.rotary_cos.data != nullptr && !empty;
-    appends = params.batch > 0 && params.seqlen_new > 0;
+    appends = params.attention.batch > 0 && params.seqlen_new > 0;
     if (params.num_splits == 0) {
-      params.num_splits = gpu != nullptr ? splits_for(*gpu) : decode_num_splits_on_cpu(params);
+      params.num_splits =
+          gpu != nullptr ? splits_for(*gpu) : decode_num_splits_on_cpu(params.attention);
     }
-    attention = params;
+    decode = params;
     if (rotates_q) reserve_rotated_q(bytes_of(t.q.dtype));
-    reserve_scratch(kernel->decode, attention);
+    reserve_scratch(kernel->decode, decode);
   }
 
   int splits_for(const DeviceProperties& device) const {
-    return decode_num_splits(append.cache, kernel->tile, resident_ctas(*kernel, device),
+    return decode_num_splits(append.cache.attention, kernel->tile, resident_ctas(*kernel, device),
                              std::max(device.multiprocessors, 1));
   }
 
   // Rows that begin at multiples of 32 bytes, for the kernels that read them.
   void reserve_rotated_q(int bytes_per_element) {
     const KvCacheParams& params = append.cache;
-    const int64_t columns = (int64_t{params.head_dim} + 15) / 16 * 16;
-    const int64_t row_elements = columns * params.heads;
-    const int64_t elements = params.batch * params.seqlen_q * row_elements;
-    append.rotated_q_stride = {params.seqlen_q * row_elements, row_elements, columns, 1};
-    attention.q_stride = append.rotated_q_stride;
+    const int64_t columns = (int64_t{params.attention.head_dim} + 15) / 16 * 16;
+    const int64_t row_elements = columns * params.attention.heads;
+    const int64_t elements = params.attention.batch * params.attention.seqlen_q * row_elements;
+    append.rotated_q_stride = {params.attention.seqlen_q * row_elements, row_elements, columns, 1};
+    decode.attention.q_stride = append.rotated_q_stride;
     rotated_q_offset = reserve(
         bytes, static_cast<std::size_t>(elements) * static_cast<unsigned>(bytes_per_element));
   }
 
   AppendParams append;
-  KvCacheParams attention;  // with q's strides after the rotation
+  KvCacheParams decode;  // with q's strides after the rotation
   bool rotates_q = false;
   bool appends = false;
   std::size_t rotated_q_offset = 0;
@@ -56,8 +57,8 @@ struct KvCachePlan : KernelPlan {
 
 void launch(const KvCachePlan& plan, const LaunchContext& context, char* workspace, bool cuda) {
   AppendParams append = plan.append;
-  KvCacheParams attention = plan.attention;
-  if (plan.rotates_q) attention.q = append.rotated_q = workspace + plan.rotated_q_offset;
+  KvCacheParams decode = plan.decode;
+  if (plan.rotates_q) decode.attention.q = append.rotated_q = workspace + plan.rotated_q_offset;
   if (plan.appends || plan.rotates_q) {
     if (cuda) {
       append_to_cache(append, context.stream);
@@ -66,7 +67,7 @@ void launch(const KvCachePlan& plan, const LaunchContext& context, char* workspa
     }
   }
   if (plan.empty) return;
-  plan.kernel->decode.launch(attention, context);
+  plan.kernel->decode.launch(decode, context);
   count_launch(*plan.kernel);
 }
 

@@ -95,10 +95,10 @@ class CacheLengths {
         p_(params.cache),
         device_(device),
         stream_(stream),
-        seqlens_(p_.cache_seqlens, p_.batch, device, stream),
-        leftpad_(p_.cache_leftpad, p_.batch, device, stream),
-        places_(p_.cache_batch_idx, p_.batch, device, stream),
-        rotations_(a_.rotary_seqlens, p_.batch, device, stream) {}
+        seqlens_(p_.cache_seqlens, p_.attention.batch, device, stream),
+        leftpad_(p_.cache_leftpad, p_.attention.batch, device, stream),
+        places_(p_.cache_batch_idx, p_.attention.batch, device, stream),
+        rotations_(a_.rotary_seqlens, p_.attention.batch, device, stream) {}
 
   void check(int64_t index) const {
     const UsedRows rows = used_rows(index);
@@ -112,7 +112,7 @@ class CacheLengths {
 
  private:
   UsedRows used_rows(int64_t index) const {
-    const int64_t room = int64_t{p_.seqlen_k} - p_.seqlen_new;
+    const int64_t room = int64_t{p_.attention.seqlen_k} - p_.seqlen_new;
     int64_t filled = room;
     int64_t first = 0;
     if (seqlens_.data() != nullptr) {
@@ -120,7 +120,7 @@ class CacheLengths {
       if (!is_within(filled, room)) {
         const char* const what = p_.block_table == nullptr ? "the cache" : "block_table";
         invalid_element("cache_seqlens", index, filled, room,
-                        what + (" has room for " + std::to_string(p_.seqlen_k)) +
+                        what + (" has room for " + std::to_string(p_.attention.seqlen_k)) +
                             " rows of a sequence, and " + std::to_string(p_.seqlen_new) +
                             " are appended");
       }
@@ -154,7 +154,8 @@ class CacheLengths {
 
   void check_rotary(int64_t index, const UsedRows& rows) const {
     const int64_t before = rows.last - p_.seqlen_new - rows.first;
-    const int64_t of_q = a_.rotary_steps ? p_.seqlen_q : std::min(p_.seqlen_q, 1);
+    const int64_t of_q =
+        a_.rotary_steps ? p_.attention.seqlen_q : std::min(p_.attention.seqlen_q, 1);
     const int64_t count = std::max<int64_t>(p_.seqlen_new, of_q);
     if (rotations_.data() != nullptr) {
       const int64_t most = a_.rotary_rows - std::max<int64_t>(count, 1);
@@ -162,7 +163,8 @@ class CacheLengths {
       invalid_element("rotary_seqlens", index, rotations_.data()[index], most,
                       "rotary_cos has " + std::to_string(a_.rotary_rows) + " rows, " +
                           std::to_string(p_.seqlen_new) +
-                          " keys are appended, and q has seqlen_q " + std::to_string(p_.seqlen_q));
+                          " keys are appended, and q has seqlen_q " +
+                          std::to_string(p_.attention.seqlen_q));
     }
     const int64_t needed = before + count;
     if (needed <= a_.rotary_rows) return;
@@ -170,7 +172,7 @@ class CacheLengths {
                   std::to_string(index) + " needs " + std::to_string(needed) + ": " +
                   std::to_string(before) + " keys are in the cache, " +
                   std::to_string(p_.seqlen_new) + " are appended, and q has seqlen_q " +
-                  std::to_string(p_.seqlen_q));
+                  std::to_string(p_.attention.seqlen_q));
   }
 
   const AppendParams& a_;
@@ -185,25 +187,25 @@ class CacheLengths {
 
 }  // namespace
 
-void check_lengths(const ForwardParams& params, const ForwardOptions& options,
+void check_lengths(const Attention& attention, const ForwardOptions& options,
                    const Device& device) {
-  const int64_t batch = params.batch;
-  const HostCopy cu_q(params.cu_seqlens_q, batch + 1, device, options.stream);
-  const HostCopy cu_k(params.cu_seqlens_k, batch + 1, device, options.stream);
-  const HostCopy used(params.seqused_k, batch, device, options.stream);
+  const int64_t batch = attention.batch;
+  const HostCopy cu_q(attention.cu_seqlens_q, batch + 1, device, options.stream);
+  const HostCopy cu_k(attention.cu_seqlens_k, batch + 1, device, options.stream);
+  const HostCopy used(attention.seqused_k, batch, device, options.stream);
   if (cu_q.data() != nullptr) {
-    check_cumulative(cu_q.data(), "cu_seqlens_q", batch, params.total_q, "q", options.max_seqlen_q,
-                     "max_seqlen_q");
-    check_cumulative(cu_k.data(), "cu_seqlens_k", batch, params.total_k, "k", options.max_seqlen_k,
-                     "max_seqlen_k");
+    check_cumulative(cu_q.data(), "cu_seqlens_q", batch, attention.total_q, "q",
+                     options.max_seqlen_q, "max_seqlen_q");
+    check_cumulative(cu_k.data(), "cu_seqlens_k", batch, attention.total_k, "k",
+                     options.max_seqlen_k, "max_seqlen_k");
   }
-  if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, params.seqlen_k);
+  if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, attention.seqlen_k);
 }
 
 void check_kvcache_lengths(const AppendParams& params, const ForwardOptions& options,
                            const Device& device) {
   const CacheLengths lengths(params, device, options.stream);
-  for (int64_t i = 0; i < params.cache.batch; ++i) lengths.check(i);
+  for (int64_t i = 0; i < params.cache.attention.batch; ++i) lengths.check(i);
 }
 
 }  // namespace anyflash

@@ -35,21 +35,15 @@ inline constexpr double kAccurateSoftcap = 256.0;
 // (ScoreMod) may be infinite.
 inline constexpr double kLeastScale = 1e-20;
 
-struct ForwardParams {
+// What every operation is told: the tensors it reads, their shape, and how scores are made, hidden
+// and dropped. Decoding leaves packed sequences, block map and dropout at their defaults.
+struct Attention {
   const void* q = nullptr;
   const void* k = nullptr;
   const void* v = nullptr;
-  void* out = nullptr;
-  DType out_dtype = DType::kFloat32;
-  float* lse = nullptr;         // null: not wanted
-  float* max_logits = nullptr;  // null: not wanted; else filled with -inf before the kernel runs
-
   Strides q_stride;
   Strides k_stride;
   Strides v_stride;
-  Strides out_stride;
-  Strides lse_stride;         // (batch, row, head); col is not used
-  Strides max_logits_stride;  // (batch, head)
 
   int64_t batch = 0;
   int heads = 0;
@@ -67,7 +61,7 @@ struct ForwardParams {
   int64_t total_k = 0;
 
   double softmax_scale = 1.0;
-  float scale_log2 = 1.0f;       // |softmax_scale| log2(e) for kernels that fold the sign into Q
+  float scale_log2 = 1.0f;       // softmax_scale log2(e), as a kernel's launch wants it
   double softcap = 0.0;          // 0: none
   Window window;                 // causal: right = 0
   BroadcastTensor alibi_slopes;  // (batch, head)
@@ -84,6 +78,17 @@ struct ForwardParams {
   const uint64_t* rng_state = nullptr;  // seed and offset, instead of the two above
 };
 
+struct ForwardParams {
+  Attention attention;
+  void* out = nullptr;
+  DType out_dtype = DType::kFloat32;
+  float* lse = nullptr;         // null: not wanted
+  float* max_logits = nullptr;  // null: not wanted; else filled with -inf before the kernel runs
+  Strides out_stride;
+  Strides lse_stride;         // (batch, row, head); col is not used
+  Strides max_logits_stride;  // (batch, head)
+};
+
 // A gradient that is written element by element; strides of broadcast axes, which it is summed
 // over, are 0. Null: not wanted.
 struct GradientOutput {
@@ -92,8 +97,14 @@ struct GradientOutput {
   Strides stride;
 };
 
-// `out` and `lse` are read here; max_logits is null. All gradients are written whole.
-struct BackwardParams : ForwardParams {
+// All gradients are written whole.
+struct BackwardParams {
+  Attention attention;
+  const void* out = nullptr;  // the forward's result
+  DType out_dtype = DType::kFloat32;
+  Strides out_stride;
+  const float* lse = nullptr;
+  Strides lse_stride;  // (batch, row, head)
   const void* dout = nullptr;
   DType dout_dtype = DType::kFloat32;  // q's or float32
   Strides dout_stride;
@@ -121,7 +132,14 @@ struct BackwardParams : ForwardParams {
 // Attention to a cache (attention.h: forward_with_kvcache). k and v are the cache, their strides'
 // `batch` that of a page or of a sequence; seqlen_k is the capacity, a bound of every length.
 // variant/cache.h says where a key lies.
-struct KvCacheParams : ForwardParams {
+struct KvCacheParams {
+  Attention attention;
+  void* out = nullptr;
+  DType out_dtype = DType::kFloat32;
+  float* lse = nullptr;  // null: not wanted
+  Strides out_stride;
+  Strides lse_stride;  // (batch, row, head)
+
   DType cache_dtype = DType::kFloat32;       // q's, kInt8 or kFloat8E4M3
   int64_t slots = 0;                         // extent of the cache's first axis
   const int32_t* cache_seqlens = nullptr;    // null: the capacity

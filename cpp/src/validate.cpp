@@ -112,10 +112,10 @@ int packed_bound(int64_t given, const char* option, int64_t total) {
 
 }  // namespace
 
-ForwardParams validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
-                              const TensorView& out, const TensorView* lse,
-                              const ForwardOptions& options) {
-  ForwardParams params;
+Attention validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
+                          const TensorView& out, const TensorView* lse,
+                          const ForwardOptions& options) {
+  Attention a;
   const bool packed = options.cu_seqlens_q != nullptr || options.cu_seqlens_k != nullptr;
   const Layouts& layouts = packed ? kPacked : kBatched;
   const Axes at(packed);
@@ -125,48 +125,55 @@ ForwardParams validate_inputs(const TensorView& q, const TensorView& k, const Te
   check_rank(out, "out", q.rank, layouts.out);
   check_types(q, k, v, out);
   check_shapes(q, k, v, out, layouts, packed);
-  if (lse != nullptr) {
-    check_lse(q, *lse, layouts, packed);
-    params.lse = static_cast<float*>(lse->data);
-    params.lse_stride = lse_strides_of(*lse, packed);
-  }
+  if (lse != nullptr) check_lse(q, *lse, layouts, packed);
   check_threads(options.num_threads);
 
-  params.q = q.data;
-  params.k = k.data;
-  params.v = v.data;
-  params.out = out.data;
-  params.out_dtype = out.dtype;
-  params.q_stride = strides_of(with_batch(q, packed));
-  params.k_stride = strides_of(with_batch(k, packed));
-  params.v_stride = strides_of(with_batch(v, packed));
-  params.out_stride = strides_of(with_batch(out, packed));
-  params.seqlen_q = checked_extent(q.shape[at.rows], "q", packed ? "total_q" : "seqlen_q");
-  params.seqlen_k = checked_extent(k.shape[at.rows], "k", packed ? "total_k" : "seqlen_k");
-  params.heads = checked_extent(q.shape[at.heads], "q", "heads");
-  params.heads_k = checked_extent(k.shape[at.heads], "k", "heads");
-  params.head_dim = checked_extent(q.shape[at.columns], "q", "head_dim");
-  params.head_dim_v = checked_extent(v.shape[at.columns], "v", "head_dim_v");
+  a.q = q.data;
+  a.k = k.data;
+  a.v = v.data;
+  a.q_stride = strides_of(with_batch(q, packed));
+  a.k_stride = strides_of(with_batch(k, packed));
+  a.v_stride = strides_of(with_batch(v, packed));
+  a.seqlen_q = checked_extent(q.shape[at.rows], "q", packed ? "total_q" : "seqlen_q");
+  a.seqlen_k = checked_extent(k.shape[at.rows], "k", packed ? "total_k" : "seqlen_k");
+  a.heads = checked_extent(q.shape[at.heads], "q", "heads");
+  a.heads_k = checked_extent(k.shape[at.heads], "k", "heads");
+  a.head_dim = checked_extent(q.shape[at.columns], "q", "head_dim");
+  a.head_dim_v = checked_extent(v.shape[at.columns], "v", "head_dim_v");
   if (packed) {
-    params.total_q = params.seqlen_q;
-    params.total_k = params.seqlen_k;
-    params.seqlen_q = packed_bound(options.max_seqlen_q, "max_seqlen_q", params.total_q);
-    params.seqlen_k = packed_bound(options.max_seqlen_k, "max_seqlen_k", params.total_k);
-    validate_packed(q, options, params);
-    validate_features(q, options, options.max_seqlen_q, options.max_seqlen_k, params);
+    a.total_q = a.seqlen_q;
+    a.total_k = a.seqlen_k;
+    a.seqlen_q = packed_bound(options.max_seqlen_q, "max_seqlen_q", a.total_q);
+    a.seqlen_k = packed_bound(options.max_seqlen_k, "max_seqlen_k", a.total_k);
+    validate_packed(q, options, a);
+    validate_features(q, options, options.max_seqlen_q, options.max_seqlen_k, a);
   } else {
-    params.batch = q.shape[0];
-    validate_features(q, options, params.seqlen_q, params.seqlen_k, params);
+    a.batch = q.shape[0];
+    validate_features(q, options, a.seqlen_q, a.seqlen_k, a);
   }
-  return params;
+  return a;
 }
 
 ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
                                const TensorView& out, const TensorView* lse,
                                const ForwardOptions& options) {
-  ForwardParams params = validate_inputs(q, k, v, out, lse, options);
+  ForwardParams params;
+  params.attention = validate_inputs(q, k, v, out, lse, options);
+  const bool packed = params.attention.cu_seqlens_q != nullptr;
   check_writable(out, "out");
-  if (lse != nullptr) check_writable(*lse, "lse");
+  params.out = out.data;
+  params.out_dtype = out.dtype;
+  params.out_stride = strides_of(with_batch(out, packed));
+  if (lse != nullptr) {
+    check_writable(*lse, "lse");
+    params.lse = static_cast<float*>(lse->data);
+    params.lse_stride = lse_strides_of(*lse, packed);
+  }
+  if (options.max_logits != nullptr) {
+    const TensorView& t = *options.max_logits;
+    params.max_logits = static_cast<float*>(t.data);
+    params.max_logits_stride = {t.stride[0], 0, t.stride[1], 0};
+  }
   return params;
 }
 

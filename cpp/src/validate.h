@@ -14,9 +14,9 @@ ForwardParams validate_forward(const TensorView& q, const TensorView& k, const T
 
 // The same checks for what forward() and backward() share, whether it is read or written: all but
 // that `out` and `lse` can be written.
-ForwardParams validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
-                              const TensorView& out, const TensorView* lse,
-                              const ForwardOptions& options);
+Attention validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
+                          const TensorView& out, const TensorView* lse,
+                          const ForwardOptions& options);
 
 struct BackwardTensors {
   const TensorView& dout;
@@ -50,15 +50,14 @@ AppendParams validate_kvcache(const KvCacheTensors& tensors, const ForwardOption
 // The part of them that concerns numbers and optional tensors, for parameters that have shapes.
 // `seqlen_q` and `seqlen_k` are the extents of axes that count rows and keys.
 void validate_features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q,
-                       int64_t seqlen_k, ForwardParams& params);
+                       int64_t seqlen_k, Attention& attention);
 
-// Where packed sequences begin: the tensors' types and shapes. Sets params.batch.
-void validate_packed(const TensorView& q, const ForwardOptions& options, ForwardParams& params);
+// Where packed sequences begin: the tensors' types and shapes. Sets attention.batch.
+void validate_packed(const TensorView& q, const ForwardOptions& options, Attention& attention);
 
 // The elements of options.cu_seqlens_q, .cu_seqlens_k and .seqused_k. Copies them from a GPU, which
 // waits for the stream.
-void check_lengths(const ForwardParams& params, const ForwardOptions& options,
-                   const Device& device);
+void check_lengths(const Attention& attention, const ForwardOptions& options, const Device& device);
 
 // The elements of the cache's integers: lengths, places, the entries of the block table that are
 // used; and that the rotary tables have the rows that these ask for. Waits for a GPU's stream.

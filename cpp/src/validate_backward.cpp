@@ -68,8 +68,13 @@ BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions&
   ForwardOptions inputs = options;
   inputs.dropout_mask = inputs.max_logits = nullptr;
   BackwardParams params;
-  static_cast<ForwardParams&>(params) = validate_inputs(t.q, t.k, t.v, t.out, &t.lse, inputs);
-  const bool packed = params.cu_seqlens_q != nullptr;
+  params.attention = validate_inputs(t.q, t.k, t.v, t.out, &t.lse, inputs);
+  const bool packed = params.attention.cu_seqlens_q != nullptr;
+  params.out = t.out.data;
+  params.out_dtype = t.out.dtype;
+  params.out_stride = strides_of(with_batch(t.out, packed));
+  params.lse = static_cast<const float*>(t.lse.data);
+  params.lse_stride = lse_strides_of(t.lse, packed);
   check_dtype_or_float32(t.dout, "dout", t.q, "q");
   check_like(t.dout, "dout", t.out, "out");
   check_aligned(t.dout, "dout");

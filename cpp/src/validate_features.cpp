@@ -20,8 +20,8 @@ std::string text_of(double x) {
   return text.str();
 }
 
-double checked_scale(const ForwardOptions& options, const ForwardParams& params, bool wide) {
-  if (!options.softmax_scale) return 1.0 / std::sqrt(static_cast<double>(params.head_dim));
+double checked_scale(const ForwardOptions& options, int head_dim, bool wide) {
+  if (!options.softmax_scale) return 1.0 / std::sqrt(static_cast<double>(head_dim));
   const double scale = *options.softmax_scale;
   // Kernels of the narrower types multiply it by log2(e) in float32.
   if (!std::isfinite(scale) || (!wide && std::abs(scale) > FLT_MAX / 2)) {
@@ -62,30 +62,30 @@ int checked_block(int64_t size, int index) {
 class Features {
  public:
   Features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q, int64_t seqlen_k,
-           ForwardParams& params)
-      : q_(q), options_(options), seqlen_q_(seqlen_q), seqlen_k_(seqlen_k), params_(params) {}
+           Attention& attention)
+      : q_(q), options_(options), seqlen_q_(seqlen_q), seqlen_k_(seqlen_k), a_(attention) {}
 
   void numbers() {
     const bool wide = q_.dtype == DType::kFloat64;
-    params_.softmax_scale = checked_scale(options_, params_, wide);
-    params_.softcap = checked_softcap(options_.softcap, wide);
-    params_.window.left = checked_window(options_.window_left, "window_left");
-    params_.window.right = checked_window(options_.window_right, "window_right");
-    if (options_.causal) params_.window.right = 0;
-    params_.dropout_threshold = dropout_threshold(options_.dropout_p);
-    params_.seed = options_.seed;
-    params_.offset = options_.offset;
+    a_.softmax_scale = checked_scale(options_, a_.head_dim, wide);
+    a_.softcap = checked_softcap(options_.softcap, wide);
+    a_.window.left = checked_window(options_.window_left, "window_left");
+    a_.window.right = checked_window(options_.window_right, "window_right");
+    if (options_.causal) a_.window.right = 0;
+    a_.dropout_threshold = dropout_threshold(options_.dropout_p);
+    a_.seed = options_.seed;
+    a_.offset = options_.offset;
   }
 
   void alibi_slopes(const TensorView& t) {
     const char* const layout = "(heads,) or (batch or 1, heads)";
     check_input(t, "alibi_slopes");
     if (t.rank == 1) {
-      check_shape(t, "alibi_slopes", {{params_.heads}}, layout, ", one for each head of q");
-      params_.alibi_slopes = auxiliary_of(t, {&Strides::head});
+      check_shape(t, "alibi_slopes", {{a_.heads}}, layout, ", one for each head of q");
+      a_.alibi_slopes = auxiliary_of(t, {&Strides::head});
     } else {
-      check_shape(t, "alibi_slopes", {{params_.batch, true}, {params_.heads}}, layout);
-      params_.alibi_slopes = auxiliary_of(t, {&Strides::batch, &Strides::head});
+      check_shape(t, "alibi_slopes", {{a_.batch, true}, {a_.heads}}, layout);
+      a_.alibi_slopes = auxiliary_of(t, {&Strides::batch, &Strides::head});
     }
   }
 
@@ -96,63 +96,57 @@ class Features {
     } else {
       check_input(t, "bias", "bool, ");
     }
-    check_shape(
-        t, "bias",
-        {{params_.batch, true}, {params_.heads, true}, {seqlen_q_, true}, {seqlen_k_, true}},
-        layout);
-    params_.bias = auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+    check_shape(t, "bias",
+                {{a_.batch, true}, {a_.heads, true}, {seqlen_q_, true}, {seqlen_k_, true}}, layout);
+    a_.bias = auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
 
   void block_mask(const TensorView& t) {
     const char* const layout = "(batch or 1, heads or 1, query blocks, key blocks)";
-    params_.block_size_q = checked_block(options_.block_size[0], 0);
-    params_.block_size_k = checked_block(options_.block_size[1], 1);
+    a_.block_size_q = checked_block(options_.block_size[0], 0);
+    a_.block_size_k = checked_block(options_.block_size[1], 1);
     check_dtype(t, "block_mask", DType::kBool);
     check_device(t, "block_mask", q_, "q");
-    const int64_t blocks_q = (seqlen_q_ + params_.block_size_q - 1) / params_.block_size_q;
-    const int64_t blocks_k = (seqlen_k_ + params_.block_size_k - 1) / params_.block_size_k;
+    const int64_t blocks_q = (seqlen_q_ + a_.block_size_q - 1) / a_.block_size_q;
+    const int64_t blocks_k = (seqlen_k_ + a_.block_size_k - 1) / a_.block_size_k;
     const std::initializer_list<Axis> axes = {
-        {params_.batch, true}, {params_.heads, true}, {blocks_q}, {blocks_k}};
+        {a_.batch, true}, {a_.heads, true}, {blocks_q}, {blocks_k}};
     check_rank(t, "block_mask", 4, layout);
     if (!has_shape(t, axes)) {
       check_shape(t, "block_mask", axes, layout,
-                  ": blocks of " + std::to_string(params_.block_size_q) + " x " +
-                      std::to_string(params_.block_size_k) + " of " + std::to_string(seqlen_q_) +
+                  ": blocks of " + std::to_string(a_.block_size_q) + " x " +
+                      std::to_string(a_.block_size_k) + " of " + std::to_string(seqlen_q_) +
                       " queries and " + std::to_string(seqlen_k_) + " keys");
     }
-    params_.block_mask =
+    a_.block_mask =
         auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
 
   void sinks(const TensorView& t) {
     check_input(t, "sinks");
-    check_shape(t, "sinks", {{params_.heads}}, "(heads,)", ", one for each head of q");
-    params_.sinks = auxiliary_of(t, {&Strides::head});
+    check_shape(t, "sinks", {{a_.heads}}, "(heads,)", ", one for each head of q");
+    a_.sinks = auxiliary_of(t, {&Strides::head});
   }
 
   void rng_state(const TensorView& t) {
     check_integers(t, "rng_state", DType::kInt64, q_, 2, "(2,)", ": seed and offset");
-    params_.rng_state = static_cast<const uint64_t*>(t.data);
+    a_.rng_state = static_cast<const uint64_t*>(t.data);
   }
 
   void dropout_mask(const TensorView& t) {
     const char* const layout = "(batch, heads, seqlen_q, seqlen_k)";
     check_dtype(t, "dropout_mask", DType::kBool);
     check_device(t, "dropout_mask", q_, "q");
-    check_shape(t, "dropout_mask", {{params_.batch}, {params_.heads}, {seqlen_q_}, {seqlen_k_}},
-                layout);
+    check_shape(t, "dropout_mask", {{a_.batch}, {a_.heads}, {seqlen_q_}, {seqlen_k_}}, layout);
     check_writable(t, "dropout_mask");
   }
 
   void max_logits(const TensorView& t) {
     check_dtype(t, "max_logits", DType::kFloat32);
     check_device(t, "max_logits", q_, "q");
-    check_shape(t, "max_logits", {{params_.batch}, {params_.heads}}, "(batch, heads)",
-                ": (batch, heads)");
+    check_shape(t, "max_logits", {{a_.batch}, {a_.heads}}, "(batch, heads)", ": (batch, heads)");
     check_writable(t, "max_logits");
     check_aligned(t, "max_logits");
-    params_.max_logits = static_cast<float*>(t.data);
-    params_.max_logits_stride = {t.stride[0], 0, t.stride[1], 0};
   }
 
   void cu_seqlens(const TensorView& t, const char* argument) {
@@ -179,12 +173,12 @@ class Features {
   const ForwardOptions& options_;
   int64_t seqlen_q_;
   int64_t seqlen_k_;
-  ForwardParams& params_;
+  Attention& a_;
 };
 
 }  // namespace
 
-void validate_packed(const TensorView& q, const ForwardOptions& options, ForwardParams& params) {
+void validate_packed(const TensorView& q, const ForwardOptions& options, Attention& attention) {
   const TensorView* const cu_q = options.cu_seqlens_q;
   const TensorView* const cu_k = options.cu_seqlens_k;
   if (cu_q == nullptr || cu_k == nullptr) {
@@ -192,21 +186,21 @@ void validate_packed(const TensorView& q, const ForwardOptions& options, Forward
                   " is given without " + (cu_q == nullptr ? "cu_seqlens_q" : "cu_seqlens_k") +
                   "; packed sequences need both");
   }
-  Features features(q, options, 0, 0, params);
+  Features features(q, options, 0, 0, attention);
   features.cu_seqlens(*cu_q, "cu_seqlens_q");
   features.cu_seqlens(*cu_k, "cu_seqlens_k");
   if (cu_k->shape[0] != cu_q->shape[0]) {
     invalid_value("cu_seqlens_k has shape " + shape_of(*cu_k) + "; expected " + shape_of(*cu_q) +
                   ", as cu_seqlens_q");
   }
-  params.batch = cu_q->shape[0] - 1;
-  params.cu_seqlens_q = static_cast<const int32_t*>(cu_q->data);
-  params.cu_seqlens_k = static_cast<const int32_t*>(cu_k->data);
+  attention.batch = cu_q->shape[0] - 1;
+  attention.cu_seqlens_q = static_cast<const int32_t*>(cu_q->data);
+  attention.cu_seqlens_k = static_cast<const int32_t*>(cu_k->data);
 }
 
 void validate_features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q,
-                       int64_t seqlen_k, ForwardParams& params) {
-  Features features(q, options, seqlen_q, seqlen_k, params);
+                       int64_t seqlen_k, Attention& attention) {
+  Features features(q, options, seqlen_q, seqlen_k, attention);
   features.numbers();
   if (options.alibi_slopes != nullptr) features.alibi_slopes(*options.alibi_slopes);
   if (options.bias != nullptr) features.bias(*options.bias);
@@ -216,9 +210,9 @@ void validate_features(const TensorView& q, const ForwardOptions& options, int64
   if (options.dropout_mask != nullptr) features.dropout_mask(*options.dropout_mask);
   if (options.max_logits != nullptr) features.max_logits(*options.max_logits);
   if (options.seqused_k != nullptr) {
-    features.lengths(*options.seqused_k, "seqused_k", params.batch, "(batch,)",
+    features.lengths(*options.seqused_k, "seqused_k", attention.batch, "(batch,)",
                      ", one for each sequence");
-    params.seqused_k = static_cast<const int32_t*>(options.seqused_k->data);
+    attention.seqused_k = static_cast<const int32_t*>(options.seqused_k->data);
   }
 }
 

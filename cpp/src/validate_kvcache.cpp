@@ -73,7 +73,7 @@ class KvCacheArguments {
     shapes();
     results();
     check_threads(options_.num_threads);
-    validate_features(t_.q, options_, p_.seqlen_q, p_.seqlen_k, p_);
+    validate_features(t_.q, options_, p_.attention.seqlen_q, p_.attention.seqlen_k, p_.attention);
     cache_integers();
     new_keys();
     rotary();
@@ -134,31 +134,31 @@ class KvCacheArguments {
       invalid_value("v_cache has shape " + shape_of(t_.v_cache) +
                     "; head_dim_v must be at least 1");
     }
-    p_.batch = n[0];
-    p_.seqlen_q = checked_extent(n[1], "q", "seqlen_q");
-    p_.heads = checked_extent(n[2], "q", "heads");
-    p_.heads_k = checked_extent(k[2], "k_cache", "heads");
-    p_.head_dim = checked_extent(n[3], "q", "head_dim");
-    p_.head_dim_v = checked_extent(columns_v, "v_cache", "head_dim_v");
+    p_.attention.batch = n[0];
+    p_.attention.seqlen_q = checked_extent(n[1], "q", "seqlen_q");
+    p_.attention.heads = checked_extent(n[2], "q", "heads");
+    p_.attention.heads_k = checked_extent(k[2], "k_cache", "heads");
+    p_.attention.head_dim = checked_extent(n[3], "q", "head_dim");
+    p_.attention.head_dim_v = checked_extent(columns_v, "v_cache", "head_dim_v");
     p_.slots = k[0];
     paged ? pages(*c_.block_table) : slots();
-    p_.q = t_.q.data;
-    p_.k = t_.k_cache.data;
-    p_.v = t_.v_cache.data;
-    p_.q_stride = strides_of(t_.q);
-    p_.k_stride = strides_of(t_.k_cache);
-    p_.v_stride = strides_of(t_.v_cache);
+    p_.attention.q = t_.q.data;
+    p_.attention.k = t_.k_cache.data;
+    p_.attention.v = t_.v_cache.data;
+    p_.attention.q_stride = strides_of(t_.q);
+    p_.attention.k_stride = strides_of(t_.k_cache);
+    p_.attention.v_stride = strides_of(t_.v_cache);
     check_aligned(t_.q, "q");
     check_aligned(t_.k_cache, "k_cache");
     check_aligned(t_.v_cache, "v_cache");
   }
 
   void slots() {
-    p_.seqlen_k = checked_extent(t_.k_cache.shape[1], "k_cache", "capacity");
-    if (c_.cache_batch_idx == nullptr && p_.slots < p_.batch) {
+    p_.attention.seqlen_k = checked_extent(t_.k_cache.shape[1], "k_cache", "capacity");
+    if (c_.cache_batch_idx == nullptr && p_.slots < p_.attention.batch) {
       invalid_value("k_cache has shape " + shape_of(t_.k_cache) + ", room for " +
                     std::to_string(p_.slots) + " sequences, but q has batch " +
-                    std::to_string(p_.batch) +
+                    std::to_string(p_.attention.batch) +
                     "; at least as many, or cache_batch_idx, are needed");
     }
   }
@@ -174,14 +174,15 @@ class KvCacheArguments {
     check_rank(table, "block_table", 2, layout);
     check_dtype(table, "block_table", DType::kInt32);
     check_device(table, "block_table", t_.q, "q");
-    check_shape(table, "block_table", {{p_.batch}, {table.shape[1]}}, layout, ", with q's batch");
+    check_shape(table, "block_table", {{p_.attention.batch}, {table.shape[1]}}, layout,
+                ", with q's batch");
     check_aligned(table, "block_table");
     if (table.shape[1] > kMaxExtent / page_size) {
       invalid_value("block_table has " + std::to_string(table.shape[1]) + " pages of " +
                     std::to_string(page_size) + " rows for a sequence; at most " +
                     std::to_string(kMaxExtent) + " rows are allowed");
     }
-    p_.seqlen_k = static_cast<int>(table.shape[1] * page_size);
+    p_.attention.seqlen_k = static_cast<int>(table.shape[1] * page_size);
     while (int64_t{1} << p_.page_shift < page_size) ++p_.page_shift;
     p_.block_table = static_cast<const int32_t*>(table.data);
     p_.block_table_stride = {table.stride[0], 0, 0, table.stride[1]};
@@ -189,7 +190,7 @@ class KvCacheArguments {
 
   void results() {
     const auto& n = t_.q.shape;
-    check_shape(t_.out, "out", {{n[0]}, {n[1]}, {n[2]}, {p_.head_dim_v}}, kLayoutOut,
+    check_shape(t_.out, "out", {{n[0]}, {n[1]}, {n[2]}, {p_.attention.head_dim_v}}, kLayoutOut,
                 ": q's batch, seqlen_q and heads, and v_cache's head_dim");
     check_writable(t_.out, "out");
     check_aligned(t_.out, "out");
@@ -209,7 +210,7 @@ class KvCacheArguments {
 
   const int32_t* integers(const TensorView* t, const char* argument) {
     if (t == nullptr) return nullptr;
-    check_integers(*t, argument, DType::kInt32, t_.q, p_.batch, "(batch,)",
+    check_integers(*t, argument, DType::kInt32, t_.q, p_.attention.batch, "(batch,)",
                    ", one for each sequence");
     return static_cast<const int32_t*>(t->data);
   }
@@ -227,7 +228,8 @@ class KvCacheArguments {
                    name(t_.q.dtype) + "; new keys and values must have q's dtype");
     }
     check_device(t, argument, t_.q, "q");
-    check_shape(t, argument, {{p_.batch}, {rows}, {p_.heads_k}, {columns}}, layout, why);
+    check_shape(t, argument, {{p_.attention.batch}, {rows}, {p_.attention.heads_k}, {columns}},
+                layout, why);
     check_aligned(t, argument);
   }
 
@@ -237,13 +239,13 @@ class KvCacheArguments {
     const TensorView& v = *c_.v_new;
     const char* const layout = "(batch, seqlen_new, heads_k, head_dim)";
     check_rank(k, "k_new", 4, layout);
-    new_rows(k, "k_new", k.shape[1], p_.head_dim, layout,
+    new_rows(k, "k_new", k.shape[1], p_.attention.head_dim, layout,
              ": q's batch and head_dim, and k_cache's heads");
-    new_rows(v, "v_new", k.shape[1], p_.head_dim_v, "(batch, seqlen_new, heads_k, head_dim_v)",
-             ": k_new's, but for v_cache's head_dim");
-    if (k.shape[1] > p_.seqlen_k) {
+    new_rows(v, "v_new", k.shape[1], p_.attention.head_dim_v,
+             "(batch, seqlen_new, heads_k, head_dim_v)", ": k_new's, but for v_cache's head_dim");
+    if (k.shape[1] > p_.attention.seqlen_k) {
       invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) +
-                    ", but the cache has room for " + std::to_string(p_.seqlen_k) +
+                    ", but the cache has room for " + std::to_string(p_.attention.seqlen_k) +
                     " rows of a sequence");
     }
     check_writable(t_.k_cache, "k_cache");
@@ -262,7 +264,7 @@ class KvCacheArguments {
     check_rank(cos, "rotary_cos", 2, "(rows, rotary_dim / 2)");
     check_dtype_or_float32(cos, "rotary_cos", t_.q, "q");
     check_device(cos, "rotary_cos", t_.q, "q");
-    const int64_t most = p_.head_dim / 2;
+    const int64_t most = p_.attention.head_dim / 2;
     if (cos.shape[0] < 1 || cos.shape[1] < 1 || cos.shape[1] > most) {
       invalid_value("rotary_cos has shape " + shape_of(cos) +
                     "; expected (rows, rotary_dim / 2) with at least one row and rotary_dim / 2 "
@@ -282,7 +284,7 @@ class KvCacheArguments {
     a_.rotary_seqlens = integers(c_.rotary_seqlens, "rotary_seqlens");
     a_.rotary_dim = static_cast<int>(2 * cos.shape[1]);
     a_.rotary_interleaved = c_.rotary_interleaved;
-    a_.rotary_steps = p_.window.left >= 0 || p_.window.right >= 0;
+    a_.rotary_steps = p_.attention.window.left >= 0 || p_.attention.window.right >= 0;
   }
 
   void tree_mask() {
@@ -291,7 +293,9 @@ class KvCacheArguments {
     const char* const layout = "(batch or 1, seqlen_q, seqlen_q)";
     check_dtype(t, "tree_mask", DType::kBool);
     check_device(t, "tree_mask", t_.q, "q");
-    check_shape(t, "tree_mask", {{p_.batch, true}, {p_.seqlen_q}, {p_.seqlen_q}}, layout);
+    check_shape(t, "tree_mask",
+                {{p_.attention.batch, true}, {p_.attention.seqlen_q}, {p_.attention.seqlen_q}},
+                layout);
     p_.tree_mask = auxiliary_of(t, {&Strides::batch, &Strides::row, &Strides::col});
   }
 
@@ -308,10 +312,11 @@ class KvCacheArguments {
     check_device(*t, argument, t_.q, "q");
     check_aligned(*t, argument);
     if (t->rank == 1) {
-      check_shape(*t, argument, {{p_.heads_k}}, layout, ", one for each head of the cache");
+      check_shape(*t, argument, {{p_.attention.heads_k}}, layout,
+                  ", one for each head of the cache");
       return auxiliary_of(*t, {&Strides::head});
     }
-    check_shape(*t, argument, {{p_.slots}, {p_.heads_k}}, layout);
+    check_shape(*t, argument, {{p_.slots}, {p_.attention.heads_k}}, layout);
     return auxiliary_of(*t, {&Strides::batch, &Strides::head});
   }
 
@@ -334,13 +339,13 @@ class KvCacheArguments {
                     std::to_string(size) + "; only one of both is allowed");
     }
     // A larger one is the same: one split.
-    const int64_t whole = std::max<int64_t>((int64_t{p_.seqlen_k} + 63) / 64 * 64, 64);
+    const int64_t whole = std::max<int64_t>((int64_t{p_.attention.seqlen_k} + 63) / 64 * 64, 64);
     p_.split_size = static_cast<int>(std::min(size, whole));
-    const int64_t needed = (int64_t{p_.seqlen_k} + p_.split_size - 1) / p_.split_size;
+    const int64_t needed = (int64_t{p_.attention.seqlen_k} + p_.split_size - 1) / p_.split_size;
     if (needed > kMaxSplitCount) {
       invalid_value("split_size is " + std::to_string(size) + ", which makes " +
                     std::to_string(needed) + " splits of a cache with room for " +
-                    std::to_string(p_.seqlen_k) + " rows; at most " +
+                    std::to_string(p_.attention.seqlen_k) + " rows; at most " +
                     std::to_string(kMaxSplitCount) + " are allowed");
     }
     p_.num_splits = static_cast<int>(std::max<int64_t>(needed, 1));

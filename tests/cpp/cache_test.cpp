@@ -24,9 +24,9 @@ namespace {
 // Three sequences of a cache of 4 with room for 20 rows, 3 of which are appended.
 KvCacheParams params() {
   KvCacheParams p;
-  p.batch = 3;
+  p.attention.batch = 3;
   p.slots = 4;
-  p.seqlen_k = 20;
+  p.attention.seqlen_k = 20;
   p.seqlen_new = 3;
   return p;
 }
@@ -113,7 +113,7 @@ void check_pages() {
     KvCacheParams p = params();
     const int size = 1 << shift;
     const int pages = 20 / size + 1;
-    p.seqlen_k = pages * size;
+    p.attention.seqlen_k = pages * size;
     p.page_shift = shift;
     p.slots = 3 * pages;
     std::vector<int32_t> table(static_cast<std::size_t>(3 * pages * 2), 1 << 20);

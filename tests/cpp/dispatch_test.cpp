@@ -298,41 +298,43 @@ void check_problem() {
   TensorView q;
   q.dtype = DType::kBFloat16;
   q.device = {DeviceType::kCuda, 3};
-  ForwardParams params;
-  params.head_dim = 24;
-  params.head_dim_v = 40;
-  const Problem plain = problem_of(Op::kBackward, q, params, CpuIsa::kAvx2);
+  Attention attention;
+  attention.head_dim = 24;
+  attention.head_dim_v = 40;
+  const Problem plain = problem_of(Op::kBackward, q, attention, CpuIsa::kAvx2);
   CHECK(plain.op == Op::kBackward && plain.device == q.device && plain.dtype == q.dtype);
   CHECK(plain.head_dim == 24 && plain.head_dim_v == 40 && plain.cpu_isa == CpuIsa::kAvx2);
   CHECK_EQ(plain.features, unsigned{kNoFeatures});
   CHECK(!plain.bounded);
 
   // How large the grid is: the backward's over keys, with parts of a group that is large.
-  params.batch = 3;
-  params.heads = 16;
-  params.heads_k = 2;
-  params.seqlen_q = 100;
-  params.seqlen_k = 700;
-  const Problem forward = problem_of(Op::kForward, q, params, CpuIsa::kAuto);
+  attention.batch = 3;
+  attention.heads = 16;
+  attention.heads_k = 2;
+  attention.seqlen_q = 100;
+  attention.seqlen_k = 700;
+  const Problem forward = problem_of(Op::kForward, q, attention, CpuIsa::kAuto);
   CHECK(forward.rows == 100 && forward.pairs == 48);
-  const Problem backward = problem_of(Op::kBackward, q, params, CpuIsa::kAuto);
+  const Problem backward = problem_of(Op::kBackward, q, attention, CpuIsa::kAuto);
   CHECK(backward.rows == 700 && backward.pairs == 12);
 
-  const auto features = [&] { return problem_of(Op::kForward, q, params, CpuIsa::kAuto).features; };
+  const auto features = [&] {
+    return problem_of(Op::kForward, q, attention, CpuIsa::kAuto).features;
+  };
   for (const Window window : {Window{3, -1}, Window{-1, 0}, Window{3, 0}}) {
-    params.window = window;  // in every kernel
-    CHECK(problem_of(Op::kForward, q, params, CpuIsa::kAuto).bounded);
+    attention.window = window;  // in every kernel
+    CHECK(problem_of(Op::kForward, q, attention, CpuIsa::kAuto).bounded);
   }
-  params.sinks.data = &params;
+  attention.sinks.data = &attention;
   CHECK_EQ(features(), unsigned{kNoFeatures});
-  params.softcap = 1.0;
+  attention.softcap = 1.0;
   CHECK_EQ(features(), unsigned{kSoftcap});
-  params.alibi_slopes.data = params.bias.data = &params;
+  attention.alibi_slopes.data = attention.bias.data = &attention;
   CHECK_EQ(features(), unsigned{kSoftcap | kAlibi | kBias});
-  params.block_mask.data = &params;
-  params.dropout_threshold = 1;
+  attention.block_mask.data = &attention;
+  attention.dropout_threshold = 1;
   CHECK_EQ(features(), kAllFeatures & ~kLargeSoftcap);
-  params.softcap = 257.0;
+  attention.softcap = 257.0;
   CHECK_EQ(features(), kAllFeatures);
 }
 
@@ -341,23 +343,23 @@ void check_decode_problem() {
   q.dtype = DType::kBFloat16;
   q.device = {DeviceType::kCuda, 1};
   KvCacheParams params;
-  params.head_dim = 24;
-  params.head_dim_v = 40;
-  params.heads = 32;
-  params.heads_k = 8;
-  params.seqlen_q = 5;
+  params.attention.head_dim = 24;
+  params.attention.head_dim_v = 40;
+  params.attention.heads = 32;
+  params.attention.heads_k = 8;
+  params.attention.seqlen_q = 5;
   params.cache_dtype = q.dtype;
   const Problem plain = problem_of(q, params, CpuIsa::kAuto);
   CHECK(plain.op == Op::kDecode && plain.device == q.device && plain.dtype == q.dtype);
   CHECK(plain.head_dim == 24 && plain.head_dim_v == 40 && plain.features == kNoFeatures);
   CHECK_EQ(plain.rows, 20);
-  params.softcap = 1.0;
+  params.attention.softcap = 1.0;
   params.tree_mask.data = &params;  // in every kernel
   for (const DType dtype : {DType::kInt8, DType::kFloat8E4M3}) {
     params.cache_dtype = dtype;
     CHECK_EQ(problem_of(q, params, CpuIsa::kAuto).features, unsigned{kSoftcap | kQuantizedCache});
   }
-  params.seqlen_q = 1 << 30;
+  params.attention.seqlen_q = 1 << 30;
   CHECK_EQ(problem_of(q, params, CpuIsa::kAuto).rows, int64_t{1} << 32);
 }
 

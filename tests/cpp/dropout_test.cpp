@@ -11,10 +11,10 @@
 #include "many_threads.h"
 #include "tensor.h"
 
+using anyflash::Attention;
 using anyflash::Draws;
 using anyflash::Dropout;
 using anyflash::ForwardOptions;
-using anyflash::ForwardParams;
 using anyflash::philox;
 using test::DType;
 using test::Layout;
@@ -50,7 +50,7 @@ void check_known_answers() {
 
 // Seed, offset, batch, head, row and group are where the comment of dropout.h puts them.
 void check_counter() {
-  ForwardParams p;
+  Attention p;
   p.heads = 7;
   p.dropout_threshold = 1000;
   p.seed = 0x0123456789abcdef;
@@ -61,7 +61,7 @@ void check_counter() {
   for (int i = 0; i < 4; ++i) CHECK_EQ(draws.word[i], expected.word[i]);
 
   const uint64_t state[2] = {p.seed, p.offset};
-  ForwardParams read = p;
+  Attention read = p;
   read.seed = read.offset = 0;
   read.rng_state = state;
   const Draws same = Dropout(read, 5, 3).draws(11, 13);
@@ -82,7 +82,7 @@ void check_counter() {
   }
   CHECK(dropout.active());
   CHECK_EQ(dropout.scale(), 65536.0f / 64536.0f);
-  CHECK(!Dropout(ForwardParams{}, 0, 0).active());
+  CHECK(!Dropout(Attention{}, 0, 0).active());
 }
 
 struct Shape {
@@ -114,7 +114,7 @@ struct Call {
   }
 
   bool expected(const test::Index& i) const {
-    ForwardParams p;
+    Attention p;
     p.heads = static_cast<int>(shape.heads);
     p.seed = options.seed;
     p.offset = options.offset;

@@ -8,16 +8,14 @@
 
 #include "check.h"
 
+using anyflash::Attention;
 using anyflash::backward_heads_per_l2_section;
-using anyflash::BackwardParams;
 using anyflash::decode_num_splits;
 using anyflash::decode_num_splits_on_cpu;
 using anyflash::DeviceProperties;
-using anyflash::ForwardParams;
 using anyflash::gqa_splits;
 using anyflash::heads_per_l2_section;
 using anyflash::KernelDescriptor;
-using anyflash::KvCacheParams;
 using anyflash::query_rows;
 using anyflash::resident_ctas;
 using anyflash::Tile;
@@ -25,8 +23,8 @@ using anyflash::visible_keys;
 
 namespace {
 
-ForwardParams causal_params(int64_t batch, int heads, int heads_k, int seqlen_k, int head_dim) {
-  ForwardParams p;
+Attention causal_params(int64_t batch, int heads, int heads_k, int seqlen_k, int head_dim) {
+  Attention p;
   p.batch = batch;
   p.heads = heads;
   p.heads_k = heads_k;
@@ -49,37 +47,31 @@ void check_section(int64_t section, int64_t pairs, int64_t most) {
   if (sections > 1) CHECK((sections - 1) * std::max<int64_t>(most, 1) < pairs);
 }
 
-void check_bounds(const ForwardParams& p, int multiprocessors) {
+void check_bounds(const Attention& p, int multiprocessors) {
   const int section = heads_per_l2_section(p, multiprocessors);
   check_section(section, p.batch * p.heads, multiprocessors / 4);
 
-  ForwardParams all = p;
+  Attention all = p;
   all.window = {5, -1};
   CHECK_EQ(heads_per_l2_section(all, multiprocessors), 1);
-  ForwardParams window = p;
+  Attention window = p;
   window.window.right = 1000;
   CHECK_EQ(heads_per_l2_section(window, multiprocessors), section);
 }
 
-BackwardParams backward_params(const ForwardParams& forward) {
-  BackwardParams p;
-  static_cast<ForwardParams&>(p) = forward;
-  return p;
-}
-
-void check_backward_bounds(const BackwardParams& p, int multiprocessors) {
+void check_backward_bounds(const Attention& p, int multiprocessors) {
   const int section = backward_heads_per_l2_section(p, multiprocessors);
   check_section(section, p.batch * p.heads_k * gqa_splits(p.heads, p.heads_k), multiprocessors / 8);
 
-  BackwardParams window = p;
+  Attention window = p;
   window.window = {7, -1};
   CHECK_EQ(backward_heads_per_l2_section(window, multiprocessors), section);
   window.window = {-1, -1};
   CHECK_EQ(backward_heads_per_l2_section(window, multiprocessors), 1);
 }
 
-KvCacheParams decode_params(int64_t batch, int heads_k, int group, int seqlen_q, int capacity) {
-  KvCacheParams p;
+Attention decode_params(int64_t batch, int heads_k, int group, int seqlen_q, int capacity) {
+  Attention p;
   p.batch = batch;
   p.heads = heads_k * group;
   p.heads_k = heads_k;
@@ -101,14 +93,14 @@ int64_t decode_time(int64_t ctas, int64_t blocks, int64_t splits, int64_t each, 
   return time;
 }
 
-void check_splits(const KvCacheParams& p, const Tile& tile, int64_t each, int64_t sms) {
+void check_splits(const Attention& p, const Tile& tile, int64_t each, int64_t sms) {
   const int splits = decode_num_splits(p, tile, each, sms);
   const int64_t ctas = p.batch * p.heads_k * divide(query_rows(p), tile.block_m);
   const int64_t blocks = divide(visible_keys(p), tile.block_n);
   const int64_t most = std::min<int64_t>(blocks / 2, 128);
   CHECK(splits >= 1 && splits <= std::max<int64_t>(most, 1));
   // A window counts as if its keys were all there are.
-  KvCacheParams seen = p;
+  Attention seen = p;
   seen.seqlen_k = static_cast<int>(visible_keys(p));
   seen.window = {-1, -1};
   CHECK_EQ(decode_num_splits(seen, tile, each, sms), splits);
@@ -126,7 +118,7 @@ void check_splits(const KvCacheParams& p, const Tile& tile, int64_t each, int64_
   }
 }
 
-void check_cpu_splits(const KvCacheParams& p) {
+void check_cpu_splits(const Attention& p) {
   const int splits = decode_num_splits_on_cpu(p);
   CHECK(splits >= 1 && splits <= 64);
   if (splits == 1) return;
@@ -135,7 +127,7 @@ void check_cpu_splits(const KvCacheParams& p) {
 }
 
 void check_windows() {
-  KvCacheParams p = decode_params(1, 1, 1, 3, 10000);
+  Attention p = decode_params(1, 1, 1, 3, 10000);
   p.window = {-1, 0};
   CHECK_EQ(visible_keys(p), 10000);
   p.window = {500, 0};
@@ -199,7 +191,7 @@ void check_decode() {
     for (const int heads_k : {1, 8}) {
       for (const int seqlen_q : {0, 1, 9, 100}) {
         for (const int capacity : {0, 1, 64, 257, 1000, 8192, 131072, INT_MAX - 4095}) {
-          KvCacheParams p = decode_params(batch, heads_k, 4, seqlen_q, capacity);
+          Attention p = decode_params(batch, heads_k, 4, seqlen_q, capacity);
           for (const int64_t left : {-1, 300}) {
             p.window = {left, 0};
             for (const Tile& tile : {Tile{16, 64, 4}, Tile{64, 128, 4}}) {
@@ -229,9 +221,9 @@ int main() {
       for (const int heads_k : {1, 2, 8}) {
         for (const int group : {1, 4, 16}) {
           for (const int seqlen_k : {0, 511, kMax}) {
-            const ForwardParams p = causal_params(batch, heads_k * group, heads_k, seqlen_k, 64);
+            const Attention p = causal_params(batch, heads_k * group, heads_k, seqlen_k, 64);
             check_bounds(p, multiprocessors);
-            check_backward_bounds(backward_params(p), multiprocessors);
+            check_backward_bounds(p, multiprocessors);
           }
         }
       }
@@ -242,12 +234,11 @@ int main() {
   CHECK_EQ(heads_per_l2_section(causal_params(8, 16, 16, 2048, 128), 132), 32);
   CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
   // Backward, H200: 16 of 64 key heads, and all of 8.
-  const BackwardParams backward = backward_params(causal_params(8, 32, 8, 1024, 128));
+  const Attention backward = causal_params(8, 32, 8, 1024, 128);
   CHECK_EQ(backward_heads_per_l2_section(backward, 132), 16);
-  CHECK_EQ(backward_heads_per_l2_section(backward_params(causal_params(1, 8, 8, 16384, 256)), 132),
-           8);
+  CHECK_EQ(backward_heads_per_l2_section(causal_params(1, 8, 8, 16384, 256), 132), 8);
   // 16 query heads on one key head: four parts of each of four sequences.
-  const BackwardParams one_head_k = backward_params(causal_params(4, 16, 1, 4096, 128));
+  const Attention one_head_k = causal_params(4, 16, 1, 4096, 128);
   CHECK_EQ(backward_heads_per_l2_section(one_head_k, 132), 16);
   // A part has at most four heads, but there are at most 32 parts.
   for (const auto& [group, parts] :

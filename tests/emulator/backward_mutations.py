@@ -137,7 +137,7 @@ POSITIONS = (
     Mutation(
         "hidden-block-visited",
         VISITS,
-        "!BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)",
+        "!BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key)",
         "false",
     ),
     Mutation(
@@ -250,7 +250,7 @@ ARITHMETIC = (
     Mutation(
         "dropout-not-scaled-in-dv",
         SCORES,
-        "return dropout_scale(params.dropout_threshold);",
+        "return dropout_scale(params.attention.dropout_threshold);",
         "return 1.0f;",
     ),
     Mutation(
@@ -310,14 +310,14 @@ ONE_FEATURE = (
     Mutation(
         "dropout-not-scaled-in-ds",
         SCORED,
-        "return dropout_scale(params.dropout_threshold);",
+        "return dropout_scale(params.attention.dropout_threshold);",
         "return 1.0f;",
         after="static float ds_factor(",
     ),
     Mutation(
         "dropout-kernel-not-scaled-in-dv",
         SCORED,
-        "return dropout_scale(params.dropout_threshold);",
+        "return dropout_scale(params.attention.dropout_threshold);",
         "return 1.0f;",
         after="static float p_scale(const BackwardScratch& params)",
     ),
@@ -363,7 +363,10 @@ OF_ROWS = (
     ),
     Mutation("dq-sum-not-zero", ROWS_SOURCE, "sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};"),
     Mutation(
-        "slopes-of-one-batch", ROWS_SOURCE, "p.dalibi_slopes.stride.batch == 0 ? p.batch : 1", "1"
+        "slopes-of-one-batch",
+        ROWS_SOURCE,
+        "p.dalibi_slopes.stride.batch == 0 ? p.attention.batch : 1",
+        "1",
     ),
 )
 

@@ -188,7 +188,7 @@ BOUNDS = (
     Mutation(
         "float-output-not-guarded",
         CUDA_EPILOGUE,
-        "i < rows && x < params.head_dim_v",
+        "i < rows && x < params.attention.head_dim_v",
         "i < rows",
         "asan",
     ),
@@ -235,7 +235,10 @@ ARITHMETIC = (
     Mutation("dropped-infinity-restored", CUDA_EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("hidden-restored", RESTORE_NONFINITE, "of == TermWeight::kHidden", "false"),
     Mutation(
-        "restored-of-another-sequence", CUDA_EPILOGUE, "sequence.first_k * params.v_stride.row", "0"
+        "restored-of-another-sequence",
+        CUDA_EPILOGUE,
+        "sequence.first_k * params.attention.v_stride.row",
+        "0",
     ),
     Mutation(
         "max-logits-of-rows-beyond",

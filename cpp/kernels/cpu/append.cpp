@@ -110,38 +110,40 @@ constexpr double kRotationWork = 150;
 template <class E, class C>
 void append_keys(const AppendParams& p, int num_threads) {
   const KvCacheParams& cache = p.cache;
-  const Source<E> k{cache.k_new, cache.k_new_stride, cache.head_dim};
-  const Source<E> v{cache.v_new, cache.v_new_stride, cache.head_dim_v};
-  const int64_t count = cache.batch * cache.seqlen_new * cache.heads_k;
+  const Attention& a = cache.attention;
+  const Source<E> k{cache.k_new, cache.k_new_stride, a.head_dim};
+  const Source<E> v{cache.v_new, cache.v_new_stride, a.head_dim_v};
+  const int64_t count = a.batch * cache.seqlen_new * a.heads_k;
   const bool rotate = p.rotary_cos.data != nullptr;
   const double work = static_cast<double>(count * k.columns) * (rotate ? kRotationWork : kCopyWork);
   for_each_on_threads(count, threads_worth(num_threads, work), [&](int64_t i) {
-    const int64_t head = i % cache.heads_k;
-    const int t = static_cast<int>(i / cache.heads_k % cache.seqlen_new);
-    const int64_t batch = i / cache.heads_k / cache.seqlen_new;
+    const int64_t head = i % a.heads_k;
+    const int t = static_cast<int>(i / a.heads_k % cache.seqlen_new);
+    const int64_t batch = i / a.heads_k / cache.seqlen_new;
     const CachedSequence sequence = cached_sequence(cache, batch);
     const CacheSlot place = place_of(cache, sequence, sequence.keys_before + t);
     if (place.slot < 0) return;
     const Rotation<E> rotation =
         rotate ? Rotation<E>(p, rotary_row(p, sequence, batch, t)) : Rotation<E>(p);
     rotation.copy_row(k.row(batch, t, head), k.stride.col, k.columns,
-                      cache_row<E, C>(cache.k, cache.k_stride, cache.k_scale, place, head));
+                      cache_row<E, C>(a.k, a.k_stride, cache.k_scale, place, head));
     Rotation<E>(p).copy_row(v.row(batch, t, head), v.stride.col, v.columns,
-                            cache_row<E, C>(cache.v, cache.v_stride, cache.v_scale, place, head));
+                            cache_row<E, C>(a.v, a.v_stride, cache.v_scale, place, head));
   });
 }
 
 template <class E>
 void rotate_queries(const AppendParams& p, int num_threads) {
   const KvCacheParams& cache = p.cache;
-  const Source<E> q{cache.q, cache.q_stride, cache.head_dim};
+  const Attention& a = cache.attention;
+  const Source<E> q{a.q, a.q_stride, a.head_dim};
   const Strides& st = p.rotated_q_stride;
-  const int64_t count = cache.batch * cache.seqlen_q * cache.heads;
+  const int64_t count = a.batch * a.seqlen_q * a.heads;
   const double work = static_cast<double>(count * q.columns) * kRotationWork;
   for_each_on_threads(count, threads_worth(num_threads, work), [&](int64_t i) {
-    const int64_t head = i % cache.heads;
-    const int64_t query = i / cache.heads % cache.seqlen_q;
-    const int64_t batch = i / cache.heads / cache.seqlen_q;
+    const int64_t head = i % a.heads;
+    const int64_t query = i / a.heads % a.seqlen_q;
+    const int64_t batch = i / a.heads / a.seqlen_q;
     const int step = p.rotary_steps ? static_cast<int>(query) : 0;
     const int64_t row = rotary_row(p, cached_sequence(cache, batch), batch, step);
     E* const to = static_cast<E*>(p.rotated_q) + batch * st.batch + query * st.row + head * st.head;

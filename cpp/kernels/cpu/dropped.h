@@ -32,7 +32,7 @@ inline void draw_rows(const Dropout& dropout, int query, int count, int group,
 
 // `count` rows in lanes, keys first_key + [begin, end).
 template <typename T, int NV>
-inline void drop_panel(const ForwardParams& p, std::int64_t sequence, const QueryRow<T>* rows,
+inline void drop_panel(const Attention& p, std::int64_t sequence, const QueryRow<T>* rows,
                        int count, int first_key, int begin, int end, T* probability) {
   using S = Simd<T>;
   using UInt = typename S::UInt;
@@ -66,7 +66,7 @@ inline void drop_panel(const ForwardParams& p, std::int64_t sequence, const Quer
 
 // The same for one row.
 template <typename T>
-inline void drop_row(const ForwardParams& p, std::int64_t sequence, const QueryRow<T>& row,
+inline void drop_row(const Attention& p, std::int64_t sequence, const QueryRow<T>& row,
                      int first_key, int begin, int end, T* probability) {
   constexpr int kColumns = 8;
   const Dropout dropout(p, sequence, row.head);

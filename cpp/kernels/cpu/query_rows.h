@@ -128,16 +128,16 @@ template <typename E, typename T>
 inline void store_result(const ForwardParams& p, const ResultRow& row, const T* o, double lse) {
   const std::int64_t at = row.offset(p.out_stride);
   if (p.out_dtype == DType::kFloat32) {
-    store_row(o, p.head_dim_v, static_cast<float*>(p.out) + at, p.out_stride.col);
+    store_row(o, p.attention.head_dim_v, static_cast<float*>(p.out) + at, p.out_stride.col);
   } else {
-    store_row(o, p.head_dim_v, static_cast<E*>(p.out) + at, p.out_stride.col);
+    store_row(o, p.attention.head_dim_v, static_cast<E*>(p.out) + at, p.out_stride.col);
   }
   if (p.lse != nullptr) p.lse[row.offset(p.lse_stride)] = static_cast<float>(lse);
 }
 
 inline double read_sink(const ForwardParams& p, int head) {
-  if (p.sinks.data == nullptr) return -static_cast<double>(kInfinity);
-  return read_number(p.sinks, head * p.sinks.stride.head);
+  if (p.attention.sinks.data == nullptr) return -static_cast<double>(kInfinity);
+  return read_number(p.attention.sinks, head * p.attention.sinks.stride.head);
 }
 
 // What ThinTask and PanelTask know of a task's rows and keys. Attention to a cache has another
@@ -155,7 +155,7 @@ class TaskRows {
   static constexpr int kPanel = kPanelRows<T>;
 
   TaskRows(const ForwardParams& p, const Scratch<T>& scratch_memory)
-      : TaskRows(p, scratch_memory, ScoreModifier<T>(p), nullptr, nullptr) {}
+      : TaskRows(p, scratch_memory, ScoreModifier<T>(p.attention), nullptr, nullptr) {}
 
   // m = -inf, l = 0 and the keys of each row; in panels lanes behind the last row repeat it, so
   // that they never ask for a mask.
@@ -163,7 +163,7 @@ class TaskRows {
     task = next;
     rows = count;
     const Sequence& seq = task.sequence;
-    const Mask mask(seq.seqlen_q, seq.seqlen_k, params.window);
+    const Mask mask(seq.seqlen_q, seq.seqlen_k, params.attention.window);
     int head = task.first_head + static_cast<int>(first_row / seq.seqlen_q);
     int query = static_cast<int>(first_row % seq.seqlen_q);
     const int lanes = task.thin ? rows : round_up(rows, S::kLanes);
@@ -194,14 +194,15 @@ class TaskRows {
 
   // Of a block of keys, what the block mask leaves. False: nothing.
   bool begin_block(int first_key) {
-    if (params.block_mask.data == nullptr) return true;
+    if (params.attention.block_mask.data == nullptr) return true;
     bool any = false;
     for (int r = 0, run; r < rows; r += run) {
       const QueryRow<T>& row = scratch.rows[r];
-      const bool keep = BlockMask(params, task.index, row.head).keep(row.query, first_key);
+      const bool keep =
+          BlockMask(params.attention, task.index, row.head).keep(row.query, first_key);
       any |= keep;
       // Rows up to the next block of the map share its answer.
-      const int rest = params.block_size_q - row.query % params.block_size_q;
+      const int rest = params.attention.block_size_q - row.query % params.attention.block_size_q;
       for (run = 0; r + run < rows && run < rest && scratch.rows[r + run].head == row.head; ++run) {
         show(r + run, keep);
       }
@@ -217,8 +218,8 @@ class TaskRows {
 
   const E* query_row(int r) const {
     const QueryRow<T>& row = scratch.rows[r];
-    const Strides& st = params.q_stride;
-    return static_cast<const E*>(params.q) + task.sequence.batch * st.batch +
+    const Strides& st = params.attention.q_stride;
+    return static_cast<const E*>(params.attention.q) + task.sequence.batch * st.batch +
            (task.sequence.first_q + row.query) * st.row + row.head * st.head;
   }
 
@@ -257,15 +258,15 @@ class TaskRows {
     }
     const double sink = read_sink(params, row.head);
     const RowEnd end = end_row(m, static_cast<double>(scratch.l[r]), sink);
-    const double kept = (65536.0 - params.dropout_threshold) / 65536.0;
+    const double kept = (65536.0 - params.attention.dropout_threshold) / 65536.0;
     // + 0: a block without a visible key turns -0 into 0, and whether a row meets one depends on
     // its neighbours.
     if constexpr (sizeof(E) < sizeof(T)) {
       const T factor = static_cast<T>(1.0 / (end.divisor * kept));
-      for (int c = 0; c < params.head_dim_v; ++c) o[c] = o[c] * factor + T(0);
+      for (int c = 0; c < params.attention.head_dim_v; ++c) o[c] = o[c] * factor + T(0);
     } else {
       const T divisor = static_cast<T>(end.divisor * kept);
-      for (int c = 0; c < params.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
+      for (int c = 0; c < params.attention.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
     }
     store_result<E>(params, {task.sequence.batch, task.sequence.first_q, row.head, row.query}, o,
                     end.lse);
@@ -296,8 +297,8 @@ class TaskRows {
            const ScoreModifier<T>& score_modifier, const BroadcastTensor* k_scale,
            const BroadcastTensor* v_scale)
       : params(p),
-        k{p.k, p.k_stride, p.head_dim, k_scale},
-        v{p.v, p.v_stride, p.head_dim_v, v_scale},
+        k{p.attention.k, p.attention.k_stride, p.attention.head_dim, k_scale},
+        v{p.attention.v, p.attention.v_stride, p.attention.head_dim_v, v_scale},
         scratch(scratch_memory),
         modifier(score_modifier) {}
 

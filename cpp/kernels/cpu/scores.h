@@ -23,7 +23,7 @@ class ScoreModifier {
   using Vec = typename S::Vec;
 
   // `tail`: the bias is that of the last seqlen_q keys, and the others have none.
-  explicit ScoreModifier(const ForwardParams& p, bool tail = false)
+  explicit ScoreModifier(const Attention& p, bool tail = false)
       : p_(p), cap_(static_cast<T>(p.softcap)), tail_(tail) {}
 
   bool has_softcap() const { return p_.softcap > 0; }
@@ -71,7 +71,7 @@ class ScoreModifier {
   }
 
  private:
-  const ForwardParams& p_;
+  const Attention& p_;
   T cap_;
   bool tail_;
 };

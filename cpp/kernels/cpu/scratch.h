@@ -68,9 +68,9 @@ struct Scratch {
   QueryRow<T>* rows;
   std::size_t size;
 
-  static std::size_t bytes(const ForwardParams& p) { return carve(p, nullptr).size; }
+  static std::size_t bytes(const Attention& p) { return carve(p, nullptr).size; }
 
-  static Scratch carve(const ForwardParams& p, char* base) {
+  static Scratch carve(const Attention& p, char* base) {
     constexpr int kRows = kTaskPanels<T> * kPanelRows<T>;
     constexpr std::int64_t kBlock = std::int64_t{kPanelKeys} * kPanelRows<T>;
     const std::int64_t d = round_up(p.head_dim, Simd<T>::kLanes);

@@ -48,7 +48,7 @@ class Split {
  public:
   // Every task is to be done `times` times (for one part of the keys after the other).
   template <typename T>
-  static Split make(const ForwardParams& p, int threads, int times = 1) {
+  static Split make(const Attention& p, int threads, int times = 1) {
     Split s(p);
     if (p.batch <= 0 || p.heads <= 0 || p.seqlen_q <= 0) return s;
     s.heads_per_k_ = p.heads / p.heads_k;
@@ -106,7 +106,7 @@ class Split {
   }
 
  private:
-  explicit Split(const ForwardParams& p) : p_(&p) {}
+  explicit Split(const Attention& p) : p_(&p) {}
 
   // Packed sequences are numbered by tiles without a list of them: sequence b may take the tiles
   // from here to first_tile(b + 1), which are enough, for ceil(n / r) <= floor((c + n) / r) -
@@ -130,7 +130,7 @@ class Split {
     return low;
   }
 
-  const ForwardParams* p_;
+  const Attention* p_;
   int heads_per_k_ = 1;
   int heads_per_unit_ = 1;
   int few_rows_ = 0;   // up to here a head shares a task with the others of its group
@@ -142,7 +142,7 @@ class Split {
 };
 
 // The forward's work as threads_worth() counts it; a bound, since of masks only windows are seen.
-inline double forward_work(const ForwardParams& p) {
+inline double forward_work(const Attention& p) {
   const double rows = p.cu_seqlens_q == nullptr ? static_cast<double>(p.batch) * p.seqlen_q
                                                 : static_cast<double>(p.total_q);
   double keys = p.seqlen_k;

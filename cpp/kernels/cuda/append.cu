@@ -38,40 +38,41 @@ __device__ __forceinline__ Place place_in(int64_t index, int rows, int heads, in
 template <class Element>
 class Appender {
  public:
-  __device__ explicit Appender(const AppendParams& params) : p_(params), c_(params.cache) {}
+  __device__ explicit Appender(const AppendParams& params)
+      : p_(params), c_(params.cache), a_(c_.attention) {}
 
   __device__ int64_t queries() const {
     if (p_.rotated_q == nullptr) return 0;
-    return c_.batch * c_.seqlen_q * c_.heads * c_.head_dim;
+    return a_.batch * a_.seqlen_q * a_.heads * a_.head_dim;
   }
-  __device__ int64_t keys() const { return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim; }
+  __device__ int64_t keys() const { return a_.batch * c_.seqlen_new * a_.heads_k * a_.head_dim; }
   __device__ int64_t values() const {
-    return c_.batch * c_.seqlen_new * c_.heads_k * c_.head_dim_v;
+    return a_.batch * c_.seqlen_new * a_.heads_k * a_.head_dim_v;
   }
 
   __device__ void query(int64_t index) const {
-    const Place at = place_in(index, c_.seqlen_q, c_.heads, c_.head_dim);
+    const Place at = place_in(index, a_.seqlen_q, a_.heads, a_.head_dim);
     const CachedSequence sequence = cached_sequence(c_, at.batch);
     const int64_t angle = rotary_row(p_, sequence, at.batch, p_.rotary_steps ? at.row : 0);
     const Strides& stride = p_.rotated_q_stride;
     auto* const target = static_cast<Element*>(p_.rotated_q);
-    target[offset(stride, at)] = rotated(c_.q, c_.q_stride, at, angle);
+    target[offset(stride, at)] = rotated(a_.q, a_.q_stride, at, angle);
   }
 
   __device__ void key(int64_t index) const {
-    const Place at = place_in(index, c_.seqlen_new, c_.heads_k, c_.head_dim);
+    const Place at = place_in(index, c_.seqlen_new, a_.heads_k, a_.head_dim);
     const CachedSequence sequence = cached_sequence(c_, at.batch);
     const Element x =
         p_.rotary_cos.data == nullptr
             ? static_cast<const Element*>(c_.k_new)[offset(c_.k_new_stride, at)]
             : rotated(c_.k_new, c_.k_new_stride, at, rotary_row(p_, sequence, at.batch, at.row));
-    write(c_.k, c_.k_stride, c_.k_scale, sequence, at, x);
+    write(a_.k, a_.k_stride, c_.k_scale, sequence, at, x);
   }
 
   __device__ void value(int64_t index) const {
-    const Place at = place_in(index, c_.seqlen_new, c_.heads_k, c_.head_dim_v);
+    const Place at = place_in(index, c_.seqlen_new, a_.heads_k, a_.head_dim_v);
     const Element x = static_cast<const Element*>(c_.v_new)[offset(c_.v_new_stride, at)];
-    write(c_.v, c_.v_stride, c_.v_scale, cached_sequence(c_, at.batch), at, x);
+    write(a_.v, a_.v_stride, c_.v_scale, cached_sequence(c_, at.batch), at, x);
   }
 
  private:
@@ -129,6 +130,7 @@ class Appender {
 
   const AppendParams& p_;
   const KvCacheParams& c_;
+  const Attention& a_;
 };
 
 template <class Element>
@@ -149,9 +151,10 @@ __global__ void append_kernel(const __grid_constant__ AppendParams params) {
 
 void append_to_cache(const AppendParams& params, void* stream) {
   const KvCacheParams& c = params.cache;
-  const int64_t per_row = int64_t{c.heads_k} * (c.head_dim + c.head_dim_v);
-  int64_t count = c.batch * c.seqlen_new * per_row;
-  if (params.rotated_q != nullptr) count += c.batch * c.seqlen_q * c.heads * c.head_dim;
+  const Attention& a = c.attention;
+  const int64_t per_row = int64_t{a.heads_k} * (a.head_dim + a.head_dim_v);
+  int64_t count = a.batch * c.seqlen_new * per_row;
+  if (params.rotated_q != nullptr) count += a.batch * a.seqlen_q * a.heads * a.head_dim;
   if (params.dtype == DType::kFloat16) {
     launch_grid_stride<append_kernel<__half>>(count, kThreads, kThreads, 0, stream, params);
   } else {

@@ -82,12 +82,13 @@ ANYFLASH_DEVICE float row_sum(float x) {
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     preprocess_kernel(const __grid_constant__ BackwardScratch p) {
-  const int row_blocks = ceil_div(p.seqlen_q, p.block_m);
+  const Attention& a = p.attention;
+  const int row_blocks = ceil_div(a.seqlen_q, p.block_m);
   const int row0 = static_cast<int>(blockIdx.x) % row_blocks * p.block_m;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
-  const int64_t batch = pair / p.heads;
-  const int head = pair % p.heads;
-  const Sequence sequence = sequence_of(p, batch);
+  const int64_t batch = pair / a.heads;
+  const int head = pair % a.heads;
+  const Sequence sequence = sequence_of(a, batch);
   if (row0 >= sequence.seqlen_q) return;
   const int64_t padded = p.first_row(sequence, batch, head) + row0;
   const auto offset = [&](const Strides& stride, int64_t row) {
@@ -105,28 +106,28 @@ __global__ void __launch_bounds__(kThreads)
     if (exists && short_types) {
       sum = row_product(static_cast<const Element*>(p.dout) + offset(p.dout_stride, row),
                         static_cast<const Element*>(p.out) + offset(p.out_stride, row), lane,
-                        p.head_dim_v);
+                        a.head_dim_v);
     } else if (exists) {
-      for (int col = lane * kVector; col < p.head_dim_v; col += kRowThreads * kVector) {
+      for (int col = lane * kVector; col < a.head_dim_v; col += kRowThreads * kVector) {
         float dout[kVector];
         float out[kVector];
         load_row<Element>(dout, p.dout, p.dout_dtype, offset(p.dout_stride, row), p.dout_stride.col,
-                          col, p.head_dim_v);
+                          col, a.head_dim_v);
         load_row<Element>(out, p.out, p.out_dtype, offset(p.out_stride, row), p.out_stride.col, col,
-                          p.head_dim_v);
+                          a.head_dim_v);
         if (p.dout_rounded != nullptr) {
           Vector<Element> rounded;
           for (int i = 0; i < kVector; ++i) {
             round_to(dout[i], rounded.x[i]);
             dout[i] = to_float(rounded.x[i]);  // delta belongs to the dP that the kernels compute
           }
-          const int64_t columns = ceil_div(p.head_dim_v, kVector) * kVector;
-          const int64_t rows = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
-          const int64_t at = (sequence.batch * p.heads + head) * rows + sequence.first_q + row;
+          const int64_t columns = ceil_div(a.head_dim_v, kVector) * kVector;
+          const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
+          const int64_t at = (sequence.batch * a.heads + head) * rows + sequence.first_q + row;
           *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(p.dout_rounded) + at * columns +
                                               col) = rounded;
         }
-        for (int i = 0; i < kVector; ++i) sum += col + i < p.head_dim_v ? dout[i] * out[i] : 0.0f;
+        for (int i = 0; i < kVector; ++i) sum += col + i < a.head_dim_v ? dout[i] * out[i] : 0.0f;
       }
     }
     sum = row_sum(sum);
@@ -142,9 +143,9 @@ __global__ void __launch_bounds__(kThreads)
     p.lse_delta[padded + r] = stats;
   }
   if (p.slopes_log2 != nullptr && row0 == 0 && threadIdx.x == 0) {
-    const Strides& stride = p.alibi_slopes.stride;
+    const Strides& stride = a.alibi_slopes.stride;
     p.slopes_log2[pair] =
-        load_float(p.alibi_slopes, batch * stride.batch + head * stride.head) * kLog2E;
+        load_float(a.alibi_slopes, batch * stride.batch + head * stride.head) * kLog2E;
   }
   if (p.dq_accum == nullptr) return;
   auto* const sums = reinterpret_cast<float4*>(p.dq_accum + padded * p.dq_columns);
@@ -157,10 +158,10 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     sum_dsinks_kernel(const __grid_constant__ BackwardScratch p) {
   const int head = blockIdx.x;
-  const float sink = load_float(p.sinks, head * p.sinks.stride.head);
+  const float sink = load_float(p.attention.sinks, head * p.attention.sinks.stride.head);
   float sum = 0.0f;
-  for (int64_t batch = 0; batch < p.batch; ++batch) {
-    const Sequence sequence = sequence_of(p, batch);
+  for (int64_t batch = 0; batch < p.attention.batch; ++batch) {
+    const Sequence sequence = sequence_of(p.attention, batch);
     const LseDelta* const stats = p.lse_delta + p.first_row(sequence, batch, head);
     for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
       const float probability = expf(sink - stats[row].lse / p.lse_unit);
@@ -174,13 +175,13 @@ __global__ void __launch_bounds__(kThreads)
 // One CTA a (batch or 1, head).
 __global__ void __launch_bounds__(kThreads)
     sum_dalibi_slopes_kernel(const __grid_constant__ BackwardScratch p) {
-  const int head = static_cast<int>(blockIdx.x) % p.heads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) / p.heads;
-  const int64_t count = p.dalibi_slopes.stride.batch == 0 ? p.batch : 1;
-  const int64_t row_blocks = (int64_t{p.seqlen_q} + 63) / 64;
+  const int head = static_cast<int>(blockIdx.x) % p.attention.heads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) / p.attention.heads;
+  const int64_t count = p.dalibi_slopes.stride.batch == 0 ? p.attention.batch : 1;
+  const int64_t row_blocks = (int64_t{p.attention.seqlen_q} + 63) / 64;
   float sum = 0.0f;
   for (int64_t batch = first; batch < first + count; ++batch) {
-    const float* const parts = p.slope_sums + (batch * p.heads + head) * row_blocks;
+    const float* const parts = p.slope_sums + (batch * p.attention.heads + head) * row_blocks;
     for (int64_t i = threadIdx.x; i < row_blocks; i += kThreads) sum += parts[i];
   }
   sum = block_sum<kThreads>(sum, reinterpret_cast<float*>(anyflash_smem));
@@ -193,8 +194,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void backward_preprocess(const BackwardScratch& params, void* stream) {
-  const int64_t blocks =
-      ceil_div(int64_t{params.seqlen_q}, params.block_m) * params.batch * params.heads;
+  const int64_t blocks = ceil_div(int64_t{params.attention.seqlen_q}, params.block_m) *
+                         params.attention.batch * params.attention.heads;
   if (blocks == 0) return;
   const dim3 grid(static_cast<unsigned>(blocks));
   if (params.dtype == DType::kFloat16) {
@@ -205,12 +206,13 @@ void backward_preprocess(const BackwardScratch& params, void* stream) {
 }
 
 void sum_dsinks(const BackwardScratch& params, void* stream) {
-  launch<sum_dsinks_kernel>(dim3(params.heads), dim3(kThreads), kSumBytes, stream, params);
+  launch<sum_dsinks_kernel>(dim3(params.attention.heads), dim3(kThreads), kSumBytes, stream,
+                            params);
 }
 
 void sum_dalibi_slopes(const BackwardScratch& params, void* stream) {
-  const int64_t outputs =
-      params.heads * (params.dalibi_slopes.stride.batch == 0 ? 1 : params.batch);
+  const int64_t outputs = params.attention.heads *
+                          (params.dalibi_slopes.stride.batch == 0 ? 1 : params.attention.batch);
   if (outputs == 0) return;
   launch<sum_dalibi_slopes_kernel>(dim3(static_cast<unsigned>(outputs)), dim3(kThreads), kSumBytes,
                                    stream, params);

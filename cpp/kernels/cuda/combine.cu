@@ -46,11 +46,12 @@ class RowCombiner {
         thread_(static_cast<int>(threadIdx.x) % kRowThreads) {}
 
   __device__ void combine(int64_t row) {
-    const int64_t query = row % p_.seqlen_q;
-    const int64_t head = row / p_.seqlen_q % p_.heads;
-    const int64_t batch = row / p_.seqlen_q / p_.heads;
-    const float sink =
-        p_.sinks.data == nullptr ? -INFINITY : load_float(p_.sinks, head * p_.sinks.stride.head);
+    const int64_t query = row % p_.attention.seqlen_q;
+    const int64_t head = row / p_.attention.seqlen_q % p_.attention.heads;
+    const int64_t batch = row / p_.attention.seqlen_q / p_.attention.heads;
+    const float sink = p_.attention.sinks.data == nullptr
+                           ? -INFINITY
+                           : load_float(p_.attention.sinks, head * p_.attention.sinks.stride.head);
     float top = sink;
     for (int s = thread_; s < p_.num_splits; s += kRowThreads) top = fmaxf(top, lse(s, row));
     top = reduce(top, [](float a, float b) { return fmaxf(a, b); });
@@ -180,7 +181,8 @@ class RowCombiner {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int col = (i * kLanes + thread_ % kLanes) * 4;
-      store_four(acc[i], row + col * p_.out_stride.col, p_.out_stride.col, p_.head_dim_v - col);
+      store_four(acc[i], row + col * p_.out_stride.col, p_.out_stride.col,
+                 p_.attention.head_dim_v - col);
     }
   }
 

@@ -14,10 +14,10 @@ namespace anyflash {
 // pieces of 16 bytes, and (split, batch, head, query). A kernel that writes them has them as its
 // `out` and `lse`.
 ANYFLASH_HOST_DEVICE int part_columns(const KvCacheParams& p) {
-  return ceil_div(p.head_dim_v, 4) * 4;
+  return ceil_div(p.attention.head_dim_v, 4) * 4;
 }
 ANYFLASH_HOST_DEVICE int64_t lse_stride_of_split(const KvCacheParams& p) {
-  return p.batch * p.heads * p.seqlen_q;
+  return p.attention.batch * p.attention.heads * p.attention.seqlen_q;
 }
 ANYFLASH_HOST_DEVICE int64_t stride_of_split(const KvCacheParams& p) {
   return lse_stride_of_split(p) * part_columns(p);

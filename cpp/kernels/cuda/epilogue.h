@@ -29,10 +29,11 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN;
   const Sequence& sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-  const auto* const v =
-      static_cast<const Element*>(params.v) + sequence.batch * params.v_stride.batch +
-      block.head_k * params.v_stride.head + sequence.first_k * params.v_stride.row;
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+  const auto* const v = static_cast<const Element*>(params.attention.v) +
+                        sequence.batch * params.attention.v_stride.batch +
+                        block.head_k * params.attention.v_stride.head +
+                        sequence.first_k * params.attention.v_stride.row;
   Out* const out = first_of<Out>(params.out, params.out_stride, sequence, block.head);
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, kBlockN);
   const IndexRange rows{block.first_row, min(block.first_row + Traits::kBlockM, sequence.seqlen_q)};
@@ -41,8 +42,10 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
     if (!cleared || !variant.visits(tile)) continue;
     const IndexRange keys{tile * kBlockN, min((tile + 1) * kBlockN, sequence.seqlen_k)};
     restore_nonfinite<Traits::kThreads>(
-        keys, rows, params.head_dim_v,
-        [&](int key, int x) { return static_cast<float>(v[key * params.v_stride.row + x]); },
+        keys, rows, params.attention.head_dim_v,
+        [&](int key, int x) {
+          return static_cast<float>(v[key * params.attention.v_stride.row + x]);
+        },
         [&](int row, int key) {
           if (!mask.keep(row, key) || !variant.keep(row, key)) return TermWeight::kHidden;
           return variant.is_dropped(row, key) ? TermWeight::kDropped : TermWeight::kVisible;
@@ -110,7 +113,7 @@ ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardWorkT
     CUTE_UNROLL
     for (int col = 0; col < size<1>(out_matrix); ++col) {
       const int x = get<1>(coordinates(row, col));
-      if (i < rows && x < params.head_dim_v) {
+      if (i < rows && x < params.attention.head_dim_v) {
         gO[i * params.out_stride.row + x * params.out_stride.col] = out_matrix(row, col);
       }
     }

@@ -24,7 +24,7 @@ class QueryTileIterator {
         m_(range_.begin) {
     const int last_early_row = m_ * kBlockM + Traits::kTopRows - 1;
     edge_ = mask.end_key(last_early_row) <= block.first_key + Traits::kTopKeys;
-    const int group = params.heads / params.heads_k;
+    const int group = params.attention.heads / params.attention.heads_k;
     const int each = group / params.gqa_splits;
     const int larger = group % params.gqa_splits;  // so many parts have one head more
     head_ = block.head_k * group + block.gqa_split * each + min(block.gqa_split, larger);
@@ -55,7 +55,8 @@ class QueryTileIterator {
   }
   ANYFLASH_DEVICE void skip_hidden() {
     if constexpr ((Scores::kFeatures & kBlockMask) != 0) {
-      while (valid() && !BlockMask(params_, block_.batch, head_).keep(row(), block_.first_key)) {
+      while (valid() &&
+             !BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key)) {
         step();
       }
     }

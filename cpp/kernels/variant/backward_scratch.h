@@ -36,20 +36,21 @@ struct BackwardScratch : BackwardParams {
   bool* gqa_nonfinite_dout = nullptr;  // of each part, as SharedStorage::nonfinite_dout
   int64_t key_blocks = 0;              // of one head; packed: of all sequences together
   float lse_unit = 1.0f;
-  float scale_log2 = 1.0f;  // softmax_scale log2(e)
-  float ds_scale = 1.0f;    // of sums of dS: softmax_scale, and what Scores leave out of dS
+  float ds_scale = 1.0f;  // of sums of dS: softmax_scale, and what Scores leave out of dS
 
   // Padded row of the sequence's row 0, counted over batch and heads.
   ANYFLASH_HOST_DEVICE int64_t first_row(const Sequence& sequence, int64_t index, int head) const {
-    const int64_t first =
-        cu_seqlens_q == nullptr ? 0 : (sequence.first_q + index * block_m) & -int64_t{block_m};
-    return (sequence.batch * heads + head) * padded_rows + first;
+    const int64_t first = attention.cu_seqlens_q == nullptr
+                              ? 0
+                              : (sequence.first_q + index * block_m) & -int64_t{block_m};
+    return (sequence.batch * attention.heads + head) * padded_rows + first;
   }
   // The sequence's first block of keys, counted over batch and heads.
   ANYFLASH_HOST_DEVICE int64_t first_block(const Sequence& sequence, int64_t index, int head_k,
                                            int block_n) const {
-    const int64_t first = cu_seqlens_k == nullptr ? 0 : sequence.first_k / block_n + index;
-    return (sequence.batch * heads_k + head_k) * key_blocks + first;
+    const int64_t first =
+        attention.cu_seqlens_k == nullptr ? 0 : sequence.first_k / block_n + index;
+    return (sequence.batch * attention.heads_k + head_k) * key_blocks + first;
   }
 };
 

@@ -48,7 +48,7 @@ class AlibiBackward : public OneFeatureBackward {
                                 int64_t batch, int head, Seed seed)
       : OneFeatureBackward(params, sequence, batch, head, seed),
         shift_(sequence.seqlen_k - sequence.seqlen_q),
-        slope_log2_(params.slopes_log2[batch * params.heads + head]) {}
+        slope_log2_(params.slopes_log2[batch * params.attention.heads + head]) {}
 
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence& sequence,
@@ -107,7 +107,7 @@ class SoftcapBackward : public OneFeatureBackward {
   ANYFLASH_DEVICE SoftcapBackward(const BackwardScratch& params, const Sequence& sequence,
                                   int64_t batch, int head, Seed seed)
       : OneFeatureBackward(params, sequence, batch, head, seed),
-        softcap_log2_(static_cast<float>(params.softcap) * kLog2E) {}
+        softcap_log2_(static_cast<float>(params.attention.softcap) * kLog2E) {}
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 0.25f; }
 
@@ -161,15 +161,15 @@ class DropoutBackward : public OneFeatureBackward {
 
   ANYFLASH_DEVICE DropoutBackward(const BackwardScratch& params, const Sequence& sequence,
                                   int64_t batch, int head, const Seed& seed)
-      : OneFeatureBackward(params, sequence, batch, head, PlainBackward::Seed(params)),
-        dropout_(params, seed, batch, head),
-        kept_(1.0f / dropout_scale(params.dropout_threshold)) {}
+      : OneFeatureBackward(params, sequence, batch, head, PlainBackward::Seed(params.attention)),
+        dropout_(params.attention, seed, batch, head),
+        kept_(1.0f / dropout_scale(params.attention.dropout_threshold)) {}
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
-    return dropout_scale(params.dropout_threshold);
+    return dropout_scale(params.attention.dropout_threshold);
   }
   static float ds_factor(const BackwardScratch& params) {
-    return dropout_scale(params.dropout_threshold);
+    return dropout_scale(params.attention.dropout_threshold);
   }
   ANYFLASH_DEVICE bool is_dropped(int row, int col) const {
     return !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);

@@ -75,7 +75,7 @@ class PlainBackward {
   template <class Element, int kRows, int kCols>
   struct ScoreAux {};  // what is kept beside a tile of scores
   struct Seed {        // what is read once, not for each head
-    ANYFLASH_DEVICE explicit Seed(const BackwardScratch&) {}
+    ANYFLASH_DEVICE explicit Seed(const Attention&) {}
   };
 
   // Whether a tile needs the masked loop for another reason than its masks.
@@ -88,7 +88,7 @@ class PlainBackward {
   static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
   ANYFLASH_DEVICE PlainBackward(const BackwardScratch& params, const Sequence&, int64_t, int, Seed)
-      : scale_log2_(params.scale_log2) {}
+      : scale_log2_(params.attention.scale_log2) {}
 
   // Whether keys may be hidden in any tile.
   ANYFLASH_DEVICE bool may_hide_anywhere() const { return false; }
@@ -183,14 +183,15 @@ class GenericBackward {
     return true;
   }
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
-    return dropout_scale(params.dropout_threshold);
+    return dropout_scale(params.attention.dropout_threshold);
   }
   static float ds_factor(const BackwardScratch&) { return 1.0f; }
 
   ANYFLASH_DEVICE GenericBackward(const BackwardScratch& params, const Sequence& sequence,
                                   int64_t batch, int head, Seed)
-      : score_mod_(params, sequence, batch, head, static_cast<float>(params.softmax_scale), 1.0f),
-        dropout_(params, batch, head) {}
+      : score_mod_(params.attention, sequence, batch, head,
+                   static_cast<float>(params.attention.softmax_scale), 1.0f),
+        dropout_(params.attention, batch, head) {}
 
   ANYFLASH_DEVICE bool may_hide_anywhere() const { return score_mod_.may_hide_anywhere(); }
   ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod_.keep(row, col); }

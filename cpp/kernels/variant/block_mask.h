@@ -11,7 +11,7 @@ namespace ANYFLASH_SHARED_NAMESPACE {
 
 class BlockMask {
  public:
-  ANYFLASH_HOST_DEVICE BlockMask(const ForwardParams& p, int64_t batch, int head)
+  ANYFLASH_HOST_DEVICE BlockMask(const Attention& p, int64_t batch, int head)
       : map_(p.block_mask.data == nullptr
                  ? nullptr
                  : static_cast<const unsigned char*>(p.block_mask.data) +

@@ -31,7 +31,7 @@ ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int6
   s.slot = p.cache_batch_idx == nullptr ? index : int64_t{p.cache_batch_idx[index]};
   if (p.block_table != nullptr) s.pages = p.block_table + index * p.block_table_stride.batch;
   else if (s.slot < 0 || s.slot >= p.slots) s.slot = -1;
-  const int capacity = p.seqlen_k - p.seqlen_new;
+  const int capacity = p.attention.seqlen_k - p.seqlen_new;
   const int filled =
       p.cache_seqlens == nullptr ? capacity : clamp_length(p.cache_seqlens[index], capacity);
   s.first_row = p.cache_leftpad == nullptr ? 0 : clamp_length(p.cache_leftpad[index], filled);

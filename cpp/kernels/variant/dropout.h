@@ -61,7 +61,7 @@ ANYFLASH_HOST_DEVICE float dropout_scale(uint32_t threshold) {
 
 // What Philox is told of seed and offset.
 struct DropoutSeed {
-  ANYFLASH_HOST_DEVICE explicit DropoutSeed(const ForwardParams& p) {
+  ANYFLASH_HOST_DEVICE explicit DropoutSeed(const Attention& p) {
     const uint64_t seed = p.rng_state != nullptr ? p.rng_state[0] : p.seed;
     const uint64_t all = p.rng_state != nullptr ? p.rng_state[1] : p.offset;
     key0 = static_cast<uint32_t>(seed);
@@ -76,10 +76,9 @@ struct DropoutSeed {
 
 class Dropout {
  public:
-  ANYFLASH_HOST_DEVICE Dropout(const ForwardParams& p, int64_t batch, int head)
+  ANYFLASH_HOST_DEVICE Dropout(const Attention& p, int64_t batch, int head)
       : Dropout(p, DropoutSeed(p), batch, head) {}
-  ANYFLASH_HOST_DEVICE Dropout(const ForwardParams& p, const DropoutSeed& seed, int64_t batch,
-                               int head)
+  ANYFLASH_HOST_DEVICE Dropout(const Attention& p, const DropoutSeed& seed, int64_t batch, int head)
       : threshold_(p.dropout_threshold),
         pair_(static_cast<uint32_t>(batch * p.heads + head)),
         seed_(seed) {}

@@ -35,7 +35,7 @@ struct PlainForward {
   static constexpr ScoreOps kOps = ScoreOps::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
 
-  ANYFLASH_DEVICE PlainForward(const ForwardParams&, const ForwardWorkTile&, int) {}
+  ANYFLASH_DEVICE PlainForward(const Attention&, const ForwardWorkTile&, int) {}
 
   // Calls loop(ops) with the least that is enough for unmasked tiles.
   template <class Loop>
@@ -76,10 +76,10 @@ struct ScoredForward : PlainForward {
   static constexpr ScoreOps kOps = ScoreOps::kSoftcapAlibi;
   static constexpr unsigned kFeatures = kSoftcap | kLargeSoftcap | kAlibi;
 
-  ANYFLASH_DEVICE ScoredForward(const ForwardParams& params, const ForwardWorkTile& block, int keys)
-      : PlainForward(params, block, keys),
-        score_mod(params, block.sequence, block.batch, block.head, 1.0f, params.scale_log2 * kLn2) {
-  }
+  ANYFLASH_DEVICE ScoredForward(const Attention& attention, const ForwardWorkTile& block, int keys)
+      : PlainForward(attention, block, keys),
+        score_mod(attention, block.sequence, block.batch, block.head, 1.0f,
+                  attention.scale_log2 * kLn2) {}
 
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
@@ -103,10 +103,9 @@ struct DropoutForward : PlainForward {
   static constexpr bool kAsksPlaces = true;
   static constexpr unsigned kFeatures = kDropout;
 
-  ANYFLASH_DEVICE DropoutForward(const ForwardParams& params, const ForwardWorkTile& block,
-                                 int keys)
-      : PlainForward(params, block, keys),
-        dropout(params, UniformSeed(params), block.batch, block.head) {}
+  ANYFLASH_DEVICE DropoutForward(const Attention& attention, const ForwardWorkTile& block, int keys)
+      : PlainForward(attention, block, keys),
+        dropout(attention, UniformSeed(attention), block.batch, block.head) {}
 
   // Eight of a thread's columns are two blocks of the sum, 32 keys in the order of QuadKeyOrder.
   // Dropped where the product gets to them, so that the rounds of Philox for some keys run beside
@@ -136,12 +135,12 @@ struct GenericForward {
   static constexpr ScoreOps kOps = ScoreOps::kAll;
   static constexpr unsigned kFeatures = kAllFeatures;
 
-  ANYFLASH_DEVICE GenericForward(const ForwardParams& params, const ForwardWorkTile& block,
+  ANYFLASH_DEVICE GenericForward(const Attention& attention, const ForwardWorkTile& block,
                                  int tile_keys)
-      : score_mod(params, block.sequence, block.batch, block.head,
-                  static_cast<float>(params.softmax_scale), 1.0f),
-        blocks(BlockMask(params, block.batch, block.head), block.first_row, tile_keys),
-        dropout(params, block.batch, block.head) {}
+      : score_mod(attention, block.sequence, block.batch, block.head,
+                  static_cast<float>(attention.softmax_scale), 1.0f),
+        blocks(BlockMask(attention, block.batch, block.head), block.first_row, tile_keys),
+        dropout(attention, block.batch, block.head) {}
 
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {

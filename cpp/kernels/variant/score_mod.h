@@ -38,8 +38,8 @@ constexpr bool has_wide_range(ScoreOps ops) { return ops == ScoreOps::kAll; }
 // at multiples of eight.
 class ScoreMod {
  public:
-  ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, const Sequence& sequence, int64_t batch,
-                           int head, float scale, float unit)
+  ANYFLASH_DEVICE ScoreMod(const Attention& p, const Sequence& sequence, int64_t batch, int head,
+                           float scale, float unit)
       : scale_(scale),
         softcap_(static_cast<float>(p.softcap) / unit),
         accurate_(p.softcap > kAccurateSoftcap),
@@ -62,7 +62,7 @@ class ScoreMod {
   }
 
   // Without bias and ALiBi.
-  ANYFLASH_DEVICE ScoreMod(const ForwardParams& p, float scale)
+  ANYFLASH_DEVICE ScoreMod(const Attention& p, float scale)
       : scale_(scale),
         softcap_(static_cast<float>(p.softcap)),
         accurate_(p.softcap > kAccurateSoftcap),

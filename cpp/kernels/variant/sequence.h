@@ -23,7 +23,7 @@ ANYFLASH_HOST_DEVICE int clamp_length(int64_t length, int64_t limit) {
 
 // Sequence `index` of the batch. Lengths that do not fit the tensors are clamped to what does, so
 // that wrong ones give wrong results, but no access outside.
-ANYFLASH_HOST_DEVICE Sequence sequence_of(const ForwardParams& p, int64_t index) {
+ANYFLASH_HOST_DEVICE Sequence sequence_of(const Attention& p, int64_t index) {
   Sequence s{index, 0, 0, p.seqlen_q, p.seqlen_k, p.seqlen_k};
   if (p.cu_seqlens_q != nullptr) {
     s.batch = 0;

@@ -14,20 +14,23 @@ namespace ANYFLASH_SHARED_NAMESPACE {
 class SideOutputFiller {
  public:
   ANYFLASH_HOST_DEVICE explicit SideOutputFiller(const SideOutputs& outputs)
-      : outputs_(outputs), p_(outputs.params), groups_((outputs.dropout_mask_columns + 7) / 8) {}
+      : outputs_(outputs),
+        p_(outputs.params),
+        a_(p_.attention),
+        groups_((outputs.dropout_mask_columns + 7) / 8) {}
 
   ANYFLASH_HOST_DEVICE int64_t maxima() const {
-    return p_.max_logits == nullptr ? 0 : p_.batch * p_.heads;
+    return p_.max_logits == nullptr ? 0 : a_.batch * a_.heads;
   }
   ANYFLASH_HOST_DEVICE int64_t units() const {
     const bool mask = outputs_.dropout_mask != nullptr;
-    return maxima() + (mask ? p_.batch * p_.heads * outputs_.dropout_mask_rows * groups_ : 0);
+    return maxima() + (mask ? a_.batch * a_.heads * outputs_.dropout_mask_rows * groups_ : 0);
   }
 
   ANYFLASH_HOST_DEVICE void fill(int64_t unit) const {
     if (unit < maxima()) {
       const Strides& stride = p_.max_logits_stride;
-      p_.max_logits[unit / p_.heads * stride.batch + unit % p_.heads * stride.head] = -INFINITY;
+      p_.max_logits[unit / a_.heads * stride.batch + unit % a_.heads * stride.head] = -INFINITY;
     } else {
       fill_mask(unit - maxima());
     }
@@ -38,9 +41,9 @@ class SideOutputFiller {
     const int group = static_cast<int>(index % groups_);
     const int row = static_cast<int>(index / groups_ % outputs_.dropout_mask_rows);
     const int64_t pair = index / groups_ / outputs_.dropout_mask_rows;
-    const int head = static_cast<int>(pair % p_.heads);
-    const int64_t batch = pair / p_.heads;
-    const Dropout dropout(p_, batch, head);
+    const int head = static_cast<int>(pair % a_.heads);
+    const int64_t batch = pair / a_.heads;
+    const Dropout dropout(a_, batch, head);
     const Draws draws = dropout.draws(row, group);
     const Strides& stride = outputs_.dropout_mask_stride;
     unsigned char* const target =
@@ -53,6 +56,7 @@ class SideOutputFiller {
 
   const SideOutputs& outputs_;
   const ForwardParams& p_;
+  const Attention& a_;
   int64_t groups_;
 };
 

@@ -16,7 +16,7 @@ class TreeMask {
                                                 batch * p.tree_mask.stride.batch),
         row_stride_(p.tree_mask.stride.row),
         col_stride_(p.tree_mask.stride.col),
-        first_key_(seqlen_k - p.seqlen_q) {}
+        first_key_(seqlen_k - p.attention.seqlen_q) {}
 
   ANYFLASH_HOST_DEVICE bool active() const { return data_ != nullptr; }
   // Keys before it are not in the tree; negative where there are fewer keys than queries.

@@ -12,7 +12,7 @@ namespace anyflash {
 // All lanes have the same seed: what a reduction makes of it lies in uniform registers, and so do
 // the keys of Philox's rounds, which would take 20 others.
 struct UniformSeed : DropoutSeed {
-  ANYFLASH_DEVICE explicit UniformSeed(const ForwardParams& params) : DropoutSeed(params) {
+  ANYFLASH_DEVICE explicit UniformSeed(const Attention& attention) : DropoutSeed(attention) {
     for (uint32_t* const word : {&key0, &key1, &offset}) {
       *word = __reduce_or_sync(0xffffffffu, *word);
     }

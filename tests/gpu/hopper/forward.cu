@@ -43,9 +43,10 @@ Strides strides(const int64_t (&of)[3]) {
 
 ForwardParams params_of(const Call& call) {
   ForwardParams params;
-  params.q = call.q;
-  params.k = call.k;
-  params.v = call.v;
+  Attention& a = params.attention;
+  a.q = call.q;
+  a.k = call.k;
+  a.v = call.v;
   params.out = call.out;
   constexpr bool kHalf = std::is_same_v<ELEMENT, cutlass::half_t>;
   params.out_dtype = call.float_out ? DType::kFloat32 : kHalf ? DType::kFloat16 : DType::kBFloat16;
@@ -53,28 +54,28 @@ ForwardParams params_of(const Call& call) {
   params.max_logits = call.max_logits;
   params.max_logits_stride.batch = call.heads;
   params.max_logits_stride.head = 1;
-  params.sinks.data = call.sinks;
-  params.sinks.stride.head = 1;
-  params.cu_seqlens_q = call.cu_seqlens_q;
-  params.cu_seqlens_k = call.cu_seqlens_k;
-  params.seqused_k = call.seqused_k;
-  params.q_stride = strides(call.q_stride);
-  params.k_stride = strides(call.k_stride);
-  params.v_stride = strides(call.v_stride);
+  a.sinks.data = call.sinks;
+  a.sinks.stride.head = 1;
+  a.cu_seqlens_q = call.cu_seqlens_q;
+  a.cu_seqlens_k = call.cu_seqlens_k;
+  a.seqused_k = call.seqused_k;
+  a.q_stride = strides(call.q_stride);
+  a.k_stride = strides(call.k_stride);
+  a.v_stride = strides(call.v_stride);
   params.out_stride = strides(call.out_stride);
   params.lse_stride = strides(call.lse_stride);
-  params.total_q = call.total_q;
-  params.total_k = call.total_k;
-  params.window.left = call.window_left;
-  params.window.right = call.window_right;
-  params.softmax_scale = call.softmax_scale;
-  params.batch = call.batch;
-  params.heads = call.heads;
-  params.heads_k = call.heads_k;
-  params.seqlen_q = call.seqlen_q;
-  params.seqlen_k = call.seqlen_k;
-  params.head_dim = call.head_dim;
-  params.head_dim_v = call.head_dim_v;
+  a.total_q = call.total_q;
+  a.total_k = call.total_k;
+  a.window.left = call.window_left;
+  a.window.right = call.window_right;
+  a.softmax_scale = call.softmax_scale;
+  a.batch = call.batch;
+  a.heads = call.heads;
+  a.heads_k = call.heads_k;
+  a.seqlen_q = call.seqlen_q;
+  a.seqlen_k = call.seqlen_k;
+  a.head_dim = call.head_dim;
+  a.head_dim_v = call.head_dim_v;
   return params;
 }
 

@@ -63,7 +63,7 @@ class BackwardRunner {
 };
 
 // As threads_worth() counts it. Small problems take twice the forward's time.
-inline double backward_work(const BackwardParams& p) { return 2 * forward_work(p); }
+inline double backward_work(const BackwardParams& p) { return 2 * forward_work(p.attention); }
 
 template <typename E>
 std::size_t backward_scratch_bytes(const BackwardParams& p, int num_threads) {
@@ -78,6 +78,7 @@ std::size_t backward_scratch_bytes(const BackwardParams& p, int num_threads) {
 template <typename E>
 void backward(const BackwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
+  const Attention& a = p.attention;
   const int threads = threads_worth(context.num_threads, backward_work(p));
   Carver carver(static_cast<char*>(context.scratch));
   const RowSums<T> sums = RowSums<T>::carve(p, carver);
@@ -90,14 +91,14 @@ void backward(const BackwardParams& p, const LaunchContext& context) {
   run_tasks(DeltaTasks<E>::tasks(p, sums), threads,
             [&](int thread) { return DeltaTasks<E>(p, sums, scratch(thread)); });
   const typename BackwardRunner<E>::Splits splits{
-      whole > 0 ? BlockSplit::whole(p.batch, p.heads_k)
-                : BlockSplit(p.cu_seqlens_k, p.batch, p.seqlen_k, p.heads_k, kBlockN, threads),
-      BlockSplit(p.cu_seqlens_q, p.batch, p.seqlen_q, p.heads, kBlockM, threads), BiasSplit(p),
+      whole > 0 ? BlockSplit::whole(a.batch, a.heads_k)
+                : BlockSplit(a.cu_seqlens_k, a.batch, a.seqlen_k, a.heads_k, kBlockN, threads),
+      BlockSplit(a.cu_seqlens_q, a.batch, a.seqlen_q, a.heads, kBlockM, threads), BiasSplit(p),
       whole > 0};
   run_tasks(splits.tasks(), threads,
             [&](int thread) { return BackwardRunner<E>(p, splits, sums, scratch(thread)); });
   if (p.dsinks.data == nullptr && p.dalibi_slopes.data == nullptr) return;
-  run_tasks(p.heads, threads, [&](int /*thread*/) { return HeadSums<T>(p, sums); });
+  run_tasks(a.heads, threads, [&](int /*thread*/) { return HeadSums<T>(p, sums); });
 }
 
 }  // namespace anyflash::cpu::ANYFLASH_CPU_ISA

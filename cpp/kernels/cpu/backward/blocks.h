@@ -20,19 +20,25 @@ class Blocks {
   using T = typename Compute<E>::Type;
 
   Blocks(const BackwardParams& p, const RowSums<T>& sums, const BackwardScratch<T>& scratch)
-      : p_(p), sums_(sums), modifier_(p), scratch_(scratch), ld_(scratch.ld), ld_v_(scratch.ld_v) {}
+      : p_(p),
+        a_(p.attention),
+        sums_(sums),
+        modifier_(p.attention),
+        scratch_(scratch),
+        ld_(scratch.ld),
+        ld_v_(scratch.ld_v) {}
 
   const ScoreModifier<T>& modifier() const { return modifier_; }
 
   // The sequence whose blocks are loaded and stored from now on.
   void begin(std::int64_t index) {
     index_ = index;
-    sequence_ = sequence_of(p_, index);
+    sequence_ = sequence_of(a_, index);
   }
   std::int64_t index() const { return index_; }
   const Sequence& sequence() const { return sequence_; }
-  Mask mask() const { return Mask(sequence_.seqlen_q, sequence_.seqlen_k, p_.window); }
-  int head_k(int head) const { return head / (p_.heads / p_.heads_k); }
+  Mask mask() const { return Mask(sequence_.seqlen_q, sequence_.seqlen_k, a_.window); }
+  int head_k(int head) const { return head / (a_.heads / a_.heads_k); }
 
   void load_rows(int head, int first_row, RowBlock<T>* block) const {
     const int rest = sequence_.seqlen_q - first_row;
@@ -51,8 +57,8 @@ class Blocks {
     if (block->in_floats) return;
     block->in_floats = true;
     const int padding = block->width - block->count;
-    load<E>(p_.q, p_.q_stride, row(block->first_row), block->head, block->count, padding,
-            p_.head_dim, ld_, block->q);
+    load<E>(a_.q, a_.q_stride, row(block->first_row), block->head, block->count, padding,
+            a_.head_dim, ld_, block->q);
     if (p_.dout_dtype == DType::kFloat32) {
       load_dout<float>(block, padding);
     } else {
@@ -79,16 +85,16 @@ class Blocks {
     if (block->in_floats) return;
     block->in_floats = true;
     const int padding = block->padded - block->count;
-    load<E>(p_.k, p_.k_stride, key(block->first_key), block->head_k, block->count, padding,
-            p_.head_dim, ld_, block->k);
-    load<E>(p_.v, p_.v_stride, key(block->first_key), block->head_k, block->count, padding,
-            p_.head_dim_v, ld_v_, block->v);
+    load<E>(a_.k, a_.k_stride, key(block->first_key), block->head_k, block->count, padding,
+            a_.head_dim, ld_, block->k);
+    load<E>(a_.v, a_.v_stride, key(block->first_key), block->head_k, block->count, padding,
+            a_.head_dim_v, ld_v_, block->v);
   }
 
   // dQ = scale sum(dS K)
   void store_rows(const RowBlock<T>& block) const {
-    store(p_.dq, p_.dq_stride, row(block.first_row), block.head, block.count, p_.head_dim, ld_,
-          static_cast<T>(p_.softmax_scale), block.dq);
+    store(p_.dq, p_.dq_stride, row(block.first_row), block.head, block.count, a_.head_dim, ld_,
+          static_cast<T>(a_.softmax_scale), block.dq);
     if (sums_.slope == nullptr) return;
     double* const slope = sums_.slope + sums_.offset(p_, sequence_, block.head) + block.first_row;
     for (int r = 0; r < block.count; ++r) slope[r] = block.slope_sum[r];
@@ -98,9 +104,9 @@ class Blocks {
   void store_keys(int head_k, const KeyBlock<T>& block) const {
     const int rest = sequence_.all_keys - block.first_key;
     const int count = rest < kBlockN ? rest : kBlockN;
-    store(p_.dk, p_.dk_stride, key(block.first_key), head_k, count, p_.head_dim, ld_,
-          static_cast<T>(p_.softmax_scale), block.dk);
-    store(p_.dv, p_.dv_stride, key(block.first_key), head_k, count, p_.head_dim_v, ld_v_, T(1),
+    store(p_.dk, p_.dk_stride, key(block.first_key), head_k, count, a_.head_dim, ld_,
+          static_cast<T>(a_.softmax_scale), block.dk);
+    store(p_.dv, p_.dv_stride, key(block.first_key), head_k, count, a_.head_dim_v, ld_v_, T(1),
           block.dv);
   }
 
@@ -113,29 +119,29 @@ class Blocks {
     const RowTiles& tiles = block->tiles;
     const std::int64_t first = row(block->first_row);
     BFloat16* const rows = scratch_.tiles.block;
-    if (!load_block(rows_of(p_.q, p_.q_stride, first, block->head), p_.q_stride, block->count,
-                    p_.head_dim, rows)) {
+    if (!load_block(rows_of(a_.q, a_.q_stride, first, block->head), a_.q_stride, block->count,
+                    a_.head_dim, rows)) {
       return false;
     }
-    pair_rows(rows, p_.head_dim, tiles.q);
-    pair_columns(rows, p_.head_dim, tiles.q_across);
+    pair_rows(rows, a_.head_dim, tiles.q);
+    pair_columns(rows, a_.head_dim, tiles.q_across);
     if (!load_block(rows_of(p_.dout, p_.dout_stride, first, block->head), p_.dout_stride,
-                    block->count, p_.head_dim_v, rows)) {
+                    block->count, a_.head_dim_v, rows)) {
       return false;
     }
-    pair_rows(rows, p_.head_dim_v, tiles.dout);
-    pair_columns(rows, p_.head_dim_v, tiles.dout_across);
+    pair_rows(rows, a_.head_dim_v, tiles.dout);
+    pair_columns(rows, a_.head_dim_v, tiles.dout_across);
     return true;
   }
 
   bool load_tiles(KeyBlock<T>* block) const {
     const KeyTiles& tiles = block->tiles;
     const std::int64_t first = key(block->first_key);
-    const bool finite = load_block(rows_of(p_.k, p_.k_stride, first, block->head_k), p_.k_stride,
-                                   block->count, p_.head_dim, tiles.k) &&
-                        load_block(rows_of(p_.v, p_.v_stride, first, block->head_k), p_.v_stride,
-                                   block->count, p_.head_dim_v, tiles.v);
-    if (finite) pair_rows(tiles.k, p_.head_dim, tiles.k_pairs);
+    const bool finite = load_block(rows_of(a_.k, a_.k_stride, first, block->head_k), a_.k_stride,
+                                   block->count, a_.head_dim, tiles.k) &&
+                        load_block(rows_of(a_.v, a_.v_stride, first, block->head_k), a_.v_stride,
+                                   block->count, a_.head_dim_v, tiles.v);
+    if (finite) pair_rows(tiles.k, a_.head_dim, tiles.k_pairs);
     return finite;
   }
 
@@ -169,7 +175,7 @@ class Blocks {
   template <typename In>
   void load_dout(RowBlock<T>* block, int padding) const {
     load<In>(p_.dout, p_.dout_stride, row(block->first_row), block->head, block->count, padding,
-             p_.head_dim_v, ld_v_, block->dout);
+             a_.head_dim_v, ld_v_, block->dout);
   }
 
   void store(void* data, const Strides& stride, std::int64_t first, int head, int count,
@@ -209,6 +215,7 @@ class Blocks {
   }
 
   const BackwardParams& p_;
+  const Attention& a_;
   const RowSums<T> sums_;
   const ScoreModifier<T> modifier_;
   const BackwardScratch<T>& scratch_;

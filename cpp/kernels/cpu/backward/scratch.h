@@ -32,17 +32,18 @@ struct RowSums {
 
   static RowSums carve(const BackwardParams& p, Carver& carver) {
     RowSums x;
-    x.rows = p.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q;
+    x.rows = p.attention.cu_seqlens_q != nullptr ? p.attention.total_q
+                                                 : p.attention.batch * p.attention.seqlen_q;
     x.slope = nullptr;
-    carver.take(x.lse, p.heads * x.rows);
-    carver.take(x.delta, p.heads * x.rows);
-    if (p.dalibi_slopes.data != nullptr) carver.take(x.slope, p.heads * x.rows);
+    carver.take(x.lse, p.attention.heads * x.rows);
+    carver.take(x.delta, p.attention.heads * x.rows);
+    if (p.dalibi_slopes.data != nullptr) carver.take(x.slope, p.attention.heads * x.rows);
     return x;
   }
 
   // Where the rows of a sequence and head begin.
   std::int64_t offset(const BackwardParams& p, const Sequence& sequence, int head) const {
-    return head * rows + sequence.batch * p.seqlen_q + sequence.first_q;
+    return head * rows + sequence.batch * p.attention.seqlen_q + sequence.first_q;
   }
 };
 
@@ -119,10 +120,10 @@ struct BackwardScratch {
   static BackwardScratch carve(const BackwardParams& p, std::int64_t whole_rows, char* base) {
     Carver carver(base);
     BackwardScratch x;
-    x.ld = round_up(p.head_dim, kColumnPad<T>);
-    x.ld_v = round_up(p.head_dim_v, kColumnPad<T>);
-    const int line = tile_line(p.head_dim);
-    const int line_v = tile_line(p.head_dim_v);
+    x.ld = round_up(p.attention.head_dim, kColumnPad<T>);
+    x.ld_v = round_up(p.attention.head_dim_v, kColumnPad<T>);
+    const int line = tile_line(p.attention.head_dim);
+    const int line_v = tile_line(p.attention.head_dim_v);
     for (RowBlock<T>& block : x.row_blocks) {
       carver.take(block.q, kBlockM * x.ld);
       carver.take(block.dout, kBlockM * x.ld_v);
@@ -148,8 +149,8 @@ struct BackwardScratch {
     constexpr int kTile = kBlockM * kBlockN;
     carver.take(x.s, kTile);
     carver.take(x.ds, kTile);
-    carver.take(x.bias, p.bias.data != nullptr ? kTile : 0);
-    carver.take(x.kept, p.dropout_threshold != 0 ? kTile : 0);
+    carver.take(x.bias, p.attention.bias.data != nullptr ? kTile : 0);
+    carver.take(x.kept, p.attention.dropout_threshold != 0 ? kTile : 0);
     carver.take(x.sum, p.dbias.data != nullptr ? kTile : 0);
     carver.take(x.dq, whole_rows * x.ld);
     if (kHasTiles) x.tiles.carve(carver, line, line_v);

@@ -80,17 +80,18 @@ class BlockSplit {
 // rows of them (0: tasks are blocks). Both ways make the same sums.
 template <typename T>
 std::int64_t whole_rows(const BackwardParams& p, int threads) {
+  const Attention& a = p.attention;
   constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const std::int64_t tasks = p.batch * p.heads_k;
+  const bool packed = a.cu_seqlens_q != nullptr;
+  const std::int64_t tasks = a.batch * a.heads_k;
   const std::int64_t rounds = (tasks + threads - 1) / threads;
   // A tile made once is five products instead of seven. Packed sequences may differ in length.
   const bool busy = packed ? tasks >= 4 * threads : 7 * tasks >= 5 * rounds * threads;
   if (!busy || p.dalibi_slopes.data != nullptr) return 0;
-  const std::int64_t sequence = packed ? p.total_q : p.seqlen_q;
+  const std::int64_t sequence = packed ? a.total_q : a.seqlen_q;
   const std::int64_t padded = (sequence + kBlockM - 1) / kBlockM * kBlockM;
-  const std::int64_t rows = p.heads / p.heads_k * padded;
-  const std::int64_t row_bytes = round_up(p.head_dim, kColumnPad<T>) * std::int64_t{sizeof(T)};
+  const std::int64_t rows = a.heads / a.heads_k * padded;
+  const std::int64_t row_bytes = round_up(a.head_dim, kColumnPad<T>) * std::int64_t{sizeof(T)};
   return rows <= kMostBytes / row_bytes ? rows : 0;
 }
 

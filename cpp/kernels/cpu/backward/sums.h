@@ -34,10 +34,10 @@ class DeltaTasks {
   using T = typename Compute<E>::Type;
 
   DeltaTasks(const BackwardParams& p, const RowSums<T>& sums, const BackwardScratch<T>& scratch)
-      : p_(p), sums_(sums), dout_(scratch.s), out_(scratch.ds) {}
+      : p_(p), a_(p.attention), sums_(sums), dout_(scratch.s), out_(scratch.ds) {}
 
   static std::int64_t tasks(const BackwardParams& p, const RowSums<T>& sums) {
-    return p.heads * blocks(sums);
+    return p.attention.heads * blocks(sums);
   }
 
   void run(std::int64_t number) const {
@@ -45,9 +45,9 @@ class DeltaTasks {
     const std::int64_t first = number % blocks(sums_) * kRows;
     const std::int64_t end = first + kRows < sums_.rows ? first + kRows : sums_.rows;
     for (std::int64_t i = first; i < end; ++i) {
-      const bool packed = p_.cu_seqlens_q != nullptr;
-      const std::int64_t batch = packed ? 0 : i / p_.seqlen_q;
-      sum_row(head, batch, packed ? i : i % p_.seqlen_q, head * sums_.rows + i);
+      const bool packed = a_.cu_seqlens_q != nullptr;
+      const std::int64_t batch = packed ? 0 : i / a_.seqlen_q;
+      sum_row(head, batch, packed ? i : i % a_.seqlen_q, head * sums_.rows + i);
     }
   }
 
@@ -68,8 +68,8 @@ class DeltaTasks {
     sums_.delta[to] = T(0);
     if (!sees) return;
     double sum = 0;
-    for (int c = 0; c < p_.head_dim_v; c += kChunk) {
-      const int count = p_.head_dim_v - c < kChunk ? p_.head_dim_v - c : kChunk;
+    for (int c = 0; c < a_.head_dim_v; c += kChunk) {
+      const int count = a_.head_dim_v - c < kChunk ? a_.head_dim_v - c : kChunk;
       load(p_.dout, p_.dout_dtype, offset(p_.dout_stride), p_.dout_stride.col, c, count, dout_);
       load(p_.out, p_.out_dtype, offset(p_.out_stride), p_.out_stride.col, c, count, out_);
       for (int i = 0; i < count; ++i) {
@@ -92,6 +92,7 @@ class DeltaTasks {
   }
 
   const BackwardParams& p_;
+  const Attention& a_;
   const RowSums<T> sums_;
   T* dout_;
   T* out_;
@@ -101,7 +102,7 @@ class DeltaTasks {
 template <typename T>
 class HeadSums {
  public:
-  HeadSums(const BackwardParams& p, const RowSums<T>& sums) : p_(p), sums_(sums) {}
+  HeadSums(const BackwardParams& p, const RowSums<T>& sums) : p_(p), a_(p.attention), sums_(sums) {}
 
   void run(std::int64_t number) const {
     const int head = static_cast<int>(number);
@@ -112,10 +113,10 @@ class HeadSums {
  private:
   // dsink = -sum e^(sink - lse) delta
   void sum_sinks(int head) const {
-    const double sink = read_number(p_.sinks, head * p_.sinks.stride.head);
+    const double sink = read_number(a_.sinks, head * a_.sinks.stride.head);
     double sum = 0;
-    for (std::int64_t index = 0; index < p_.batch; ++index) {
-      const Sequence sequence = sequence_of(p_, index);
+    for (std::int64_t index = 0; index < a_.batch; ++index) {
+      const Sequence sequence = sequence_of(a_, index);
       const std::int64_t first = sums_.offset(p_, sequence, head);
       for (std::int64_t i = first; i < first + sequence.seqlen_q; ++i) {
         if (sums_.lse[i] == T(kInfinity)) continue;
@@ -132,8 +133,8 @@ class HeadSums {
       write_number(p_.dalibi_slopes, index * stride.batch + head * stride.head, sum);
     };
     double sum = 0;
-    for (std::int64_t index = 0; index < p_.batch; ++index) {
-      const Sequence sequence = sequence_of(p_, index);
+    for (std::int64_t index = 0; index < a_.batch; ++index) {
+      const Sequence sequence = sequence_of(a_, index);
       const double* const slope = sums_.slope + sums_.offset(p_, sequence, head);
       for (int i = 0; i < sequence.seqlen_q; ++i) sum += slope[i];
       if (stride.batch == 0) continue;  // one slope for all sequences
@@ -144,6 +145,7 @@ class HeadSums {
   }
 
   const BackwardParams& p_;
+  const Attention& a_;
   const RowSums<T> sums_;
 };
 

@@ -23,7 +23,11 @@ class BackwardTasks {
   using T = typename Compute<E>::Type;
 
   BackwardTasks(const BackwardParams& p, const RowSums<T>& sums, const BackwardScratch<T>& scratch)
-      : p_(p), scratch_(scratch), blocks_(p, sums, scratch_), tile_(p, blocks_, scratch_) {}
+      : p_(p),
+        a_(p.attention),
+        scratch_(scratch),
+        blocks_(p, sums, scratch_),
+        tile_(p, blocks_, scratch_) {}
   // tile_ refers to this object.
   BackwardTasks(const BackwardTasks&) = delete;
 
@@ -38,7 +42,7 @@ class BackwardTasks {
   void whole(BlockSplit::Task task) {
     blocks_.begin(task.index);
     const Sequence& sequence = blocks_.sequence();
-    const int group = p_.heads / p_.heads_k;
+    const int group = a_.heads / a_.heads_k;
     zero(scratch_.dq, group * dq_size());
     constexpr int kPerTask = kTaskBlocks * kBlockN;
     for (task.first = 0; task.first < sequence.all_keys; task.first += kPerTask) {
@@ -69,8 +73,8 @@ class BackwardTasks {
   // it.
   void bias(const BiasSplit::Task& task) {
     for (int i = 0; i < kBlockM * kBlockN; ++i) scratch_.sum[i] = T(0);
-    const Indices batch = Indices::onto(task.batch, p_.dbias_batch, p_.batch);
-    const Indices heads = Indices::onto(task.head, p_.dbias_heads, p_.heads);
+    const Indices batch = Indices::onto(task.batch, p_.dbias_batch, a_.batch);
+    const Indices heads = Indices::onto(task.head, p_.dbias_heads, a_.heads);
     for (std::int64_t index = batch.begin; index < batch.end; ++index) {
       blocks_.begin(index);
       for (std::int64_t head = heads.begin; head < heads.end; ++head) {
@@ -107,7 +111,7 @@ class BackwardTasks {
   void visit_keys_of(const BlockSplit::Task& task, int per_task, T* dq) {
     const int count = blocks_in(task.first, per_task, blocks_.sequence().all_keys, kBlockN);
     for (int i = 0; i < count; ++i) begin_keys(task, i);
-    const int group = p_.heads / p_.heads_k;
+    const int group = a_.heads / a_.heads_k;
     for (int i = 0; i < group; ++i) {
       visit_rows(task.head * group + i, count, dq == nullptr ? nullptr : dq + i * dq_size());
     }
@@ -244,6 +248,7 @@ class BackwardTasks {
   }
 
   const BackwardParams& p_;
+  const Attention& a_;
   BackwardScratch<T> scratch_;
   Blocks<E> blocks_;
   BackwardConfig<E> tile_;

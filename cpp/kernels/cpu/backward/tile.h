@@ -47,6 +47,7 @@ class BackwardConfig {
   BackwardConfig(const BackwardParams& p, const Blocks<E>& blocks,
                  const BackwardScratch<T>& scratch)
       : p_(p),
+        a_(p.attention),
         blocks_(blocks),
         modifier_(blocks.modifier()),
         scratch_(scratch),
@@ -54,7 +55,7 @@ class BackwardConfig {
 
   // Whether the block mask keeps the tile.
   bool kept(int head, int first_row, int first_key) const {
-    return BlockMask(p_, blocks_.index(), head).keep(first_row, first_key);
+    return BlockMask(a_, blocks_.index(), head).keep(first_row, first_key);
   }
 
   // P kept and dS0 or dS. With kProduct, what the rows add to dalibi_slopes is added to their sums.
@@ -67,19 +68,19 @@ class BackwardConfig {
     const int end_key = keys.first_key + kBlockN;
     const bool masked = keys.first_key < rows.full_first || end_key > rows.full_end;
     hides_ = masked || modifier_.has_bias();
-    if (p_.dropout_threshold != 0) draw(rows, keys);
+    if (a_.dropout_threshold != 0) draw(rows, keys);
     by_tiles_ = rows.in_tiles && keys.in_tiles;
     if (by_tiles_) {
       multiply_tiles(rows, keys);
     } else {
       blocks_.load_floats(&rows);
       blocks_.load_floats(&keys);
-      product(RowMajor<T>{keys.k, scratch_.ld}, keys.padded, p_.head_dim,
+      product(RowMajor<T>{keys.k, scratch_.ld}, keys.padded, a_.head_dim,
               Columns<T>{rows.q_across, kBlockM, rows.width}, false, scratch_.s, kBlockM);
-      product(RowMajor<T>{keys.v, scratch_.ld_v}, keys.padded, p_.head_dim_v,
+      product(RowMajor<T>{keys.v, scratch_.ld_v}, keys.padded, a_.head_dim_v,
               Columns<T>{rows.dout_across, kBlockM, rows.width}, false, scratch_.ds, kBlockM);
     }
-    if (!modifier_.active() && p_.dropout_threshold == 0) {
+    if (!modifier_.active() && a_.dropout_threshold == 0) {
       if (masked) {
         finish(rows, keys, of, TileKind<true, false>{});
       } else {
@@ -128,8 +129,8 @@ class BackwardConfig {
 #if ANYFLASH_CPU_TILES
   // The products of cpu/amx/backward.h.
   void multiply_tiles(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
-    const int line = tile_line(p_.head_dim);
-    const int line_v = tile_line(p_.head_dim_v);
+    const int line = tile_line(a_.head_dim);
+    const int line_v = tile_line(a_.head_dim_v);
     const int count = round_up(keys.padded, kTileRows);
     tile_product(keys.tiles.k, line, count, rows.tiles.q_across, kBlockM, rows.width,
                  line / kTileTerms, false, scratch_.s, kBlockM);
@@ -143,16 +144,16 @@ class BackwardConfig {
     const int steps = tile_line(rows.width) / kTileTerms;
     pack_tile(scratch_.s, keys.padded, rows.width, tiles.p);
     pack_tile(scratch_.ds, keys.padded, rows.width, tiles.ds);
-    tile_product(tiles.p, kBlockM, count, rows.tiles.dout, tile_line(p_.head_dim_v),
+    tile_product(tiles.p, kBlockM, count, rows.tiles.dout, tile_line(a_.head_dim_v),
                  static_cast<int>(scratch_.ld_v), steps, true, keys.dv, scratch_.ld_v);
-    tile_product(tiles.ds, kBlockM, count, rows.tiles.q, tile_line(p_.head_dim),
+    tile_product(tiles.ds, kBlockM, count, rows.tiles.q, tile_line(a_.head_dim),
                  static_cast<int>(scratch_.ld), steps, true, keys.dk, scratch_.ld);
   }
 
   void add_tiles_to_rows(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
     const ProductTiles& tiles = scratch_.tiles;
     pack_tile_across(scratch_.ds, keys.padded, rows.width, tiles);
-    tile_product(tiles.ds_across, kBlockN, rows.width, keys.tiles.k_pairs, tile_line(p_.head_dim),
+    tile_product(tiles.ds_across, kBlockN, rows.width, keys.tiles.k_pairs, tile_line(a_.head_dim),
                  static_cast<int>(scratch_.ld), tile_line(keys.padded) / kTileTerms, true, rows.dq,
                  scratch_.ld);
   }
@@ -166,10 +167,10 @@ class BackwardConfig {
   void draw(const RowBlock<T>& rows, const KeyBlock<T>& keys) const {
     using UInt = typename S::UInt;
     constexpr int kColumns = 8;
-    const Dropout dropout(p_, blocks_.index(), rows.head);
-    const auto threshold = S::broadcast_uint(p_.dropout_threshold);
+    const Dropout dropout(a_, blocks_.index(), rows.head);
+    const auto threshold = S::broadcast_uint(a_.dropout_threshold);
     const auto low_half = S::broadcast_uint(0xffffu);
-    const Vec scale = S::broadcast(static_cast<T>(65536.0 / (65536.0 - p_.dropout_threshold)));
+    const Vec scale = S::broadcast(static_cast<T>(65536.0 / (65536.0 - a_.dropout_threshold)));
     UInt words[4][kBlockM] = {};
     UInt* to[4] = {words[0], words[1], words[2], words[3]};
     for (int j = 0; j < keys.padded; ++j) {
@@ -217,7 +218,7 @@ class BackwardConfig {
     const KeysWithin<typename S::Int> within{rows.first, rows.end};
     const bool sums_slope = of == GradientOf::kProduct && p_.dalibi_slopes.data != nullptr;
     const bool caps = of == GradientOf::kProduct && modifier_.has_softcap();
-    const bool dropout = p_.dropout_threshold != 0;
+    const bool dropout = a_.dropout_threshold != 0;
     const Vec hidden_score = S::broadcast(T(-kInfinity));
     const Vec hidden = S::broadcast(kHiddenProbability<T>);
     for (int lane = 0, n = 0; lane < rows.width; lane += S::kLanes, ++n) {
@@ -272,6 +273,7 @@ class BackwardConfig {
   }
 
   const BackwardParams& p_;
+  const Attention& a_;
   const Blocks<E>& blocks_;
   const ScoreModifier<T>& modifier_;
   const BackwardScratch<T>& scratch_;

@@ -27,17 +27,22 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // Splits that may have keys: an even division has no more of them than blocks of keys.
 inline int used_splits(const KvCacheParams& p) {
   const int keys = p.split_size > 0 ? p.split_size : kBlockN;
-  const int most = p.seqlen_k / keys + (p.seqlen_k % keys != 0);
+  const int most = p.attention.seqlen_k / keys + (p.attention.seqlen_k % keys != 0);
   const int splits = p.split_size > 0 || most < p.num_splits ? most : p.num_splits;
   return splits < 1 ? 1 : splits;
 }
 
 // A tree mask is a bias of the last keys, the same for all heads.
-inline KvCacheParams with_tree_as_bias(const KvCacheParams& p) {
-  KvCacheParams result = p;
-  result.bias = p.tree_mask;
-  result.bias.stride.head = 0;
-  return result;
+inline ForwardParams forward_params(const KvCacheParams& p) {
+  ForwardParams forward{p.attention};
+  forward.attention.bias = p.tree_mask;
+  forward.attention.bias.stride.head = 0;
+  forward.out = p.out;
+  forward.out_dtype = p.out_dtype;
+  forward.out_stride = p.out_stride;
+  forward.lse = p.lse;
+  forward.lse_stride = p.lse_stride;
+  return forward;
 }
 
 // One thread's work on one task after the other: a task of the forward and one split.
@@ -46,18 +51,18 @@ class DecodeRunner {
  public:
   using T = typename Compute<E>::Type;
 
-  DecodeRunner(const KvCacheParams& p, const Split& split, const Scratch<T>& scratch,
-               const PartialResults<T>& partial)
-      : p_(p), split_(split), splits_(partial.splits), rows_(p, scratch, partial) {}
+  DecodeRunner(const KvCacheParams& p, const ForwardParams& forward, const Split& split,
+               const Scratch<T>& scratch, const PartialResults<T>& partial)
+      : p_(p), split_(split), splits_(partial.splits), rows_(p, forward, scratch, partial) {}
 
   void run(std::int64_t number) {
     Task task = split_.task(number / splits_);
     const int split = static_cast<int>(number % splits_);
     const CachedSequence cached = cached_sequence(p_, task.index);
     task.sequence.seqlen_k = task.sequence.all_keys = cached.seqlen_k;
-    const Mask mask(p_.seqlen_q, cached.seqlen_k, p_.window);
+    const Mask mask(p_.attention.seqlen_q, cached.seqlen_k, p_.attention.window);
     const SplitKeys keys =
-        split_keys(p_, split, mask.first_key(0), mask.end_key(p_.seqlen_q - 1), kBlockN);
+        split_keys(p_, split, mask.first_key(0), mask.end_key(p_.attention.seqlen_q - 1), kBlockN);
     task.first_key = keys.begin;
     task.end_key = keys.end;
     const int most = split_.rows_per_task();
@@ -85,36 +90,39 @@ class DecodeRunner {
 // 16 operations of the forward.
 inline double decode_work(const KvCacheParams& p) {
   constexpr double kReading = 16;
+  const Attention& a = p.attention;
   double keys = 0;
-  for (std::int64_t b = 0; b < p.batch; ++b) keys += cached_sequence(p, b).seqlen_k;
-  const double per_key = 2.0 * p.heads * p.seqlen_q + kReading * p.heads_k;
-  return keys * per_key * (p.head_dim + p.head_dim_v);
+  for (std::int64_t b = 0; b < a.batch; ++b) keys += cached_sequence(p, b).seqlen_k;
+  const double per_key = 2.0 * a.heads * a.seqlen_q + kReading * a.heads_k;
+  return keys * per_key * (a.head_dim + a.head_dim_v);
 }
 
 template <typename E>
 std::size_t decode_scratch_bytes(const KvCacheParams& p, int num_threads) {
   using T = typename Compute<E>::Type;
   const std::size_t threads = static_cast<std::size_t>(num_threads < 1 ? 1 : num_threads);
-  return Scratch<T>::bytes(with_tree_as_bias(p)) * threads +
-         PartialResults<T>::carve(p, used_splits(p), nullptr).size;
+  return Scratch<T>::bytes(forward_params(p).attention) * threads +
+         PartialResults<T>::carve(p.attention, used_splits(p), nullptr).size;
 }
 
 template <typename E>
-void decode(const KvCacheParams& params, const LaunchContext& context) {
+void decode(const KvCacheParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
-  const KvCacheParams p = with_tree_as_bias(params);
+  const ForwardParams forward = forward_params(p);
+  const Attention& a = forward.attention;
   const int threads = threads_worth(context.num_threads, decode_work(p));
   const int splits = used_splits(p);
-  const Split split = Split::make<T>(p, threads, splits);
-  const std::size_t bytes = Scratch<T>::bytes(p);
+  const Split split = Split::make<T>(a, threads, splits);
+  const std::size_t bytes = Scratch<T>::bytes(a);
   char* const base = static_cast<char*>(context.scratch);
-  const auto partial = PartialResults<T>::carve(p, splits, base + bytes * threads);
+  const auto partial = PartialResults<T>::carve(a, splits, base + bytes * threads);
   run_tasks(split.tasks() * splits, threads, [&](int thread) {
-    return DecodeRunner<E>(p, split, Scratch<T>::carve(p, base + bytes * thread), partial);
+    const auto scratch = Scratch<T>::carve(a, base + bytes * thread);
+    return DecodeRunner<E>(p, forward, split, scratch, partial);
   });
   if (!partial.used()) return;
-  run_tasks(p.batch * p.heads, threads, [&](int thread) {
-    return Joiner<E>(p, partial, Scratch<T>::carve(p, base + bytes * thread).row);
+  run_tasks(a.batch * a.heads, threads, [&](int thread) {
+    return Joiner<E>(forward, partial, Scratch<T>::carve(a, base + bytes * thread).row);
   });
 }
 

@@ -34,16 +34,16 @@ struct PartialResults {
   }
   T* out_row(std::int64_t row) const { return out + row * head_dim_v; }
 
-  static PartialResults carve(const KvCacheParams& p, int splits, char* base) {
+  static PartialResults carve(const Attention& a, int splits, char* base) {
     PartialResults x;
-    x.batch = p.batch;
-    x.heads = p.heads;
-    x.seqlen_q = p.seqlen_q;
-    x.head_dim_v = p.head_dim_v;
+    x.batch = a.batch;
+    x.heads = a.heads;
+    x.seqlen_q = a.seqlen_q;
+    x.head_dim_v = a.head_dim_v;
     x.splits = splits;
-    const std::int64_t rows = splits > 1 ? splits * p.batch * p.heads * p.seqlen_q : 0;
+    const std::int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.seqlen_q : 0;
     Carver carver(base);
-    carver.take(x.out, rows * p.head_dim_v);
+    carver.take(x.out, rows * a.head_dim_v);
     carver.take(x.lse, rows);
     x.size = carver.size();
     return x;
@@ -56,13 +56,13 @@ class Joiner {
  public:
   using T = typename Compute<E>::Type;
 
-  Joiner(const KvCacheParams& p, const PartialResults<T>& partial, T* o)
+  Joiner(const ForwardParams& p, const PartialResults<T>& partial, T* o)
       : p_(p), partial_(partial), o_(o) {}
 
   void run(std::int64_t number) {
-    const std::int64_t index = number / p_.heads;
-    const int head = static_cast<int>(number % p_.heads);
-    for (int query = 0; query < p_.seqlen_q; ++query) join(index, head, query);
+    const std::int64_t index = number / p_.attention.heads;
+    const int head = static_cast<int>(number % p_.attention.heads);
+    for (int query = 0; query < p_.attention.seqlen_q; ++query) join(index, head, query);
   }
 
  private:
@@ -74,23 +74,23 @@ class Joiner {
       top = lse > top ? lse : top;
     }
     double sum = 0;
-    for (int c = 0; c < p_.head_dim_v; ++c) o_[c] = T(0);
+    for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] = T(0);
     for (int split = 0; split < partial_.splits; ++split) {
       const std::int64_t at = partial_.row(split, index, head, query);
       if (partial_.lse[at] == -infinity) continue;
       const double weight = ::exp(partial_.lse[at] - top);
       const T factor = static_cast<T>(weight);
       const T* const out = partial_.out_row(at);
-      for (int c = 0; c < p_.head_dim_v; ++c) o_[c] += factor * out[c];
+      for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] += factor * out[c];
       sum += weight;
     }
     const RowEnd end = end_row(top, sum, read_sink(p_, head));
     const T divisor = static_cast<T>(end.divisor);
-    for (int c = 0; c < p_.head_dim_v; ++c) o_[c] = o_[c] / divisor;
+    for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] = o_[c] / divisor;
     store_result<E>(p_, {index, 0, head, query}, o_, end.lse);
   }
 
-  const KvCacheParams& p_;
+  const ForwardParams& p_;
   const PartialResults<T>& partial_;
   T* const o_;
 };

@@ -32,8 +32,11 @@ class CacheRows : public TaskRows<Element> {
   using T = typename Base::T;
   using Keys = ScatteredRows<T>;
 
-  CacheRows(const KvCacheParams& p, const Scratch<T>& scratch, const PartialResults<T>& partial)
-      : Base(p, scratch, ScoreModifier<T>(p, p.tree_mask.data != nullptr), &p.k_scale, &p.v_scale),
+  // forward: forward_params(p), which this refers to.
+  CacheRows(const KvCacheParams& p, const ForwardParams& forward, const Scratch<T>& scratch,
+            const PartialResults<T>& partial)
+      : Base(forward, scratch, ScoreModifier<T>(forward.attention, p.tree_mask.data != nullptr),
+             &p.k_scale, &p.v_scale),
         p_(p),
         partial_(partial) {}
 
@@ -81,7 +84,7 @@ class CacheRows : public TaskRows<Element> {
     const std::int64_t at = partial_at(r);
     T* const to = partial_.out_row(at);
     const T divisor = static_cast<T>(end.divisor);
-    for (int c = 0; c < p_.head_dim_v; ++c) to[c] = o[c] / divisor;
+    for (int c = 0; c < this->params.attention.head_dim_v; ++c) to[c] = o[c] / divisor;
     partial_.lse[at] = end.lse;
   }
 

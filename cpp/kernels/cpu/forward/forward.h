@@ -70,18 +70,20 @@ class TaskRunner {
 template <typename E>
 std::size_t forward_scratch_bytes(const ForwardParams& p, int num_threads) {
   using T = typename Compute<E>::Type;
-  const int threads = threads_worth(num_threads, forward_work(p));
-  return Scratch<T>::bytes(p) * static_cast<std::size_t>(threads);
+  const int threads = threads_worth(num_threads, forward_work(p.attention));
+  return Scratch<T>::bytes(p.attention) * static_cast<std::size_t>(threads);
 }
 
 template <typename E>
 void forward(const ForwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
-  const int threads = threads_worth(context.num_threads, forward_work(p));
-  const Split split = Split::make<T>(p, threads);
+  const int threads = threads_worth(context.num_threads, forward_work(p.attention));
+  const Split split = Split::make<T>(p.attention, threads);
   char* const scratch = static_cast<char*>(context.scratch);
   run_tasks(split.tasks(), threads, [&](int thread) {
-    return TaskRunner<E>(p, split, Scratch<T>::carve(p, scratch + Scratch<T>::bytes(p) * thread));
+    return TaskRunner<E>(
+        p, split,
+        Scratch<T>::carve(p.attention, scratch + Scratch<T>::bytes(p.attention) * thread));
   });
 }
 

@@ -28,7 +28,7 @@ class PanelProducts {
 
   // Scores are `scale` q.k.
   PanelProducts(const Rows& rows, T scale)
-      : rows_(rows), p_(rows.params), scratch_(rows.scratch), scale_(scale) {}
+      : rows_(rows), p_(rows.params.attention), scratch_(rows.scratch), scale_(scale) {}
 
   // O^T of a panel: (head_dim_v, rows of the panel).
   T* o_panel(int panel) const { return scratch_.o + std::int64_t{panel} * kPanel * padded_dim_v(); }
@@ -113,7 +113,7 @@ class PanelProducts {
   }
 
   const Rows& rows_;
-  const ForwardParams& p_;
+  const Attention& p_;
   const Scratch<T>& scratch_;
   const T scale_;
 };

@@ -33,13 +33,14 @@ class PanelTask {
         scratch_(rows.scratch),
         natural_(rows.modifier.active()),
         products_(rows, static_cast<T>(natural_ ? rows.modifier.scale()
-                                                : rows.params.softmax_scale * kLog2EOf<double>)) {}
+                                                : rows.params.attention.softmax_scale *
+                                                      kLog2EOf<double>)) {}
 
   void run() {
     const int panels = (rows_.rows + kPanel - 1) / kPanel;
     for (int panel = 0; panel < panels; ++panel) load_panel(panel);
     const int end = rows_.seen.end;
-    const int step = p_.block_mask.data == nullptr ? kPanelKeys : kBlockN;
+    const int step = p_.attention.block_mask.data == nullptr ? kPanelKeys : kBlockN;
     for (int block = rows_.seen.first / step * step; block < end; block += step) {
       if (!rows_.begin_block(block)) continue;
       const int keys = end - block < step ? end - block : step;
@@ -136,9 +137,9 @@ class PanelTask {
     for (int n = 0; n < NV; ++n) {
       S::store(l + n * S::kLanes, S::load(l + n * S::kLanes) * alpha[n] + sum[n]);
     }
-    if (p_.dropout_threshold != 0) {
-      drop_panel<T, NV>(p_, rows_.task.index, scratch_.rows + panel * kPanel, panel_rows(panel),
-                        block, zones.begin, zones.end, scratch_.s);
+    if (p_.attention.dropout_threshold != 0) {
+      drop_panel<T, NV>(p_.attention, rows_.task.index, scratch_.rows + panel * kPanel,
+                        panel_rows(panel), block, zones.begin, zones.end, scratch_.s);
     }
     products_.template add_values<NV>(panel, zones, alpha);
   }

@@ -24,7 +24,7 @@ class ThinTask {
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  explicit ThinTask(Rows& rows) : rows_(rows), p_(rows.params), scratch_(rows.scratch) {
+  explicit ThinTask(Rows& rows) : rows_(rows), p_(rows.params.attention), scratch_(rows.scratch) {
     natural_ = rows.modifier.active();
     scale_ = static_cast<T>(natural_ ? rows.modifier.scale() : p_.softmax_scale * kLog2EOf<double>);
   }
@@ -112,7 +112,7 @@ class ThinTask {
   }
 
   Rows& rows_;
-  const ForwardParams& p_;
+  const Attention& p_;
   const Scratch<T>& scratch_;
   bool natural_;  // scores in natural units, else in units of log2 e
   T scale_;

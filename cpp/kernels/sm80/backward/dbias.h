@@ -77,11 +77,11 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
   constexpr int kBlockN = Traits::kBlockN;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const ScoreGradientTile<Traits> tiles(params, sequence, smem);
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-  const Scores variant(params, sequence, batch, head, typename Scores::Seed(params));
-  const BlockMask blocks(params, batch, head);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+  const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
+  const BlockMask blocks(params.attention, batch, head);
   const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head);
-  const int head_k = head / (params.heads / params.heads_k);
+  const int head_k = head / (params.attention.heads / params.attention.heads_k);
   const Span rows = where.row_tiles(sequence);
   for (int64_t m = rows.first; m < rows.end; ++m) {
     const int row0 = static_cast<int>(m) * kBlockM;
@@ -142,10 +142,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
                                   Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{});
   clear(acc);  // (MMA, MMA_M, MMA_N)
   auto sum = make_tensor(acc.data(), accumulator_as_matrix(acc.layout()));
-  const Span batches = span_of(where.batch, params.dbias.stride.batch == 0, params.batch);
-  const Span heads = span_of(where.head, params.dbias.stride.head == 0, params.heads);
+  const Span batches = span_of(where.batch, params.dbias.stride.batch == 0, params.attention.batch);
+  const Span heads = span_of(where.head, params.dbias.stride.head == 0, params.attention.heads);
   for (int64_t batch = batches.first; batch < batches.end; ++batch) {
-    const Sequence sequence = sequence_of(params, batch);
+    const Sequence sequence = sequence_of(params.attention, batch);
     for (int head = static_cast<int>(heads.first); head < heads.end; ++head) {
       add_score_gradients<Traits, Scores>(params, where, sequence, batch, head, sum);
     }

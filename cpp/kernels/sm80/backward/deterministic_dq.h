@@ -21,13 +21,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     deterministic_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int row_blocks = (params.attention.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
   const int row0 = (row_blocks - 1 - static_cast<int>(blockIdx.x) % row_blocks) * Traits::kBlockM;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
-  const int64_t batch = pair / params.heads;
-  const int head = pair % params.heads;
-  const int head_k = head / (params.heads / params.heads_k);
-  const Sequence sequence = sequence_of(params, batch);
+  const int64_t batch = pair / params.attention.heads;
+  const int head = pair % params.attention.heads;
+  const int head_k = head / (params.attention.heads / params.attention.heads_k);
+  const Sequence sequence = sequence_of(params.attention, batch);
 
   typename Traits::TiledMma mma;
   auto acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   float slope_sum = 0.0f;
   if (row0 < sequence.seqlen_q) {
     const ScoreGradientTile<Traits> tiles(params, sequence, smem);
-    const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
-    const Scores variant(params, sequence, batch, head, typename Scores::Seed(params));
-    const BlockMask blocks(params, batch, head);
+    const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+    const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
+    const BlockMask blocks(params.attention, batch, head);
     const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head) + row0;
     tiles.load_rows(head, row0);
     const KRange range = mask.k_range(row0, Traits::kBlockM, Traits::kBlockN);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   }
 
   if (params.slope_sums != nullptr) {
-    const int64_t blocks = (int64_t{params.seqlen_q} + 63) / 64;
+    const int64_t blocks = (int64_t{params.attention.seqlen_q} + 63) / 64;
     const float sum = block_sum<Traits::kThreads>(slope_sum, reinterpret_cast<float*>(&smem.k));
     if (threadIdx.x == 0) params.slope_sums[pair * blocks + row0 / 64] = sum;
   }
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   __syncthreads();  // every warp has done with Q, also if there were no keys
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(
-        params.dq, params.dq_stride, query_rows(sequence, head, row0), params.head_dim);
+        params.dq, params.dq_stride, query_rows(sequence, head, row0), params.attention.head_dim);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc_dq,
                                                                            smem.q);
   };

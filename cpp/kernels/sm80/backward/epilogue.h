@@ -85,13 +85,14 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   const Sequence& sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
   const MRange range = mask.m_range(block.first_key, Traits::kBlockN, kBlockM);
   const int keys = min(Traits::kBlockN, sequence.seqlen_k - block.first_key);
-  const int group = params.heads / params.heads_k;
+  const int group = params.attention.heads / params.attention.heads_k;
   for (int head = block.head_k * group; head < (block.head_k + 1) * group; ++head) {
-    const Scores variant(params, sequence, block.batch, head, typename Scores::Seed(params));
-    const BlockMask blocks(params, block.batch, head);
+    const Scores variant(params, sequence, block.batch, head,
+                         typename Scores::Seed(params.attention));
+    const BlockMask blocks(params.attention, block.batch, head);
     const auto* const dout =
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
@@ -101,7 +102,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
                                      params, sequence, m * kBlockM, block.first_key);
       if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
-      for (int x = threadIdx.x; x < params.head_dim_v; x += Traits::kThreads) {
+      for (int x = threadIdx.x; x < params.attention.head_dim_v; x += Traits::kThreads) {
         for (int row = m * kBlockM; row < end; ++row) {
           const Element value = dout[row * params.dout_stride.row + x];
           if (is_finite(value)) continue;
@@ -128,8 +129,9 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
   const Sequence& sequence = block.sequence;
   const TileRows rows{sequence.batch, block.head_k, sequence.first_k + block.first_key,
                       sequence.all_keys - block.first_key};
-  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, rows, params.head_dim);
-  const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, rows, params.head_dim_v);
+  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, rows, params.attention.head_dim);
+  const auto dv =
+      gradient_tile<Out>(params.dv, params.dv_stride, rows, params.attention.head_dim_v);
   const typename Traits::KeyMma mma;
   store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk, mma, acc_dk, smem.k);
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);

@@ -74,10 +74,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
     reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<GqaPartialsStorage<Traits>*>(anyflash_smem);
-  const int key_blocks = (params.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
+  const int key_blocks = (params.attention.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
   const int pair = static_cast<int>(blockIdx.x) / key_blocks;
-  const int64_t batch = pair / params.heads_k;
-  const BackwardWorkTile block{sequence_of(params, batch), batch, pair % params.heads_k, 0,
+  const int64_t batch = pair / params.attention.heads_k;
+  const BackwardWorkTile block{sequence_of(params.attention, batch), batch,
+                               pair % params.attention.heads_k, 0,
                                static_cast<int>(blockIdx.x) % key_blocks * Traits::kBlockN};
   if (block.first_key >= block.sequence.all_keys) return;
 

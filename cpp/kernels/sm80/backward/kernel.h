@@ -20,9 +20,9 @@ namespace anyflash::sm80 {
 // forward's LptTileScheduler gains nothing here: CONTRIBUTING, Speed.)
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
-  const int key_blocks = (params.seqlen_k + kBlockN - 1) / kBlockN;
-  const int heads = params.heads_k * params.gqa_splits;
-  const int triples = static_cast<int>(params.batch) * heads;
+  const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
+  const int heads = params.attention.heads_k * params.gqa_splits;
+  const int triples = static_cast<int>(params.attention.batch) * heads;
   const int section = index / (params.heads_per_l2_section * key_blocks);
   const int first = section * params.heads_per_l2_section;
   const int section_triples = min(params.heads_per_l2_section, triples - first);
@@ -30,7 +30,7 @@ ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, i
   const int triple = first + rest % section_triples;
   const int64_t batch = triple / heads;
   const int head = triple % heads;
-  return BackwardWorkTile{sequence_of(params, batch), batch, head / params.gqa_splits,
+  return BackwardWorkTile{sequence_of(params.attention, batch), batch, head / params.gqa_splits,
                           head % params.gqa_splits, rest / section_triples * kBlockN};
 }
 
@@ -78,12 +78,12 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
   using namespace cute;
   using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
   auto& smem = *reinterpret_cast<Buffer*>(anyflash_smem);
-  const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int row_blocks = (params.attention.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
   const int row = static_cast<int>(blockIdx.x) % row_blocks * Traits::kBlockM;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
-  const int64_t batch = pair / params.heads;
-  const int head = pair % params.heads;
-  const Sequence sequence = sequence_of(params, batch);
+  const int64_t batch = pair / params.attention.heads;
+  const int head = pair % params.attention.heads;
+  const Sequence sequence = sequence_of(params.attention, batch);
   if (row >= sequence.seqlen_q) return;
 
   const typename Traits::QueryMma mma;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
   }
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(
-        params.dq, params.dq_stride, query_rows(sequence, head, row), params.head_dim);
+        params.dq, params.dq_stride, query_rows(sequence, head, row), params.attention.head_dim);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
   };
   if (params.grad_dtype == DType::kFloat32) store(float{});

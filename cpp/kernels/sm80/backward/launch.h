@@ -38,14 +38,15 @@ namespace anyflash::sm80 {
 // bytes used.
 template <class Traits>
 std::size_t place_scratch(BackwardScratch& p, char* memory) {
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const Attention& a = p.attention;
+  const bool packed = a.cu_seqlens_q != nullptr;
   const auto padded = [](int64_t rows) {
     return (rows + Traits::kBlockM - 1) / Traits::kBlockM * Traits::kBlockM;
   };
-  const int64_t heads = (packed ? 1 : p.batch) * p.heads;
-  p.gqa_splits = gqa_splits(p.heads, p.heads_k);
+  const int64_t heads = (packed ? 1 : a.batch) * a.heads;
+  p.gqa_splits = gqa_splits(a.heads, a.heads_k);
   p.block_m = Traits::kBlockM;
-  p.padded_rows = packed ? padded(p.total_q + p.batch * Traits::kBlockM) : padded(p.seqlen_q);
+  p.padded_rows = packed ? padded(a.total_q + a.batch * Traits::kBlockM) : padded(a.seqlen_q);
   p.dq_columns = Traits::kHeadDim;
   std::size_t used = 0;
   const auto take = [&](auto*& at, int64_t count) {
@@ -57,21 +58,21 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
   take(p.lse_delta, heads * p.padded_rows);
   if (!p.deterministic) take(p.dq_accum, heads * p.padded_rows * p.dq_columns);
   if (p.dout_dtype == DType::kFloat32) {
-    const int64_t columns = (p.head_dim_v + 7) / 8 * 8;
+    const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
     auto* rounded = static_cast<typename Traits::Element*>(nullptr);
-    take(rounded, heads * (packed ? p.total_q : p.seqlen_q) * columns);
+    take(rounded, heads * (packed ? a.total_q : a.seqlen_q) * columns);
     p.dout_rounded = rounded;
   }
-  if (p.alibi_slopes.data != nullptr) take(p.slopes_log2, p.batch * p.heads);
+  if (a.alibi_slopes.data != nullptr) take(p.slopes_log2, a.batch * a.heads);
   if (p.gqa_splits > 1) {
     constexpr int kBlockN = Traits::kBlockN;
-    p.key_blocks = packed ? p.total_k / kBlockN + p.batch : (p.seqlen_k + kBlockN - 1) / kBlockN;
-    const int64_t parts = (packed ? 1 : p.batch) * p.heads_k * p.key_blocks * p.gqa_splits;
+    p.key_blocks = packed ? a.total_k / kBlockN + a.batch : (a.seqlen_k + kBlockN - 1) / kBlockN;
+    const int64_t parts = (packed ? 1 : a.batch) * a.heads_k * p.key_blocks * p.gqa_splits;
     take(p.gqa_partials, parts * kGqaPartialElements<Traits>);
     take(p.gqa_nonfinite_dout, parts);
   }
   if (p.dalibi_slopes.data != nullptr) {
-    take(p.slope_sums, p.batch * p.heads * ((int64_t{p.seqlen_q} + 63) / 64));
+    take(p.slope_sums, a.batch * a.heads * ((int64_t{a.seqlen_q} + 63) / 64));
   }
   return used;
 }
@@ -97,41 +98,42 @@ void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream,
 template <class Traits, class RowTraits, class Scores>
 void launch_backward(const BackwardParams& params, const LaunchContext& context) {
   BackwardScratch p{params};
+  Attention& a = p.attention;
   p.dtype = kElementType<typename Traits::Element>;
-  p.heads_per_l2_section = backward_heads_per_l2_section(params, context.multiprocessors);
+  p.heads_per_l2_section = backward_heads_per_l2_section(a, context.multiprocessors);
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
   // What 16-bit numbers make of such a scale is 0, as in the forward.
-  if (std::fabs(p.softmax_scale) < kLeastScale) p.softmax_scale = 0.0;
-  p.scale_log2 = static_cast<float>(p.softmax_scale) * kLog2E;
+  if (std::fabs(a.softmax_scale) < kLeastScale) a.softmax_scale = 0.0;
+  a.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   p.lse_unit = Scores::kLseUnit;
-  p.ds_scale = static_cast<float>(p.softmax_scale) * Scores::ds_factor(p);
+  p.ds_scale = static_cast<float>(a.softmax_scale) * Scores::ds_factor(p);
 
   void* const stream = context.stream;
   const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
-  const int64_t pairs = p.batch * p.heads;
+  const int64_t pairs = a.batch * a.heads;
   backward_preprocess(p, stream);
   if (p.dout_rounded != nullptr) {
-    const int64_t columns = (p.head_dim_v + 7) / 8 * 8;
-    const int64_t rows = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
+    const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
+    const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
     p.dout = p.dout_rounded;
-    p.dout_stride = Strides{p.heads * rows * columns, columns, rows * columns, 1};
+    p.dout_stride = Strides{a.heads * rows * columns, columns, rows * columns, 1};
   }
   launch_blocks<backward_kernel<Traits, Scores>, Traits>(
-      blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k * p.gqa_splits,
+      blocks(a.seqlen_k, Traits::kBlockN) * a.batch * a.heads_k * p.gqa_splits,
       sizeof(typename Traits::SharedStorage), stream, p);
   if (p.gqa_partials != nullptr) {
     launch_blocks<reduce_gqa_partials_kernel<Traits, Scores>, Traits>(
-        blocks(p.seqlen_k, Traits::kBlockN) * p.batch * p.heads_k,
+        blocks(a.seqlen_k, Traits::kBlockN) * a.batch * a.heads_k,
         sizeof(GqaPartialsStorage<Traits>), stream, p);
   }
   if (!p.deterministic) {
     launch_blocks<postprocess_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
-        blocks(p.seqlen_q, Traits::kBlockM) * pairs,
+        blocks(a.seqlen_q, Traits::kBlockM) * pairs,
         sizeof(typename Traits::template Buffer<typename Traits::TileQ>), stream, p);
   }
   if (p.deterministic || p.slope_sums != nullptr) {
     launch_blocks<deterministic_dq_kernel<RowTraits, Scores>, RowTraits>(
-        blocks(p.seqlen_q, RowTraits::kBlockM) * pairs, sizeof(typename RowTraits::SharedStorage),
+        blocks(a.seqlen_q, RowTraits::kBlockM) * pairs, sizeof(typename RowTraits::SharedStorage),
         stream, p);
   }
   if constexpr ((Scores::kFeatures & kBias) != 0) {
@@ -156,7 +158,6 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward, kTileConfig);
   d.features = Scores::kFeatures;
   d.tile = Traits::kRound;
-  d.bits_group = Traits::kConfig.bits_group;
   d.bits_group = Traits::kConfig.bits_group;
   d.smem_bytes = std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>);
   d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>};

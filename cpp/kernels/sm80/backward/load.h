@@ -97,8 +97,8 @@ class RowLoader {
   template <class Tiles>
   ANYFLASH_DEVICE void load(const Tiles& at) {
     const TileRows rows = query_rows(sequence_, at.head(), at.row());
-    q_.load(params_.q, params_.q_stride, rows, params_.head_dim);
-    dout_.load(params_.dout, params_.dout_stride, rows, params_.head_dim_v);
+    q_.load(params_.attention.q, params_.attention.q_stride, rows, params_.attention.head_dim);
+    dout_.load(params_.dout, params_.dout_stride, rows, params_.attention.head_dim_v);
   }
   ANYFLASH_DEVICE void advance(int buffers) {
     q_.advance(buffers * cute::cosize_v<typename TileQ::Layout>);
@@ -133,9 +133,11 @@ class KeyLoader {
         k_(smem.k.data(), threadIdx.x),
         v_(smem.v.data(), threadIdx.x) {}
 
-  ANYFLASH_DEVICE void load_k() { k_.load(params_.k, params_.k_stride, rows(), params_.head_dim); }
+  ANYFLASH_DEVICE void load_k() {
+    k_.load(params_.attention.k, params_.attention.k_stride, rows(), params_.attention.head_dim);
+  }
   ANYFLASH_DEVICE void load_v() {
-    v_.load(params_.v, params_.v_stride, rows(), params_.head_dim_v);
+    v_.load(params_.attention.v, params_.attention.v_stride, rows(), params_.attention.head_dim_v);
   }
   // Once K is there.
   ANYFLASH_DEVICE void note_nonfinite_k() const {

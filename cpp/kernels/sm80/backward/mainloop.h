@@ -43,7 +43,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
                                        AccV& acc_dv) {
   using namespace cute;
   const typename Traits::SequenceInLoop sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
   QueryTileIterator<Traits, Scores> tiles(params, block, mask);
   if (!tiles.valid()) return;
   RowLoader<Traits> rows(params, sequence, smem);
@@ -60,7 +60,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   keys.note_nonfinite_k();
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
-  const typename Scores::Seed seed(params);
+  const typename Scores::Seed seed(params.attention);
   int next_buffer = 1;  // from the tile's: 1 or -1
   const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;

@@ -25,7 +25,7 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   using namespace cute;
   using Tiles = QueryTileIterator<Traits, Scores>;
   const typename Traits::SequenceInLoop sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
   Tiles tiles(params, block, mask);
   if (!tiles.valid()) return;
   PingPong<Traits, Tiles> schedule(smem.ping_pong, tiles);
@@ -51,7 +51,7 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   __syncthreads();  // K and V are there
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
-  const typename Scores::Seed seed(params);
+  const typename Scores::Seed seed(params.attention);
   const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     constexpr bool kDiagonal = decltype(diagonal)::value;

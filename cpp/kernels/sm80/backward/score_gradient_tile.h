@@ -80,16 +80,17 @@ class ScoreGradientTile {
     using Order = PlainKeyOrder<kBlockM>;
     const TileRows rows = query_rows(sequence_, head, row0);
     TileLoader<typename Traits::TileQ, Order>(smem_.q.data(), thread_index())
-        .load(params_.q, params_.q_stride, rows, params_.head_dim);
+        .load(params_.attention.q, params_.attention.q_stride, rows, params_.attention.head_dim);
     TileLoader<typename Traits::TileDO, Order>(smem_.dout.data(), thread_index())
-        .load(params_.dout, params_.dout_stride, rows, params_.head_dim_v);
+        .load(params_.dout, params_.dout_stride, rows, params_.attention.head_dim_v);
     cute::cp_async_fence();
   }
   ANYFLASH_DEVICE void load_keys(int head_k, int col0) const {
     const TileRows keys = key_rows(sequence_, head_k, col0);
-    loader_k().load(params_.k, params_.k_stride, keys, params_.head_dim);
+    loader_k().load(params_.attention.k, params_.attention.k_stride, keys,
+                    params_.attention.head_dim);
     TileLoader<typename Traits::TileV, typename Traits::KeyOrder>(smem_.v.data(), thread_index())
-        .load(params_.v, params_.v_stride, keys, params_.head_dim_v);
+        .load(params_.attention.v, params_.attention.v_stride, keys, params_.attention.head_dim_v);
     cute::cp_async_fence();
   }
 

@@ -38,15 +38,17 @@ ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkT
 template <class Traits>
 ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWorkTile& block,
                                    int key, int x) {
-  const Strides& stride = params.v_stride;
+  const Strides& stride = params.attention.v_stride;
   const CacheSlot place = place_of(params, block.sequence, key);
   if (place.slot < 0) return 0.0f;
   const int64_t offset = place.slot * stride.batch + place.row * stride.row +
                          block.head_k * stride.head + x * stride.col;
   if constexpr (Traits::k8Bit) {  // what is not NaN is finite
-    return e4m3_nans(static_cast<const unsigned char*>(params.v)[offset]) == 0 ? 0.0f : NAN;
+    return e4m3_nans(static_cast<const unsigned char*>(params.attention.v)[offset]) == 0 ? 0.0f
+                                                                                         : NAN;
   } else {
-    return static_cast<float>(static_cast<const typename Traits::Element*>(params.v)[offset]);
+    return static_cast<float>(
+        static_cast<const typename Traits::Element*>(params.attention.v)[offset]);
   }
 }
 
@@ -59,7 +61,7 @@ ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWor
     if (!block.hides(tile, tile + Traits::kBlockN)) continue;
     const IndexRange keys{tile, min(tile + Traits::kBlockN, block.keys.end)};
     restore_nonfinite<Traits::kThreads>(
-        keys, {0, block.rows}, params.head_dim_v,
+        keys, {0, block.rows}, params.attention.head_dim_v,
         [&](int key, int x) { return cached_value<Traits>(params, block, key, x); },
         [&](int row, int key) {
           const SplitKeys seen = block.seen(mask, row);
@@ -81,8 +83,8 @@ ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeWorkTi
   const int row = threadIdx.x;
   if (row >= block.rows) return;
   float sink = -INFINITY;
-  if (params.sinks.data != nullptr) {
-    sink = load_float(params.sinks, block.head(row) * params.sinks.stride.head);
+  if (params.attention.sinks.data != nullptr) {
+    sink = load_float(params.attention.sinks, block.head(row) * params.attention.sinks.stride.head);
   }
   float top = sink;
   CUTE_UNROLL
@@ -112,7 +114,7 @@ ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeWorkTil
   const int thread = threadIdx.x;
   for (int row = thread / kLanes; row < block.rows; row += Traits::kThreads / kLanes) {
     Out* const target = result_row<Out>(params, block, row);
-    for (int x = thread % kLanes * 4; x < params.head_dim_v; x += kLanes * 4) {
+    for (int x = thread % kLanes * 4; x < params.attention.head_dim_v; x += kLanes * 4) {
       float sums[4] = {};
       CUTE_UNROLL
       for (int part = 0; part < Traits::kKeyWarps; ++part) {
@@ -124,7 +126,7 @@ ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeWorkTil
         sums[3] += weight * values.w;
       }
       store_four(sums, target + x * params.out_stride.col, params.out_stride.col,
-                 params.head_dim_v - x);
+                 params.attention.head_dim_v - x);
     }
   }
 }

@@ -31,22 +31,23 @@ inline std::size_t decode_scratch_bytes(const KvCacheParams& params, int) {
 inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchContext& context) {
   KvCacheParams parts = params;
   char* const scratch = static_cast<char*>(context.scratch);
-  const int64_t rows = params.seqlen_q;
+  const int64_t rows = params.attention.seqlen_q;
   const int64_t columns = part_columns(params);
   parts.out = scratch;
   parts.out_dtype = DType::kFloat32;
-  parts.out_stride = {params.heads * rows * columns, columns, rows * columns, 1};
+  parts.out_stride = {params.attention.heads * rows * columns, columns, rows * columns, 1};
   parts.lse = reinterpret_cast<float*>(scratch + partial_out_bytes(params));
-  parts.lse_stride = {params.heads * rows, 1, rows, 0};
-  parts.sinks = {};
+  parts.lse_stride = {params.attention.heads * rows, 1, rows, 0};
+  parts.attention.sinks = {};
   return parts;
 }
 
 template <class Traits>
 void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
-  const int64_t rows = int64_t{params.seqlen_q} * (params.heads / params.heads_k);
+  const Attention& a = params.attention;
+  const int64_t rows = int64_t{a.seqlen_q} * (a.heads / a.heads_k);
   const int64_t row_tiles = ceil_div(rows, Traits::kBlockM);
-  const int64_t blocks = row_tiles * params.batch * params.heads_k * params.num_splits;
+  const int64_t blocks = row_tiles * a.batch * a.heads_k * params.num_splits;
   if (blocks > INT32_MAX || rows > INT32_MAX - Traits::kBlockM) {
     throw Error(ErrorCode::kUnsupported,
                 "batch * heads_k * num_splits * ceil(seqlen_q * heads / heads_k / " +

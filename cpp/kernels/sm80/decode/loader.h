@@ -74,8 +74,9 @@ class CacheLoader {
         sequence_(block.sequence),
         keys_(block.keys),
         row_mask_(params.block_table == nullptr ? -1 : (1 << params.page_shift) - 1),
-        k_(params.k, params.k_stride, block.head_k, params.head_dim),
-        v_(params.v, params.v_stride, block.head_k, params.head_dim_v),
+        k_(params.attention.k, params.attention.k_stride, block.head_k, params.attention.head_dim),
+        v_(params.attention.v, params.attention.v_stride, block.head_k,
+           params.attention.head_dim_v),
         coordinates_(coordinates(static_cast<int>(threadIdx.x))) {
     if constexpr (Traits::k8Bit) {
       k_scale_ = static_cast<const float*>(params.k_scale.data);

@@ -25,6 +25,7 @@ namespace anyflash::sm80 {
 template <class Traits>
 ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkTile& block,
                                   typename Traits::SharedStorage& smem) {
+  const Attention& a = params.attention;
   using namespace cute;
   using Element = typename Traits::Element;
   using TileQ = typename Traits::TileQ;
@@ -32,26 +33,26 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
   auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
       make_tensor(make_smem_ptr(smem.q), typename TileQ::Layout{}));
   auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
-  const bool vectors = has_vectors(params.q, params.q_stride, params.head_dim, sizeof(Element));
+  const bool vectors = has_vectors(a.q, a.q_stride, a.head_dim, sizeof(Element));
   CUTE_UNROLL
   for (int i = 0; i < size<1>(tQsQ); ++i) {
     const int row = get<0>(tQcQ(0, i, 0));
     const bool exists = row < block.rows;
     const int existing = exists ? row : 0;
-    const auto* const source =
-        static_cast<const uint16_t*>(params.q) + block.batch * params.q_stride.batch +
-        block.query(existing) * params.q_stride.row + block.head(existing) * params.q_stride.head;
+    const auto* const source = static_cast<const uint16_t*>(a.q) + block.batch * a.q_stride.batch +
+                               block.query(existing) * a.q_stride.row +
+                               block.head(existing) * a.q_stride.head;
     CUTE_UNROLL
     for (int page = 0; page < size<2>(tQsQ); ++page) {
       const int first = get<1>(tQcQ(0, i, page));
-      const int columns = exists ? params.head_dim : 0;
+      const int columns = exists ? a.head_dim : 0;
       if (vectors) {
         auto gmem = make_tensor(make_gmem_ptr(reinterpret_cast<const Element*>(source + first)),
                                 Layout<Int<TileQ::kVector>>{});
         copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{}.with(first < columns),
              gmem, tQsQ(_, i, page));
       } else {
-        load_elements<uint16_t>(source, params.q_stride.col, first, columns, &tQsQ(0, i, page));
+        load_elements<uint16_t>(source, a.q_stride.col, first, columns, &tQsQ(0, i, page));
       }
     }
   }

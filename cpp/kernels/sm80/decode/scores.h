@@ -32,9 +32,9 @@ struct DecodeRows {
       seen[i] = block.seen(mask, row);
       query[i] = block.query(row);
       slope[i] = 0.0f;
-      if (params.alibi_slopes.data != nullptr && row < block.rows) {
-        const Strides& stride = params.alibi_slopes.stride;
-        slope[i] = load_float(params.alibi_slopes,
+      if (params.attention.alibi_slopes.data != nullptr && row < block.rows) {
+        const Strides& stride = params.attention.alibi_slopes.stride;
+        slope[i] = load_float(params.attention.alibi_slopes,
                               block.batch * stride.batch + block.head(row) * stride.head);
       }
     }
@@ -116,9 +116,9 @@ class DecodeScores {
       : params_(params),
         coordinates_(coordinates),
         rows_(params, block, coordinates),
-        score_mod_(params, static_cast<float>(params.softmax_scale)),
+        score_mod_(params.attention, static_cast<float>(params.attention.softmax_scale)),
         tree_(params, block.batch, block.sequence.seqlen_k),
-        shift_(block.sequence.seqlen_k - params.seqlen_q) {}
+        shift_(block.sequence.seqlen_k - params.attention.seqlen_q) {}
 
   // Of the keys from col0 on; `scales` are K's. hides: some of them may be hidden.
   template <class Scores>
@@ -132,7 +132,7 @@ class DecodeScores {
       }
     }
     score_mod_.scale_and_cap(scores);
-    if (params_.alibi_slopes.data != nullptr) {
+    if (params_.attention.alibi_slopes.data != nullptr) {
       add_slopes(scores, coordinates_, rows_, shift_, col0);
     }
     if (hides) hide_keys(scores, coordinates_, rows_, tree_, col0);

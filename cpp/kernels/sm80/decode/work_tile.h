@@ -28,7 +28,7 @@ struct DecodeWorkTile {
   ANYFLASH_DEVICE int query(int row) const { return (first_row + row) / group; }
   ANYFLASH_DEVICE int head(int row) const { return head_k * group + (first_row + row) % group; }
   ANYFLASH_DEVICE Mask mask(const KvCacheParams& p) const {
-    return Mask(p.seqlen_q, sequence.seqlen_k, p.window);
+    return Mask(p.attention.seqlen_q, sequence.seqlen_k, p.attention.window);
   }
   // Whether some row does not see some of the keys [begin, end).
   ANYFLASH_DEVICE bool hides(int begin, int end) const {
@@ -46,15 +46,15 @@ struct DecodeWorkTile {
 template <int kBlockM, int kBlockN>
 ANYFLASH_DEVICE DecodeWorkTile decode_block(const KvCacheParams& p, unsigned index) {
   DecodeWorkTile block;
-  block.group = p.heads / p.heads_k;
-  const int total_rows = p.seqlen_q * block.group;
+  block.group = p.attention.heads / p.attention.heads_k;
+  const int total_rows = p.attention.seqlen_q * block.group;
   const int row_tiles = ceil_div(total_rows, kBlockM);
   block.split = index % p.num_splits;
   index /= p.num_splits;
   block.first_row = index % row_tiles * kBlockM;
   index /= row_tiles;
-  block.head_k = index % p.heads_k;
-  block.batch = index / p.heads_k;
+  block.head_k = index % p.attention.heads_k;
+  block.batch = index / p.attention.heads_k;
   block.rows = min(kBlockM, total_rows - block.first_row);
   block.sequence = cached_sequence(p, block.batch);
 

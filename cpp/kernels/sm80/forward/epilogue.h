@@ -44,7 +44,7 @@ ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardWor
   auto tOcO = thread_copy.partition_D(make_identity_tensor(ShapeO{}));  // (VECTOR, ROWS, PANELS)
   auto tOrO = make_fragment_like(tOsO);
   copy(store, tOsO, tOrO);
-  const ColumnGuard<decltype(size<2>(tOrO))::value> columns(tOcO, params.head_dim_v);
+  const ColumnGuard<decltype(size<2>(tOrO))::value> columns(tOcO, params.attention.head_dim_v);
   store_tile(tOrO, tOgO, tOcO, columns, rows);
 }
 
@@ -55,12 +55,13 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   using namespace cute;
   using Element = typename Traits::Element;
   const int rows = block.sequence.seqlen_q - block.first_row;
-  const Variant variant(params, block, Traits::kBlockN);
+  const Variant variant(params.attention, block, Traits::kBlockN);
 
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
-  const float sink = params.sinks.data == nullptr
-                         ? -INFINITY
-                         : load_float(params.sinks, block.head * params.sinks.stride.head);
+  const float sink =
+      params.attention.sinks.data == nullptr
+          ? -INFINITY
+          : load_float(params.attention.sinks, block.head * params.attention.sinks.stride.head);
   auto lse = softmax.finish(out_matrix, sink, variant.dropout_scale());
 
   auto tOcO =

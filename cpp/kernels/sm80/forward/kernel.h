@@ -26,9 +26,9 @@ struct ForwardLaunch : ForwardParams {
 template <int kBlockM>
 ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int index) {
   const LptTileScheduler::TileCoord coord = params.scheduler.tile_at(index);
-  const int row_blocks = ceil_div(params.seqlen_q, kBlockM);
-  return ForwardWorkTile{sequence_of(params, coord.batch), coord.batch, coord.head, coord.group,
-                         (row_blocks - 1 - coord.block) * kBlockM};
+  const int row_blocks = ceil_div(params.attention.seqlen_q, kBlockM);
+  return ForwardWorkTile{sequence_of(params.attention, coord.batch), coord.batch, coord.head,
+                         coord.group, (row_blocks - 1 - coord.block) * kBlockM};
 }
 
 template <class Traits, class Variant>
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
   if (threadIdx.x == 0) smem.block = block;
 
   // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
-  const float scale_log2 = Variant::kNaturalUnits ? kLog2E : params.scale_log2;
+  const float scale_log2 = Variant::kNaturalUnits ? kLog2E : params.attention.scale_log2;
   const float q_factor = Variant::kNaturalUnits ? 1.0f : params.q_factor;
 
   typename Traits::AccO acc_o;
   clear(acc_o);
   typename Traits::Softmax softmax(scale_log2, params.max_logits != nullptr);
-  const bool found_nonfinite =
-      ForwardMainloop<Traits, Variant>::run(params, block, smem, acc_o, softmax, q_factor);
+  const bool found_nonfinite = ForwardMainloop<Traits, Variant>::run(params.attention, block, smem,
+                                                                     acc_o, softmax, q_factor);
   __syncthreads();     // the block is in shared memory, and every warp has done with Q
   block = smem.block;  // from there, because the loop needs the registers
   forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite);

@@ -16,10 +16,10 @@ struct KeyTiles {
   KRange range;
   int first;
 
-  ANYFLASH_DEVICE KeyTiles(const ForwardParams& params, const ForwardWorkTile& block, int rows,
+  ANYFLASH_DEVICE KeyTiles(const Attention& attention, const ForwardWorkTile& block, int rows,
                            int keys)
-      : mask(block.sequence.seqlen_q, block.sequence.seqlen_k, params.window),
-        variant(params, block, keys),
+      : mask(block.sequence.seqlen_q, block.sequence.seqlen_k, attention.window),
+        variant(attention, block, keys),
         range(mask.k_range(block.first_row, rows, keys)),
         first(visited(range.first())) {}
 

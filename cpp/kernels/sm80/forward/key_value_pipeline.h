@@ -87,10 +87,11 @@ class KeyValuePipeline {
 
  public:
   // `first`: the first tile that is visited.
-  ANYFLASH_DEVICE KeyValuePipeline(const ForwardParams& params, const ForwardWorkTile& block,
+  ANYFLASH_DEVICE KeyValuePipeline(const Attention& attention, const ForwardWorkTile& block,
                                    typename Traits::SharedStorage& smem, int first)
-      : k_loader_(params.k, params.k_stride, block, params.head_dim, smem.k.data(), first),
-        v_loader_(params.v, params.v_stride, block, params.head_dim_v, smem.v.data(), first),
+      : k_loader_(attention.k, attention.k_stride, block, attention.head_dim, smem.k.data(), first),
+        v_loader_(attention.v, attention.v_stride, block, attention.head_dim_v, smem.v.data(),
+                  first),
         k_(smem.k.data(), threadIdx.x),
         v_t_(smem.v.data(), threadIdx.x) {}
 

@@ -21,27 +21,28 @@ namespace anyflash::sm80 {
 
 template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context) {
-  const int64_t row_blocks = ceil_div(int64_t{params.seqlen_q}, Traits::kBlockM);
-  const int64_t blocks = row_blocks * params.batch * params.heads;
+  const Attention& a = params.attention;
+  const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
+  const int64_t blocks = row_blocks * a.batch * a.heads;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported,
                 "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
-  const int64_t bias_stride = params.bias.stride.col;
-  if (params.bias.data != nullptr && bias_stride != static_cast<int32_t>(bias_stride)) {
+  const int64_t bias_stride = a.bias.stride.col;
+  if (a.bias.data != nullptr && bias_stride != static_cast<int32_t>(bias_stride)) {
     throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(bias_stride) +
                                              " along the keys; the CUDA kernels take 32 bits");
   }
   ForwardLaunch prepared{params};
-  if (std::fabs(params.softmax_scale) < kLeastScale) prepared.softmax_scale = 0.0;
-  prepared.scale_log2 = static_cast<float>(std::fabs(prepared.softmax_scale)) * kLog2E;
-  if (prepared.softmax_scale == 0.0) prepared.scale_log2 = 1.0f;
-  prepared.q_factor =
-      static_cast<float>((prepared.softmax_scale > 0.0) - (prepared.softmax_scale < 0.0));
-  prepared.scheduler =
-      LptTileScheduler(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
-                       heads_per_l2_section(params, context.multiprocessors));
+  if (std::fabs(a.softmax_scale) < kLeastScale) prepared.attention.softmax_scale = 0.0;
+  prepared.attention.scale_log2 =
+      static_cast<float>(std::fabs(prepared.attention.softmax_scale)) * kLog2E;
+  if (prepared.attention.softmax_scale == 0.0) prepared.attention.scale_log2 = 1.0f;
+  prepared.q_factor = static_cast<float>((prepared.attention.softmax_scale > 0.0) -
+                                         (prepared.attention.softmax_scale < 0.0));
+  prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
+                                        heads_per_l2_section(a, context.multiprocessors));
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);

@@ -40,17 +40,17 @@ class ForwardMainloop {
   // Adds to acc_o and to the softmax. q_factor: what Q is multiplied by. Returns whether this
   // thread took NaN or infinity out of a partly hidden tile of V; restore_values() then has to
   // follow.
-  ANYFLASH_DEVICE static bool run(const ForwardParams& params, const ForwardWorkTile& block,
+  ANYFLASH_DEVICE static bool run(const Attention& attention, const ForwardWorkTile& block,
                                   SharedStorage& smem, AccO& acc_o, Softmax& softmax,
                                   float q_factor) {
     // Q first: it arrives while the range of keys is found.
-    const QueryTile<Traits> queries(params, block, smem.q.data());
-    const KeyTiles<Variant> key_tiles(params, block, kBlockM, kBlockN);
+    const QueryTile<Traits> queries(attention, block, smem.q.data());
+    const KeyTiles<Variant> key_tiles(attention, block, kBlockM, kBlockN);
     if (key_tiles.first < 0) {
       cute::cp_async_wait<0>();  // the output goes where Q is
       return false;
     }
-    ForwardMainloop loop(params, block, smem, acc_o, softmax, queries, key_tiles);
+    ForwardMainloop loop(attention, block, smem, acc_o, softmax, queries, key_tiles);
     loop.start(q_factor);
     loop.masked_tiles();
     key_tiles.variant.dispatch_score_ops(
@@ -59,7 +59,7 @@ class ForwardMainloop {
   }
 
  private:
-  ANYFLASH_DEVICE ForwardMainloop(const ForwardParams& params, const ForwardWorkTile& block,
+  ANYFLASH_DEVICE ForwardMainloop(const Attention& attention, const ForwardWorkTile& block,
                                   SharedStorage& smem, AccO& acc_o, Softmax& softmax,
                                   const QueryTile<Traits>& queries,
                                   const KeyTiles<Variant>& key_tiles)
@@ -69,7 +69,7 @@ class ForwardMainloop {
         queries_(queries),
         tiles_(key_tiles),
         n_(key_tiles.first),
-        pipeline_(params, block, smem, n_),
+        pipeline_(attention, block, smem, n_),
         exchange_(smem),
         tScS_(score_coordinates(threadIdx.x)) {}
 

@@ -26,12 +26,11 @@ class QueryTile {
 
  public:
   // Starts to load the tile.
-  ANYFLASH_DEVICE QueryTile(const ForwardParams& params, const ForwardWorkTile& block,
-                            Element* tile)
+  ANYFLASH_DEVICE QueryTile(const Attention& attention, const ForwardWorkTile& block, Element* tile)
       : tile_(tile),
         operand_(tile, threadIdx.x),
         late_(tile + kEarlyRows * Tile::kPanelColumns, threadIdx.x) {
-    load(params, block);
+    load(attention, block);
   }
 
   // Before the first product. factor: what Q is multiplied by, 1 as a rule.
@@ -64,7 +63,7 @@ class QueryTile {
   }
 
  private:
-  ANYFLASH_DEVICE void load(const ForwardParams& params, const ForwardWorkTile& block) const {
+  ANYFLASH_DEVICE void load(const Attention& attention, const ForwardWorkTile& block) const {
     using namespace cute;
     using Shape = typename Tile::Shape;
     typename Tile::Load load_q;
@@ -74,11 +73,11 @@ class QueryTile {
       asm volatile("" : "+r"(thread));
     }
     auto thread_q = load_q.get_thread_slice(thread);
-    auto gQ = gmem_tile<Element>(Shape{}, params.q, params.q_stride, block.sequence.batch,
+    auto gQ = gmem_tile<Element>(Shape{}, attention.q, attention.q_stride, block.sequence.batch,
                                  block.head, block.sequence.first_q + block.first_row);
     auto sQ = make_tensor(make_smem_ptr(tile_), typename Tile::Layout{});
     auto tQcQ = thread_q.partition_S(make_identity_tensor(Shape{}));  // (VECTOR, ROWS, PANELS)
-    const ColumnGuard<decltype(size<2>(tQcQ))::value> columns(tQcQ, params.head_dim);
+    const ColumnGuard<decltype(size<2>(tQcQ))::value> columns(tQcQ, attention.head_dim);
     load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,
                     block.sequence.seqlen_q - block.first_row);
   }

@@ -46,7 +46,7 @@ class OutputRows {
   ANYFLASH_DEVICE void store(const ForwardLaunch& params, const ForwardWorkTile& block) {
     const int rows = block.sequence.seqlen_q - block.first_row - row_;
     if (rows <= 0) return;
-    if (rows < kWarpRows && params.cu_seqlens_q != nullptr) {
+    if (rows < kWarpRows && params.attention.cu_seqlens_q != nullptr) {
       copy_rows(params, block, rows);
       return;
     }
@@ -83,7 +83,7 @@ class OutputRows {
     for (int i = lane_; i < rows * kVectors; i += 32) {
       const int row = i / kVectors;
       const int vector = i % kVectors;
-      if (vector * kVector >= params.head_dim_v) continue;
+      if (vector * kVector >= params.attention.head_dim_v) continue;
       *reinterpret_cast<uint4*>(out + row * params.out_stride.row + vector * kVector) =
           *reinterpret_cast<const uint4*>(piece(row, vector));
     }
@@ -113,11 +113,12 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
                                       ForwardStages<Traits>& stages, OutputRows<Traits>& output,
                                       typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
   const int rows = block.sequence.seqlen_q - block.first_row;
-  const Variant variant(params, block, Traits::kBlockN);
+  const Variant variant(params.attention, block, Traits::kBlockN);
   auto out = as_matrix(acc_o);
-  const float sink = params.sinks.data == nullptr
-                         ? -INFINITY
-                         : load_float(params.sinks, block.head * params.sinks.stride.head);
+  const float sink =
+      params.attention.sinks.data == nullptr
+          ? -INFINITY
+          : load_float(params.attention.sinks, block.head * params.attention.sinks.stride.head);
   const auto lse = softmax.finish(out, sink, variant.dropout_scale());
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
   if (params.max_logits != nullptr) {

@@ -18,9 +18,9 @@ namespace anyflash::sm90 {
 template <int kBlockM>
 ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int index) {
   const LptTileScheduler::TileCoord place = params.scheduler.tile_at(index);
-  const int row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  return ForwardWorkTile{sequence_of(params, place.batch), place.batch, place.head, place.group,
-                         (row_blocks - 1 - place.block) * kBlockM};
+  const int row_blocks = (params.attention.seqlen_q + kBlockM - 1) / kBlockM;
+  return ForwardWorkTile{sequence_of(params.attention, place.batch), place.batch, place.head,
+                         place.group, (row_blocks - 1 - place.block) * kBlockM};
 }
 
 // Calls work(block, mask, range) for each of this CTA's blocks of rows, in the same order for all
@@ -31,7 +31,7 @@ ANYFLASH_DEVICE void for_each_block(const ForwardLaunch& params, const Work& wor
     const ForwardWorkTile block = forward_block<Traits::kBlockM>(params, index);
     const Sequence& sequence = block.sequence;
     if (block.first_row >= sequence.seqlen_q) continue;  // shorter than the longest
-    const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.window);
+    const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
     work(block, mask, mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN));
   }
 }
@@ -72,7 +72,7 @@ ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::Share
                                      const KRange& range) ANYFLASH_INLINE_LAMBDA {
     typename Traits::AccO acc_o;
     cute::clear(acc_o);
-    StagedSoftmax softmax(params.scale_log2);
+    StagedSoftmax softmax(params.attention.scale_log2);
     stages.wait_queries();
     forward_mainloop<Traits>(stages, VisibleKeys(mask, block.first_row), range, acc_o, softmax);
     forward_epilogue<Traits, Variant>(params, block, stages, output, acc_o, softmax);

@@ -24,28 +24,29 @@ namespace anyflash::sm90 {
 // The maps of one call: Q and K/V in whole tiles, O in a warp's rows.
 template <class Traits>
 void make_tensor_maps(ForwardLaunch& launch) {
-  const bool packed = launch.cu_seqlens_q != nullptr;
+  const Attention& a = launch.attention;
+  const bool packed = a.cu_seqlens_q != nullptr;
   TensorMapShape queries{};
   queries.dtype = kElementType<typename Traits::Element>;
-  queries.columns = launch.head_dim;
-  queries.rows = packed ? launch.total_q : launch.seqlen_q;
-  queries.heads = launch.heads;
-  queries.batch = packed ? 1 : launch.batch;
+  queries.columns = a.head_dim;
+  queries.rows = packed ? a.total_q : a.seqlen_q;
+  queries.heads = a.heads;
+  queries.batch = packed ? 1 : a.batch;
   queries.box_rows = Traits::kBlockM;
-  launch.q_map = make_tensor_map(launch.q, launch.q_stride, queries);
+  launch.q_map = make_tensor_map(a.q, a.q_stride, queries);
 
   TensorMapShape keys = queries;
-  keys.rows = packed ? launch.total_k : launch.seqlen_k;
-  keys.heads = launch.heads_k;
+  keys.rows = packed ? a.total_k : a.seqlen_k;
+  keys.heads = a.heads_k;
   keys.box_rows = Traits::kBlockN;
   const bool any = keys.rows > 0;  // if not, the pointers may be null
-  launch.k_map = make_tensor_map(any ? launch.k : launch.q, launch.k_stride, keys);
-  keys.columns = launch.head_dim_v;
-  launch.v_map = make_tensor_map(any ? launch.v : launch.q, launch.v_stride, keys);
+  launch.k_map = make_tensor_map(any ? a.k : a.q, a.k_stride, keys);
+  keys.columns = a.head_dim_v;
+  launch.v_map = make_tensor_map(any ? a.v : a.q, a.v_stride, keys);
 
   if (launch.out_dtype == DType::kFloat32) return;
   TensorMapShape outputs = queries;
-  outputs.columns = launch.head_dim_v;
+  outputs.columns = a.head_dim_v;
   outputs.box_rows = 16;
   launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
@@ -53,9 +54,8 @@ void make_tensor_maps(ForwardLaunch& launch) {
 // How many CTAs there are. Without a mask they are persistent: as many as multiprocessors, each of
 // which loads the next block of rows while it writes the last one's results. With one, blocks differ
 // in work: there is a CTA for each, the longest first.
-inline int64_t forward_ctas(const ForwardParams& params, int64_t blocks,
-                            const LaunchContext& context) {
-  const bool bounded = params.window.left >= 0 || params.window.right >= 0;
+inline int64_t forward_ctas(const Attention& a, int64_t blocks, const LaunchContext& context) {
+  const bool bounded = a.window.left >= 0 || a.window.right >= 0;
   return bounded ? blocks : std::min<int64_t>(blocks, context.multiprocessors);
 }
 
@@ -71,25 +71,25 @@ inline void check_packed_rows(const char* name, int64_t total) {
 // forward_ctas() says.
 template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context, int ctas = 0) {
-  const int64_t row_blocks = ceil_div(int64_t{params.seqlen_q}, Traits::kBlockM);
-  const int64_t blocks = row_blocks * params.batch * params.heads;
+  const Attention& a = params.attention;
+  const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
+  const int64_t blocks = row_blocks * a.batch * a.heads;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported,
                 "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
-  check_packed_rows("q", params.total_q);
-  check_packed_rows("k", params.total_k);
+  check_packed_rows("q", a.total_q);
+  check_packed_rows("k", a.total_k);
   ForwardLaunch prepared{};
   static_cast<ForwardParams&>(prepared) = params;
-  prepared.scale_log2 = static_cast<float>(params.softmax_scale) * kLog2E;
+  prepared.attention.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   prepared.blocks = static_cast<int>(blocks);
-  prepared.scheduler =
-      LptTileScheduler(params.batch, params.heads, params.heads / params.heads_k, row_blocks,
-                       heads_per_l2_section(params, context.multiprocessors));
+  prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
+                                        heads_per_l2_section(a, context.multiprocessors));
   make_tensor_maps<Traits>(prepared);
   const int64_t grid =
-      ctas == 0 ? forward_ctas(params, blocks, context) : std::min<int64_t>(blocks, ctas);
+      ctas == 0 ? forward_ctas(a, blocks, context) : std::min<int64_t>(blocks, ctas);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(grid)), dim3(Traits::kCtaThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);

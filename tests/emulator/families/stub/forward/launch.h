@@ -29,20 +29,21 @@ inline constexpr int kRows = 32;  // of a CTA, one a thread
 // A row of q and of the result: where it begins, and its keys and values.
 template <class Element>
 ANYFLASH_DEVICE void attend(const ForwardParams& p, const Sequence& s, int head, int row) {
-  const int64_t head_k = head / (p.heads / p.heads_k);
+  const Attention& a = p.attention;
+  const int64_t head_k = head / (a.heads / a.heads_k);
   const auto at = [&](const void* data, const Strides& st, int64_t first, int64_t h) {
     return static_cast<const Element*>(data) + s.batch * st.batch + first * st.row + h * st.head;
   };
-  const Element* const q = at(p.q, p.q_stride, s.first_q + row, head);
-  const Element* const k = at(p.k, p.k_stride, s.first_k, head_k);
-  const Element* const v = at(p.v, p.v_stride, s.first_k, head_k);
-  const Mask mask(s.seqlen_q, s.seqlen_k, p.window);
+  const Element* const q = at(a.q, a.q_stride, s.first_q + row, head);
+  const Element* const k = at(a.k, a.k_stride, s.first_k, head_k);
+  const Element* const v = at(a.v, a.v_stride, s.first_k, head_k);
+  const Mask mask(s.seqlen_q, s.seqlen_k, a.window);
   const auto score = [&](int key) {
     float sum = 0.0f;
-    for (int x = 0; x < p.head_dim; ++x) {
-      sum += float(q[x * p.q_stride.col]) * float(k[key * p.k_stride.row + x * p.k_stride.col]);
+    for (int x = 0; x < a.head_dim; ++x) {
+      sum += float(q[x * a.q_stride.col]) * float(k[key * a.k_stride.row + x * a.k_stride.col]);
     }
-    return sum * static_cast<float>(p.softmax_scale);
+    return sum * static_cast<float>(a.softmax_scale);
   };
   float largest = -INFINITY;
   for (int j = mask.first_key(row); j < mask.end_key(row); ++j) largest = fmaxf(largest, score(j));
@@ -51,12 +52,12 @@ ANYFLASH_DEVICE void attend(const ForwardParams& p, const Sequence& s, int head,
   for (int j = mask.first_key(row); j < mask.end_key(row); ++j) {
     const float weight = expf(score(j) - largest);
     sum += weight;
-    for (int x = 0; x < p.head_dim_v; ++x) {
-      out[x] += weight * float(v[j * p.v_stride.row + x * p.v_stride.col]);
+    for (int x = 0; x < a.head_dim_v; ++x) {
+      out[x] += weight * float(v[j * a.v_stride.row + x * a.v_stride.col]);
     }
   }
   auto* const target = const_cast<Element*>(at(p.out, p.out_stride, s.first_q + row, head));
-  for (int x = 0; x < p.head_dim_v; ++x) {
+  for (int x = 0; x < a.head_dim_v; ++x) {
     target[x * p.out_stride.col] = Element(sum == 0.0f ? 0.0f : out[x] / sum);
   }
 }
@@ -64,14 +65,15 @@ ANYFLASH_DEVICE void attend(const ForwardParams& p, const Sequence& s, int head,
 template <class Element>
 __global__ void forward_kernel(const __grid_constant__ ForwardParams params) {
   const int head = static_cast<int>(blockIdx.y);
-  const Sequence sequence = sequence_of(params, blockIdx.z);
+  const Sequence sequence = sequence_of(params.attention, blockIdx.z);
   const int row = static_cast<int>(blockIdx.x) * kRows + static_cast<int>(threadIdx.x);
   if (row < sequence.seqlen_q) attend<Element>(params, sequence, head, row);
 }
 
 template <class Element>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
-  const dim3 grid((p.seqlen_q + kRows - 1) / kRows, p.heads, static_cast<unsigned>(p.batch));
+  const dim3 grid((p.attention.seqlen_q + kRows - 1) / kRows, p.attention.heads,
+                  static_cast<unsigned>(p.attention.batch));
   launch<forward_kernel<Element>>(grid, dim3(kRows), 0, context.stream, p);
 }
 
