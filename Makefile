@@ -33,26 +33,26 @@ test-full: test
 	$(PIP) install --no-deps -r third_party/requirements-headers.txt
 	touch $@
 
-.venv/demo: .venv/build tests/requirements-demo.txt
+.venv/demo: .venv/build tests/requirements/demo.txt
 	$(PIP) install numpy tokenizers safetensors
-	$(PIP) install --no-deps -r tests/requirements-demo.txt
+	$(PIP) install --no-deps -r tests/requirements/demo.txt
 	touch $@
 
-.venv/test: .venv/demo tests/requirements.txt tests/sass/requirements.txt
-	$(PIP) install -r tests/requirements.txt -r tests/sass/requirements.txt
+.venv/test: .venv/demo tests/requirements/test.txt tests/requirements/sass.txt
+	$(PIP) install -r tests/requirements/test.txt -r tests/requirements/sass.txt
 	touch $@
 
-.venv/oldest: .venv/test tests/requirements-oldest.txt
+.venv/oldest: .venv/test tests/requirements/oldest.txt
 	test -x $@/bin/python || $(PYTHON) -m venv $@
-	$@/bin/python -m pip --disable-pip-version-check -q install -r tests/requirements-oldest.txt
+	$@/bin/python -m pip --disable-pip-version-check -q install -r tests/requirements/oldest.txt
 	touch $@
 
-.venv/embed: .venv/test tests/requirements-embed.txt
-	$(PIP) install -r tests/requirements-embed.txt
+.venv/embed: .venv/test tests/requirements/embed.txt
+	$(PIP) install -r tests/requirements/embed.txt
 	touch $@
 
-.venv/more: .venv/test tests/requirements-more.txt
-	$(PIP) install --no-deps -r tests/requirements-more.txt
+.venv/more: .venv/test tests/requirements/more.txt
+	$(PIP) install --no-deps -r tests/requirements/more.txt
 	touch $@
 
 # -- build (pip before 23.1, as Debian 12 has it, does not know the short form -C)
@@ -87,7 +87,7 @@ check-python: install build-test
 check-oldest: install .venv/oldest
 	mkdir -p build/oldest
 	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" build/oldest/anyflash
-	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/test_jax*.py
+	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/jax
 
 # The library of build/test, installed, and the package's.
 check-embed: install build-test .venv/embed
@@ -96,12 +96,12 @@ check-embed: install build-test .venv/embed
 	ANYFLASH_PREFIX=$(CURDIR)/build/embed $(BIN)/python -m pytest tests/embed
 
 check-more: install .venv/more
-	$(BIN)/python -m pytest tests/python/test_tensorflow_and_paddle.py tests/python/test_same_bits.py
+	$(BIN)/python -m pytest tests/python/api -k "tensorflow or paddle"
 
 # What the release workflow does, but for the container and its older C library.
 wheel: .venv/build
 	rm -rf build/raw build/dist
-	$(PIP) install -r tests/wheel/requirements.txt
+	$(PIP) install -r tests/requirements/wheel.txt
 	$(PIP) wheel --no-build-isolation --no-deps --config-settings=build-dir=build/release \
 	  --config-settings=cmake.define.ANYFLASH_ARCHS=release -w build/raw .
 	$(BIN)/auditwheel repair -w build/dist build/raw/*.whl

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-
-# pytest's importlib mode does not put this folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from programs import output_of

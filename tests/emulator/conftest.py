@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-# pytest's importlib mode does not put this folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from emulated_driver import ROOT

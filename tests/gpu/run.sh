@@ -64,29 +64,15 @@ atoms() {
   cutlass=$("$python" -c "import importlib.util as u
 print(u.find_spec('cutlass_library').submodule_search_locations[0] + '/source/include')") &&
     nvcc -x cu -std=c++17 -arch=native --expt-relaxed-constexpr -isystem "$cutlass" \
-      tests/emulator/tests/atoms.cpp -o build/gpu/atoms &&
+      tests/emulator/cpp/atoms.cpp -o build/gpu/atoms &&
     build/gpu/atoms
 }
 
+# With PyTorch's tensors, and with CuPy's and JAX's where these are installed.
 tests() {
-  local module selection="test"
-  # What needs a module, by name. The tables' cases (test_case) need none, whatever their names.
-  local -A needs=(
-    [jax]="jax or of_other_frameworks or names_the_backward"
-    [cupy]="cupy"
-  )
-  for module in jax cupy; do
-    if ! "$python" -c "import $module" 2>/dev/null; then
-      echo "$module is not installed: its tests are left out"
-      selection+=" and (test_case or not (${needs[$module]}))"
-    fi
-  done
-  # anyflash takes JAX's arrays on the CPU; they would lie on the GPU.
-  ANYFLASH_TEST_BACKENDS=cuda JAX_PLATFORMS=cpu "$python" -m pytest -k "$selection" \
-    tests/python/test_{forward,features,varlen,merge}.py \
-    tests/python/test_{errors,arrays,arrays_cuda,features_api,features_errors,features_cuda}.py \
-    tests/python/test_backward{,_bits,_api,_varlen_api,_api_errors,_autograd,_api_cuda}.py \
-    tests/python/test_kvcache{,_append,_quantized,_splits,_api,_api_results,_api_errors,_api_cuda}.py
+  local -a folders=(kernels api torch flash_attn)
+  if "$python" -c "import jax" 2>/dev/null; then folders+=(jax); else echo "no JAX: not tested"; fi
+  ANYFLASH_TEST_BACKENDS=cuda "$python" -m pytest -rs -m cuda "${folders[@]/#/tests/python/}"
 }
 
 # Guard 0: every tensor is a device block of its exact size, so that an access past its end is seen.
@@ -94,7 +80,8 @@ sanitize() { # TOOL
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   ANYFLASH_TEST_BACKENDS=cuda ANYFLASH_TEST_GUARD=0 "$sanitizer" --tool "$1" --error-exitcode 1 \
-    --kernel-regex kns=anyflash "$python" -m pytest -m smoke tests/python/test_{forward,backward,kvcache}.py
+    --kernel-regex kns=anyflash "$python" -m pytest -m "smoke and cuda" \
+    tests/python/kernels
 }
 
 # PyTorch's backends, and what else is installed, in the same process. `python -m anyflash bench --load

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,23 +12,22 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Frameworks bring OpenMP libraries of their own, whose idle threads would keep the others waiting.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# pytest's importlib mode does not put this folder on the path; the modules here import one another.
-sys.path.insert(0, str(Path(__file__).parent))
 
-import capi
 import hypothesis
 import pytest
-from backward_cases import BACKWARD_CASES
-from cases import Case
-from feature_cases import FEATURE_CASES
-from forward_cases import FORWARD_CASES
-from gradient_case import GradientCase
-from kvcache_cases import CacheCase
-from kvcache_tables import CACHE_CASES
-from running import supports
-from running_backward import supports_backward
-from running_kvcache import supports_cache
-from varlen_cases import VARLEN_CASES
+
+from backends import capi
+from cases.backward import BACKWARD_CASES
+from cases.cache_case import CacheCase
+from cases.case import Case
+from cases.features import FEATURE_CASES
+from cases.forward import FORWARD_CASES
+from cases.gradient_case import GradientCase
+from cases.kvcache import CACHE_CASES
+from cases.varlen import VARLEN_CASES
+from run.backward import supports_backward
+from run.forward import supports
+from run.kvcache import supports_cache
 
 # The same random cases in every run; `--hypothesis-profile=random` draws new ones.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None)
@@ -43,9 +40,14 @@ for table in (CASES, BACKWARD_CASES, CACHE_CASES):
     assert len({case.id for case in table}) == len(table), "two cases have one id"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "smoke: the few cases that run under compute-sanitizer")
-    config.addinivalue_line("markers", "forward: of the operation that sm90 has kernels for")
+GPU_MARKERS = ("cuda", "emulated")  # how the names of the backends begin that such a test needs
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    here = _present(capi.backend_names())
+    for marker in filter(item.get_closest_marker, GPU_MARKERS):
+        if not any(name.startswith(marker) for name in here):
+            pytest.skip(f"needs a backend {marker}, which is absent or was not asked for")
 
 
 @pytest.fixture
@@ -63,17 +65,20 @@ def _present(names: list[str]) -> list[str]:
     return [name for name in names if not (absent and name == "cuda")]
 
 
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [getattr(pytest.mark, marker) for marker in GPU_MARKERS if name.startswith(marker)]
+
+
 def _with_cases(names: list[str], cases: Sequence[Any]) -> Iterator[object]:
     """Case by case, so that its backends share the reference."""
     present = _present(names)
     if len(present) < len(names):
-        skip = pytest.mark.skip(reason="no CUDA device in this machine")
-        yield pytest.param("cuda", cases[0], id="cuda", marks=skip)
+        yield pytest.param("cuda", cases[0], id="cuda", marks=pytest.mark.cuda)
     for case in cases:
-        marks = [pytest.mark.smoke] if case.smoke else []
+        smoke = [pytest.mark.smoke] if case.smoke else []
         for name in present:
             if SUPPORTS[type(case)](name, case):
-                yield pytest.param(name, case, id=f"{name}-{case.id}", marks=marks)
+                yield pytest.param(name, case, id=f"{name}-{case.id}", marks=smoke + _marks(name))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -92,7 +97,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             return
     for fixture, wanted in (("backend", names), ("cpu", cpus), ("gpu", gpus)):
         if fixture in metafunc.fixturenames:
-            metafunc.parametrize(fixture, _present(wanted), indirect=True)
+            parameters = [pytest.param(name, marks=_marks(name)) for name in _present(wanted)]
+            metafunc.parametrize(fixture, parameters, indirect=True)
 
 
 def _backend(request: pytest.FixtureRequest) -> capi.Backend:
@@ -110,6 +116,11 @@ gpu = pytest.fixture(_backend, name="gpu")
 @pytest.fixture
 def torch() -> ModuleType:
     return importlib.import_module("torch")
+
+
+@pytest.fixture
+def cupy() -> ModuleType:
+    return pytest.importorskip("cupy")
 
 
 @pytest.fixture

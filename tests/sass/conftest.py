@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from pathlib import Path
-
-# pytest's importlib mode does not put this folder on the path; the modules here import one another.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from figures import Library

@@ -1,6 +1,6 @@
 """A wheel as users get it: its name, what it holds, and in empty environments.
 
-    python -m pip install -r tests/wheel/requirements.txt
+    python -m pip install -r tests/requirements/wheel.txt
     python -m pytest tests/wheel --wheel build/dist/anyflash-*.whl
 
 The environments are made with the Python that runs the tests, and packages come from the index.

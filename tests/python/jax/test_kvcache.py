@@ -1,0 +1,157 @@
+"""anyflash.jax.attention_with_kvcache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import anyflash
+import anyflash.jax
+from calls.jax_calls import narrow, same
+from calls.kvcache import call, every_option
+
+__all__ = ["narrow"]
+
+CACHES = ("k_cache", "v_cache")
+
+
+def right_of(given: dict[str, Any], **options: Any) -> tuple[Any, ...]:
+    """(out, lse, k_cache, v_cache) with NumPy."""
+    copies = {name: x.copy() if name in CACHES else x for name, x in given.items()}
+    out, lse = anyflash.attention_with_kvcache(**copies, return_lse=True, **options)
+    return out, lse, *(copies[name] for name in CACHES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_append(dtype: str, page_size: int) -> None:
+    """The same bits as with NumPy, and nothing that was given is changed."""
+    given = call(dtype=dtype, page_size=page_size)
+    right = right_of(given, causal=True)
+    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    attend = functools.partial(anyflash.jax.attention_with_kvcache, causal=True, return_lse=True)
+    for f in (attend, jax.jit(attend)):
+        same(f(**arrays), right)
+        same(arrays, given)
+    same(anyflash.jax.attention_with_kvcache(**given, causal=True), (right[0], *right[2:]))
+
+
+EVERY = every_option()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option(name: str) -> None:
+    right = right_of(EVERY[name])
+    results = anyflash.jax.attention_with_kvcache(**EVERY[name], return_lse=True)
+    same(results, right if "k" in EVERY[name] else right[:2])
+
+
+def test_donated_caches_are_updated_in_place() -> None:
+    given = call()
+    right = right_of(given, causal=True)
+    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    # Memory of its own: NumPy's may be shared, which cannot be donated.
+    arrays |= {name: arrays[name] + 0 for name in CACHES}
+    addresses = [arrays[name].unsafe_buffer_pointer() for name in CACHES]
+
+    @functools.partial(jax.jit, donate_argnames=CACHES)
+    def attend(k_cache: Any, v_cache: Any, others: Any) -> Any:
+        return anyflash.jax.attention_with_kvcache(
+            k_cache=k_cache, v_cache=v_cache, **others, causal=True, return_lse=True
+        )
+
+    others = {name: x for name, x in arrays.items() if name not in CACHES}
+    result = attend(*(arrays[name] for name in CACHES), others)
+    same(result, right)
+    assert all(arrays[name].is_deleted() for name in CACHES)
+    assert [x.unsafe_buffer_pointer() for x in result[2:]] == addresses
+
+
+def test_generation_in_a_scan() -> None:
+    given = call()
+    step = {name: given[name][:, :1] for name in ("q", "k", "v")}
+    copies = {name: given[name].copy() for name in CACHES}
+    lengths = given["cache_seqlens"]
+    right = []
+    for i in range(2):
+        right.append(
+            anyflash.attention_with_kvcache(
+                **step, **copies, cache_seqlens=lengths + i, causal=True
+            )
+        )
+
+    def one(caches: Any, i: Any) -> Any:
+        out, *caches = anyflash.jax.attention_with_kvcache(
+            **step, k_cache=caches[0], v_cache=caches[1], cache_seqlens=lengths + i, causal=True
+        )
+        return tuple(caches), out
+
+    caches = tuple(given[name] for name in CACHES)
+    last, out = jax.jit(lambda caches: jax.lax.scan(one, caches, jnp.arange(2)))(caches)
+    same(out, np.stack(right))
+    same(last, tuple(copies.values()))
+
+
+def test_without_new_keys() -> None:
+    given = {name: x for name, x in call(new=0).items() if name not in ("k", "v")}
+    right = right_of(given)
+    same(anyflash.jax.attention_with_kvcache(**given), right[0])
+    same(anyflash.jax.attention_with_kvcache(**given, return_lse=True), right[:2])
+    given["cache_seqlens"] = 5
+    copies = given | {"cache_seqlens": np.full(len(given["q"]), 5, np.int32)}
+    same(anyflash.jax.attention_with_kvcache(**given), right_of(copies)[0])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+def test_eight_bits(dtype: Any) -> None:
+    given = call()
+    for name, of in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
+        given[name] = (given[name] * 10).astype(dtype)
+        given[of] = np.full(given[name].shape[2], 0.1, np.float32)
+    same(
+        anyflash.jax.attention_with_kvcache(**given, causal=True, return_lse=True),
+        right_of(given, causal=True),
+    )
+
+
+def test_vmap() -> None:
+    given = call()
+    mapped = {name: np.stack([given.pop(name)] * 2) for name in ("q", "k_cache")}
+    mapped["q"][1] *= 2
+    mapped["k_cache"][1] *= 3
+
+    def attend(mapped: Any) -> Any:
+        return anyflash.jax.attention_with_kvcache(**given, **mapped, return_lse=True)
+
+    results = jax.vmap(attend)(mapped)
+    for i in range(2):
+        part = {name: x[i] for name, x in mapped.items()}
+        same(jax.tree.map(lambda x: x[i], results), right_of(given | part))  # noqa: B023
+
+
+def test_errors() -> None:
+    given = call()
+    attend = anyflash.jax.attention_with_kvcache
+    name = r"anyflash\.jax\.attention_with_kvcache: "
+    with pytest.raises(NotImplementedError, match=name + ".*no derivative"):
+        jax.grad(lambda q: attend(**given | {"q": q})[0].sum())(given["q"])
+    with pytest.raises(ValueError, match=name + "k has shape"):
+        attend(**given | {"k": given["k"][..., :3]})
+    with pytest.raises(ValueError, match=name + "k_cache has 3 dimensions"):
+        attend(**given | {"k_cache": given["k_cache"][0]})
+    with pytest.raises(TypeError, match=name + "cache_seqlens is float32"):
+        attend(**given | {"cache_seqlens": given["cache_seqlens"].astype(np.float32)})
+    with pytest.raises(ValueError, match=name + "cache_seqlens is -1"):
+        attend(**given | {"cache_seqlens": -1})
+    with pytest.raises(ValueError, match=name + "cache_seqlens is 14; 0 to 13 is .*the cache has"):
+        attend(**given | {"cache_seqlens": 14})
+    with pytest.raises(ValueError, match=name + "cache_seqlens is 14; .*block_table has room for"):
+        attend(**call(page_size=4) | {"cache_seqlens": 14})
+    with pytest.raises(RuntimeError, match=name + "cache_seqlens"):
+        jax.block_until_ready(attend(**given | {"cache_seqlens": given["cache_seqlens"] + 999}))

@@ -1,0 +1,125 @@
+"""Caches of int8 and float8_e4m3fn; single results are the tables' (kvcache_tables.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from backends.capi import Backend
+from backends.tensors import place
+from cases.cache_case import CacheCall, CacheCase
+from oracle.kvcache import CACHE_DTYPES, answer
+from run.forward import bits
+from run.kvcache import check_call, run_cache
+
+EIGHT_BIT = ("int8", "e4m3")
+BASE = CacheCase("8-bit", "fp16", (77, 30), 3, page=16, scale=0.05)
+
+
+def codes(cache_dtype: str) -> np.ndarray:
+    return np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[cache_dtype])
+
+
+@pytest.mark.parametrize("scales", ["", "head", "slot"])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_every_element_as_a_value(backend: Backend, cache_dtype: str, scales: str) -> None:
+    """One key: the result is the value, in every column."""
+    for dtype in sorted({row.dtype for row in backend.rows("decode")}):
+        case = CacheCase("values", dtype, (1,), 1, 1, 1, page=16, poison=False)
+        case = replace(case, cache_dtype=cache_dtype, scales=scales, out_dtype="fp32")
+        if dtype == "fp64":
+            case = replace(case, out_dtype="")
+        for first in range(0, 256, 64):
+            call = case.call()
+            page = call.cache["block_table"].view[0, 0]
+            elements = codes(cache_dtype)[first : first + 64]
+            call.v_cache.view[page, 0, 0] = elements
+            run_cache(backend, call)
+            scale = np.float32(1)
+            if scales:
+                table = call.cache["v_scale"].view
+                scale = table[0] if scales == "head" else table[page, 0]
+            wanted = elements.astype(np.float64) * float(scale)
+            error = np.abs(call.out.view[0, 0, 0] - wanted)
+            # One probability of 1, times the scale, may be rounded to q's type before the product.
+            unit = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(dtype, 2.0**-23)
+            nan = np.isnan(wanted)
+            assert (np.isnan(call.out.view[0, 0, 0]) == nan).all()
+            allowed = (unit if scales else 0) * np.abs(wanted[~nan])
+            assert (error[~nan] <= allowed).all()
+
+
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_every_element_as_a_key(backend: Backend, cache_dtype: str) -> None:
+    """One key, and queries that are one in one column: the LSE is the element."""
+    case = CacheCase("keys", "fp16", (1,), 1, 256, 1, 256, scale=0.5, poison=False)
+    case = replace(case, cache_dtype=cache_dtype, scales="head")
+    call = case.call()
+    call.q.view[0, 0] = np.eye(256, dtype=np.float16)
+    elements = codes(cache_dtype).astype(np.float64)
+    call.k_cache.view[0, 0, 0] = np.where(np.isnan(elements), 0, elements).astype(
+        CACHE_DTYPES[cache_dtype]
+    )
+    run_cache(backend, call)
+    scale = float(call.cache["k_scale"].view[0])
+    wanted = 0.5 * scale * call.k_cache.view[0, 0, 0].astype(np.float64)
+    np.testing.assert_allclose(call.lse.view[0, :, 0], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scales", ["", "head", "slot"])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_scales_of_one_are_none(backend: Backend, cache_dtype: str, scales: str) -> None:
+    case = replace(BASE, cache_dtype=cache_dtype)
+    none = run_cache(backend, case.call())
+    if not scales:  # what the bits are compared with is right
+        check_call(none, case.call(), case.expected())
+        return
+    call = case.call()
+    shape = (2,) if scales == "head" else (len(call.k_cache.view), 2)
+    for name in ("k_scale", "v_scale"):
+        call.cache[name] = place(np.ones(shape, np.float32), axes="bh"[-len(shape) :])
+    run_cache(backend, call)
+    np.testing.assert_array_equal(call.out.view, none.out.view)
+    np.testing.assert_array_equal(call.lse.view, none.lse.view)
+
+
+@pytest.mark.parametrize("which", ["k_cache", "v_cache"])
+def test_visible_nan(backend: Backend, which: str) -> None:
+    """A NaN that a query sees is a NaN in its result, and in no other's."""
+    case = replace(BASE, cache_dtype="e4m3", sq=6, causal=True, splits=3)
+
+    def poisoned() -> CacheCall:
+        call = case.call()
+        table = call.cache["block_table"].view
+        for row in (75, 20):  # of sequence 0; the former is seen by the last queries alone
+            page = table[0, row // 16]
+            getattr(call, which).view[page, row % 16, 1, 7] = np.nan
+            if row == 75 and which == "k_cache":
+                break
+        return call
+
+    call = run_cache(backend, poisoned())
+    check_call(call, poisoned(), answer(poisoned().problem()))
+    nan = np.isnan(call.out.view.astype(np.float32))
+    assert nan.any()
+    assert not nan[1].any()
+    assert not nan[:, :, :2].any()
+
+
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_scales_may_be_broadcast_views(backend: Backend, cache_dtype: str) -> None:
+    """Scales by page with any strides, and one number for all of them."""
+    case = replace(BASE, cache_dtype=cache_dtype, scales="slot", poison=False)
+    plain = run_cache(backend, case.call())
+    for layout in ("flip_bh", "step_h", "sbhd"):
+        call = case.call()
+        for name in ("k_scale", "v_scale"):
+            call.cache[name] = place(call.cache[name].view.copy(), layout, "bh")
+        run_cache(backend, call)
+        assert bits(call.out.view) == bits(plain.out.view), layout
+    call = case.call()
+    for name in ("k_scale", "v_scale"):
+        call.cache[name] = place(np.full_like(call.cache[name].view, 0.5), "expand_bh", "bh")
+    check_call(run_cache(backend, call), call, answer(call.problem()))

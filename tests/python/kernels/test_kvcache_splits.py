@@ -1,0 +1,82 @@
+"""Splits of the keys: they change rounding, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.abi import KvCacheOptions, structure
+from backends.capi import Backend
+from cases.cache_case import Append, CacheCase
+from oracle.attention import Array
+from run.forward import bits
+from run.kvcache import check_call, run_cache
+
+BASE = CacheCase("splits", "bf16", (700, 0, 65, 64), 2, page=16, causal=True, heads=8)
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": (300, 0)},
+    "sinks": {"sinks": True},
+    "tree": {"tree": "b", "causal": False},
+    "alibi": {"alibi": "bh", "softcap": 20.0},
+    "append": {"append": Append(3, 32)},
+    "e4m3": {"cache_dtype": "e4m3", "scales": "slot"},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_results_do_not_depend_on_splits(backend: Backend, name: str) -> None:
+    """In float32: what is left of the differences is rounding."""
+    case = replace(BASE, out_dtype="fp32", **FEATURES[name])
+    one = run_cache(backend, replace(case, splits=1).call())
+    v = np.abs(one.out.view).max()
+    most = 300 if backend.name == "emulated-sm80" else 65535
+    for how in ({"splits": 2}, {"splits": 11}, {"splits": most}, {"split_size": 64}, {}):
+        other = run_cache(backend, replace(case, **how).call())
+        check_call(other, case.call(), case.expected())
+        np.testing.assert_allclose(other.out.view, one.out.view, rtol=0, atol=0.02 * v)
+        np.testing.assert_allclose(other.lse.view, one.lse.view, rtol=1e-5, atol=1e-5)
+
+
+def test_a_split_of_all_keys_is_none(backend: Backend) -> None:
+    one = run_cache(backend, replace(BASE, splits=1).call())
+    for size in (704, 1 << 20, 1 << 62):
+        other = run_cache(backend, replace(BASE, split_size=size).call())
+        assert bits(other.out.view) == bits(one.out.view), size
+        assert bits(other.lse.view) == bits(one.lse.view), size
+
+
+def test_bits_do_not_depend_on_the_capacity(backend: Backend) -> None:
+    """Nor on how many rows behind a sequence's last are free."""
+    results: list[Array] = []
+    for capacity in (704, 1024, 5000):
+        case = replace(BASE, split_size=128, capacity=capacity, page=0, poison=False)
+        call = case.call()
+        source = BASE.call().problem()
+        for b, length in enumerate(BASE.lengths):
+            slots, rows = source.places(b, np.arange(length))
+            call.k_cache.view[b, :length] = source.k_cache[slots, rows]
+            call.v_cache.view[b, :length] = source.v_cache[slots, rows]
+        call.q.view[...] = source.q
+        results.append(run_cache(backend, call).out.view)
+    for other in results[1:]:
+        assert bits(other) == bits(results[0])
+
+
+def test_workspace_does_not_grow_with_the_keys(backend: Backend) -> None:
+    """It is partial results of each split, and nothing else."""
+
+    def size(length: int, splits: int) -> int:
+        call = replace(BASE, lengths=(length,), page=0, splits=splits, seqlens=False).call()
+        with backend.on_device(call.tensors) as dl:
+            options = backend.options(num_threads=1, causal=True)
+            cache = structure(KvCacheOptions, {"num_splits": splits})
+            return backend.library.workspace_size(dl, options, cache)
+
+    assert size(4000, 4) == size(400, 4)
+    partial = 4 * 8 * 2 * (64 + 1)  # float32 of a split: heads, rows, columns and the LSE
+    growth = size(4000, 36) - size(4000, 4)
+    assert 32 * partial <= growth <= 33 * partial + 1024

@@ -1,0 +1,162 @@
+"""What a call is given, and which keys its queries see.
+
+Packed sequences are computed apart; those of the same lengths share a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from oracle import philox
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "fp64": np.dtype(np.float64),
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+}
+FAR = 1 << 40  # wider than any window need be
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call is given; names and meanings as in options.h."""
+
+    q: Array
+    k: Array
+    v: Array
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    bias: Array | None = None
+    block_mask: Array | None = None
+    block_size: tuple[int, int] = (128, 128)
+    sinks: Array | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    seqused_k: Array | None = None
+    out_dtype: np.dtype[Any] | None = None  # None: q's
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, seqlen_q, seqlen_k), the last two as upper bounds if packed."""
+        if self.cu_seqlens_q is None:
+            return self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1]
+        return len(self.cu_seqlens_q) - 1, self.q.shape[1], self.max_seqlen_q, self.max_seqlen_k
+
+    @property
+    def group(self) -> int:
+        """Heads of q that share one of k and v."""
+        heads_k = self.k.shape[-2]
+        return self.q.shape[-2] // heads_k if heads_k else 1
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def dropout_mask(self) -> Array:
+        return philox.kept(self.shape, self.dropout_p, self.seed, self.offset)
+
+
+class Batch(NamedTuple):
+    """Some equally long sequences of a problem; rows count in q, k and v without a batch axis."""
+
+    sequences: Array  # (n,)
+    rows_q: Array  # (n, seqlen_q)
+    rows_k: Array  # (n, seqlen_k)
+    hidden: Array  # (n or 1, heads or 1, seqlen_q, seqlen_k)
+
+
+def select(x: Array, sequences: Array, shape: tuple[int, ...]) -> Array:
+    """The part of a (batch or 1, heads or 1, rows or 1, columns or 1) tensor that counts."""
+    x = x if x.shape[0] == 1 else x[sequences]
+    return x[:, :, : shape[0], : shape[1]]
+
+
+def distances(seqlen_q: int, seqlen_k: int) -> Array:
+    position = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+    return np.abs(position - np.arange(seqlen_k))
+
+
+def _hidden(problem: Problem, sequences: Array, seqlen_q: int, seqlen_k: int) -> Array:
+    last = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+    key = np.arange(seqlen_k)
+    hidden = np.zeros((1, 1, seqlen_q, seqlen_k), bool)
+    right = 0 if problem.causal else problem.window_right
+    if problem.window_left >= 0:
+        hidden |= key < last - min(problem.window_left, FAR)
+    if right >= 0:
+        hidden |= key > last + min(right, FAR)
+    if problem.bias is not None:
+        bias = select(problem.bias, sequences, (seqlen_q, seqlen_k))
+        boolean = bias.dtype in (np.bool_, np.uint8)
+        hidden = hidden | (bias == (0 if boolean else bias.dtype.type(-np.inf)))
+    if problem.block_mask is not None:
+        dropped = problem.block_mask == 0
+        for axis, size in zip((2, 3), problem.block_size, strict=True):
+            dropped = dropped.repeat(size, axis)
+        hidden = hidden | select(dropped, sequences, (seqlen_q, seqlen_k))
+    return hidden
+
+
+def batches(problem: Problem) -> Iterator[Batch]:
+    count, _, seqlen_q, seqlen_k = problem.shape
+    if problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None:
+        first_q, first_k = problem.cu_seqlens_q[:-1], problem.cu_seqlens_k[:-1]
+        lengths = np.stack([np.diff(problem.cu_seqlens_q), np.diff(problem.cu_seqlens_k)], 1)
+    else:
+        first_q, first_k = np.arange(count) * seqlen_q, np.arange(count) * seqlen_k
+        lengths = np.tile([seqlen_q, seqlen_k], (count, 1))
+    if problem.seqused_k is not None:
+        lengths[:, 1] = np.minimum(lengths[:, 1], problem.seqused_k)
+    for pair in np.unique(lengths, axis=0):
+        sequences = np.nonzero((lengths == pair).all(1))[0]
+        rows_q = first_q[sequences, None] + np.arange(pair[0])
+        rows_k = first_k[sequences, None] + np.arange(pair[1])
+        yield Batch(sequences, rows_q, rows_k, _hidden(problem, sequences, *map(int, pair)))
+
+
+def rows_of(x: Array) -> Array:
+    return x if x.ndim == 3 else x.reshape(-1, *x.shape[2:])
+
+
+def unseen_keys(problem: Problem) -> Array:
+    """(rows of k without a batch axis, heads_k): no query sees them, whatever q and k are."""
+    rows, heads_k, _ = rows_of(problem.k).shape
+    heads = problem.shape[1]
+    unseen = np.ones((rows, heads_k), bool)
+    for batch in batches(problem):
+        shape = (len(batch.sequences), heads, batch.rows_k.shape[1])
+        by_head = np.broadcast_to(batch.hidden.all(2), shape)
+        by_head = by_head.reshape(shape[0], heads_k, heads // heads_k, shape[2]).all(2)
+        unseen[batch.rows_k] = by_head.swapaxes(1, 2)
+    return unseen
+
+
+def unseeing_queries(problem: Problem) -> Array:
+    """(rows of q without a batch axis, heads): they see no key."""
+    rows, heads, _ = rows_of(problem.q).shape
+    unseeing = np.ones((rows, heads), bool)
+    for batch in batches(problem):
+        shape = (len(batch.sequences), heads, batch.rows_q.shape[1])
+        unseeing[batch.rows_q] = np.broadcast_to(batch.hidden.all(3), shape).swapaxes(1, 2)
+    return unseeing

@@ -1,0 +1,119 @@
+"""Running a case with a cache on a backend, and what must hold after it."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from backends import capi
+from backends.capi import Backend
+from backends.tensors import Tensor
+from cases.cache_case import EMULATED_TILES, CacheCall, CacheCase
+from cases.case import FULL
+from oracle.attention import Array, check
+from oracle.kvcache import Answer, Written, attention, check_written
+from run.forward import bits
+
+HEAD_DIMS = (64, 128, 256)  # of the GPU's kernels: others are rounded up
+
+
+def run_cache(backend: Backend, call: CacheCall, **changes: Any) -> CacheCall:
+    """`changes` are options of either kind."""
+    of_cache = {name for name, _ in capi.KvCacheOptions._fields_}
+    cache = call.cache | {name: x for name, x in changes.items() if name in of_cache}
+    options = call.options | {name: x for name, x in changes.items() if name not in of_cache}
+    call = call._replace(cache=cache, options=options)
+    backend.forward_with_kvcache(*call.tensors, cache=call.cache, **call.options)
+    return call
+
+
+def expected_kernel(backend: Backend, case: CacheCase) -> str:
+    """The name of the kernel that must take it."""
+    kind = case.dtype.replace("fp", "f")
+    if backend.is_cpu:
+        return next(row.name for row in backend.rows("decode") if row.dtype == case.dtype)
+    head_dim = min(d for d in HEAD_DIMS if d >= max(case.d, case.head_dim_v))
+    rows = case.heads // case.heads_k * case.sq
+    tile = next((m for m in (16, 32) if rows <= m), 64)
+    name = f"{backend.arch}_decode_{kind}_d{head_dim}_m{tile}"
+    return f"{name}_8bit" if case.eight_bit else name
+
+
+def supports_cache(name: str, case: CacheCase) -> bool:
+    """Whether the backend can run the case, and should: `cpu` runs all, and others a part."""
+    if name == "cpu":
+        return True
+    some = FULL or case.smoke or zlib.crc32(case.id.encode()) % 6 == 0
+    if name.startswith("cpu"):
+        return some
+    if case.cpu_only:
+        return False
+    if name == "cuda":
+        return True
+    try:
+        rows = {row.name for row in capi.backend(name).rows("decode")}
+    except capi.Unavailable:
+        return True  # the test then fails and says what to do
+    return expected_kernel(capi.backend(name), case) in rows and case.tiles <= EMULATED_TILES
+
+
+def verify_cache(backend: Backend, case: CacheCase) -> None:
+    old = backend.library.launches()
+    call = run_cache(backend, case.call())
+    launched = {n: c - old[n] for n, c in backend.library.launches().items() if c != old[n]}
+    assert launched == ({} if case.empty else {expected_kernel(backend, case): 1})
+    check_call(call, case.call(), case.expected())
+
+
+def check_call(call: CacheCall, before: CacheCall, expected: Answer) -> None:
+    """`before` is the same call, not run."""
+    for name, tensor in call.inputs().items():
+        same = bits(tensor.storage) == bits(before.inputs()[name].storage)
+        assert same, f"{name} was written to"
+    for name in ("out", "lse"):
+        getattr(call, name).check_canaries(name)
+    _check_rest_of_cache(call, before, expected)
+    reference = expected.reference
+    if expected.k and expected.v:
+        for name, tensor, rows in (
+            ("k_cache", call.k_cache, expected.k),
+            ("v_cache", call.v_cache, expected.v),
+        ):
+            check_written(name, tensor.view, rows)
+        if not _as_expected(call, expected):
+            # Elements that lie between two numbers: what attention sees is what was written.
+            reference = attention(before.problem(), call.k_cache.view, call.v_cache.view)
+    check(call.out.view, call.lse.view, reference)
+
+
+def _as_expected(call: CacheCall, expected: Answer) -> bool:
+    pairs = ((call.k_cache, expected.k), (call.v_cache, expected.v))
+    return all(
+        bits(tensor.view[rows.slots, rows.rows]) == bits(rows.value)
+        for tensor, rows in pairs
+        if rows
+    )
+
+
+def _mark(tensor: Tensor, rows: Written | None, marks: Array) -> None:
+    if rows is not None:
+        tensor.strided(marks)[rows.slots, rows.rows] = True
+
+
+def _check_rest_of_cache(call: CacheCall, before: CacheCall, expected: Answer) -> None:
+    """No bit has changed outside of the new rows."""
+    marks: dict[int, Array] = {}
+    for tensor, rows in ((call.k_cache, expected.k), (call.v_cache, expected.v)):
+        mark = marks.setdefault(id(tensor.storage), np.zeros(len(tensor.storage), bool))
+        _mark(tensor, rows, mark)
+    for name in ("k_cache", "v_cache"):
+        tensor, old = getattr(call, name), getattr(before, name)
+        itemsize = tensor.storage.itemsize
+        now, then = (x.storage.view(np.uint8).reshape(-1, itemsize) for x in (tensor, old))
+        changed = np.nonzero((now != then).any(1) & ~marks[id(tensor.storage)])[0]
+        assert not changed.size, (
+            f"{name}: {changed.size} elements outside of the new rows were written, the first "
+            f"{changed[0] - tensor.offset} after element 0"
+        )
