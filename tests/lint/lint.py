@@ -37,6 +37,7 @@ def commands() -> dict[str, list[str]]:
         "mypy": ["mypy", "--strict", "python/anyflash"],
         "includes": [sys.executable, "tests/lint/check_includes.py"],
         "functions": [sys.executable, "tests/lint/check_functions.py"],
+        "documents": [sys.executable, "tests/lint/check_documents.py"],
     }
 
 

@@ -1,7 +1,7 @@
-"""The README's table of kernels, made from the list that the installed library reports.
+"""The table of kernels in the guide, made from the list that the installed library reports.
 
 python tests/lint/support_table.py           prints it
-python tests/lint/support_table.py --write   puts it into README.md
+python tests/lint/support_table.py --write   puts it into the page
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import anyflash
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "python/docs/guide/support.md"
 BEGIN = "from the kernel list -->\n"
 END = "<!-- end of support-table -->"
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -50,8 +50,8 @@ def main() -> None:
     if "--write" not in sys.argv:
         print(table, end="")
         return
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + table + END + rest.split(END)[1])
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + table + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":
