@@ -1,0 +1,221 @@
+"""Writes the measured figures into the pages: the tables, and the plot of the speed.
+
+    python python/docs/tools/performance.py     (`make performance`)
+
+The figures are those of performance/data: what `python -m anyflash bench ... --json FILE` wrote. A
+page has them between two comments:
+
+    <!-- bench FILE.json table rows=LABELS columns=LABELS [LABEL=VALUE ...] -->
+    <!-- end of bench -->
+
+LABELS are some of a cell's labels, with commas; `by` is the library. Cells can be chosen by their
+labels. `facts` in place of `table` says how, where and when the file was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import speed_plot
+from anyflash.bench import _report
+
+DOCS = Path(__file__).resolve().parents[1]
+DATA = DOCS / "performance" / "data"
+PAGES = (DOCS.parents[1] / "README.md", *sorted((DOCS / "performance").glob("*.md")))
+
+NAMES = {
+    "flash": "PyTorch's flash",
+    "cudnn": "cuDNN",
+    "fa2": "flash-attn 2",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+}
+# Of the host's calls: ways to call, not libraries.
+WAYS = {
+    "anyflash": "`anyflash.attention`",
+    "adapter": "`attention` of the framework's module",
+    "sdpa": "`dot_product_attention` and its kin",
+    "framework": "the framework's own",
+}
+LENGTHS = {"seqlen", "context"}
+HEADERS = {"d": "head dim", "seqlen": "length", "by": ""}
+FACTS = ("date", "commit", "gpu", "driver", "power_limit_watts", "cpu", "threads", "versions")
+
+REGION = re.compile(
+    r"(?P<begin><!-- bench (?P<file>\S+) (?P<kind>table|facts)(?P<options>[^>]*) -->\n)"
+    r".*?(?P<end>^<!-- end of bench -->)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A library's result in a cell."""
+
+    labels: dict[str, str]
+    text: str
+
+
+@dataclass
+class Grid:
+    """A table that is filled figure by figure."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    texts: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = field(default_factory=dict)
+
+    def add(self, figure: Figure) -> None:
+        row, column = (
+            tuple(figure.labels.get(name, "") for name in names)
+            for names in (self.rows, self.columns)
+        )
+        if (row, column) in self.texts:
+            raise ValueError(f"two figures for {row}, {column}: give more labels")
+        self.texts[row, column] = figure.text
+
+    def lines(self) -> Iterator[str]:
+        """Of Markdown. What a row has in common with the one before is not written again."""
+        columns = list(dict.fromkeys(column for _, column in self.texts))
+        head = [HEADERS.get(name, name) for name in self.rows]
+        head += [self._header(column) for column in columns]
+        yield line(head)
+        yield line(["---"] * len(self.rows) + ["---:"] * len(columns))
+        before: tuple[str, ...] = ()
+        for row in dict.fromkeys(row for row, _ in self.texts):
+            same = len(os.path.commonprefix([row, before]))
+            names = [
+                "" if i < same else shown(name, value)
+                for i, (name, value) in enumerate(zip(self.rows, row, strict=True))
+            ]
+            yield line([*names, *(self.texts.get((row, column), "") for column in columns)])
+            before = row
+
+    def _header(self, column: tuple[str, ...]) -> str:
+        texts = [shown(name, value) for name, value in zip(self.columns, column, strict=True)]
+        if len(texts) > 1:  # numbers alone would not say of what
+            texts = [
+                f"{name} {text}" if text.isdigit() else text
+                for name, text in zip(self.columns, texts, strict=True)
+            ]
+        return ", ".join(text for text in texts if text)
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(name: str, value: str) -> str:
+    if name in LENGTHS and int(value) % 1024 == 0:
+        return f"{int(value) // 1024}k"
+    return value
+
+
+def load(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((DATA / name).read_text())
+    return document
+
+
+def figures(document: dict[str, Any], entry: dict[str, Any]) -> Iterator[Figure]:
+    """A cell's, the fastest one in bold where there are several; with the share of the memory's
+    bandwidth where that was measured."""
+    costs = {name: _report.cost(entry, name) for name in entry["results"]}
+    known = {name: cost for name, cost in costs.items() if cost is not None}
+    names = WAYS if entry["op"] == "call" else NAMES
+    read = _report.ceiling(document, "read")
+    for name, cost in known.items():
+        value = _report.value(entry, name)
+        assert value is not None
+        # What was transcribed has the digits that were printed.
+        text = entry["results"][name].get("printed", _report.number(value))
+        if len(known) > 1 and cost == min(known.values()):
+            text = f"**{text}**"
+        if read and name == _report.OWN:
+            text += f" ({100 * entry['bytes'] / cost / read:.0f} %)"
+        yield Figure({**entry["labels"], "by": names.get(name, name)}, text)
+
+
+def chosen(document: dict[str, Any], wanted: dict[str, str]) -> list[dict[str, Any]]:
+    cells = [
+        entry
+        for entry in document["cells"]
+        if all(entry["labels"].get(name) in values.split(",") for name, values in wanted.items())
+    ]
+    if not cells:
+        raise ValueError(f"no cell has the labels {wanted}")
+    return cells
+
+
+def ratios(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """How many times as fast anyflash is as each of the others, a line each."""
+    for name in _report.names_of(entries):
+        found = [ratio for entry in entries if (ratio := _report.ratio(entry, name))]
+        if name != _report.OWN and found and entries[0]["op"] != "call":
+            yield (
+                f"- {_report.geometric_mean(found):.2f} times the speed of {NAMES[name]} in the "
+                f"geometric mean of {len(found)}, {min(found):.2f} to {max(found):.2f}"
+            )
+
+
+def table(document: dict[str, Any], options: dict[str, str]) -> Iterator[str]:
+    rows, columns = (options.pop(name).split(",") for name in ("rows", "columns"))
+    entries = chosen(document, options)
+    grid = Grid(rows, columns)
+    for entry in entries:
+        for figure in figures(document, entry):
+            grid.add(figure)
+    yield from grid.lines()
+    compared = list(ratios(entries))
+    if compared:
+        yield from ("", "anyflash has", "", *compared)
+
+
+def facts(document: dict[str, Any], link: str) -> Iterator[str]:
+    about = document["about"]
+    yield f"- `{about['command']}`"
+    for name in FACTS:
+        if name in about:
+            fact = about[name]
+            text = ", ".join(f"{n} {v}" for n, v in fact.items()) if name == "versions" else fact
+            yield f"- {name.replace('_', ' ')}: {text}"
+    yield from (f"- {name}: {text}" for name, text in about.items() if name.startswith("clocks"))
+    for found in document["ceilings"]:
+        scale, unit = (1e9, "GB/s") if found["unit"] == "B/s" else (1e12, "TFLOP/s")
+        yield f"- ceiling {found['name']}: {_report.number(found['value'] / scale)} {unit}"
+    source = f", transcribed from {about['transcribed']}" if "transcribed" in about else ""
+    yield f"- data: [{Path(link).name}]({link}){source}"
+
+
+def filled(page: Path) -> str:
+    """The page's text with the figures of the data."""
+
+    def region(found: re.Match[str]) -> str:
+        document = load(found["file"])
+        options = dict(word.split("=", 1) for word in shlex.split(found["options"]))
+        if found["kind"] == "table":
+            lines = table(document, options)
+        else:
+            path = os.path.relpath(DATA / found["file"], page.parent)
+            lines = facts(document, Path(path).as_posix())
+        return "\n".join([found["begin"], *lines, "", found["end"]])
+
+    return REGION.sub(region, page.read_text())
+
+
+def main() -> int:
+    for page in PAGES:
+        page.write_text(filled(page))
+    for name, text in speed_plot.drawings(load("h200-paper-peers.json")).items():
+        (DOCS / "performance" / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
