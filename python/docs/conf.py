@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
+from typing import Any
 
 import anyflash
 
@@ -16,14 +19,13 @@ version = release = anyflash.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "numpydoc",
     "sphinx_copybutton",
     "sphinxcontrib.programoutput",
 ]
-exclude_patterns = ["performance/data"]
+exclude_patterns = ["performance/history.md"]
 nitpicky = True
-myst_enable_extensions = ["attrs_block", "dollarmath"]
+myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4
 
 autodoc_typehints = "none"  # the docstrings' types say shapes, too
@@ -33,3 +35,20 @@ maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"anyflash {release}"
 copybutton_prompt_text = "$ "
+
+
+def link_files_outside(app: Any, docname: str, source: list[str]) -> None:
+    """What a page links to outside of this folder is no page here: the site has it as a file."""
+    folder = Path(app.srcdir, docname).parent
+
+    def link(found: re.Match[str]) -> str:
+        target = (folder / found["path"]).resolve()
+        if target.is_relative_to(app.srcdir):
+            return found[0]
+        return f"[{found['text']}](path:{found['path']})"
+
+    source[0] = re.sub(r"\[(?P<text>[^]]+)\]\((?P<path>\.\./[^)#]+)(#[^)]*)?\)", link, source[0])
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", link_files_outside)

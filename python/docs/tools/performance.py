@@ -45,8 +45,17 @@ WAYS = {
     "sdpa": "`dot_product_attention` and its kin",
     "framework": "the framework's own",
 }
+FRAMEWORKS = {
+    "numpy": "NumPy",
+    "torch": "PyTorch, CPU",
+    "torch recorded": "PyTorch, CPU, recorded for autograd",
+    "torch with backward": "PyTorch, CPU, with the backward",
+    "torch GPU": "PyTorch, GPU",
+    "cupy GPU": "CuPy, GPU",
+    "jax jit": "JAX, CPU, `jit`",
+}
 LENGTHS = {"seqlen", "context"}
-HEADERS = {"d": "head dim", "seqlen": "length", "by": ""}
+HEADERS = {"d": "head dim", "framework": "arrays"}
 FACTS = ("date", "commit", "gpu", "driver", "power_limit_watts", "cpu", "threads", "versions")
 
 REGION = re.compile(
@@ -70,6 +79,7 @@ class Grid:
 
     rows: Sequence[str]
     columns: Sequence[str]
+    unit: str
     texts: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = field(default_factory=dict)
 
     def add(self, figure: Figure) -> None:
@@ -84,7 +94,7 @@ class Grid:
     def lines(self) -> Iterator[str]:
         """Of Markdown. What a row has in common with the one before is not written again."""
         columns = list(dict.fromkeys(column for _, column in self.texts))
-        head = [HEADERS.get(name, name) for name in self.rows]
+        head = [self.unit if name == "by" else HEADERS.get(name, name) for name in self.rows]
         head += [self._header(column) for column in columns]
         yield line(head)
         yield line(["---"] * len(self.rows) + ["---:"] * len(columns))
@@ -115,7 +125,7 @@ def line(cells: Sequence[str]) -> str:
 def shown(name: str, value: str) -> str:
     if name in LENGTHS and int(value) % 1024 == 0:
         return f"{int(value) // 1024}k"
-    return value
+    return FRAMEWORKS.get(value, value) if name == "framework" else value
 
 
 def load(name: str) -> dict[str, Any]:
@@ -138,7 +148,7 @@ def figures(document: dict[str, Any], entry: dict[str, Any]) -> Iterator[Figure]
         if len(known) > 1 and cost == min(known.values()):
             text = f"**{text}**"
         if read and name == _report.OWN:
-            text += f" ({100 * entry['bytes'] / cost / read:.0f} %)"
+            text += f" ({100 * entry['bytes'] / cost / read:.0f}%)"
         yield Figure({**entry["labels"], "by": names.get(name, name)}, text)
 
 
@@ -167,7 +177,7 @@ def ratios(entries: list[dict[str, Any]]) -> Iterator[str]:
 def table(document: dict[str, Any], options: dict[str, str]) -> Iterator[str]:
     rows, columns = (options.pop(name).split(",") for name in ("rows", "columns"))
     entries = chosen(document, options)
-    grid = Grid(rows, columns)
+    grid = Grid(rows, columns, entries[0]["unit"])
     for entry in entries:
         for figure in figures(document, entry):
             grid.add(figure)

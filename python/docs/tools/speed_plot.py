@@ -50,9 +50,10 @@ def _drawing(document: dict[str, Any], theme: str) -> str:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7.6, 5.6))
-        grid = figure.subplots(2, 2, sharex=True, sharey="row", squeeze=False)
+        grid = figure.subplots(2, 2, sharex=True, sharey=True)
         for axes, (op, mask) in zip(grid.flat, PANELS, strict=True):
             _panel(axes, document, op, mask, theme)
+        grid[0][0].set_ylim(0, 1.06 * grid[0][0].dataLim.y1)
         for row in grid:
             row[0].set_ylabel("TFLOP/s")
         for axes in grid[-1]:
@@ -83,7 +84,6 @@ def _panel(axes: Any, document: dict[str, Any], op: str, mask: str, theme: str) 
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [_length(n) for n in lengths])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
     axes.grid(color=GRID[theme], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
