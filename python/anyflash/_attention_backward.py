@@ -209,6 +209,9 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     A sequence's gradients have the same bits as alone or in any other batch; those of bias, sinks
     and slopes are summed over the batch where these have no batch axis.
 
+    Parameters that are not listed are those of :func:`attention_backward`, but for block_mask (as
+    in :func:`attention_varlen`).
+
     Parameters
     ----------
     dout, out : (total_q, heads, head_dim_v)
@@ -220,9 +223,6 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
         As in :func:`attention_varlen`.
     bias : (batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k or 1), optional
         ``dbias`` is 0 beyond a sequence's lengths.
-
-    All others are those of :func:`attention_backward`, but for block_mask (as in
-    :func:`attention_varlen`).
 
     Returns
     -------

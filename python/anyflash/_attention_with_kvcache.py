@@ -55,6 +55,10 @@ def attention_with_kvcache(
     ``seqlen_k = n + seqlen_new``. Its last query is aligned with its last key. What is written is
     seen, also by this call.
 
+    Integers in arrays are read on the device when the work runs: a CUDA graph that is replayed sees
+    what they then hold. On a GPU they are clamped to what the arrays hold, so that no memory
+    outside is touched; on the CPU wrong ones raise.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -112,10 +116,6 @@ def attention_with_kvcache(
     workspace : array of uint8, optional
         Contiguous memory on q's device, of at least :func:`kvcache_workspace_size` bytes, that
         nothing else uses meanwhile. Default: taken from the framework's allocator where needed.
-
-    Integers in arrays are read on the device when the work runs: a CUDA graph that is replayed
-    sees what they then hold. On a GPU they are clamped to what the arrays hold, so that no memory
-    outside is touched; on the CPU wrong ones raise.
 
     Returns
     -------

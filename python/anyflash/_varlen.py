@@ -46,6 +46,8 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     ``k, v[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]``. Its result has the same bits as alone or in any
     other batch. Sequences may be empty; rows and columns count within their sequence.
 
+    Parameters that are not listed are those of :func:`attention`.
+
     Parameters
     ----------
     q : (total_q, heads, head_dim)
@@ -64,8 +66,6 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     bias : (batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k or 1), optional
     block_mask : (batch or 1, heads or 1, query blocks, key blocks) bool, optional
         As in :func:`attention`, for sequences of the largest lengths.
-
-    All others are those of :func:`attention`.
 
     Returns
     -------

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import anyflash
 
 # The pages of the command line show what it prints.
-os.environ |= {"COLUMNS": "80", "NO_COLOR": "1"}
+os.environ |= {
+    "COLUMNS": "80",
+    "NO_COLOR": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 
 project = "anyflash"
 copyright = "anyflash's authors"

@@ -41,6 +41,9 @@ def flash_attn_with_kvcache(
     k and v, if given, are written to the caches in place, from ``cache_seqlens`` on, and seen. As
     in flash-attn there is no backward: the results require no grad.
 
+    What the cache's parameters mean is said there. Those that are not listed are those of
+    :func:`flash_attn_func`.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -54,8 +57,6 @@ def flash_attn_with_kvcache(
     block_table : (batch, pages of a sequence) int32, optional
     num_splits : int
         Parts that the keys are divided into; 0: chosen.
-
-    What they mean is said there; all others are those of :func:`flash_attn_func`.
 
     Returns
     -------

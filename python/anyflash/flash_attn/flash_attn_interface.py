@@ -163,6 +163,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """:func:`flash_attn_func` over sequences of different lengths, packed one after the other.
 
+    Parameters that are not listed are those of :func:`flash_attn_func`.
+
     Parameters
     ----------
     q : (total_q, heads, head_dim)
@@ -175,8 +177,6 @@ def flash_attn_varlen_func(
     block_table : (batch, pages of a sequence) int32, optional
         Row r of sequence b is row ``r % page_size`` of page ``block_table[b, r // page_size]``.
         Forward only, without dropout.
-
-    All others are those of :func:`flash_attn_func`.
 
     Returns
     -------

@@ -56,6 +56,8 @@ def flash_attn_with_kvcache(
     k and v, if given, are written to the caches in place, from ``cache_seqlens`` on, and seen.
     There is no backward: the results require no grad.
 
+    Parameters that are not listed are those of :func:`flash_attn_func`.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -79,8 +81,6 @@ def flash_attn_with_kvcache(
         None, None and 0 alone are allowed.
     scheduler_metadata, q_descale, k_descale, v_descale, pack_gqa, sm_margin
         Change nothing.
-
-    All others are those of :func:`flash_attn_func`.
 
     Returns
     -------

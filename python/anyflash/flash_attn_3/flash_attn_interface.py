@@ -135,6 +135,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """:func:`flash_attn_func` over sequences of different lengths, packed one after the other.
 
+    Parameters that are not listed are those of :func:`flash_attn_func`.
+
     Parameters
     ----------
     q : (total_q, heads, head_dim)
@@ -148,8 +150,6 @@ def flash_attn_varlen_func(
         Of a sequence's keys only so many are used.
     seqused_q
         None alone is allowed.
-
-    All others are those of :func:`flash_attn_func`.
 
     Returns
     -------

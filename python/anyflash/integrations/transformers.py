@@ -40,15 +40,15 @@ def register() -> None:
     Padded queries give numbers without a meaning, not always those of "eager". Weights are never
     made: ``output_attentions=True`` gives None, as with "sdpa".
 
-    Raises
-    ------
-    ImportError
-        transformers is missing or older than 4.57.
-
     Where a model's attention does not go through the interface (in transformers 4 that of BERT,
     before 5.15 that of T5), making the model with the name raises ValueError;
     ``set_attn_implementation`` warns and changes nothing. A call raises NotImplementedError for
     ``head_mask`` and the paged caches of continuous batching.
+
+    Raises
+    ------
+    ImportError
+        transformers is missing or older than 4.57.
 
     Examples
     --------

@@ -48,6 +48,9 @@ def attention(
     batch and the heads. Dropout counts batch and heads within each device's part: give each its
     own seed.
 
+    Parameters that are not listed are those of :func:`anyflash.attention`; arrays may be traced,
+    numbers not. There, JAX's arrays on a GPU and tracers come here.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -63,9 +66,6 @@ def attention(
         integers of 64 bits unless ``jax_enable_x64`` is set.
     deterministic : bool
         Of the gradients, as in :func:`anyflash.attention_backward`.
-
-    All others are those of :func:`anyflash.attention`; arrays may be traced, numbers not. There,
-    JAX's arrays on a GPU and tracers come here.
 
     Returns
     -------

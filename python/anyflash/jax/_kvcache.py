@@ -55,6 +55,9 @@ def attention_with_kvcache(
     or made in it, as the carry of a jax.lax.scan is; else XLA copies the caches first. There is no
     derivative. Under jax.vmap it is a loop.
 
+    Parameters that are not listed are those of :func:`anyflash.attention_with_kvcache`. There,
+    JAX's arrays on a GPU and tracers come here.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -63,9 +66,6 @@ def attention_with_kvcache(
         Arrays of JAX or NumPy, which are not written.
     cache_seqlens : (batch,) int32, or int, optional
         Rows of the caches that are filled, before the call. The array may be traced.
-
-    All others are those of :func:`anyflash.attention_with_kvcache`. There, JAX's arrays on a GPU
-    and tracers come here.
 
     Returns
     -------

@@ -42,6 +42,9 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
 
     As :func:`anyflash.jax.attention`; under jax.vmap it is a loop.
 
+    Parameters that are not listed are those of :func:`anyflash.attention_varlen` and
+    :func:`anyflash.jax.attention`.
+
     Parameters
     ----------
     q : (total_q, heads, head_dim)
@@ -54,8 +57,6 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
         Upper bounds of the sequences' lengths, which XLA must know.
     validate : bool
         Check the lengths also on a GPU, which waits for it. On the CPU they are always checked.
-
-    All others are those of :func:`anyflash.attention_varlen` and :func:`anyflash.jax.attention`.
 
     Returns
     -------

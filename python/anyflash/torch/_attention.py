@@ -62,6 +62,9 @@ def attention(
 
     Under ``torch.autocast``, q, k and v of 16 and 32 bits are taken in the autocast dtype.
 
+    Parameters that are not listed are those of :func:`anyflash.attention`. There, tensors that
+    require grad come here.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -75,8 +78,6 @@ def attention(
     deterministic : bool, optional
         Of the gradients, as in :func:`anyflash.attention_backward`. Default:
         ``torch.are_deterministic_algorithms_enabled()``.
-
-    All others are those of :func:`anyflash.attention`. There, tensors that require grad come here.
 
     Returns
     -------

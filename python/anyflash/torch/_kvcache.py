@@ -109,6 +109,8 @@ def attention_with_kvcache(
     The caches are written in place where k and v are given. There is no backward: tensors that
     require grad are refused where gradients are recorded.
 
+    Parameters that are not listed are those of :func:`anyflash.attention_with_kvcache`.
+
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
@@ -116,8 +118,6 @@ def attention_with_kvcache(
     v_cache : (cache_batch, capacity, heads_k, head_dim_v)
         With ``block_table``: (pages, page_size, heads_k, head_dim or head_dim_v).
     k, v : (batch, seqlen_new, heads_k, head_dim or head_dim_v), optional
-
-    All others are those of :func:`anyflash.attention_with_kvcache`.
 
     Returns
     -------

@@ -1,0 +1,62 @@
+"""The site: it builds without a warning, and the reference has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "python" / "docs"
+REFERENCE = DOCS / "reference"
+MODULES = {
+    "anyflash": "anyflash",
+    "anyflash.torch": "torch",
+    "anyflash.jax": "jax",
+    "anyflash.flash_attn": "flash_attn",
+    "anyflash.flash_attn_3": "flash_attn_3",
+}
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d",
+         str(tmp_path / "cache"), str(DOCS), str(tmp_path / "site")],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "reference" / "command_line.html").read_text()
+    assert "--compare OLD.json" in page
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_reference_has_every_public_name(module: str) -> None:
+    text = (REFERENCE / f"{MODULES[module]}.md").read_text()
+    text = text.partition(".. automodule:: " + module + ".")[0]  # of this module, not of others in it
+    listed = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", text, re.MULTILINE)
+    names = set(importlib.import_module(module).__all__)
+    assert sorted({*listed, "__version__"}) == sorted({*names, "__version__"})
+
+
+def _public() -> list[tuple[str, str]]:
+    return [
+        (module, name)
+        for module in MODULES
+        for name in importlib.import_module(module).__all__
+        if inspect.isfunction(getattr(importlib.import_module(module), name))
+    ]
+
+
+@pytest.mark.parametrize(("module", "name"), _public())
+def test_documented_parameters_are_those_of_the_signature(module: str, name: str) -> None:
+    from numpydoc.docscrape import FunctionDoc
+
+    function = getattr(importlib.import_module(module), name)
+    known = set(inspect.signature(function).parameters)
+    for parameter in FunctionDoc(function)["Parameters"]:
+        for each in parameter.name.split(","):
+            assert each.strip().lstrip("*") in known
