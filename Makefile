@@ -4,6 +4,8 @@
 # make check-embed   programs in C, C++ and Rust, and ONNX Runtime, with the installed library
 # make check-more TensorFlow and Paddle, which are large
 # make check-wheel   build a release's wheel, repair it, test it in empty environments
+# make docs       the site, in build/docs
+# make performance   the performance pages' tables and plot, from their data
 # make lint       formatters, type checker, include rules
 # Needs g++ (or clang++), Python 3.10+ with venv, and for check-embed rustc and pkg-config; CUDA kernels
 # are built where nvcc is found. Stages and what they may take: CONTRIBUTING.md.
@@ -15,13 +17,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 export PATH := $(BIN):$(PATH)
 
 .PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
-  check-emulator check-sass check-embed wheel check-wheel clean
+  check-emulator check-sass check-embed docs performance check-docs wheel check-wheel clean
 
 demo: install .venv/demo
 	$(BIN)/python -m anyflash demo
 
 test: install build-test lint check-cpp check-sass check-emulator check-python check-oldest \
-  check-embed
+  check-embed check-docs
 test-full: export ANYFLASH_TEST_FULL := 1
 test-full: KERNELS := full
 test-full: test
@@ -49,6 +51,10 @@ test-full: test
 
 .venv/embed: .venv/test tests/requirements/embed.txt
 	$(PIP) install -r tests/requirements/embed.txt
+	touch $@
+
+.venv/docs: .venv/test tests/requirements/docs.txt
+	$(PIP) install -r tests/requirements/docs.txt
 	touch $@
 
 .venv/more: .venv/test tests/requirements/more.txt
@@ -108,6 +114,17 @@ wheel: .venv/build
 
 check-wheel: wheel
 	$(BIN)/python -m pytest tests/wheel --wheel build/dist/*.whl
+
+# -- documents
+docs: install .venv/docs
+	$(BIN)/python -m sphinx -W --keep-going -E -q -d build/docs-cache python/docs build/docs
+	@echo "build/docs/index.html"
+
+performance: install .venv/test
+	$(BIN)/python python/docs/tools/performance.py
+
+check-docs: install .venv/docs
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/docs
 
 clean:
 	rm -rf build .venv

@@ -18,7 +18,7 @@ os.environ |= {
 }
 
 project = "anyflash"
-copyright = "anyflash's authors"
+copyright = "2026, the anyflash authors"
 version = release = anyflash.__version__
 
 extensions = [
@@ -28,7 +28,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinxcontrib.programoutput",
 ]
-exclude_patterns = ["performance/history.md"]
 nitpicky = True
 myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4

@@ -1,4 +1,4 @@
-"""The pages' figures and the plot are those of the committed data; `make performance` writes them."""
+"""Pages and plot have the figures of the data; `make performance` writes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_pages_have_the_figures(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["speed.svg", "speed-dark.svg"])
 def test_plot_has_the_figures(name: str) -> None:
-    """matplotlib's version is pinned, and its output has no date, so that the bytes are the same."""
+    """The same bytes: matplotlib's version is pinned, and nothing in its output is of today."""
     drawn = speed_plot.drawings(performance.load("h200-paper-peers.json"))
     assert (FOLDER / name).read_text() == drawn[name], "run: make performance"
 

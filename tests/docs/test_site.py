@@ -36,7 +36,7 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_reference_has_every_public_name(module: str) -> None:
     text = (REFERENCE / f"{MODULES[module]}.md").read_text()
-    text = text.partition(".. automodule:: " + module + ".")[0]  # of this module, not of others in it
+    text = text.partition(f".. automodule:: {module}.")[0]  # modules in this one come behind
     listed = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", text, re.MULTILINE)
     names = set(importlib.import_module(module).__all__)
     assert sorted({*listed, "__version__"}) == sorted({*names, "__version__"})

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import speed_plot
+
 from anyflash.bench import _report
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -100,7 +101,8 @@ class Grid:
         yield line(["---"] * len(self.rows) + ["---:"] * len(columns))
         before: tuple[str, ...] = ()
         for row in dict.fromkeys(row for row, _ in self.texts):
-            same = len(os.path.commonprefix([row, before]))
+            differ = (i for i, (a, b) in enumerate(zip(row, before, strict=False)) if a != b)
+            same = next(differ, len(before))
             names = [
                 "" if i < same else shown(name, value)
                 for i, (name, value) in enumerate(zip(self.rows, row, strict=True))

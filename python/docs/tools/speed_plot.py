@@ -10,6 +10,7 @@ import io
 from typing import Any
 
 import matplotlib
+
 from anyflash.bench import _report
 
 HEAD_DIM = "128"
