@@ -41,18 +41,27 @@ html_title = f"anyflash {release}"
 copybutton_prompt_text = "$ "
 
 
-def link_files_outside(app: Any, docname: str, source: list[str]) -> None:
-    """What a page links to outside of this folder is no page here: the site has it as a file."""
+# As GitHub shows one of two pictures, by the reader's theme.
+PICTURE = re.compile(
+    r"""<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*"""
+    r"""<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\s*</picture>"""
+)
+LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?P<path>\.\./[^)#]+)(#[^)]*)?\)")
+
+
+def for_the_site(app: Any, docname: str, source: list[str]) -> None:
+    """The pages are read on GitHub, too. Here, pictures follow the site's theme, and links to files
+    outside of this folder, which are no pages of the site, lead to its copies of them."""
     folder = Path(app.srcdir, docname).parent
 
     def link(found: re.Match[str]) -> str:
-        target = (folder / found["path"]).resolve()
-        if target.is_relative_to(app.srcdir):
+        if (folder / found["path"]).resolve().is_relative_to(app.srcdir):
             return found[0]
         return f"[{found['text']}](path:{found['path']})"
 
-    source[0] = re.sub(r"\[(?P<text>[^]]+)\]\((?P<path>\.\./[^)#]+)(#[^)]*)?\)", link, source[0])
+    pair = r"![\g<alt>](\g<light>){.only-light}\n![\g<alt>](\g<dark>){.only-dark}"
+    source[0] = LINK.sub(link, PICTURE.sub(pair, source[0]))
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", link_files_outside)
+    app.connect("source-read", for_the_site)

@@ -30,7 +30,9 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "command_line.html").read_text()
-    assert "--compare OLD.json" in page
+    assert "search sentences" in page  # what the command printed
+    page = (tmp_path / "site" / "performance" / "index.html").read_text()
+    assert "only-dark" in page
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -42,9 +42,9 @@ NAMES = {
 # Of the host's calls: ways to call, not libraries.
 WAYS = {
     "anyflash": "`anyflash.attention`",
-    "adapter": "`attention` of the framework's module",
-    "sdpa": "`dot_product_attention` and its kin",
-    "framework": "the framework's own",
+    "adapter": "its module",
+    "sdpa": "drop-in",
+    "framework": "original",
 }
 FRAMEWORKS = {
     "numpy": "NumPy",
