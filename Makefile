@@ -1,4 +1,5 @@
-# make demo       install into .venv and run a real transformer through anyflash
+# make demo       install into .venv and run a real transformer through anyflash; CUDA kernels are
+#                 built where there is a GPU for them
 # make test       install, build the C++ tests and the emulated GPU, run all tests
 # make test-full  the same with every case of every table
 # make check-embed   programs in C, C++ and Rust, and ONNX Runtime, with the installed library
@@ -7,20 +8,40 @@
 # make docs       the site, in build/docs
 # make performance   the performance pages' tables and plot, from their data
 # make lint       formatters, type checker, include rules
-# Needs g++ (or clang++), Python 3.10+ with venv, and for check-embed rustc and pkg-config; CUDA kernels
-# are built where nvcc is found. Stages and what they may take: CONTRIBUTING.md.
+# Needs g++ (or clang++), Python 3.10+ with venv, and for check-embed rustc and pkg-config. The tests
+# build CUDA kernels where nvcc is found. Stages and what they may take: CONTRIBUTING.md.
 
 PYTHON ?= python3
 KERNELS := ci
+CUDA := AUTO
+ISOLATION := --no-build-isolation
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+HEADERS := $(CURDIR)/.venv/headers
+CUTLASS := $(HEADERS)/cutlass_library/source/include
 export PATH := $(BIN):$(PATH)
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 .PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
   check-emulator check-sass check-embed docs performance check-docs wheel check-wheel clean
 
-demo: install .venv/demo
-	$(BIN)/python -m anyflash demo
+# Without a GPU, CUDA kernels would be most of the build's time. Without nvcc, an isolated build
+# brings one.
+demo: GPU = $(filter 8.% 9.% 10.% 11.% 12.%, \
+  $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))
+demo: CUDA = $(if $(GPU),AUTO,OFF)
+demo: ISOLATION = $(if $(GPU),$(if $(shell command -v nvcc),--no-build-isolation),--no-build-isolation)
+demo: .venv/demo install
+	@echo
+	@$(BIN)/python -m anyflash demo
+	@echo
+	@echo "What to try next:"
+	@echo "  .venv/bin/python -m anyflash demo 'Bees make honey.' 'Trams run on rails.' --query insects"
+	@echo "  .venv/bin/python -m anyflash          what is built, and what this machine can run"
+	@echo "  .venv/bin/python                      the first lines of README.md, with your own arrays"
+	@echo "  .venv/bin/python -m pip install torch jax    anyflash then takes their tensors, too"
+	@echo "  make test                             the tests, about half an hour on two cores"
 
 test: install build-test lint check-cpp check-sass check-emulator check-python check-oldest \
   check-embed check-docs
@@ -29,10 +50,11 @@ test-full: KERNELS := full
 test-full: test
 
 # -- environment: a marker file a step, made anew when its list of packages changes
+# Headers of packages whose own requirements are not wanted have a folder of their own.
 .venv/build: third_party/requirements.txt third_party/requirements-headers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -r third_party/requirements.txt
-	$(PIP) install --no-deps -r third_party/requirements-headers.txt
+	$(PIP) install --no-deps --upgrade --target $(HEADERS) -r third_party/requirements-headers.txt
 	touch $@
 
 .venv/demo: .venv/build tests/requirements/demo.txt
@@ -63,12 +85,18 @@ test-full: test
 
 # -- build (pip before 23.1, as Debian 12 has it, does not know the short form -C)
 install: .venv/build
-	$(PIP) install --no-build-isolation --config-settings=build-dir=build/wheel \
-	  --config-settings=cmake.define.ANYFLASH_KERNEL_SET=$(KERNELS) .
+	@mkdir -p build
+	@echo "building anyflash; everything that is said meanwhile is in build/install.log"
+	@$(PIP) install -vv $(ISOLATION) --config-settings=build-dir=build/wheel \
+	  --config-settings=cmake.define.ANYFLASH_KERNEL_SET=$(KERNELS) \
+	  --config-settings=cmake.define.ANYFLASH_CUDA=$(CUDA) \
+	  --config-settings=cmake.define.ANYFLASH_CUTLASS_INCLUDE_DIR=$(CUTLASS) . 2>&1 \
+	  | tee build/install.log | sed -unE 's#^ *(\[[0-9]+/[0-9]+\]) .*[/ ](.+)$$#\1 \2#p' \
+	  || { tail -n 60 build/install.log; exit 1; }
 
 build-test: .venv/test
 	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON -DANYFLASH_STATIC=ON \
-	  -DANYFLASH_EMULATED_KERNELS=$(KERNELS) \
+	  -DANYFLASH_EMULATED_KERNELS=$(KERNELS) -DANYFLASH_CUTLASS_INCLUDE_DIR=$(CUTLASS) \
 	  -DPython_EXECUTABLE=$(BIN)/python --log-level=WARNING
 	cmake --build build/test
 
@@ -109,6 +137,7 @@ wheel: .venv/build
 	rm -rf build/raw build/dist
 	$(PIP) install -r tests/requirements/wheel.txt
 	$(PIP) wheel --no-build-isolation --no-deps --config-settings=build-dir=build/release \
+	  --config-settings=cmake.define.ANYFLASH_CUTLASS_INCLUDE_DIR=$(CUTLASS) \
 	  --config-settings=cmake.define.ANYFLASH_ARCHS=release -w build/raw .
 	$(BIN)/auditwheel repair -w build/dist build/raw/*.whl
 

@@ -8,7 +8,7 @@
 #include "check.h"
 #include "many_threads.h"
 #include "tensor.h"
-#include "validation.h"
+#include "validation/validation.h"
 
 namespace {
 

@@ -373,13 +373,8 @@ def cuda_driver() -> CudaDriver | None:
 def backend_names() -> list[str]:
     if WANTED:
         return WANTED.split(",")
-    return [
-        "cpu",
-        *(f"cpu-{isa}" for isa in cpu_isas()[1:]),
-        "emulated-sm80",
-        "emulated-sm90",
-        "cuda",
-    ]
+    cpus = [f"cpu-{isa}" for isa in cpu_isas()[1:]]
+    return ["cpu", *cpus, "emulated-sm80", "emulated-sm90", "cuda"]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 /* A C11 program: every field of the options, packed sequences and merge_states, with results
  * computed by hand. */
-#include "c_problem.h"
+#include "problem.h"
 
 static anyflash_forward_options scale_one(void) {
   anyflash_forward_options options = ANYFLASH_FORWARD_OPTIONS_INIT;

@@ -1,8 +1,8 @@
 /* A C11 program: anyflash_forward_with_kvcache with results computed by hand, its options and its
  * errors. */
-#include "c_problem.h"
+#include "problem.h"
 
-/* c_problem.h's keys as a cache of two pages of two rows, page 1 before page 0, or, with room for
+/* problem.h's keys as a cache of two pages of two rows, page 1 before page 0, or, with room for
  * one more row, of one sequence. Unused rows hold NaN. */
 typedef struct {
   Problem p;

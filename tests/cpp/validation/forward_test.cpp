@@ -1,6 +1,4 @@
 // Every error of forward(): its code, its words, and that nothing has been written.
-#include "validation.h"
-
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -10,6 +8,7 @@
 #include "check.h"
 #include "many_threads.h"
 #include "tensor.h"
+#include "validation.h"
 
 namespace {
 

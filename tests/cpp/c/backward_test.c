@@ -1,7 +1,7 @@
 /* A C11 program: anyflash_backward with results computed by hand, its options and its errors. */
-#include "c_problem.h"
+#include "problem.h"
 
-/* c_problem.h's problem after the forward, and a gradient of its results: row 0 of dout is (1, 0),
+/* problem.h's problem after the forward, and a gradient of its results: row 0 of dout is (1, 0),
  * row 1 is (0, 1). */
 typedef struct {
   Problem p;

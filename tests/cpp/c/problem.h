@@ -1,6 +1,6 @@
 /* A problem whose results can be computed by hand, for the C programs. */
-#ifndef ANYFLASH_TESTS_C_PROBLEM_H_
-#define ANYFLASH_TESTS_C_PROBLEM_H_
+#ifndef ANYFLASH_TESTS_CPP_C_PROBLEM_H_
+#define ANYFLASH_TESTS_CPP_C_PROBLEM_H_
 
 #include <math.h>
 #include <stdint.h>
@@ -101,4 +101,4 @@ static inline DLTensor typed(void* data, int ndim, int64_t* shape, uint8_t code,
   return t;
 }
 
-#endif /* ANYFLASH_TESTS_C_PROBLEM_H_ */
+#endif /* ANYFLASH_TESTS_CPP_C_PROBLEM_H_ */

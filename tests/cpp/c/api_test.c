@@ -1,6 +1,6 @@
 /* A C11 program that uses nothing but the public C header: calls with results computed by hand,
  * the errors, and what the options' size means. */
-#include "c_problem.h"
+#include "problem.h"
 
 static void check_hand_computed(void) {
   anyflash_forward_options options = ANYFLASH_FORWARD_OPTIONS_INIT;
