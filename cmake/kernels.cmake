@@ -80,8 +80,7 @@ anyflash_kernels(
   FAMILY sm90
   OP forward
   HEAD_DIMS 64 96 128 192 192_128 256
-  KERNELS
-    "*::PlainForward"
+  KERNELS "*::PlainForward"
 )
 
 # The units of a kernel set, as dtype-head_dims. The set for CI has what a GPU's users run most,

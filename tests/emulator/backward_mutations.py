@@ -68,7 +68,7 @@ SYNCHRONISATION = (
     Mutation(
         "no-barrier-before-dbias-tiles",
         DBIAS,
-        "__syncthreads(); // every warp has done with the tiles before",
+        "__syncthreads(); // every warp has done with the tiles",
     ),
     Mutation("no-barrier-for-dbias-tiles", DBIAS, "__syncthreads(); // the tiles are there"),
     Mutation(

@@ -51,9 +51,9 @@ void make_tensor_maps(ForwardLaunch& launch) {
   launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
 
-// How many CTAs there are. Without a mask they are persistent: as many as multiprocessors, each of
-// which loads the next block of rows while it writes the last one's results. With one, blocks differ
-// in work: there is a CTA for each, the longest first.
+// How many CTAs there are. Without a mask they are persistent: as many as multiprocessors, and each
+// loads its next block of rows while it writes the results of the one before. With a mask, blocks
+// differ in work: there is a CTA for each, the longest first.
 inline int64_t forward_ctas(const Attention& a, int64_t blocks, const LaunchContext& context) {
   const bool bounded = a.window.left >= 0 || a.window.right >= 0;
   return bounded ? blocks : std::min<int64_t>(blocks, context.multiprocessors);
