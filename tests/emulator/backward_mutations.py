@@ -28,7 +28,6 @@ ORDER = "composition(sX.layout(), make_tile(Order{}, _))"
 BEGIN_STEP = "const auto stats = scores.load_stats(params.lse_delta + stats_row);"
 TILE_THERE = "__syncthreads(); // the tile is there"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
-M_RANGE = "struct MRange {"
 NEEDS_MASK = "tile < unmasked_begin || tile >= unmasked_end"
 HIDE = "kMasked && seen.hides(j) ? kHiddenP : p"
 END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
@@ -68,7 +67,7 @@ SYNCHRONISATION = (
     Mutation(
         "no-barrier-before-dbias-tiles",
         DBIAS,
-        "__syncthreads(); // every warp has done with the tiles",
+        "__syncthreads(); // every warp has done with the tiles before",
     ),
     Mutation("no-barrier-for-dbias-tiles", DBIAS, "__syncthreads(); // the tiles are there"),
     Mutation(
@@ -124,8 +123,8 @@ POSITIONS = (
     Mutation(
         "keys-beyond-not-masked", MASK, "end_key > seqlen_k_ || full_end < full", "full_end < full"
     ),
-    Mutation("left-mask-forgotten", MASK, NEEDS_MASK, "tile >= unmasked_end", after=M_RANGE),
-    Mutation("right-mask-forgotten", MASK, NEEDS_MASK, "tile < unmasked_begin", after=M_RANGE),
+    Mutation("left-mask-forgotten", MASK, NEEDS_MASK, "tile >= unmasked_end", after="MRange {"),
+    Mutation("right-mask-forgotten", MASK, NEEDS_MASK, "tile < unmasked_begin", after="MRange {"),
     Mutation(
         "one-row-tile-too-few",
         MASK,

@@ -116,7 +116,7 @@ OUTPUT = (
     _mutation("hopper-output-over-the-last", EPILOGUE, "wait_read();", "",
               after="rounded.round(acc_o);"),
     _mutation("hopper-next-sequence-overwritten", EPILOGUE,
-              "rows < kWarpRows && params.cu_seqlens_q != nullptr", "false"),
+              "rows < kWarpRows && params.attention.cu_seqlens_q != nullptr", "false"),
     _mutation("hopper-restored-before-stored", EPILOGUE,
               "if (threadIdx.x % 32 == 0) wait_stores();"),
     _mutation(

@@ -56,7 +56,7 @@ def test_code_for_8_0_runs_on_8_x(emulated: ctypes.CDLL, capability: int) -> Non
     launched()
 
 
-@pytest.mark.parametrize("capability", [75, 90, 120])
+@pytest.mark.parametrize("capability", [75, 100, 120])
 def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: int) -> None:
     emulated.emulated_set_compute_capability(capability)
     with pytest.raises(capi.CallError) as caught:
@@ -64,6 +64,20 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
     assert caught.value.status == capi.UNSUPPORTED
     assert f"{capability // 10}.{capability % 10}" in caught.value.message
     assert "sm_80" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kernel", "problem"),
+    [
+        ("sm90_forward_f16_d64", Case("plain", sq=70, sk=90, causal=True)),
+        ("sm90_forward_f16_d96", Case("odd", sq=70, sk=90, d=90, dv=70)),
+        ("sm80_forward_f16_d64", Case("negative", sq=70, sk=90, scale=-0.3)),
+        ("sm80_forward_f16_d64", Case("tiny", sq=70, sk=90, scale=1e-30)),
+        ("sm80_forward_f16_d64_scored", Case("cap", sq=70, sk=90, features=Features(softcap=5.0))),
+    ],
+)
+def test_hopper_leaves_to_sm80_what_its_kernels_lack(kernel: str, problem: Case) -> None:
+    verify(replace(capi.backend("emulated-sm90"), expected=kernel), problem)
 
 
 def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None:
