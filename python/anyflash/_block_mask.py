@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from anyflash import _options
+from anyflash import _parse
 from anyflash._arrays import BOOL, listed
 from anyflash._operands import Operands
+from anyflash._options import BLOCK_SIZE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +24,7 @@ def create_block_mask(  # noqa: PLR0917
     heads: int | None,
     seqlen_q: int,
     seqlen_k: int,
-    block_size: tuple[int, int] = _options.BLOCK_SIZE,
+    block_size: tuple[int, int] = BLOCK_SIZE,
     like: Any = None,
 ) -> Any:
     """The blocks in which a predicate keeps anything, for ``attention(block_mask=...)``.
@@ -73,11 +74,11 @@ def create_block_mask(  # noqa: PLR0917
     import numpy as np
 
     name = "anyflash.create_block_mask"
-    batch = 1 if batch is None else _parse(name, "batch", _options.length, batch)
-    heads = 1 if heads is None else _parse(name, "heads", _options.length, heads)
-    seqlen_q = _parse(name, "seqlen_q", _options.length, seqlen_q)
-    seqlen_k = _parse(name, "seqlen_k", _options.length, seqlen_k)
-    size_q, size_k = _parse(name, "block_size", _options.block_size, block_size)
+    batch = 1 if batch is None else _read(name, "batch", _parse.length, batch)
+    heads = 1 if heads is None else _read(name, "heads", _parse.length, heads)
+    seqlen_q = _read(name, "seqlen_q", _parse.length, seqlen_q)
+    seqlen_k = _read(name, "seqlen_k", _parse.length, seqlen_k)
+    size_q, size_k = _read(name, "block_size", _parse.block_size, block_size)
     result = np.zeros((batch, heads, -(-seqlen_q // size_q), -(-seqlen_k // size_k)), bool)
     columns = max(1, _PIECE // (size_q * size_k))  # blocks of one piece
     rows = max(1, _PIECE // (columns * size_k))
@@ -126,7 +127,7 @@ def _kept(
     return any_query
 
 
-def _parse(name: str, argument: str, function: Callable[[Any], Any], value: Any) -> Any:
+def _read(name: str, argument: str, function: Callable[[Any], Any], value: Any) -> Any:
     try:
         return function(value)
     except (TypeError, ValueError) as error:
@@ -137,7 +138,7 @@ def expand_block_mask(
     block_mask: Any,
     seqlen_q: int,
     seqlen_k: int,
-    block_size: tuple[int, int] = _options.BLOCK_SIZE,
+    block_size: tuple[int, int] = BLOCK_SIZE,
 ) -> Any:
     """The elements that a block mask keeps: to look at, or to test with.
 
@@ -170,9 +171,9 @@ def expand_block_mask(
     import numpy as np
 
     name = "anyflash.expand_block_mask"
-    seqlen_q = _parse(name, "seqlen_q", _options.length, seqlen_q)
-    seqlen_k = _parse(name, "seqlen_k", _options.length, seqlen_k)
-    size_q, size_k = _parse(name, "block_size", _options.block_size, block_size)
+    seqlen_q = _read(name, "seqlen_q", _parse.length, seqlen_q)
+    seqlen_k = _read(name, "seqlen_k", _parse.length, seqlen_k)
+    size_q, size_k = _read(name, "block_size", _parse.block_size, block_size)
     mask = np.asarray(block_mask)
     if mask.dtype != bool:
         raise TypeError(f"{name}: block_mask is {mask.dtype}; {listed(BOOL)}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from anyflash import _core, _options
+from anyflash import _core, _parse
 from anyflash._call import Call
+from anyflash._options import OutputRequest
+
+_FLAGS = ("causal", *OutputRequest._fields[:4])
 
 
 class AttentionResult(NamedTuple):
@@ -34,30 +37,15 @@ class AttentionResult(NamedTuple):
 class Forward(Call):
     __slots__ = ()
 
-    def run(
-        self,
-        *,
-        softmax_scale: Any,
-        causal: Any,
-        return_lse: Any,
-        return_max_logits: Any,
-        return_dropout_mask: Any,
-        return_result: Any,
-        out: Any,
-        out_dtype: Any,
-        stream: Any,
-    ) -> Any:
+    def run(self, outputs: OutputRequest) -> Any:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, return_lse, return_max_logits, return_dropout_mask, return_result = _options.flags(
-            operands.operation,
-            causal=causal,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            return_dropout_mask=return_dropout_mask,
-            return_result=return_result,
+        lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream = outputs
+        flags = self._given.causal, lse_wanted, max_logits_wanted, mask_wanted, all_wanted
+        causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
+            _parse.flag_values(operands.operation, _FLAGS, flags)
         )
-        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        softmax_scale, stream = self._numbers(stream)
         self._export_options(stream)
 
         result = self._out(out, out_dtype)
@@ -109,7 +97,7 @@ class Forward(Call):
             return operands.empty(self._out_shape, None)
         allowed = tuple(dict.fromkeys((self._dtype, "float32")))
         if out_dtype is not None:
-            allowed = (operands.parse("out_dtype", _options.dtype, out_dtype, allowed),)
+            allowed = (operands.parse("out_dtype", _parse.dtype, out_dtype, allowed),)
         if out is None:
             return operands.empty(self._out_shape, allowed[0])
         operands.output("out", out, allowed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash import _core, _options
+from anyflash import _core, _parse
 from anyflash._arrays import FLOATS
 from anyflash._operands import Operands
 
@@ -80,10 +80,10 @@ def merge_states(
             "dtype"
         )
     if stream is not None:
-        stream = operands.parse("stream", _options.stream, stream)
+        stream = operands.parse("stream", _parse.stream, stream)
     allowed: tuple[str, ...] = FLOATS
     if out_dtype is not None:
-        allowed = (operands.parse("out_dtype", _options.dtype, out_dtype, FLOATS),)
+        allowed = (operands.parse("out_dtype", _parse.dtype, out_dtype, FLOATS),)
     if out is not None:
         kind = operands.output("out", out, allowed)
     else:

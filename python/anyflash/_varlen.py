@@ -6,7 +6,15 @@ from typing import Any
 
 from anyflash._adapters import adapter_of, refuse
 from anyflash._forward import Forward
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash._options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    Packing,
+)
 
 
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
@@ -94,59 +102,29 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     >>> out.shape, lse.shape
     ((5, 2, 8), (2, 5))
     """
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype, out, stream
+    )
+    tensors = (q, k, v)
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
         refuse("anyflash.attention_varlen", out=out, stream=stream)
-        return adapter.attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            seqused_k=seqused_k,
-            validate=validate,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            bias=bias,
-            block_mask=block_mask,
-            block_size=block_size,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            seed=seed,
-            rng_state=rng_state,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            return_dropout_mask=return_dropout_mask,
-            return_result=return_result,
-            out_dtype=out_dtype,
-        )
-    call = Forward("anyflash.attention_varlen", q, k, v, 3)
-    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
-    call.score(
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
-    )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out=out,
-        out_dtype=out_dtype,
-        stream=stream,
-    )
+        return adapter.attend(tensors, options, packing, outputs)
+    return Forward("anyflash.attention_varlen", tensors, options, packing).run(outputs)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
-from anyflash.jax._call import Call
+from anyflash._options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+)
+from anyflash.jax._attend import attend
 
 
 def attention(
@@ -113,25 +120,22 @@ def attention(
     >>> exported.call(q, q, q).shape
     (2, 6, 4, 8)
     """
-    call = Call("anyflash.jax.attention", q=q, k=k, v=v)
-    call.score(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
     )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
+    return attend((q, k, v), options, None, outputs, deterministic)

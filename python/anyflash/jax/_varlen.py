@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED, flags
-from anyflash.jax._call import Call
+from anyflash._options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    Packing,
+)
+from anyflash.jax._attend import attend
 
 
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
@@ -85,27 +93,23 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     >>> f(q, ends).shape
     (5, 2, 8)
     """
-    call = Call("anyflash.jax.attention_varlen", q=q, k=k, v=v)
-    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    (call.numbers["validate"],) = flags(call.operation, validate=validate)
-    call.score(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
     )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
+    return attend((q, k, v), options, packing, outputs, deterministic)

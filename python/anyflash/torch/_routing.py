@@ -20,13 +20,13 @@ from torch.autograd import forward_ad
 from torch.backends import mha
 
 import anyflash
-from anyflash.torch._direct import DTYPES
+from anyflash.torch._dispatch_state import PLAIN
+from anyflash.torch._fast_path import DTYPES
 from anyflash.torch._sdpa import (
     is_causal_bias,
     is_lower_right,
     scaled_dot_product_attention,
 )
-from anyflash.torch._watched import PLAIN
 
 _FUNCTION = "scaled_dot_product_attention"
 _HOME = "torch.nn.functional"

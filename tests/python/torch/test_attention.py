@@ -333,11 +333,11 @@ def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for kind in (_forward.Forward, _backward.Backward):
 
-        def spy(self: Any, *arguments: Any, pack: Any = kind.pack) -> None:
-            seen.append(arguments[-1])
-            pack(self, *arguments)
+        def spy(self: Any, packing: Any, pack: Any = kind._pack) -> None:
+            seen.append(packing.validate)
+            pack(self, packing)
 
-        monkeypatch.setattr(kind, "pack", spy)
+        monkeypatch.setattr(kind, "_pack", spy)
     call = Call(varlen=True)
     for validate in (False, True):
         call.attend(call.tensors(), validate=validate).sum().backward()
@@ -351,9 +351,9 @@ def test_deterministic_follows_torch(torch: ModuleType, monkeypatch: pytest.Monk
     seen = []
     run = Backward.run
 
-    def spy(self: Any, **arguments: Any) -> Any:
-        seen.append(arguments["deterministic"])
-        return run(self, **arguments)
+    def spy(self: Any, *arguments: Any) -> Any:
+        seen.append(arguments[-1].deterministic)
+        return run(self, *arguments)
 
     monkeypatch.setattr(Backward, "run", spy)
     call = Call()

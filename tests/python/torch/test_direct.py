@@ -1,5 +1,5 @@
-"""Calls without options, which go the shortest way (anyflash.torch._direct): they give what others
-do, whatever the tensors' strides and PyTorch's version; and what does not go this way."""
+"""Calls without options, which go the shortest way (anyflash.torch._fast_path): they give what
+others do, whatever the tensors' strides and PyTorch's version; and what does not go this way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import anyflash
 from anyflash import _forward
-from anyflash.torch import _direct, attention, scaled_dot_product_attention
+from anyflash.torch import _fast_path, attention, scaled_dot_product_attention
 from backends.abi import DLDataType, DLDevice, DLTensor
 
 Make = Callable[..., torch.Tensor]
@@ -23,7 +23,7 @@ Make = Callable[..., torch.Tensor]
 def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on there is no other way than the direct one, with PyTorch's exchange API and
     as before 2.10."""
-    if request.param == "exchange" and _direct._PYTORCH[0] is None:
+    if request.param == "exchange" and _fast_path._PYTORCH[0] is None:
         pytest.skip("this PyTorch has no exchange API")
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         if request.param == "capsules":
-            monkeypatch.setattr(_direct, "_PYTORCH", (None, *_direct._PYTORCH[1:]))
+            monkeypatch.setattr(_fast_path, "_PYTORCH", (None, *_fast_path._PYTORCH[1:]))
         monkeypatch.setattr(_forward.Forward, "__init__", refuse)
 
     return begin
@@ -117,8 +117,42 @@ def test_parameters_and_leaves(direct: Callable[[], None]) -> None:
     assert np.array_equal(out.numpy(), right)
 
 
-NEGATIVE = torch.randn(2, 30, 4, 20, dtype=torch.complex64).conj().imag
 X = torch.randn(2, 30, 4, 20)
+
+
+@pytest.mark.parametrize("function", [anyflash.attention, attention])
+@pytest.mark.parametrize(
+    "options",
+    [{"window_size": (-1, -1)}, {"softcap": float("0")}, {"dropout_p": float("0")}],
+    ids=str,
+)
+def test_defaults_by_their_values(
+    function: Any, options: dict[str, Any], direct: Callable[[], None]
+) -> None:
+    """Not only the objects that the functions have as defaults."""
+    right = function(X, X, X)
+    direct()
+    assert torch.equal(function(X, X, X, **options), right)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (X, X)},
+        {"window_size": -1},
+        {"softcap": X},
+        {"softcap": "0"},
+        {"dropout_p": X},
+    ],
+    ids=lambda options: f"{next(iter(options))}-{type(next(iter(options.values()))).__name__}",
+)
+def test_what_is_no_default(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(TypeError, match=rf"^anyflash\.attention: {name} is "):
+        anyflash.attention(X, X, X, **options)
+
+
+NEGATIVE = torch.randn(2, 30, 4, 20, dtype=torch.complex64).conj().imag
 
 
 @pytest.mark.parametrize(
@@ -143,7 +177,7 @@ def test_errors(
     way: str, tensors: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "capsules":
-        monkeypatch.setattr(_direct, "_PYTORCH", (None, *_direct._PYTORCH[1:]))
+        monkeypatch.setattr(_fast_path, "_PYTORCH", (None, *_fast_path._PYTORCH[1:]))
     with pytest.raises(error, match=rf"^anyflash\.attention: {message}"):
         anyflash.attention(*tensors)
 
@@ -190,7 +224,7 @@ class FakeGpu:
 
 def test_stream_of_the_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
-    monkeypatch.setattr(_direct, "_PYTORCH", (gpu.capsule, *_direct._PYTORCH[1:]))
+    monkeypatch.setattr(_fast_path, "_PYTORCH", (gpu.capsule, *_fast_path._PYTORCH[1:]))
     x = torch.ones(1, 1, 1, 8, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=r"^anyflash\.torch\.attention: .*CUDA"):
         attention(x, x, x)
@@ -201,7 +235,7 @@ def test_other_versions_of_the_exchange_api(monkeypatch: pytest.MonkeyPatch) -> 
     """It is left alone where it is not known."""
     gpu = FakeGpu()
     gpu.api.major = 2
-    monkeypatch.setattr(_direct, "_PYTORCH", (gpu.capsule, *_direct._PYTORCH[1:]))
+    monkeypatch.setattr(_fast_path, "_PYTORCH", (gpu.capsule, *_fast_path._PYTORCH[1:]))
     x = torch.ones(1, 1, 1, 8)
     assert torch.equal(attention(x, x, x), x)
     assert not gpu.asked

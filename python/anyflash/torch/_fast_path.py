@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflash import _core
 from anyflash._frameworks import framework_of
 from anyflash._options import UNBOUNDED
-from anyflash.torch._watched import is_free
+from anyflash.torch._dispatch_state import is_plain_eager
 
 _HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
@@ -24,8 +24,8 @@ def attend(  # noqa: PLR0917 (its callers count time)
 ) -> Any:
     """What :func:`attention` returns without other options; None where q, k and v are traced,
     recorded, cast or not direct tensors."""
-    if is_free(q, k, v):
-        return forward(operation, q, k, v, None, scale, causal, UNBOUNDED, return_lse)
+    if is_plain_eager(q, k, v):
+        return forward(operation, q, k, v, scale, causal, return_lse)
     return None
 
 
@@ -34,41 +34,38 @@ def forward(  # noqa: PLR0917
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
     scale: Any,
     causal: Any,
-    window: tuple[int, int],
     return_lse: Any,
+    options: dict[str, Any] | None = None,
     heads_first: bool = False,
 ) -> Any:
     """out, with ``return_lse`` (out, lse), of plain tensors that nobody looks at, which are (batch,
     seqlen, heads, head_dim), or with heads and seqlen exchanged; in memory, out's heads lie side by
-    side either way. None where they are not what the kernels take: on the CPU or a GPU, four axes
-    each, and no cast or error that is not the kernel's."""
+    side either way. ``options`` is what `options_of` gives.
+
+    None where they are not what the kernels take: on the CPU or a GPU, four axes each, and no cast
+    or error that is not the kernel's."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
     if not (isinstance(causal, bool) and isinstance(return_lse, bool)):
         return None
     if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None
-    options: dict[str, Any] | None = None
-    if window is not UNBOUNDED and window != UNBOUNDED:
-        options = {"window": window}
+    return _core.forward_direct(
+        operation, q, k, v, scale, causal, options, return_lse, heads_first, _PYTORCH
+    )
+
+
+def options_of(bias: Tensor | None, window: tuple[int, int]) -> dict[str, Any] | None:
+    """What the binding is told of these."""
+    options: dict[str, Any] = {}
+    if window != UNBOUNDED:
+        options["window"] = window
     if bias is not None:  # older exports do not know bool
         shown = bias.view(torch.uint8) if bias.dtype is torch.bool else bias
-        options = {**(options or {}), "bias": (_export(shown), False)}
-    return _core.forward_direct(
-        operation,
-        q,
-        k,
-        v,
-        scale,
-        causal,
-        options,
-        return_lse,
-        heads_first,
-        _PYTORCH,
-    )
+        options["bias"] = (_export(shown), False)
+    return options or None
 
 
 def _new_out(  # noqa: PLR0917

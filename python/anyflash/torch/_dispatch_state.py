@@ -1,4 +1,4 @@
-"""Who looks at what is done with a tensor."""
+"""What PyTorch is asked about its state: who looks at what is done with a tensor."""
 
 from __future__ import annotations
 
@@ -32,17 +32,25 @@ def is_in_functorch() -> bool:
     return _peek_interpreter_stack() is not None
 
 
-def is_traced(x: Tensor) -> bool:
-    """Whether someone else than autograd looks at what is done with x: torch.compile, torch.func,
-    a mode, a subclass. Then work must be done by operators."""
+def _is_watched(x: Any) -> bool:
+    """Whether torch.func, a mode, torch.jit or a subclass sees what is done with x."""
     return (
-        _is_compiling()
-        or type(x) not in PLAIN
-        or x.is_meta
+        type(x) not in PLAIN
         or _len_torch_dispatch_stack() > 0
         or _peek_interpreter_stack() is not None
         or _is_tracing()
     )
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether someone else than autograd looks at what is done with x, torch.compile among them.
+    Then work must be done by operators."""
+    return _is_compiling() or x.is_meta or _is_watched(x)
+
+
+def is_autocast() -> bool:
+    """Whether torch.autocast is on, for whatever device."""
+    return _is_any_autocast_enabled()
 
 
 def is_recorded(*tensors: Any) -> bool:
@@ -57,14 +65,24 @@ def is_recorded(*tensors: Any) -> bool:
     return False
 
 
-def is_free(q: Any, k: Any, v: Any) -> bool:
+def needs_adapter(arrays: tuple[Any, ...], autocast: bool) -> bool:
+    """Whether arrays, q first, must go through anyflash.torch; autocast counts if ``autocast``."""
+    return (
+        _is_compiling()
+        or is_recorded(*arrays)
+        or _is_watched(arrays[0])
+        or (autocast and _is_any_autocast_enabled())
+    )
+
+
+def is_plain_eager(q: Any, k: Any, v: Any) -> bool:
     """Whether they are plain tensors, and nobody traces, records or casts what is done with them.
     The questions above, in one step: these are asked by calls that take little else."""
     return not (
-        _is_compiling()
-        or type(q) not in PLAIN
+        type(q) not in PLAIN
         or type(k) not in PLAIN
         or type(v) not in PLAIN
+        or _is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _peek_interpreter_stack() is not None
         or _is_tracing()
