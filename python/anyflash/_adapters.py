@@ -39,7 +39,7 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(arrays[0], torch.Tensor):
-        return _of_torch(arrays, autocast)
+        return _of_torch(torch, arrays, autocast)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(arrays[0], jax.Array):
         return _of_jax(jax, arrays)
@@ -47,15 +47,22 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
 
 
 def fast_path_of(q: Any) -> Callable[..., Any] | None:
-    """The forward of PyTorch's tensors that no adapter has to see: anyflash.torch._fast_path, which
-    gives None for others. None where q is not PyTorch's, as far as that is known."""
-    module: Any = sys.modules.get("anyflash.torch._fast_path")
-    if module is None:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(q, torch.Tensor):
-            return None
-        from anyflash.torch import _fast_path as module
-    attend: Callable[..., Any] = module.attend
+    """The forward of PyTorch's tensors that no adapter has to see, which gives None for others:
+    anyflash.torch._fast_path. None where q is not PyTorch's, or where it is compiled."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(q, torch.Tensor) or torch.compiler.is_compiling():
+        return None
+    return _fast_path or _import_fast_path()
+
+
+_fast_path: Callable[..., Any] | None = None
+
+
+def _import_fast_path() -> Callable[..., Any]:
+    global _fast_path  # noqa: PLW0603 (what is looked up in sys.modules costs more)
+    from anyflash.torch._fast_path import attend
+
+    _fast_path = attend
     return attend
 
 
@@ -69,7 +76,11 @@ def refuse(operation: str, **targets: Any) -> None:
             )
 
 
-def _of_torch(arrays: tuple[Any, ...], autocast: bool) -> Adapter | None:
+def _of_torch(torch: Any, arrays: tuple[Any, ...], autocast: bool) -> Adapter | None:
+    if torch.compiler.is_compiling():  # it follows imports, but no look at what is imported
+        from anyflash.torch import _adapter
+
+        return _adapter
     module: Any = sys.modules.get("anyflash.torch._adapter")
     if module is None:
         from anyflash.torch import _adapter as module

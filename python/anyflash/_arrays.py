@@ -49,7 +49,7 @@ class Array:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        self._memory = _core.new_array(
+        self._memory: Any = _core.new_array(
             shape, _DTYPES.index(dtype), 0 if device.kind == "cpu" else 1, device.number
         )
 

@@ -201,6 +201,7 @@ NB_MODULE(_core, m) {
   m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "as_bits"_a, "options"_a.none(),
         "allocate"_a.none());
+  bind_pytorch(m);
   m.def("forward_direct", &forward_direct, "operation"_a, "q"_a, "k"_a, "v"_a,
         "softmax_scale"_a.none(), "causal"_a, "options"_a.none(), "return_lse"_a, "heads_first"_a,
         "pytorch"_a);

@@ -1,4 +1,4 @@
-"""The public functions spell their arguments out: they agree, and so do the objects made of these."""
+"""The public functions spell their arguments out: they agree, as do the objects made of these."""
 
 from __future__ import annotations
 

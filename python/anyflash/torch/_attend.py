@@ -14,7 +14,13 @@ from anyflash._forward import AttentionResult
 from anyflash._options import UNBOUNDED, AttentionOptions, OutputRequest, Packing
 from anyflash.torch import _problem
 from anyflash.torch._autograd import Attention, TransformedAttention, apply
-from anyflash.torch._dispatch_state import is_autocast, is_in_functorch, is_recorded, is_traced
+from anyflash.torch._dispatch_state import (
+    is_any_autocast_enabled,
+    is_compiling,
+    is_in_functorch,
+    is_recorded,
+    is_traced,
+)
 from anyflash.torch._problem import DIFFERENTIABLE, Problem, RequestedOutputs, differentiable
 from anyflash.torch._random import RandomState, random_state
 
@@ -70,7 +76,7 @@ def _read(
             raise type(error)(f"{operation}: {argument} {error}") from None
 
     window, block_size, dropout_p = options.window_size, options.block_size, options.dropout_p
-    if torch.compiler.is_compiling():  # bounds may be symbols; the operator looks at numbers
+    if is_compiling():  # bounds may be symbols; the operator looks at numbers
         left, right = (-1 if bound is None else bound for bound in window)
     elif window is UNBOUNDED:
         left, right = UNBOUNDED
@@ -131,7 +137,7 @@ def as_dtype(dtype: Any) -> Any:
 
 def _autocast(tensors: tuple[Tensor, ...]) -> Any:
     """q, k and v as ``torch.autocast`` wants them."""
-    if not torch.compiler.is_compiling() and not is_autocast():
+    if not is_compiling() and not is_any_autocast_enabled():
         return tensors  # the question that costs least
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
@@ -148,7 +154,7 @@ def _with_lse(outputs: RequestedOutputs) -> RequestedOutputs:
 
 
 def _run(p: Problem, outputs: RequestedOutputs) -> Any:
-    in_functorch = not torch.compiler.is_compiling() and is_in_functorch()
+    in_functorch = not is_compiling() and is_in_functorch()
     if is_traced(p.q) and not in_functorch:
         # With the LSE, which the gradients need.
         return torch.ops.anyflash.forward(*p, *_with_lse(outputs))

@@ -18,6 +18,7 @@ from anyflash._options import (
 )
 from anyflash.torch import _fast_path
 from anyflash.torch._attend import attend
+from anyflash.torch._dispatch_state import is_compiling
 
 _NAME = "anyflash.torch.attention"
 
@@ -118,6 +119,7 @@ def attention(
         and out_dtype is None
         and (deterministic is None or isinstance(deterministic, bool))
         and return_max_logits is return_dropout_mask is return_result is False
+        and not is_compiling()
     ):
         result = _fast_path.attend(_NAME, q, k, v, softmax_scale, causal, return_lse)
         if result is not None:

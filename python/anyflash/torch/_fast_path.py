@@ -86,14 +86,15 @@ def _workspace(size: int, like: Tensor) -> tuple[Any, int]:
     return framework.workspace(size, like, framework.device(like), None)
 
 
-# What direct.cpp asks of PyTorch. Its own exchange API is there from 2.10 on; those that other
-# packages give older versions (Tensor.__dlpack_c_exchange_api__) may know no streams.
-_PYTORCH = (
-    getattr(torch._C, "_dlpack_exchange_api", lambda: None)(),
-    _export,
-    getattr(torch._C, "_cuda_getCurrentRawStream", None),
-    torch.empty_like,
-    _new_out,
-    _new_lse,
-    _workspace,
-)
+# Its own exchange API is there from 2.10 on; those that other packages give older versions
+# (Tensor.__dlpack_c_exchange_api__) may know no streams.
+_FUNCTIONS: dict[str, Any] = {
+    "exchange_api": getattr(torch._C, "_dlpack_exchange_api", lambda: None)(),
+    "export_tensor": _export,
+    "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+    "empty_like": torch.empty_like,
+    "new_out": _new_out,
+    "new_lse": _new_lse,
+    "workspace": _workspace,
+}
+_PYTORCH = _core.PyTorch(**_FUNCTIONS)

@@ -13,7 +13,13 @@ from anyflash._options import NO_DROPOUT, UNBOUNDED
 from anyflash._parse import flags
 from anyflash.torch import _fast_path
 from anyflash.torch._attention import attention
-from anyflash.torch._dispatch_state import PLAIN, is_plain, is_plain_eager, is_recorded
+from anyflash.torch._dispatch_state import (
+    PLAIN,
+    is_compiling,
+    is_plain,
+    is_plain_eager,
+    is_recorded,
+)
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
@@ -108,6 +114,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     out: Tensor | None = None
     if (
         not dropout_p
+        and not is_compiling()
         and is_plain_eager(query, key, value)
         and (attn_mask is None or _is_direct_mask(attn_mask))
     ):

@@ -4,6 +4,8 @@ others do, whatever the tensors' strides and PyTorch's version; and what does no
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +14,23 @@ import pytest
 import torch
 
 import anyflash
-from anyflash import _forward
+from anyflash import _core, _forward
 from anyflash.torch import _fast_path, attention, scaled_dot_product_attention
 from backends.abi import DLDataType, DLDevice, DLTensor
 
 Make = Callable[..., torch.Tensor]
 
 
+def pytorch(exchange_api: Any) -> Any:
+    """What the binding asks, with another exchange API, or none."""
+    return _core.PyTorch(**{**_fast_path._FUNCTIONS, "exchange_api": exchange_api})
+
+
 @pytest.fixture(params=["exchange", "capsules"])
 def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on there is no other way than the direct one, with PyTorch's exchange API and
     as before 2.10."""
-    if request.param == "exchange" and _fast_path._PYTORCH[0] is None:
+    if request.param == "exchange" and _fast_path._FUNCTIONS["exchange_api"] is None:
         pytest.skip("this PyTorch has no exchange API")
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -31,7 +38,7 @@ def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         if request.param == "capsules":
-            monkeypatch.setattr(_fast_path, "_PYTORCH", (None, *_fast_path._PYTORCH[1:]))
+            monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
         monkeypatch.setattr(_forward.Forward, "__init__", refuse)
 
     return begin
@@ -177,7 +184,7 @@ def test_errors(
     way: str, tensors: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "capsules":
-        monkeypatch.setattr(_fast_path, "_PYTORCH", (None, *_fast_path._PYTORCH[1:]))
+        monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
     with pytest.raises(error, match=rf"^anyflash\.attention: {message}"):
         anyflash.attention(*tensors)
 
@@ -224,7 +231,7 @@ class FakeGpu:
 
 def test_stream_of_the_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
-    monkeypatch.setattr(_fast_path, "_PYTORCH", (gpu.capsule, *_fast_path._PYTORCH[1:]))
+    monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(gpu.capsule))
     x = torch.ones(1, 1, 1, 8, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=r"^anyflash\.torch\.attention: .*CUDA"):
         attention(x, x, x)
@@ -235,7 +242,16 @@ def test_other_versions_of_the_exchange_api(monkeypatch: pytest.MonkeyPatch) -> 
     """It is left alone where it is not known."""
     gpu = FakeGpu()
     gpu.api.major = 2
-    monkeypatch.setattr(_fast_path, "_PYTORCH", (gpu.capsule, *_fast_path._PYTORCH[1:]))
+    monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(gpu.capsule))
     x = torch.ones(1, 1, 1, 8)
     assert torch.equal(attention(x, x, x), x)
     assert not gpu.asked
+
+
+def test_nothing_is_left_at_exit() -> None:
+    """The binding holds functions of the module that holds it: Python must see this cycle."""
+    code = "import torch, anyflash; x = torch.ones(1, 1, 1, 8); anyflash.attention(x, x, x)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300
+    )
+    assert "leak" not in done.stderr
