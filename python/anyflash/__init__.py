@@ -7,11 +7,10 @@ from anyflash._arrays import Array
 from anyflash._attention import attention
 from anyflash._attention_backward import attention_backward, attention_varlen_backward
 from anyflash._attention_with_kvcache import attention_with_kvcache, kvcache_workspace_size
-from anyflash._backward import AttentionGrads
 from anyflash._block_mask import create_block_mask, expand_block_mask
 from anyflash._embedding import get_cmake_dir, get_include
-from anyflash._forward import AttentionResult
 from anyflash._merge import merge_states
+from anyflash._results import AttentionGrads, AttentionResult
 from anyflash._varlen import attention_varlen
 
 __all__ = [

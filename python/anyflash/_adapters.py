@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from anyflash._options import AttentionOptions, KvCacheOptions, OutputRequest, Packing
+from anyflash._results import Returned
 
 
 class Adapter(Protocol):
@@ -18,7 +19,7 @@ class Adapter(Protocol):
         options: AttentionOptions,
         packing: Packing | None,
         outputs: OutputRequest,
-    ) -> Any:
+    ) -> Returned[Any]:
         """Attention of q, k and v."""
 
     def attend_with_kvcache(
@@ -27,7 +28,7 @@ class Adapter(Protocol):
         cache: KvCacheOptions,
         options: AttentionOptions,
         outputs: OutputRequest,
-    ) -> Any:
+    ) -> Any | tuple[Any, ...]:
         """Attention of q to k_cache and v_cache."""
 
 

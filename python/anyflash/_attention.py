@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from anyflash._adapters import adapter_of, fast_path_of, refuse
 from anyflash._forward import Forward
@@ -15,10 +15,83 @@ from anyflash._options import (
     OutputRequest,
     given_options,
 )
+from anyflash._results import ArrayT, AttentionResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
 
 
+@overload
 def attention(
-    q: Any,
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Plain[Any, int]],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithLse[Any, int]],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithResult[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithMaxLogits[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithDropoutMask[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Unknown[Any, int]],
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]: ...
+def attention(
+    q: ArrayT,
     k: Any,
     v: Any,
     *,
@@ -42,7 +115,7 @@ def attention(
     out: Any = None,
     out_dtype: Any = None,
     stream: int | None = None,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]:
     """Exact attention, ``softmax(softmax_scale * q k^T) v``, without a matrix of scores in memory.
 
     FlashAttention-2 (Dao, arXiv 2307.08691): tiles with an online softmax; memory is linear in the
@@ -188,7 +261,9 @@ def attention(
     ):
         attend = fast_path_of(q)
         if attend is not None:
-            result = attend("anyflash.attention", q, k, v, softmax_scale, causal, return_lse)
+            result: ArrayT | tuple[ArrayT, ArrayT] | None = attend(
+                "anyflash.attention", q, k, v, softmax_scale, causal, return_lse
+            )
             if result is not None:
                 return result
     if options is None:

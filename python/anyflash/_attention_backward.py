@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._backward import AttentionGrads, Backward
+from anyflash._backward import Backward
 from anyflash._options import (
     BLOCK_SIZE,
     NO_DROPOUT,
@@ -14,11 +14,12 @@ from anyflash._options import (
     GradientRequest,
     Packing,
 )
+from anyflash._results import ArrayT, AttentionGrads
 
 
 def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     dout: Any,
-    q: Any,
+    q: ArrayT,
     k: Any,
     v: Any,
     out: Any,
@@ -47,7 +48,7 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     dv: Any = None,
     grad_dtype: Any = None,
     stream: int | None = None,
-) -> AttentionGrads:
+) -> AttentionGrads[ArrayT]:
     """Gradients of a number L, given ``dout``, its gradient with respect to attention's output.
 
     FlashAttention-2 (Dao, arXiv 2307.08691, section 3.1.2): the probabilities are made again, tile
@@ -176,7 +177,7 @@ sinks, seqused_k
 
 def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     dout: Any,
-    q: Any,
+    q: ArrayT,
     k: Any,
     v: Any,
     out: Any,
@@ -210,7 +211,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     dv: Any = None,
     grad_dtype: Any = None,
     stream: int | None = None,
-) -> AttentionGrads:
+) -> AttentionGrads[ArrayT]:
     """:func:`attention_backward` over sequences of different lengths, packed without padding.
 
     A sequence's gradients have the same bits as alone or in any other batch; those of bias, sinks

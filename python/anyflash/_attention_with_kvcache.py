@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from anyflash._adapters import adapter_of, refuse
 from anyflash._kvcache import KvCacheCall
@@ -14,10 +14,58 @@ from anyflash._options import (
     KvCacheOptions,
     OutputRequest,
 )
+from anyflash._results import ArrayT
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._keywords import KvCacheKeywords
 
 
+@overload
 def attention_with_kvcache(
-    q: Any,
+    q: ArrayT,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    out: Any = ...,
+    workspace: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> ArrayT: ...
+@overload
+def attention_with_kvcache(
+    q: ArrayT,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: Literal[True],
+    out: Any = ...,
+    workspace: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention_with_kvcache(
+    q: ArrayT,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: bool = ...,
+    out: Any = ...,
+    workspace: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def attention_with_kvcache(
+    q: ArrayT,
     k_cache: Any,
     v_cache: Any,
     k: Any = None,
@@ -47,7 +95,7 @@ def attention_with_kvcache(
     out_dtype: Any = None,
     workspace: Any = None,
     stream: int | None = None,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Attention of new queries to a cache of keys and values, which new ones are appended to first.
 
     For generation, token by token or several at a time (prefill in chunks, speculation). The keys
@@ -183,7 +231,10 @@ def attention_with_kvcache(
     tensors = (q, k_cache, v_cache)
     if (adapter := adapter_of(q, k_cache, v_cache, k, v)) is not None:
         refuse("anyflash.attention_with_kvcache", out=out, stream=stream, workspace=workspace)
-        return adapter.attend_with_kvcache(tensors, cache, options, outputs)
+        result: ArrayT | tuple[ArrayT, ArrayT] = adapter.attend_with_kvcache(
+            tensors, cache, options, outputs
+        )
+        return result
     operation = "anyflash.attention_with_kvcache"
     return KvCacheCall(operation, tensors, cache, options, outputs, workspace=workspace).attend()
 

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from anyflash import _core, _parse
 from anyflash._arrays import FLOATS
 from anyflash._call import Call
 from anyflash._options import GradientRequest
+from anyflash._results import ArrayT, AttentionGrads
 
 _FLOAT32 = ("float32",)
 
 
-class AttentionGrads(NamedTuple):
-    """What :func:`attention_backward` gives; None where it was not asked for.
-
-    Attributes
-    ----------
-    dq, dk, dv : as q, k, v
-    dbias : as bias
-        Summed over the axes that bias is broadcast along.
-    dsinks : as sinks
-    dalibi_slopes : as alibi_slopes
-    """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsinks: Any
-    dalibi_slopes: Any
-
-
-class Backward(Call):
+class Backward(Call[ArrayT]):
     __slots__ = ()
 
     def _draw_seed(self) -> int:
@@ -43,7 +24,7 @@ class Backward(Call):
 
     def run(
         self, dout: Any, out: Any, lse: Any, dlse: Any, request: GradientRequest
-    ) -> AttentionGrads:
+    ) -> AttentionGrads[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
         causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = _parse.flags(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from anyflash import _parse
 from anyflash._arrays import BOOL, listed
 from anyflash._operands import Operands
 from anyflash._options import BLOCK_SIZE
+from anyflash._results import ArrayT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +19,37 @@ if TYPE_CHECKING:
 _PIECE = 1 << 20
 
 
+@overload
+def create_block_mask(
+    predicate: Callable[..., Any],
+    batch: int | None,
+    heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int] = ...,
+    like: None = ...,
+) -> npt.NDArray[np.bool_]: ...
+@overload
+def create_block_mask(
+    predicate: Callable[..., Any],
+    batch: int | None,
+    heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int] = ...,
+    *,
+    like: ArrayT,
+) -> ArrayT: ...
+@overload
+def create_block_mask(
+    predicate: Callable[..., Any],
+    batch: int | None,
+    heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int],
+    like: ArrayT,
+) -> ArrayT: ...
 def create_block_mask(  # noqa: PLR0917
     predicate: Callable[..., Any],
     batch: int | None,
@@ -139,7 +171,7 @@ def expand_block_mask(
     seqlen_q: int,
     seqlen_k: int,
     block_size: tuple[int, int] = BLOCK_SIZE,
-) -> Any:
+) -> npt.NDArray[np.bool_]:
     """The elements that a block mask keeps: to look at, or to test with.
 
     As ``bias`` it means what the map means as ``block_mask``, but it is as large as the scores.
@@ -183,5 +215,5 @@ def expand_block_mask(
             f"{name}: block_mask has shape {mask.shape}; expected (..., {blocks[0]}, {blocks[1]}) "
             f"for {seqlen_q} queries and {seqlen_k} keys in blocks of {size_q} x {size_k}"
         )
-    rows = mask.repeat(size_q, -2)[..., :seqlen_q, :]
+    rows: npt.NDArray[np.bool_] = mask.repeat(size_q, -2)[..., :seqlen_q, :]
     return rows.repeat(size_k, -1)[..., :seqlen_k]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 from anyflash import _parse
 from anyflash._arrays import BOOL, CPU, FLOATS, INT32, INT64
@@ -15,13 +15,14 @@ from anyflash._options import (
     AttentionOptions,
     Packing,
 )
+from anyflash._results import ArrayT
 
 _LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
 Given = dict[str, tuple[Any, str]]  # name: (array, dtype)
 Allocate = Callable[[int], tuple[Any, int]]
 
 
-class Call:
+class Call(Generic[ArrayT]):
     """Reads everything that is given, but for what `run` takes."""
 
     __slots__ = (
@@ -42,7 +43,7 @@ class Call:
     def __init__(
         self,
         operation: str,
-        tensors: tuple[Any, Any, Any],
+        tensors: tuple[ArrayT, Any, Any],
         options: AttentionOptions,
         packing: Packing | None = None,
     ) -> None:

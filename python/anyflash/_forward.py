@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from anyflash import _core, _parse
 from anyflash._call import Call
 from anyflash._options import OutputRequest
+from anyflash._results import ArrayT, AttentionResult, Returned
 
 _FLAGS = ("causal", *OutputRequest._fields[:4])
 
 
-class AttentionResult(NamedTuple):
-    """What :func:`attention` can give besides its output; None where it was not asked for.
-
-    Attributes
-    ----------
-    out : (batch, seqlen_q, heads, head_dim_v), packed: (total_q, heads, head_dim_v)
-    lse : (batch, heads, seqlen_q), packed: (heads, total_q), float32
-        Natural logarithm of the softmax's denominator.
-    max_logits : (batch, heads), float32
-        The largest score that no mask removed, -inf where there is none.
-    rng_state : (seed, offset), or the array that was given
-        What dropout was done with; give it as ``rng_state`` to repeat it.
-    dropout_mask : (batch, heads, seqlen_q, seqlen_k), bool
-        True where dropout kept the probability, whether or not a mask hides it.
-    """
-
-    out: Any
-    lse: Any
-    max_logits: Any
-    rng_state: Any
-    dropout_mask: Any
-
-
-class Forward(Call):
+class Forward(Call[ArrayT]):
     __slots__ = ()
 
-    def run(self, outputs: OutputRequest) -> Any:
+    def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
         lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream = outputs
@@ -50,7 +28,8 @@ class Forward(Call):
 
         result = self._out(out, out_dtype)
         batch, heads = self._batch, self._out_shape[-2]
-        max_logits = dropout_mask = lse = lse_target = None
+        max_logits = dropout_mask = lse_target = None
+        lse: Any = None
         if return_max_logits:
             max_logits = self._output("max_logits", (batch, heads), "float32")
         if return_dropout_mask:

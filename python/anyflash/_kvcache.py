@@ -12,6 +12,7 @@ from anyflash._call import Given
 from anyflash._forward import Forward
 from anyflash._operands import Operands
 from anyflash._options import AttentionOptions, KvCacheOptions, OutputRequest
+from anyflash._results import ArrayT
 
 _LAYOUTS = {
     "q": "(batch, seqlen_q, heads, head_dim)",
@@ -23,7 +24,7 @@ _LAYOUTS = {
 _NO_GRADIENTS = "attention with a KV cache has no backward"
 
 
-class KvCacheCall(Forward):
+class KvCacheCall(Forward[ArrayT]):
     """Reads everything that is given; then `attend` or `workspace_size`."""
 
     __slots__ = (
@@ -45,7 +46,7 @@ class KvCacheCall(Forward):
     def __init__(
         self,
         operation: str,
-        tensors: tuple[Any, Any, Any],
+        tensors: tuple[ArrayT, Any, Any],
         cache: KvCacheOptions,
         options: AttentionOptions,
         outputs: OutputRequest,
@@ -76,7 +77,7 @@ class KvCacheCall(Forward):
         self._export(outputs, workspace)
 
     @classmethod
-    def of(cls, operation: str, given: Mapping[str, Any]) -> KvCacheCall:
+    def of(cls, operation: str, given: Mapping[str, Any]) -> KvCacheCall[Any]:
         """Of the arguments of anyflash.attention_with_kvcache, by name."""
 
         def made(kind: Any) -> Any:
@@ -180,7 +181,7 @@ class KvCacheCall(Forward):
             self._writes,
         )
 
-    def attend(self) -> Any:
+    def attend(self) -> ArrayT | tuple[ArrayT, ArrayT]:
         _core.forward_with_kvcache(*self._arguments, self._workspace, self._allocate)
         finish = self._operands.framework.finish
         result = self._result if self._given_out is not None else finish(self._result)

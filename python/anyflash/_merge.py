@@ -7,11 +7,12 @@ from typing import Any
 from anyflash import _core, _parse
 from anyflash._arrays import FLOATS
 from anyflash._operands import Operands
+from anyflash._results import ArrayT
 
 
 def merge_states(
-    out_a: Any,
-    lse_a: Any,
+    out_a: ArrayT,
+    lse_a: ArrayT,
     out_b: Any,
     lse_b: Any,
     *,
@@ -19,7 +20,7 @@ def merge_states(
     lse: Any = None,
     out_dtype: Any = None,
     stream: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[ArrayT, ArrayT]:
     """Joins attention over two disjoint sets of keys, given each one's result and LSE.
 
     ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from anyflash._adapters import adapter_of, refuse
 from anyflash._forward import Forward
@@ -15,10 +15,113 @@ from anyflash._options import (
     OutputRequest,
     Packing,
 )
+from anyflash._results import ArrayT, AttentionResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
 
 
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Plain[Any, int]],
+) -> ArrayT: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithLse[Any, int]],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithResult[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithMaxLogits[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithDropoutMask[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Unknown[Any, int]],
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]: ...
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
-    q: Any,
+    q: ArrayT,
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
@@ -47,7 +150,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     out: Any = None,
     out_dtype: Any = None,
     stream: int | None = None,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]:
     """:func:`attention` over sequences of different lengths, packed without padding.
 
     Sequence b has the queries ``q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`` and the keys and values

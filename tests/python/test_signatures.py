@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
+import pickle
+import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,3 +86,51 @@ def test_objects_are_made_in_the_order_of_their_fields() -> None:
         "GradientRequest",
         "KvCacheOptions",
     }
+
+
+def keywords() -> dict[str, set[str]]:
+    """Of the TypedDicts that the overloads take the others from."""
+    text = Path(anyflash.__path__[0], "_keywords.pyi").read_text()
+    return {
+        node.name: {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}  # type: ignore[attr-defined]
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not keep overloads")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("package", [anyflash, *ADAPTERS], ids=lambda package: package.__name__)
+def test_overloads_take_the_same(package: Any, name: str) -> None:
+    function = getattr(package, name)
+    overloads = typing.get_overloads(function)
+    assert len(overloads) >= 3
+    others = keywords()["KvCacheKeywords" if name.endswith("kvcache") else "Keywords"]
+    for overload in overloads:
+        own = parameters(overload)
+        kind = str(own.pop("options").annotation).partition("[")[2].partition("[")[0]
+        assert set(own) | keywords()[kind] | others == set(parameters(function)), kind
+
+
+def test_results_of_python_3_10(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its named tuples cannot be generic; they have the same fields."""
+    path = Path(anyflash.__path__[0], "_results.py")
+    spec = importlib.util.spec_from_file_location("results_3_10", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    spec.loader.exec_module(module)
+    for kind in (anyflash.AttentionResult, anyflash.AttentionGrads):
+        older = getattr(module, kind.__name__)
+        assert older is not kind
+        assert older._fields == kind._fields
+
+
+@pytest.mark.parametrize("kind", [anyflash.AttentionResult, anyflash.AttentionGrads])
+def test_results_are_pickled_by_their_public_names(kind: Any) -> None:
+    result = kind(*range(len(kind._fields)))
+    text = pickle.dumps(result, protocol=0)
+    assert b"canyflash\n" in text
+    assert pickle.loads(text) == result
+    assert type(pickle.loads(text)) is kind

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax import Array
+
 from anyflash._options import AttentionOptions, OutputRequest, Packing
+from anyflash._results import Returned
 from anyflash.jax._call import Call
 
 
@@ -14,7 +17,7 @@ def attend(
     packing: Packing | None,
     outputs: OutputRequest,
     deterministic: Any = False,
-) -> Any:
+) -> Returned[Array]:
     name = "anyflash.jax.attention" if packing is None else "anyflash.jax.attention_varlen"
     call = Call(name, **dict(zip(("q", "k", "v"), tensors, strict=True)))
     if packing is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
+
+from jax import Array
 
 from anyflash._options import (
     BLOCK_SIZE,
@@ -12,9 +14,76 @@ from anyflash._options import (
     AttentionOptions,
     OutputRequest,
 )
+from anyflash._results import AttentionResult
 from anyflash.jax._attend import attend
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from anyflash._keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[Plain[Any, Any]],
+) -> Array: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithLse[Any, Any]],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithResult[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithMaxLogits[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithDropoutMask[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[Unknown[Any, Any]],
+) -> Array | tuple[Array, Array] | AttentionResult[Array]: ...
 def attention(
     q: Any,
     k: Any,
@@ -39,7 +108,7 @@ def attention(
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: Any = None,
-) -> Any:
+) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention` for JAX: compiled, differentiable and batched.
 
     It works within jax.jit, grad, vjp, vmap, lax.scan, checkpoint and shard_map. Gradients flow to

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from anyflash import _parse
 from anyflash._arrays import FLOATS
-from anyflash._forward import AttentionResult
 from anyflash._options import AttentionOptions, OutputRequest, Packing
+from anyflash._results import AttentionResult, Returned
 from anyflash.jax import _ffi, _random
 from anyflash.jax._ffi import Arrays
 from anyflash.jax._operations import FLOAT32, Settings, attend, forward_results
@@ -129,7 +129,7 @@ class Call:
             deterministic,
         )
 
-    def run(self, outputs: OutputRequest, deterministic: Any = False) -> Any:
+    def run(self, outputs: OutputRequest, deterministic: Any = False) -> Returned[jax.Array]:
         return_lse, return_max_logits, return_dropout_mask, return_result = _parse.flag_values(
             self.operation, OutputRequest._fields[:4], outputs[:4]
         )
@@ -160,7 +160,8 @@ class Call:
         }
         results = attend(settings, floats, arrays)
         if not whole:
-            return (results["out"], results["lse"]) if return_lse else results["out"]
+            out: jax.Array = results["out"]
+            return (out, results["lse"]) if return_lse else out
         for name in set(results) & {"max_logits", "dropout_mask"}:
             results[name] = jax.lax.stop_gradient(results[name])
         return AttentionResult(

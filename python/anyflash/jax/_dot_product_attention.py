@@ -114,7 +114,8 @@ def dot_product_attention(
         seqused_k=used,
     )
     call.scores(options)
-    out, lse = call.run(OutputRequest(return_lse=True))
+    results: Any = call.run(OutputRequest(return_lse=True))
+    out, lse = results
     missing = query.shape[1] - rows
     if missing:
         out = jnp.pad(out, ((0, 0), (0, missing), (0, 0), (0, 0)))

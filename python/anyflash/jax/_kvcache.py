@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,69 @@ from anyflash.jax._call import Call
 from anyflash.jax._ffi import Arrays
 from anyflash.jax._operations import FLOAT32, Settings, struct
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._keywords import KvCacheKeywords
+
 _CACHES = ("k_cache", "v_cache")
 
 
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: None = ...,
+    v: None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> jax.Array: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: None = ...,
+    v: None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def attention_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -53,7 +113,7 @@ def attention_with_kvcache(
     split_size: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """:func:`anyflash.attention_with_kvcache` for JAX, which returns the caches it has appended to.
 
     JAX's arrays are immutable: where ``k`` and ``v`` are given, the result holds new caches. Within
@@ -139,7 +199,7 @@ def attend_with_kvcache(
     cache: KvCacheOptions,
     options: AttentionOptions,
     outputs: OutputRequest,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     names = ("q", *_CACHES)
     call = Call("anyflash.jax.attention_with_kvcache", **dict(zip(names, tensors, strict=True)))
     call.scores(options)
@@ -179,7 +239,9 @@ def _seqlens(call: Call, cache_seqlens: Any) -> Any:
     return jnp.full(call.arrays["q"].shape[:1], filled, jnp.int32)
 
 
-def _attend(call: Call, return_lse: Any, out_dtype: Any, appends: bool) -> Any:
+def _attend(
+    call: Call, return_lse: Any, out_dtype: Any, appends: bool
+) -> jax.Array | tuple[jax.Array, ...]:
     q, k_cache = call.arrays["q"], call.arrays["k_cache"]
     names = ("out", *(("lse",) if return_lse else ()), *(_CACHES if appends else ()))
     settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)

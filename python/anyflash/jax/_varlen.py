@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
+
+from jax import Array
 
 from anyflash._options import (
     BLOCK_SIZE,
@@ -13,9 +15,106 @@ from anyflash._options import (
     OutputRequest,
     Packing,
 )
+from anyflash._results import AttentionResult
 from anyflash.jax._attend import attend
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from anyflash._keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
+
+
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[Plain[Any, Any]],
+) -> Array: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithLse[Any, Any]],
+) -> tuple[Array, Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithResult[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithMaxLogits[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithDropoutMask[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[Unknown[Any, Any]],
+) -> Array | tuple[Array, Array] | AttentionResult[Array]: ...
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     q: Any,
     k: Any,
@@ -45,7 +144,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: Any = None,
-) -> Any:
+) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention_varlen` for JAX.
 
     As :func:`anyflash.jax.attention`; under jax.vmap it is a loop.

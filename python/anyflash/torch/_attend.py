@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from anyflash import _parse
-from anyflash._forward import AttentionResult
 from anyflash._options import UNBOUNDED, AttentionOptions, OutputRequest, Packing
+from anyflash._results import AttentionResult, Returned
 from anyflash.torch import _problem
 from anyflash.torch._autograd import Attention, TransformedAttention, apply
 from anyflash.torch._dispatch_state import (
@@ -35,7 +35,7 @@ def attend(
     packing: Packing | None,
     outputs: OutputRequest,
     deterministic: Any = None,
-) -> Any:
+) -> Returned[Tensor]:
     operation = _problem.name(packing is not None)
     check_tensor(operation, tensors[0])
     tensors = _autocast(tensors)
@@ -50,6 +50,8 @@ def attend(
         return_dropout_mask,
         as_dtype(outputs.out_dtype),
     )
+    out: Tensor
+    lse: Tensor
     out, lse, max_logits, dropout_mask = _run(p, requested)
     if whole:
         return AttentionResult(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -16,13 +16,81 @@ from anyflash._options import (
     OutputRequest,
     given_options,
 )
+from anyflash._results import AttentionResult
 from anyflash.torch import _fast_path
 from anyflash.torch._attend import attend
 from anyflash.torch._dispatch_state import is_compiling
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
+
+
 _NAME = "anyflash.torch.attention"
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deterministic: bool | None = ...,
+    **options: Unpack[Plain[Tensor, int]],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithLse[Tensor, int]],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithResult[Tensor, int]],
+) -> AttentionResult[Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithMaxLogits[Tensor, int]],
+) -> AttentionResult[Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithDropoutMask[Tensor, int]],
+) -> AttentionResult[Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deterministic: bool | None = ...,
+    **options: Unpack[Unknown[Tensor, int]],
+) -> Tensor | tuple[Tensor, Tensor] | AttentionResult[Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -47,7 +115,7 @@ def attention(
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: torch.dtype | str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | AttentionResult[Tensor]:
     """:func:`anyflash.attention` for PyTorch, differentiable.
 
     Gradients flow to q, k, v, a bias of numbers, sinks and alibi_slopes, from the output and from
@@ -121,7 +189,9 @@ def attention(
         and return_max_logits is return_dropout_mask is return_result is False
         and not is_compiling()
     ):
-        result = _fast_path.attend(_NAME, q, k, v, softmax_scale, causal, return_lse)
+        result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.attend(
+            _NAME, q, k, v, softmax_scale, causal, return_lse
+        )
         if result is not None:
             return result
     if options is None:

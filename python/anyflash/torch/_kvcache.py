@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from anyflash._options import (
 from anyflash.torch._attend import as_dtype, check_tensor
 from anyflash.torch._dispatch_state import is_traced
 from anyflash.torch._ops import define, lse_shape, or_empty
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._keywords import KvCacheKeywords
 
 _OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (
@@ -37,7 +42,7 @@ def _operator(*tensors: Tensor | None, **given: Any) -> tuple[Tensor, Tensor]:
         given["cache_seqlens"] = filled
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     given |= zip(("q", "k_cache", "v_cache", "k", "v"), tensors, strict=True)
-    result = KvCacheCall.of(_OPERATION, given).attend()
+    result: Any = KvCacheCall.of(_OPERATION, given).attend()
     return result if given["return_lse"] else (result, or_empty(None, given["q"]))
 
 
@@ -70,6 +75,39 @@ define("attention_with_kvcache", _SCHEMA.format("", ""), _operator, _fake)
 define("attention_with_kvcache_", _SCHEMA.format("(a!)", "(b!)"), _operator, _fake)
 
 
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Tensor]],
+) -> Tensor: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Tensor]],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[KvCacheKeywords[Tensor]],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -98,7 +136,7 @@ def attention_with_kvcache(
     split_size: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`anyflash.attention_with_kvcache` for PyTorch, also within ``torch.compile`` and
     ``torch.export``.
 
@@ -165,7 +203,7 @@ def attend_with_kvcache(
     cache: KvCacheOptions,
     options: AttentionOptions,
     outputs: OutputRequest,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     q, k_cache, v_cache = tensors
     check_tensor(_OPERATION, q)
     outputs = OutputRequest(outputs.return_lse, out_dtype=as_dtype(outputs.out_dtype))

@@ -153,7 +153,7 @@ def forward(
     request = OutputRequest(
         outputs.lse, outputs.max_logits, outputs.dropout_mask, out_dtype=outputs.out_dtype
     )
-    result = Forward(operation(p), tensors, _options_of(p), _packing_of(p)).run(request)
+    result: Any = Forward(operation(p), tensors, _options_of(p), _packing_of(p)).run(request)
     if isinstance(result, Tensor):
         return result, None, None, None
     if outputs.max_logits or outputs.dropout_mask:

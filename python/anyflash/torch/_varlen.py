@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -16,9 +16,106 @@ from anyflash._options import (
     OutputRequest,
     Packing,
 )
+from anyflash._results import AttentionResult
 from anyflash.torch._attend import attend
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from anyflash._keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool | None = ...,
+    **options: Unpack[Plain[Tensor, int]],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithLse[Tensor, int]],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithResult[Tensor, int]],
+) -> AttentionResult[Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithMaxLogits[Tensor, int]],
+) -> AttentionResult[Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool | None = ...,
+    **options: Unpack[WithDropoutMask[Tensor, int]],
+) -> AttentionResult[Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool | None = ...,
+    **options: Unpack[Unknown[Tensor, int]],
+) -> Tensor | tuple[Tensor, Tensor] | AttentionResult[Tensor]: ...
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     q: Tensor,
     k: Tensor,
@@ -48,7 +145,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: torch.dtype | str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | AttentionResult[Tensor]:
     """:func:`anyflash.attention_varlen` for PyTorch, differentiable as :func:`attention` is.
 
     Parameters
