@@ -38,8 +38,9 @@ def build_info() -> dict[str, Any]:
 
     Keys: ``version``; ``cuda`` (None, or ``runtime_version`` and ``archs``); ``cpu`` (``isa`` in
     use, ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with what it can do
-    and the number of its ``launches`` in this process); ``devices`` (CUDA devices);
-    ``device_error`` (why there are none).
+    and the number of its ``launches`` in this process); ``tuned_tiles``
+    (``grid_tile`` and ``short_rows``, by which measured tiles tell small and short problems);
+    ``devices`` (CUDA devices); ``device_error`` (why there are none).
     """
     return _core.build_info()
 

@@ -8,6 +8,7 @@
 #include "device.h"
 #include "kernel_table.h"
 #include "prefer_kernel.h"
+#include "tuned_tiles.h"
 
 namespace anyflash {
 
