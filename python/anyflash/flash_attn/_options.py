@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyflash._parse import flags
+from anyflash._call.parsing import flags
 
 
 def as_int(x: Any) -> int:

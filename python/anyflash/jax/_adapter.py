@@ -1,4 +1,4 @@
-"""What anyflash's own functions hand to JAX: anyflash._adapters.Adapter."""
+"""What anyflash's own functions hand to JAX: anyflash._call.dispatch.Adapter."""
 
 from anyflash.jax._attend import attend
 from anyflash.jax._kvcache import attend_with_kvcache

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax import Array
 
-from anyflash._options import AttentionOptions, OutputRequest, Packing
-from anyflash._results import Returned
+from anyflash._call.options import AttentionOptions, OutputRequest, Packing
+from anyflash._call.results import Returned
 from anyflash.jax._call import Call
 
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from anyflash import _parse
-from anyflash._arrays import FLOATS
-from anyflash._options import AttentionOptions, OutputRequest, Packing
-from anyflash._results import AttentionResult, Returned
+from anyflash._arrays.base import FLOATS
+from anyflash._call import parsing
+from anyflash._call.options import AttentionOptions, OutputRequest, Packing
+from anyflash._call.results import AttentionResult, Returned
 from anyflash.jax import _ffi, _random
 from anyflash.jax._ffi import Arrays
 from anyflash.jax._operations import FLOAT32, Settings, attend, forward_results
@@ -54,23 +54,23 @@ class Call:
         """How scores are made, and which are hidden."""
         numbers, parse = self.numbers, self.parse
         if options.softmax_scale is not None:
-            numbers["softmax_scale"] = parse("softmax_scale", _parse.scale, options.softmax_scale)
-        (numbers["causal"],) = _parse.flags(self.operation, causal=options.causal)
-        left, right = parse("window_size", _parse.window, options.window_size)
+            numbers["softmax_scale"] = parse("softmax_scale", parsing.scale, options.softmax_scale)
+        (numbers["causal"],) = parsing.flags(self.operation, causal=options.causal)
+        left, right = parse("window_size", parsing.window, options.window_size)
         numbers |= {"window_left": left, "window_right": right}
-        numbers["softcap"] = parse("softcap", _parse.softcap, options.softcap)
+        numbers["softcap"] = parse("softcap", parsing.softcap, options.softcap)
         self.array("alibi_slopes", options.alibi_slopes)
         self.array("sinks", options.sinks)
         self.array("bias", options.bias, 4)
         self.array("block_mask", options.block_mask, 4)
         if options.block_mask is not None:
-            rows, columns = parse("block_size", _parse.block_size, options.block_size)
+            rows, columns = parse("block_size", parsing.block_size, options.block_size)
             numbers |= {"block_size_q": rows, "block_size_k": columns}
         self.array("seqused_k", options.seqused_k)
 
     def dropout(self, options: AttentionOptions) -> None:
         seed, rng_state = options.seed, options.rng_state
-        p = self.parse("dropout_p", _parse.probability, options.dropout_p)
+        p = self.parse("dropout_p", parsing.probability, options.dropout_p)
         if seed is not None and rng_state is not None:
             raise ValueError(
                 f"{self.operation}: seed and rng_state are both given; one of them is allowed"
@@ -96,8 +96,8 @@ class Call:
                 f"{self.operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)"
             )
         for name in ("max_seqlen_q", "max_seqlen_k"):
-            self.numbers[name] = self.parse(name, _parse.length, getattr(packing, name))
-        (self.numbers["validate"],) = _parse.flags(self.operation, validate=packing.validate)
+            self.numbers[name] = self.parse(name, parsing.length, getattr(packing, name))
+        (self.numbers["validate"],) = parsing.flags(self.operation, validate=packing.validate)
 
     def check_rank(self, names: tuple[str, ...], rank: int, layout: str) -> None:
         for name in names:
@@ -115,11 +115,11 @@ class Call:
         out_dtype: Any,
         deterministic: Any,
     ) -> Settings:
-        (deterministic,) = _parse.flags(self.operation, deterministic=deterministic)
+        (deterministic,) = parsing.flags(self.operation, deterministic=deterministic)
         dtype = self.arrays["q"].dtype.name
         if out_dtype is not None:
             allowed = tuple(dict.fromkeys((dtype, FLOAT32)))
-            dtype = self.parse("out_dtype", _parse.dtype, out_dtype, allowed)
+            dtype = self.parse("out_dtype", parsing.dtype, out_dtype, allowed)
         return Settings(
             self.operation,
             tuple(self.numbers.items()),
@@ -130,7 +130,7 @@ class Call:
         )
 
     def run(self, outputs: OutputRequest, deterministic: Any = False) -> Returned[jax.Array]:
-        return_lse, return_max_logits, return_dropout_mask, return_result = _parse.flag_values(
+        return_lse, return_max_logits, return_dropout_mask, return_result = parsing.flag_values(
             self.operation, OutputRequest._fields[:4], outputs[:4]
         )
         whole = return_result or return_max_logits or return_dropout_mask

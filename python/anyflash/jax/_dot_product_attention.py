@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anyflash import _parse
-from anyflash._options import AttentionOptions, OutputRequest
+from anyflash._call import parsing
+from anyflash._call.options import AttentionOptions, OutputRequest
 from anyflash.jax._call import Call
 
 _OPERATION = "anyflash.jax.dot_product_attention"
@@ -83,7 +83,7 @@ def dot_product_attention(
             f"{_OPERATION}: implementation is {implementation!r}; 'xla', 'cudnn' and None are "
             "allowed"
         )
-    is_causal, return_residual = _parse.flags(
+    is_causal, return_residual = parsing.flags(
         _OPERATION, is_causal=is_causal, return_residual=return_residual
     )
     query, key, value, bias, mask = (
@@ -108,7 +108,7 @@ def dot_product_attention(
     bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
     call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
     options = AttentionOptions(
-        None if scale is None else call.parse("scale", _parse.to_float, scale),
+        None if scale is None else call.parse("scale", parsing.to_float, scale),
         window_size=window,
         bias=_joined(bias, mask),
         seqused_k=used,

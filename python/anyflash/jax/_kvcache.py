@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from anyflash import _parse
-from anyflash._options import (
+from anyflash._call import parsing
+from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
     AttentionOptions,
@@ -25,7 +25,7 @@ from anyflash.jax._operations import FLOAT32, Settings, struct
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import KvCacheKeywords
+    from anyflash._api.keywords import KvCacheKeywords
 
 _CACHES = ("k_cache", "v_cache")
 
@@ -216,14 +216,14 @@ def attend_with_kvcache(
     call.array("k_scale", cache.k_scale)
     call.array("v_scale", cache.v_scale)
     call.array("cache_seqlens", _seqlens(call, cache.cache_seqlens))
-    call.numbers["rotary_interleaved"], return_lse = _parse.flags(
+    call.numbers["rotary_interleaved"], return_lse = parsing.flags(
         call.operation,
         rotary_interleaved=cache.rotary_interleaved,
         return_lse=outputs.return_lse,
     )
-    call.numbers["num_splits"] = call.parse("num_splits", _parse.integer, cache.num_splits)
+    call.numbers["num_splits"] = call.parse("num_splits", parsing.integer, cache.num_splits)
     if cache.split_size is not None:
-        call.numbers["split_size"] = call.parse("split_size", _parse.integer, cache.split_size)
+        call.numbers["split_size"] = call.parse("split_size", parsing.integer, cache.split_size)
     appends = cache.k is not None or cache.v is not None
     return _attend(call, return_lse, outputs.out_dtype, appends)
 
@@ -232,10 +232,10 @@ def _seqlens(call: Call, cache_seqlens: Any) -> Any:
     """An int is that of all sequences."""
     if not isinstance(cache_seqlens, numbers.Integral):
         return cache_seqlens
-    filled = call.parse("cache_seqlens", _parse.length, cache_seqlens)
+    filled = call.parse("cache_seqlens", parsing.length, cache_seqlens)
     others = (call.arrays.get(name) for name in ("block_table", "k_new"))
     shapes = (None if x is None else x.shape for x in others)
-    call.parse("cache_seqlens", _parse.check_room, filled, call.arrays["k_cache"].shape, *shapes)
+    call.parse("cache_seqlens", parsing.check_room, filled, call.arrays["k_cache"].shape, *shapes)
     return jnp.full(call.arrays["q"].shape[:1], filled, jnp.int32)
 
 

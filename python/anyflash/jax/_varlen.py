@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from jax import Array
 
-from anyflash._options import (
+from anyflash._call.options import (
     BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -15,13 +15,13 @@ from anyflash._options import (
     OutputRequest,
     Packing,
 )
-from anyflash._results import AttentionResult
+from anyflash._call.results import AttentionResult
 from anyflash.jax._attend import attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import (
+    from anyflash._api.keywords import (
         Plain,
         Unknown,
         WithDropoutMask,

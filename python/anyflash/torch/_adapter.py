@@ -1,4 +1,4 @@
-"""What anyflash's own functions hand to PyTorch (anyflash._adapters.Adapter), and when."""
+"""What anyflash's own functions hand to PyTorch (anyflash._call.dispatch.Adapter), and when."""
 
 from anyflash.torch._attend import attend
 from anyflash.torch._dispatch_state import needs_adapter

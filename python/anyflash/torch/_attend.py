@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflash import _parse
-from anyflash._options import UNBOUNDED, AttentionOptions, OutputRequest, Packing
-from anyflash._results import AttentionResult, Returned
+from anyflash._call import parsing
+from anyflash._call.options import UNBOUNDED, AttentionOptions, OutputRequest, Packing
+from anyflash._call.results import AttentionResult, Returned
 from anyflash.torch import _problem
 from anyflash.torch._autograd import Attention, TransformedAttention, apply
 from anyflash.torch._dispatch_state import (
@@ -40,7 +40,7 @@ def attend(
     check_tensor(operation, tensors[0])
     tensors = _autocast(tensors)
     p, random = _read(operation, tensors, options, packing or _DENSE, deterministic)
-    return_lse, return_max_logits, return_dropout_mask, return_result = _parse.flag_values(
+    return_lse, return_max_logits, return_dropout_mask, return_result = parsing.flag_values(
         operation, OutputRequest._fields[:4], outputs[:4]
     )
     whole = return_result or return_max_logits or return_dropout_mask
@@ -83,12 +83,12 @@ def _read(
     elif window is UNBOUNDED:
         left, right = UNBOUNDED
     else:
-        left, right = parse("window_size", _parse.window, window)
+        left, right = parse("window_size", parsing.window, window)
     if options.block_mask is not None:
-        block_size = parse("block_size", _parse.block_size, block_size)
+        block_size = parse("block_size", parsing.block_size, block_size)
     random = RandomState()
     if dropout_p != 0 or options.seed is not None or options.rng_state is not None:
-        dropout_p = parse("dropout_p", _parse.probability, dropout_p)
+        dropout_p = parse("dropout_p", parsing.probability, dropout_p)
         if options.seed is not None and options.rng_state is not None:
             raise ValueError(
                 f"{operation}: seed and rng_state are both given; one of them is allowed"
@@ -98,7 +98,7 @@ def _read(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     flags = packing.validate, options.causal, deterministic
-    validate, causal, deterministic = _parse.flag_values(operation, _FLAGS, flags)
+    validate, causal, deterministic = parsing.flag_values(operation, _FLAGS, flags)
     p = Problem(
         *tensors,
         options.bias,

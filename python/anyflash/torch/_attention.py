@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from anyflash._options import (
+from anyflash._call.options import (
     BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -16,7 +16,7 @@ from anyflash._options import (
     OutputRequest,
     given_options,
 )
-from anyflash._results import AttentionResult
+from anyflash._call.results import AttentionResult
 from anyflash.torch import _fast_path
 from anyflash.torch._attend import attend
 from anyflash.torch._dispatch_state import is_compiling
@@ -24,7 +24,7 @@ from anyflash.torch._dispatch_state import is_compiling
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import (
+    from anyflash._api.keywords import (
         Plain,
         Unknown,
         WithDropoutMask,

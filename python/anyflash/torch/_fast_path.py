@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from anyflash import _core
-from anyflash._frameworks import framework_of
-from anyflash._options import UNBOUNDED
+from anyflash._arrays.frameworks import framework_of
+from anyflash._call.options import UNBOUNDED
 from anyflash.torch._dispatch_state import is_plain_eager
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from anyflash._kvcache import KvCacheCall
-from anyflash._options import (
+from anyflash._call.kvcache import KvCacheCall
+from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
     AttentionOptions,
@@ -22,7 +22,7 @@ from anyflash.torch._ops import define, lse_shape, or_empty
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import KvCacheKeywords
+    from anyflash._api.keywords import KvCacheKeywords
 
 _OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (

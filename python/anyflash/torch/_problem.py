@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflash._backward import Backward
-from anyflash._forward import Forward
-from anyflash._options import (
+from anyflash._call.backward import Backward
+from anyflash._call.forward import Forward
+from anyflash._call.options import (
     NO_DROPOUT,
     NO_SOFTCAP,
     UNBOUNDED,

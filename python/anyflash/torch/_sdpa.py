@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflash._options import NO_DROPOUT, UNBOUNDED
-from anyflash._parse import flags
+from anyflash._call.options import NO_DROPOUT, UNBOUNDED
+from anyflash._call.parsing import flags
 from anyflash.torch import _fast_path
 from anyflash.torch._attention import attention
 from anyflash.torch._dispatch_state import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from anyflash._options import (
+from anyflash._call.options import (
     BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -16,13 +16,13 @@ from anyflash._options import (
     OutputRequest,
     Packing,
 )
-from anyflash._results import AttentionResult
+from anyflash._call.results import AttentionResult
 from anyflash.torch._attend import attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import (
+    from anyflash._api.keywords import (
         Plain,
         Unknown,
         WithDropoutMask,

@@ -17,13 +17,13 @@ import pytest
 import anyflash
 import anyflash.jax
 import anyflash.torch
-from anyflash import _options
+from anyflash._call import options
 
 ADAPTERS = [anyflash.torch, anyflash.jax]
 NAMES = ["attention", "attention_varlen", "attention_with_kvcache"]
 TARGETS = {"out", "stream", "workspace"}  # an adapter's machinery decides where and when
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "validate"}
-DEFAULTS = _options.AttentionOptions()._asdict()
+DEFAULTS = options.AttentionOptions()._asdict()
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -68,8 +68,8 @@ def calls_by_position() -> Iterator[tuple[str, str, list[str]]]:
 
 def fields(made: str) -> list[str]:
     if made == "given_options":
-        return list(parameters(_options.given_options))
-    return list(getattr(getattr(_options, made, None), "_fields", ()))
+        return list(parameters(options.given_options))
+    return list(getattr(getattr(options, made, None), "_fields", ()))
 
 
 def test_objects_are_made_in_the_order_of_their_fields() -> None:
@@ -90,7 +90,7 @@ def test_objects_are_made_in_the_order_of_their_fields() -> None:
 
 def keywords() -> dict[str, set[str]]:
     """Of the TypedDicts that the overloads take the others from."""
-    text = Path(anyflash.__path__[0], "_keywords.pyi").read_text()
+    text = Path(anyflash.__path__[0], "_api", "keywords.pyi").read_text()
     return {
         node.name: {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}  # type: ignore[attr-defined]
         for node in ast.parse(text).body
@@ -114,7 +114,7 @@ def test_overloads_take_the_same(package: Any, name: str) -> None:
 
 def test_results_of_python_3_10(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its named tuples cannot be generic; they have the same fields."""
-    path = Path(anyflash.__path__[0], "_results.py")
+    path = Path(anyflash.__path__[0], "_call", "results.py")
     spec = importlib.util.spec_from_file_location("results_3_10", path)
     assert spec is not None
     assert spec.loader is not None

@@ -328,10 +328,11 @@ def test_a_tensor_that_changed_is_noticed(torch: ModuleType, name: str) -> None:
 
 def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """To both passes; on a CPU lengths are checked always."""
-    from anyflash import _backward, _forward
+    from anyflash._call.backward import Backward
+    from anyflash._call.forward import Forward
 
     seen = []
-    for kind in (_forward.Forward, _backward.Backward):
+    for kind in (Forward, Backward):
 
         def spy(self: Any, packing: Any, pack: Any = kind._pack) -> None:
             seen.append(packing.validate)
@@ -346,7 +347,7 @@ def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_deterministic_follows_torch(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default; an explicit one counts."""
-    from anyflash._backward import Backward
+    from anyflash._call.backward import Backward
 
     seen = []
     run = Backward.run

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import anyflash
-from anyflash import _core, _forward
+from anyflash import _core
+from anyflash._call.forward import Forward
 from anyflash.torch import _fast_path, attention, scaled_dot_product_attention
 from backends.abi import DLDataType, DLDevice, DLTensor
 
@@ -39,7 +40,7 @@ def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def begin() -> None:
         if request.param == "capsules":
             monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
-        monkeypatch.setattr(_forward.Forward, "__init__", refuse)
+        monkeypatch.setattr(Forward, "__init__", refuse)
 
     return begin
 

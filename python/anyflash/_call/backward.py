@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash import _core, _parse
-from anyflash._arrays import FLOATS
-from anyflash._call import Call
-from anyflash._options import GradientRequest
-from anyflash._results import ArrayT, AttentionGrads
+from anyflash import _core
+from anyflash._arrays.base import FLOATS
+from anyflash._call import parsing
+from anyflash._call.call import Call
+from anyflash._call.options import GradientRequest
+from anyflash._call.results import ArrayT, AttentionGrads
 
 _FLOAT32 = ("float32",)
 
@@ -27,7 +28,7 @@ class Backward(Call[ArrayT]):
     ) -> AttentionGrads[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = _parse.flags(
+        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = parsing.flags(
             operands.operation,
             causal=self._given.causal,
             deterministic=request.deterministic,
@@ -43,7 +44,7 @@ class Backward(Call[ArrayT]):
             operands.read("dlse", dlse, _FLOAT32)
         grad_dtype = request.grad_dtype
         if grad_dtype is not None:
-            grad_dtype = operands.parse("grad_dtype", _parse.dtype, grad_dtype, allowed)
+            grad_dtype = operands.parse("grad_dtype", parsing.dtype, grad_dtype, allowed)
             allowed = (grad_dtype,)
         given = {"dq": request.dq, "dk": request.dk, "dv": request.dv}
         dtype = self._common_dtype(given, allowed)

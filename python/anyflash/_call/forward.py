@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash import _core, _parse
-from anyflash._call import Call
-from anyflash._options import OutputRequest
-from anyflash._results import ArrayT, AttentionResult, Returned
+from anyflash import _core
+from anyflash._call import parsing
+from anyflash._call.call import Call
+from anyflash._call.options import OutputRequest
+from anyflash._call.results import ArrayT, AttentionResult, Returned
 
 _FLAGS = ("causal", *OutputRequest._fields[:4])
 
@@ -21,7 +22,7 @@ class Forward(Call[ArrayT]):
         lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream = outputs
         flags = self._given.causal, lse_wanted, max_logits_wanted, mask_wanted, all_wanted
         causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
-            _parse.flag_values(operands.operation, _FLAGS, flags)
+            parsing.flag_values(operands.operation, _FLAGS, flags)
         )
         softmax_scale, stream = self._numbers(stream)
         self._export_options(stream)
@@ -76,7 +77,7 @@ class Forward(Call[ArrayT]):
             return operands.empty(self._out_shape, None)
         allowed = tuple(dict.fromkeys((self._dtype, "float32")))
         if out_dtype is not None:
-            allowed = (operands.parse("out_dtype", _parse.dtype, out_dtype, allowed),)
+            allowed = (operands.parse("out_dtype", parsing.dtype, out_dtype, allowed),)
         if out is None:
             return operands.empty(self._out_shape, allowed[0])
         operands.output("out", out, allowed)

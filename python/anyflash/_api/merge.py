@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash import _core, _parse
-from anyflash._arrays import FLOATS
-from anyflash._operands import Operands
-from anyflash._results import ArrayT
+from anyflash import _core
+from anyflash._arrays.base import FLOATS
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.results import ArrayT
 
 
 def merge_states(
@@ -81,10 +82,10 @@ def merge_states(
             "dtype"
         )
     if stream is not None:
-        stream = operands.parse("stream", _parse.stream, stream)
+        stream = operands.parse("stream", parsing.stream, stream)
     allowed: tuple[str, ...] = FLOATS
     if out_dtype is not None:
-        allowed = (operands.parse("out_dtype", _parse.dtype, out_dtype, FLOATS),)
+        allowed = (operands.parse("out_dtype", parsing.dtype, out_dtype, FLOATS),)
     if out is not None:
         kind = operands.output("out", out, allowed)
     else:

@@ -6,13 +6,14 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from anyflash import _core, _parse
-from anyflash._arrays import BOOL, BYTES, CACHES, FLOATS, INT32
-from anyflash._call import Given
-from anyflash._forward import Forward
-from anyflash._operands import Operands
-from anyflash._options import AttentionOptions, KvCacheOptions, OutputRequest
-from anyflash._results import ArrayT
+from anyflash import _core
+from anyflash._arrays.base import BOOL, BYTES, CACHES, FLOATS, INT32
+from anyflash._call import parsing
+from anyflash._call.call import Given
+from anyflash._call.forward import Forward
+from anyflash._call.operands import Operands
+from anyflash._call.options import AttentionOptions, KvCacheOptions, OutputRequest
+from anyflash._call.results import ArrayT
 
 _LAYOUTS = {
     "q": "(batch, seqlen_q, heads, head_dim)",
@@ -96,7 +97,7 @@ class KvCacheCall(Forward[ArrayT]):
         parse = self._operands.parse
         cache_seqlens = cache.cache_seqlens
         if isinstance(cache_seqlens, numbers.Integral):
-            self._seqlens = parse("cache_seqlens", _parse.length, cache_seqlens)
+            self._seqlens = parse("cache_seqlens", parsing.length, cache_seqlens)
             cache_seqlens = None
         for name, x, allowed in (
             ("cache_seqlens", cache_seqlens, INT32),
@@ -109,9 +110,9 @@ class KvCacheCall(Forward[ArrayT]):
         ):
             if x is not None:
                 self._cache_array(name, name, x, allowed)
-        self._cache_options["num_splits"] = parse("num_splits", _parse.integer, cache.num_splits)
+        self._cache_options["num_splits"] = parse("num_splits", parsing.integer, cache.num_splits)
         if cache.split_size is not None:
-            split_size = parse("split_size", _parse.integer, cache.split_size)
+            split_size = parse("split_size", parsing.integer, cache.split_size)
             self._cache_options["split_size"] = split_size
 
     def _read_appended(self, cache: KvCacheOptions) -> None:
@@ -124,7 +125,7 @@ class KvCacheCall(Forward[ArrayT]):
         ):
             if x is not None:
                 self._cache_array(name, argument, x, allowed)
-        (interleaved,) = _parse.flags(
+        (interleaved,) = parsing.flags(
             self._operands.operation, rotary_interleaved=cache.rotary_interleaved
         )
         self._cache_options["rotary_interleaved"] = interleaved
@@ -141,7 +142,7 @@ class KvCacheCall(Forward[ArrayT]):
         """Makes what the binding is given."""
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, return_lse = _parse.flags(
+        causal, return_lse = parsing.flags(
             operands.operation, causal=self._given.causal, return_lse=outputs.return_lse
         )
         softmax_scale, stream = self._numbers(outputs.stream)
@@ -158,7 +159,7 @@ class KvCacheCall(Forward[ArrayT]):
         if self._seqlens is not None:
             shapes = (self._cache_shapes.get(name) for name in ("block_table", "k_new"))
             room = (self._seqlens, self._shapes[1], *shapes)
-            operands.parse("cache_seqlens", _parse.check_room, *room)
+            operands.parse("cache_seqlens", parsing.check_room, *room)
             self._owner, lengths = operands.parse(
                 "cache_seqlens",
                 framework.lengths,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._backward import Backward
-from anyflash._options import (
+from anyflash._call.backward import Backward
+from anyflash._call.options import (
     BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -14,7 +14,7 @@ from anyflash._options import (
     GradientRequest,
     Packing,
 )
-from anyflash._results import ArrayT, AttentionGrads
+from anyflash._call.results import ArrayT, AttentionGrads
 
 
 def attention_backward(  # noqa: PLR0917 (the order of flash-attn)

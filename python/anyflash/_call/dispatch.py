@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from anyflash._options import AttentionOptions, KvCacheOptions, OutputRequest, Packing
-from anyflash._results import Returned
+from anyflash._call.options import AttentionOptions, KvCacheOptions, OutputRequest, Packing
+from anyflash._call.results import Returned
 
 
 class Adapter(Protocol):

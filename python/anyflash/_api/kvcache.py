@@ -5,21 +5,21 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from anyflash._adapters import adapter_of, refuse
-from anyflash._kvcache import KvCacheCall
-from anyflash._options import (
+from anyflash._call.dispatch import adapter_of, refuse
+from anyflash._call.kvcache import KvCacheCall
+from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
     AttentionOptions,
     KvCacheOptions,
     OutputRequest,
 )
-from anyflash._results import ArrayT
+from anyflash._call.results import ArrayT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import KvCacheKeywords
+    from anyflash._api.keywords import KvCacheKeywords
 
 
 @overload

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
-from anyflash import _parse
-from anyflash._arrays import BOOL, listed
-from anyflash._operands import Operands
-from anyflash._options import BLOCK_SIZE
-from anyflash._results import ArrayT
+from anyflash._arrays.base import BOOL, listed
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.options import BLOCK_SIZE
+from anyflash._call.results import ArrayT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,11 +106,11 @@ def create_block_mask(  # noqa: PLR0917
     import numpy as np
 
     name = "anyflash.create_block_mask"
-    batch = 1 if batch is None else _read(name, "batch", _parse.length, batch)
-    heads = 1 if heads is None else _read(name, "heads", _parse.length, heads)
-    seqlen_q = _read(name, "seqlen_q", _parse.length, seqlen_q)
-    seqlen_k = _read(name, "seqlen_k", _parse.length, seqlen_k)
-    size_q, size_k = _read(name, "block_size", _parse.block_size, block_size)
+    batch = 1 if batch is None else _read(name, "batch", parsing.length, batch)
+    heads = 1 if heads is None else _read(name, "heads", parsing.length, heads)
+    seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
+    seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
+    size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
     result = np.zeros((batch, heads, -(-seqlen_q // size_q), -(-seqlen_k // size_k)), bool)
     columns = max(1, _PIECE // (size_q * size_k))  # blocks of one piece
     rows = max(1, _PIECE // (columns * size_k))
@@ -203,9 +203,9 @@ def expand_block_mask(
     import numpy as np
 
     name = "anyflash.expand_block_mask"
-    seqlen_q = _read(name, "seqlen_q", _parse.length, seqlen_q)
-    seqlen_k = _read(name, "seqlen_k", _parse.length, seqlen_k)
-    size_q, size_k = _read(name, "block_size", _parse.block_size, block_size)
+    seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
+    seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
+    size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
     mask = np.asarray(block_mask)
     if mask.dtype != bool:
         raise TypeError(f"{name}: block_mask is {mask.dtype}; {listed(BOOL)}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
-from anyflash._adapters import adapter_of, fast_path_of, refuse
-from anyflash._forward import Forward
-from anyflash._options import (
+from anyflash._call.dispatch import adapter_of, fast_path_of, refuse
+from anyflash._call.forward import Forward
+from anyflash._call.options import (
     BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -15,12 +15,12 @@ from anyflash._options import (
     OutputRequest,
     given_options,
 )
-from anyflash._results import ArrayT, AttentionResult
+from anyflash._call.results import ArrayT, AttentionResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from anyflash._keywords import (
+    from anyflash._api.keywords import (
         Plain,
         Unknown,
         WithDropoutMask,

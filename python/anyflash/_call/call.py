@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic
 
-from anyflash import _parse
-from anyflash._arrays import BOOL, CPU, FLOATS, INT32, INT64
-from anyflash._operands import Operands
-from anyflash._options import (
+from anyflash._arrays.base import BOOL, CPU, FLOATS, INT32, INT64
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.options import (
     NO_DROPOUT,
     NO_SOFTCAP,
     UNBOUNDED,
     AttentionOptions,
     Packing,
 )
-from anyflash._results import ArrayT
+from anyflash._call.results import ArrayT
 
 _LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
 Given = dict[str, tuple[Any, str]]  # name: (array, dtype)
@@ -106,26 +106,26 @@ class Call(Generic[ArrayT]):
             raise ValueError(f"{operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)")
         self._batch = shape[0] - 1
         self._lengths = (
-            parse("max_seqlen_q", _parse.length, packing.max_seqlen_q),
-            parse("max_seqlen_k", _parse.length, packing.max_seqlen_k),
+            parse("max_seqlen_q", parsing.length, packing.max_seqlen_q),
+            parse("max_seqlen_k", parsing.length, packing.max_seqlen_k),
         )
         self._options["max_seqlen"] = self._lengths
-        (self._options["validate"],) = _parse.flags(operation, validate=packing.validate)
+        (self._options["validate"],) = parsing.flags(operation, validate=packing.validate)
 
     def _read_options(self, options: AttentionOptions) -> None:
         parse = self._operands.parse
         _, _, window, softcap, slopes, bias, blocks, size, sinks, p, seed, state, used = options
         if window is not UNBOUNDED:
-            self._options["window"] = parse("window_size", _parse.window, window)
+            self._options["window"] = parse("window_size", parsing.window, window)
         if softcap is not NO_SOFTCAP:
-            self._options["softcap"] = parse("softcap", _parse.softcap, softcap)
+            self._options["softcap"] = parse("softcap", parsing.softcap, softcap)
         if slopes is not None:
             self._array("alibi_slopes", slopes, FLOATS)
         if bias is not None:
             self._array("bias", bias, FLOATS + BOOL)
         if blocks is not None:
             self._array("block_mask", blocks, BOOL)
-            self._options["block_size"] = parse("block_size", _parse.block_size, size)
+            self._options["block_size"] = parse("block_size", parsing.block_size, size)
         if sinks is not None:
             self._array("sinks", sinks, FLOATS)
         if used is not None:
@@ -135,7 +135,7 @@ class Call(Generic[ArrayT]):
 
     def _read_dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
         operands = self._operands
-        p = operands.parse("dropout_p", _parse.probability, dropout_p)
+        p = operands.parse("dropout_p", parsing.probability, dropout_p)
         if seed is not None and rng_state is not None:
             raise ValueError(
                 f"{operands.operation}: seed and rng_state are both given; one of them is allowed"
@@ -145,9 +145,9 @@ class Call(Generic[ArrayT]):
             state: Any = rng_state
             words = (0, 0)
         elif rng_state is not None:
-            state = words = operands.parse("rng_state", _parse.rng_pair, rng_state)
+            state = words = operands.parse("rng_state", parsing.rng_pair, rng_state)
         elif seed is not None:
-            state = words = operands.parse("seed", _parse.seed, seed), 0
+            state = words = operands.parse("seed", parsing.seed, seed), 0
         elif p > 0:
             state = words = operands.parse("dropout_p", self._draw_seed), 0
         else:
@@ -166,9 +166,9 @@ class Call(Generic[ArrayT]):
             return None, None
         parse = self._operands.parse
         if softmax_scale is not None:
-            softmax_scale = parse("softmax_scale", _parse.scale, softmax_scale)
+            softmax_scale = parse("softmax_scale", parsing.scale, softmax_scale)
         if stream is not None:
-            stream = parse("stream", _parse.stream, stream)
+            stream = parse("stream", parsing.stream, stream)
         return softmax_scale, stream
 
     def _export_options(self, stream: int | None) -> None:
