@@ -68,28 +68,6 @@ const KernelDescriptor& select_kernel(const Problem& problem);
 const KernelDescriptor& select_cpu_kernel(const Problem& problem);  // select_cpu.cpp
 const KernelDescriptor& select_gpu_kernel(const Problem& problem);  // select_gpu.cpp
 
-// -- tuned_tiles.cpp: measured exceptions to the rules of select_gpu.cpp
-
-// kSmallGrid: CTAs of kGridTile rows (the backward: keys) would leave multiprocessors idle.
-// kShort: not so, and a sequence has at most kShortRows of them.
-enum class ProblemSize { kSmallGrid, kShort, kLong };
-inline constexpr int kGridTile = 128;
-inline constexpr int kShortRows = 512;
-
-// Which of a family's plain kernels for these head dims is the fastest on GPUs of a compute
-// capability.
-struct TunedTile {
-  int compute_capability;  // 90 for 9.0; 0 ends the table
-  const char* family;      // KernelFamily::name
-  Op op;
-  int head_dim;  // the kernel's
-  int head_dim_v;
-  bool bounded;  // as Problem's
-  ProblemSize size;
-  TileConfig tile_config;
-};
-extern const TunedTile kTunedTiles[];
-
 // -- built_archs.cpp: for which GPUs there is code
 
 // True if this build holds machine code, or PTX to be compiled, for the compute capability (80

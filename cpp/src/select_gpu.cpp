@@ -9,6 +9,7 @@
 #include "heuristics.h"
 #include "kernel_table.h"
 #include "prefer_kernel.h"
+#include "tuned_tiles.h"
 
 namespace anyflash {
 

@@ -1,9 +1,9 @@
-// Measured exceptions to the rules of dispatch.cpp, by compute capability, as `python -m anyflash
-// bench tune --write` writes them. A row (TunedTile) is {compute capability, operation, head dims,
-// the mask is bounded, size, tile config}. Those of 9.0 are an H200's (--quick, commit 8375463).
+// Measured exceptions to the rules of select_gpu.cpp, as tests/tune/tuner.py --write writes them. A
+// row (TunedTile) is {compute capability, family, operation, head dims, the mask is bounded, size,
+// tile config}. Those of 9.0 are an H200's (--quick, commit 8375463).
 // The backward's loop has changed since: two short rows of it, 128 and 256, are by hand from
 // timings of the new one, and those of 32 that fill a GPU are left out.
-#include "kernel_table.h"
+#include "tuned_tiles.h"
 
 namespace anyflash {
 

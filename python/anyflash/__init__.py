@@ -3,16 +3,15 @@
 from typing import Any
 
 from anyflash import _core
-from anyflash._arrays import Array
-from anyflash._attention import attention
-from anyflash._attention_backward import attention_backward, attention_varlen_backward
-from anyflash._attention_with_kvcache import attention_with_kvcache, kvcache_workspace_size
-from anyflash._backward import AttentionGrads
-from anyflash._block_mask import create_block_mask, expand_block_mask
+from anyflash._api.attention import attention
+from anyflash._api.backward import attention_backward, attention_varlen_backward
+from anyflash._api.block_mask import create_block_mask, expand_block_mask
+from anyflash._api.kvcache import attention_with_kvcache, kvcache_workspace_size
+from anyflash._api.merge import merge_states
+from anyflash._api.varlen import attention_varlen
+from anyflash._arrays.base import Array
+from anyflash._call.results import AttentionGrads, AttentionResult
 from anyflash._embedding import get_cmake_dir, get_include
-from anyflash._forward import AttentionResult
-from anyflash._merge import merge_states
-from anyflash._varlen import attention_varlen
 
 __all__ = [
     "Array",
@@ -39,8 +38,9 @@ def build_info() -> dict[str, Any]:
 
     Keys: ``version``; ``cuda`` (None, or ``runtime_version`` and ``archs``); ``cpu`` (``isa`` in
     use, ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with what it can do
-    and the number of its ``launches`` in this process); ``devices`` (CUDA devices);
-    ``device_error`` (why there are none).
+    and the number of its ``launches`` in this process); ``tuned_tiles``
+    (``grid_tile`` and ``short_rows``, by which measured tiles tell small and short problems);
+    ``devices`` (CUDA devices); ``device_error`` (why there are none).
     """
     return _core.build_info()
 

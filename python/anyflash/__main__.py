@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyflash
-from anyflash import _doctor
+from anyflash._cli import doctor
 from anyflash.bench import _cli as bench
 
 NEXT_COMMANDS = (
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bench.main(arguments, sys.argv[1:] if argv is None else argv)
     info = anyflash.build_info()
     if arguments.command == "doctor":
-        text, good = _doctor.report(info)
+        text, good = doctor.report(info)
         print(overview(info, commands=False), text, sep="\n\n")
         return 0 if good else 1
     print(json.dumps(info, indent=2) if arguments.json else overview(info))

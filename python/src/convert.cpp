@@ -3,8 +3,10 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -155,9 +157,24 @@ nb::tuple describe(nb::handle object) {
   return nb::make_tuple(nb::tuple(shape), known ? name(dtype) : text_of(tensor.dtype));
 }
 
-nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {
+DType dtype_named(const std::string& dtype, const std::string& argument) {
+  static constexpr DType kDTypes[] = {DType::kFloat64,  DType::kFloat32, DType::kFloat16,
+                                      DType::kBFloat16, DType::kBool,    DType::kInt32,
+                                      DType::kInt64,    DType::kInt8,    DType::kFloat8E4M3};
+  const auto known = std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                                  [&](DType known_dtype) { return dtype == name(known_dtype); });
+  if (known == std::end(kDTypes)) {
+    throw Error(ErrorCode::kInvalidType,
+                argument + " is " + dtype + ", which anyflash does not know");
+  }
+  return *known;
+}
+
+nb::object new_array(const nb::tuple& shape, const std::string& dtype_name,
+                     const std::string& device_kind, int device_index) {
+  const DType dtype = dtype_named(dtype_name, "a new array");
   std::vector<std::size_t> extents;
-  std::size_t bytes = static_cast<std::size_t>(bytes_of(static_cast<DType>(dtype)));
+  std::size_t bytes = static_cast<std::size_t>(bytes_of(dtype));
   for (const nb::handle extent : shape) {
     extents.push_back(nb::cast<std::size_t>(extent));
     bytes *= extents.back();
@@ -166,7 +183,7 @@ nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int dev
     Device device;
     void* data;
   };
-  const Device device{static_cast<DeviceType>(device_type), device_index};
+  const Device device{device_kind == "cpu" ? DeviceType::kCpu : DeviceType::kCuda, device_index};
   auto* const memory = new Memory{device, allocate(device, bytes)};
   const nb::capsule owner(memory, [](void* p) noexcept {
     auto* const m = static_cast<Memory*>(p);
@@ -176,8 +193,8 @@ nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int dev
   const int dlpack_device =
       device.type == DeviceType::kCpu ? nb::device::cpu::value : nb::device::cuda::value;
   return nb::cast(nb::ndarray<nb::array_api>(memory->data, extents.size(), extents.data(), owner,
-                                             nullptr, dlpack_dtype(static_cast<DType>(dtype)),
-                                             dlpack_device, device_index));
+                                             nullptr, dlpack_dtype(dtype), dlpack_device,
+                                             device_index));
 }
 
 }  // namespace anyflash::python

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <string>
 
 #include "anyflash/tensor_view.h"
 
@@ -30,7 +31,11 @@ Array import_array(nb::handle object, const char* argument, bool as_bits, bool w
 // of its errors do not begin with a name.
 nb::tuple describe(nb::handle object);
 
-// Uninitialised memory that owns itself and speaks DLPack.
-nb::object new_array(const nb::tuple& shape, int dtype, int device_type, int device_index);
+// "float32" and so on. Throws Error, which calls it the argument's.
+DType dtype_named(const std::string& dtype, const std::string& argument);
+
+// Uninitialised memory that owns itself and speaks DLPack. device_kind: "cpu" or "cuda".
+nb::object new_array(const nb::tuple& shape, const std::string& dtype,
+                     const std::string& device_kind, int device_index);
 
 }  // namespace anyflash::python

@@ -15,66 +15,21 @@
 
 namespace anyflash::python {
 
+using namespace nb::literals;
+
 namespace {
 
-// What is asked of PyTorch. Nothing here synchronizes: kernels run on its current stream.
-class PyTorch {
- public:
-  // The tuple of anyflash.torch._direct: the capsule of DLPack's exchange API, or something else
-  // where there is none, and the functions below.
-  explicit PyTorch(nb::handle functions) : functions_(functions) {
-    static constexpr char kName[] = "dlpack_exchange_api";
-    PyObject* const capsule = item(0).ptr();
-    if (!PyCapsule_IsValid(capsule, kName)) return;
-    const auto* const api =
-        static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, kName));
-    if (api->header.version.major == DLPACK_MAJOR_VERSION &&
-        api->dltensor_from_py_object_no_sync != nullptr) {
-      exchange_ = api;
-    }
-  }
+// For Python's collector of cycles: the functions' module holds the object.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  return nb::inst_ptr<PyTorch>(self)->visit(visit, arg);
+}
 
-  // Throws Error, or what PyTorch raises. The tensor must outlive the array.
-  Array read(nb::handle tensor, const char* argument) const {
-    if (exchange_ == nullptr) return import_array(item(1)(tensor), argument, false, false);
-    DLTensor shown;
-    if (exchange_->dltensor_from_py_object_no_sync(tensor.ptr(), &shown) != 0) {
-      nb::raise_python_error();
-    }
-    Array array;
-    array.view = view_of(&shown, argument, "anyflash knows no such dtype");
-    return array;
-  }
-
-  std::uintptr_t current_stream(const Device& device) const {
-    if (device.type == DeviceType::kCpu) return 0;
-    if (exchange_ == nullptr) return nb::cast<std::uintptr_t>(item(2)(device.index));
-    void* stream = nullptr;
-    if (exchange_->current_work_stream(kDLCUDA, device.index, &stream) != 0) {
-      nb::raise_python_error();
-    }
-    return reinterpret_cast<std::uintptr_t>(stream);
-  }
-
-  // With the same strides, where q has no gaps and no overlaps.
-  nb::object empty_like(nb::handle q) const { return item(3)(q); }
-  nb::object new_out(nb::handle q, const TensorView& q_view, std::int64_t columns,
-                     bool heads_first) const {
-    const auto& n = q_view.shape;
-    return item(4)(q, n[0], n[1], n[2], columns, heads_first);
-  }
-  nb::object new_lse(nb::handle q, const TensorView& q_view) const {
-    const auto& n = q_view.shape;
-    return item(5)(q, n[0], n[2], n[1]);
-  }
-  nb::object workspace(std::size_t bytes, nb::handle q) const { return item(6)(bytes, q); }
-
- private:
-  nb::handle item(Py_ssize_t i) const { return PyTuple_GetItem(functions_.ptr(), i); }
-
-  nb::handle functions_;
-  const DLPackExchangeAPI* exchange_ = nullptr;
-};
+int clear(PyObject* self) {
+  nb::inst_ptr<PyTorch>(self)->functions = {};
+  return 0;
+}
 
 // Reads q, k and v; false where they are not what the kernels take.
 bool read_inputs(const PyTorch& pytorch, const nb::handle (&tensors)[3], Array (&arrays)[3]) {
@@ -113,11 +68,78 @@ bool is_contiguous(const TensorView& view) {
 
 }  // namespace
 
+PyTorch::PyTorch(nb::handle exchange_api, PyTorchFunctions given) : functions(std::move(given)) {
+  static constexpr char kName[] = "dlpack_exchange_api";
+  if (!PyCapsule_IsValid(exchange_api.ptr(), kName)) return;
+  const auto* const api =
+      static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(exchange_api.ptr(), kName));
+  if (api->header.version.major == DLPACK_MAJOR_VERSION &&
+      api->dltensor_from_py_object_no_sync != nullptr) {
+    exchange_ = api;
+  }
+}
+
+Array PyTorch::read(nb::handle tensor, const char* argument) const {
+  if (exchange_ == nullptr) {
+    return import_array(functions.export_tensor(tensor), argument, false, false);
+  }
+  DLTensor shown;
+  if (exchange_->dltensor_from_py_object_no_sync(tensor.ptr(), &shown) != 0) {
+    nb::raise_python_error();
+  }
+  Array array;
+  array.view = view_of(&shown, argument, "anyflash knows no such dtype");
+  return array;
+}
+
+std::uintptr_t PyTorch::current_stream(const Device& device) const {
+  if (device.type == DeviceType::kCpu) return 0;
+  if (exchange_ == nullptr) return nb::cast<std::uintptr_t>(functions.current_stream(device.index));
+  void* stream = nullptr;
+  if (exchange_->current_work_stream(kDLCUDA, device.index, &stream) != 0) {
+    nb::raise_python_error();
+  }
+  return reinterpret_cast<std::uintptr_t>(stream);
+}
+
+int PyTorch::visit(visitproc visit, void* arg) const {
+  Py_VISIT(functions.export_tensor.ptr());
+  Py_VISIT(functions.current_stream.ptr());
+  Py_VISIT(functions.empty_like.ptr());
+  Py_VISIT(functions.new_out.ptr());
+  Py_VISIT(functions.new_lse.ptr());
+  Py_VISIT(functions.workspace.ptr());
+  return 0;
+}
+
+void bind_pytorch(nb::module_& m) {
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                                {0, nullptr}};
+  nb::class_<PyTorch>(m, "PyTorch", nb::type_slots(slots))
+      .def(
+          "__init__",
+          [](PyTorch* self, nb::handle exchange_api, nb::object export_tensor,
+             nb::object current_stream, nb::object empty_like, nb::object new_out,
+             nb::object new_lse, nb::object workspace) {
+            PyTorchFunctions functions;
+            functions.export_tensor = std::move(export_tensor);
+            functions.current_stream = std::move(current_stream);
+            functions.empty_like = std::move(empty_like);
+            functions.new_out = std::move(new_out);
+            functions.new_lse = std::move(new_lse);
+            functions.workspace = std::move(workspace);
+            new (self) PyTorch(exchange_api, std::move(functions));
+          },
+          nb::kw_only(), "exchange_api"_a.none(), "export_tensor"_a, "current_stream"_a.none(),
+          "empty_like"_a, "new_out"_a, "new_lse"_a, "workspace"_a);
+}
+
 nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb::handle v,
                           std::optional<double> softmax_scale, bool causal, nb::handle given,
-                          bool return_lse, bool heads_first, nb::handle functions) {
+                          bool return_lse, bool heads_first, const PyTorch& pytorch) {
   return named(operation, [&]() -> nb::object {
-    const PyTorch pytorch(functions);
+    const PyTorchFunctions& functions = pytorch.functions;
     Array arrays[3];
     if (!read_inputs(pytorch, {q, k, v}, arrays)) return nb::none();
     if (heads_first) {
@@ -128,21 +150,22 @@ nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb:
 
     const std::int64_t columns = v_array.view.shape[3];
     const bool alike = columns == q_view.shape[3] && is_contiguous(q_view);
-    nb::object out =
-        alike ? pytorch.empty_like(q) : pytorch.new_out(q, q_view, columns, heads_first);
+    const auto& n = q_view.shape;  // batch, rows, heads
+    nb::object out = alike ? functions.empty_like(q)
+                           : functions.new_out(q, n[0], n[1], n[2], columns, heads_first);
     Array out_array = pytorch.read(out, "out");
     if (heads_first) swap_heads_and_rows(out_array.view);
     nb::object lse;
     Array lse_array;
     if (return_lse) {
-      lse = pytorch.new_lse(q, q_view);
+      lse = functions.new_lse(q, n[0], n[2], n[1]);
       lse_array = pytorch.read(lse, "lse");
     }
 
     const Options options(softmax_scale, causal, pytorch.current_stream(q_view.device), given);
     attend(q_view, k_array.view, v_array.view, out_array.view,
            return_lse ? &lse_array.view : nullptr, options.forward,
-           [&](std::size_t bytes) { return pytorch.workspace(bytes, q); });
+           [&](std::size_t bytes) { return functions.workspace(bytes, q); });
     if (return_lse) return nb::make_tuple(out, lse);
     return out;
   });

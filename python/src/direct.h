@@ -4,19 +4,54 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <optional>
+
+#include "anyflash/attention.h"
+#include "convert.h"
+#include "dlpack.h"
 
 namespace anyflash::python {
 
 namespace nb = nanobind;
 
+// What is called in PyTorch. Nothing here synchronizes: kernels run on its current stream.
+struct PyTorchFunctions {
+  nb::object export_tensor;   // (tensor) -> a capsule of DLPack
+  nb::object current_stream;  // (device index) -> cudaStream_t
+  nb::object empty_like;      // (q), with the same strides if q has no gaps and no overlaps
+  nb::object new_out;         // (q, batch, rows, heads, columns, heads_first)
+  nb::object new_lse;         // (q, batch, heads, rows)
+  nb::object workspace;       // (bytes, q) -> (owner, address)
+};
+
+// anyflash._core.PyTorch, which anyflash.torch._fast_path makes once.
+class PyTorch {
+ public:
+  // exchange_api: the capsule of DLPack's exchange API, or anything else where there is none.
+  PyTorch(nb::handle exchange_api, PyTorchFunctions given);
+
+  // Throws Error, or what PyTorch raises. The tensor must outlive the array.
+  Array read(nb::handle tensor, const char* argument) const;
+
+  std::uintptr_t current_stream(const Device& device) const;
+
+  int visit(visitproc visit, void* arg) const;  // as Py_tp_traverse
+
+  PyTorchFunctions functions;
+
+ private:
+  const DLPackExchangeAPI* exchange_ = nullptr;
+};
+
+void bind_pytorch(nb::module_& m);
+
 // out, or (out, lse) if return_lse; None for tensors that are not what the kernels take: on the CPU
 // or on a GPU, of four axes and of a float type that is known there. heads_first: the tensors are
 // (batch, heads, seqlen, columns); in memory, out's heads lie side by side either way. options:
-// what options.h reads, or None. pytorch: what is asked of PyTorch, a tuple that direct.cpp
-// describes.
+// what options.h reads, or None.
 nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb::handle v,
                           std::optional<double> softmax_scale, bool causal, nb::handle options,
-                          bool return_lse, bool heads_first, nb::handle pytorch);
+                          bool return_lse, bool heads_first, const PyTorch& pytorch);
 
 }  // namespace anyflash::python

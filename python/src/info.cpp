@@ -7,6 +7,7 @@
 
 #include "anyflash/attention.h"
 #include "describe.h"
+#include "tuned_tiles.h"
 
 namespace anyflash::python {
 
@@ -70,6 +71,10 @@ nb::dict build_info_dict() {
   cpu["threads"] = info.cpu_threads;
   result["cpu"] = cpu;
   result["kernels"] = kernel_dicts();
+  nb::dict tuned;
+  tuned["grid_tile"] = kGridTile;
+  tuned["short_rows"] = kShortRows;
+  result["tuned_tiles"] = tuned;
   result["devices"] = device_dicts(info);
   result["device_error"] = nb::none();
   if (!info.device_error.empty()) result["device_error"] = info.device_error;

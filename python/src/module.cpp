@@ -188,8 +188,9 @@ nb::tuple named_describe(nb::handle object) {
   return named(nullptr, [&] { return describe(object); });
 }
 
-nb::object named_new_array(const nb::tuple& shape, int dtype, int device_type, int device_index) {
-  return named("anyflash", [&] { return new_array(shape, dtype, device_type, device_index); });
+nb::object named_new_array(const nb::tuple& shape, const std::string& dtype,
+                           const std::string& device_kind, int device_index) {
+  return named("anyflash", [&] { return new_array(shape, dtype, device_kind, device_index); });
 }
 
 }  // namespace
@@ -201,6 +202,7 @@ NB_MODULE(_core, m) {
   m.def("forward", &run_forward, "operation"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(),
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "as_bits"_a, "options"_a.none(),
         "allocate"_a.none());
+  bind_pytorch(m);
   m.def("forward_direct", &forward_direct, "operation"_a, "q"_a, "k"_a, "v"_a,
         "softmax_scale"_a.none(), "causal"_a, "options"_a.none(), "return_lse"_a, "heads_first"_a,
         "pytorch"_a);
@@ -215,7 +217,7 @@ NB_MODULE(_core, m) {
   m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
         "lse_b"_a, "out"_a, "lse"_a, "as_bits_in"_a, "as_bits_out"_a, "stream"_a);
   m.def("describe", &named_describe, "array"_a);
-  m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_type"_a, "device_index"_a);
+  m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_kind"_a, "device_index"_a);
   m.def("check_call", &named_check, "operation"_a, "function"_a, "tensors"_a, "numbers"_a);
   m.def("xla_handlers", &xla_handlers);
   m.def("build_info", &build_info_dict);

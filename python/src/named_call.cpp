@@ -2,13 +2,11 @@
 
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
-#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 
-#include "describe.h"
+#include "convert.h"
 #include "option_names.h"
 
 namespace anyflash::python {
@@ -81,18 +79,9 @@ struct PythonNumbers {
 // A dense tensor that nobody reads or writes.
 TensorView described(const std::string& argument, const nb::tuple& shape,
                      const std::string& dtype) {
-  static constexpr DType kDTypes[] = {DType::kFloat64,  DType::kFloat32, DType::kFloat16,
-                                      DType::kBFloat16, DType::kBool,    DType::kInt32,
-                                      DType::kInt64,    DType::kInt8,    DType::kFloat8E4M3};
   TensorView view;
   view.data = reinterpret_cast<void*>(4096);
-  const auto known = std::find_if(std::begin(kDTypes), std::end(kDTypes),
-                                  [&](DType known_dtype) { return dtype == name(known_dtype); });
-  if (known == std::end(kDTypes)) {
-    throw Error(ErrorCode::kInvalidType,
-                argument + " is " + dtype + ", which anyflash does not know");
-  }
-  view.dtype = *known;
+  view.dtype = dtype_named(dtype, argument);
   if (shape.size() > kMaxRank) {
     throw Error(ErrorCode::kInvalidValue, argument + " has " + std::to_string(shape.size()) +
                                               " dimensions; at most 4 are allowed");

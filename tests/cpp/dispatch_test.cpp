@@ -10,6 +10,7 @@
 #include "device.h"
 #include "dispatch_kernels.h"
 #include "kernel_table.h"
+#include "tuned_tiles.h"
 
 namespace anyflash {
 

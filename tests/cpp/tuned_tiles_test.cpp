@@ -1,5 +1,7 @@
 // select_gpu.cpp: what a table of measurements and prefer_kernel() change about the choice of a
 // kernel. The kernels, the measurements and the GPU are this test's.
+#include "tuned_tiles.h"
+
 #include <string>
 #include <thread>
 

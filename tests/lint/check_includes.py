@@ -38,7 +38,7 @@ KERNEL_CONTRACT = {
     "side_outputs.h",
     "threads.h",
 }
-BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h", "prefer_kernel.h"}
+BINDING_CONTRACT = {"describe.h", "dlpack.h", "memory.h", "prefer_kernel.h", "tuned_tiles.h"}
 
 # Angle-bracket headers, by what they belong to; what matches nothing is unknown and never allowed.
 EXTERNAL = {

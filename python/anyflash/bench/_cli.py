@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
-from anyflash.bench import _report, _tune
+from anyflash.bench import _report
 from anyflash.bench._ceilings import measure_ceilings
 from anyflash.bench._cells import ITEM_SIZES
 from anyflash.bench._compare import compare
@@ -27,10 +27,6 @@ from anyflash.bench._worlds import NumpyWorld, World, default_backend, world_for
 FORMAT = 1
 QUICK_SECONDS = 40.0
 QUICK = Budget(contender_seconds=0.1, fewest=3, most=10)
-TUNE = "tune"
-NOT_FOR_TUNE = (
-    "backend", "peers", "only", "seconds", "cold", "json", "markdown", "plot", "compare", "load",
-)  # fmt: skip
 DTYPES = {"cuda": ("bfloat16",), "cpu": ("float32",)}
 
 EPILOG = """presets:
@@ -44,7 +40,6 @@ examples:
   python -m anyflash bench paper --json new.json --plot speed.svg --compare old.json
   python -m anyflash bench paper --only op=forward --only d=64,128 --peers flash,cudnn
   python -m anyflash bench --load new.json --plot speed.png --markdown speed.md
-  python -m anyflash bench tune --write cpp/src/tuned_tiles.cpp
 
 GPU times are those of CUDA events around several calls; of CUDA graphs for decode and half of
 overhead. Contenders take turns. A cell is a median; "spread" is half of the distance between the
@@ -56,7 +51,6 @@ quartiles, in percent, the largest of a row. A causal mask counts half of the ar
 def add_parser(commands: Any) -> None:
     """The command's arguments, for `anyflash.__main__`."""
     abouts = {name: preset.about for name, preset in PRESETS.items()}
-    abouts[TUNE] = "for developers: each kernel's tiles for other GPUs, beside those chosen here"
     presets = "\n".join(f"  {name:<14}{about}" for name, about in abouts.items())
     peers = "\n".join(f"  {name:<14}{peer.about}" for name, peer in PEERS.items())
     parser = commands.add_parser(
@@ -67,7 +61,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG.format(presets=presets, peers=peers),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("preset", nargs="?", choices=[*PRESETS, TUNE], metavar="PRESET")
+    parser.add_argument("preset", nargs="?", choices=[*PRESETS], metavar="PRESET")
     parser.add_argument("--backend", choices=("cuda", "cpu"), help="default: cuda where it is")
     parser.add_argument(
         "--peers",
@@ -92,10 +86,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--load", type=Path, metavar="FILE.json", help="show that run; measure none"
     )
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE",
-        help="tune: put the fastest tiles into cpp/src/tuned_tiles.cpp of a checkout",
-    )  # fmt: skip
 
 
 def _only(texts: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -108,7 +98,7 @@ def _only(texts: Sequence[str]) -> dict[str, frozenset[str]]:
     return found
 
 
-def _dtypes(text: str | None, backend: str, preset: str) -> tuple[str, ...]:
+def dtypes_of(text: str | None, backend: str, preset: str = "") -> tuple[str, ...]:
     if text is None:
         both = ("float32", "bfloat16") if preset == "cpu" else DTYPES["cpu"]
         return both if backend == "cpu" else DTYPES["cuda"]
@@ -120,7 +110,7 @@ def _dtypes(text: str | None, backend: str, preset: str) -> tuple[str, ...]:
     return names
 
 
-def _timers(world: World, monitor: Monitor, cold: bool) -> dict[str, Timer]:
+def timers_of(world: World, monitor: Monitor, cold: bool) -> dict[str, Timer]:
     host = CpuTimer()
     if world.device == "cpu":
         return {"host": host, "events": host}
@@ -144,7 +134,7 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     world = world_for(backend)
     if backend == "cpu" and preset == "memory":
         world = NumpyWorld()  # Python counts the memory of its arrays
-    dtypes = _dtypes(arguments.dtype, backend, preset)
+    dtypes = dtypes_of(arguments.dtype, backend, preset)
     if arguments.cold and backend != "cuda":
         raise ValueError("--cold: only a GPU's L2 cache is emptied")
     peers = chosen_peers(arguments.peers, world, PRESETS[preset].peers, arguments.quick)
@@ -152,7 +142,7 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     cells = cells_of(preset, wanted, _only(arguments.only))
     monitor = Monitor(world)
     budget = QUICK if arguments.quick else Budget()
-    timers = _timers(world, monitor, arguments.cold)
+    timers = timers_of(world, monitor, arguments.cold)
     names = [n for n in PRESETS[preset].ceilings if backend == "cuda" or n == "gemm"]
     document: dict[str, Any] = {
         "format": FORMAT,
@@ -173,20 +163,6 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     if len(document["cells"]) < len(cells):
         document["about"]["cells_left_out"] = len(cells) - len(document["cells"])
     return document
-
-
-def _tuned(arguments: argparse.Namespace) -> None:
-    for name in NOT_FOR_TUNE:
-        if getattr(arguments, name) not in (None, "", [], False):
-            raise ValueError(f"--{name} is not for tune")
-    try:
-        world = world_for("cuda")
-    except ValueError as error:
-        raise ValueError(f"tune measures a GPU's kernels; {error}") from None
-    monitor = Monitor(world)
-    budget = QUICK if arguments.quick else Budget()
-    bench = Bench(world, (), _timers(world, monitor, cold=False), budget, monitor)
-    _tune.run(_dtypes(arguments.dtype, "cuda", TUNE), arguments, bench)
 
 
 def _as_json(document: dict[str, Any]) -> str:
@@ -220,11 +196,6 @@ def main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     """Run the command and return its exit status: 1 if anyflash failed in a cell, 2 where the
     arguments ask for what is not there."""
     try:
-        if arguments.preset == TUNE:
-            _tuned(arguments)
-            return 0
-        if arguments.write is not None:
-            raise ValueError("--write is for tune")
         _check_outputs(arguments)
         old = _loaded(arguments.compare) if arguments.compare else None
         document = _loaded(arguments.load) if arguments.load else measured(arguments, command)

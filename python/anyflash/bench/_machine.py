@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
-from anyflash import _machine
+from anyflash._cli import machine
 from anyflash.bench._nvml import REASONS, Nvml
 from anyflash.bench._worlds import World
 
@@ -44,7 +44,7 @@ def commit() -> str | None:
 
 def versions() -> dict[str, str]:
     found = {"anyflash": anyflash.__version__, "python": platform.python_version()}
-    found |= _machine.versions(PACKAGES)
+    found |= machine.versions(PACKAGES)
     cuda = anyflash.build_info()["cuda"]
     if cuda:
         found["cuda (anyflash)"] = str(cuda["runtime_version"])
@@ -99,7 +99,7 @@ def facts(world: World, monitor: Monitor, command: Sequence[str]) -> dict[str, A
         "backend": world.device,
         "arrays": world.name,
         "system": platform.platform(),
-        "cpu": _machine.cpu_model(),
+        "cpu": machine.cpu_model(),
         "cores": os.cpu_count(),
         "threads": cpu["threads"],
         "isa": cpu["isa"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anyflash._options import flags
+from anyflash._call.parsing import flags
 from anyflash.flash_attn._options import score_options, with_positive_infinity
 from anyflash.flash_attn._paged import split_pages
 from anyflash.torch import attention_with_kvcache

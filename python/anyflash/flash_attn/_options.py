@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyflash._options import flags
+from anyflash._call.parsing import flags
 
 
 def as_int(x: Any) -> int:
@@ -16,7 +16,7 @@ def as_int(x: Any) -> int:
     return x if isinstance(x, int) else int(x)
 
 
-def read_flags(deterministic: Any, return_attn_probs: Any) -> list[bool]:
+def read_flags(deterministic: Any, return_attn_probs: Any) -> tuple[bool, ...]:
     return flags(
         "anyflash.flash_attn", deterministic=deterministic, return_attn_probs=return_attn_probs
     )

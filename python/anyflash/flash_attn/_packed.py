@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from anyflash.flash_attn._private import attend, backward
-from anyflash.torch._watched import is_traced
+from anyflash.torch._dispatch_state import is_traced
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

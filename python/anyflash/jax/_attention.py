@@ -2,12 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
-from anyflash.jax._call import Call
+from jax import Array
+
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+)
+from anyflash._call.results import AttentionResult
+from anyflash.jax._attend import attend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
 
 
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[Plain[Any, Any]],
+) -> Array: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithLse[Any, Any]],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithResult[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithMaxLogits[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[WithDropoutMask[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = ...,
+    **options: Unpack[Unknown[Any, Any]],
+) -> Array | tuple[Array, Array] | AttentionResult[Array]: ...
 def attention(
     q: Any,
     k: Any,
@@ -32,7 +108,7 @@ def attention(
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: Any = None,
-) -> Any:
+) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention` for JAX: compiled, differentiable and batched.
 
     It works within jax.jit, grad, vjp, vmap, lax.scan, checkpoint and shard_map. Gradients flow to
@@ -113,25 +189,22 @@ def attention(
     >>> exported.call(q, q, q).shape
     (2, 6, 4, 8)
     """
-    call = Call("anyflash.jax.attention", q=q, k=k, v=v)
-    call.score(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
     )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
+    return attend((q, k, v), options, None, outputs, deterministic)

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from anyflash import _options
-from anyflash._arrays import FLOATS
-from anyflash._forward import AttentionResult
+from anyflash._arrays.base import FLOATS
+from anyflash._call import parsing
+from anyflash._call.options import AttentionOptions, OutputRequest, Packing
+from anyflash._call.results import AttentionResult, Returned
 from anyflash.jax import _ffi, _random
 from anyflash.jax._ffi import Arrays
 from anyflash.jax._operations import FLOAT32, Settings, attend, forward_results
@@ -49,39 +50,27 @@ class Call:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{self.operation}: {name} {error}") from None
 
-    def score(
-        self,
-        *,
-        softmax_scale: Any,
-        causal: Any,
-        window_size: Any,
-        softcap: Any,
-        alibi_slopes: Any,
-        sinks: Any,
-        bias: Any = None,
-        block_mask: Any = None,
-        block_size: Any = _options.BLOCK_SIZE,
-        seqused_k: Any = None,
-    ) -> None:
+    def scores(self, options: AttentionOptions) -> None:
         """How scores are made, and which are hidden."""
         numbers, parse = self.numbers, self.parse
-        if softmax_scale is not None:
-            numbers["softmax_scale"] = parse("softmax_scale", _options.scale, softmax_scale)
-        (numbers["causal"],) = _options.flags(self.operation, causal=causal)
-        left, right = parse("window_size", _options.window, window_size)
+        if options.softmax_scale is not None:
+            numbers["softmax_scale"] = parse("softmax_scale", parsing.scale, options.softmax_scale)
+        (numbers["causal"],) = parsing.flags(self.operation, causal=options.causal)
+        left, right = parse("window_size", parsing.window, options.window_size)
         numbers |= {"window_left": left, "window_right": right}
-        numbers["softcap"] = parse("softcap", _options.softcap, softcap)
-        self.array("alibi_slopes", alibi_slopes)
-        self.array("sinks", sinks)
-        self.array("bias", bias, 4)
-        self.array("block_mask", block_mask, 4)
-        if block_mask is not None:
-            rows, columns = parse("block_size", _options.block_size, block_size)
+        numbers["softcap"] = parse("softcap", parsing.softcap, options.softcap)
+        self.array("alibi_slopes", options.alibi_slopes)
+        self.array("sinks", options.sinks)
+        self.array("bias", options.bias, 4)
+        self.array("block_mask", options.block_mask, 4)
+        if options.block_mask is not None:
+            rows, columns = parse("block_size", parsing.block_size, options.block_size)
             numbers |= {"block_size_q": rows, "block_size_k": columns}
-        self.array("seqused_k", seqused_k)
+        self.array("seqused_k", options.seqused_k)
 
-    def dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
-        p = self.parse("dropout_p", _options.probability, dropout_p)
+    def dropout(self, options: AttentionOptions) -> None:
+        seed, rng_state = options.seed, options.rng_state
+        p = self.parse("dropout_p", parsing.probability, options.dropout_p)
         if seed is not None and rng_state is not None:
             raise ValueError(
                 f"{self.operation}: seed and rng_state are both given; one of them is allowed"
@@ -97,19 +86,18 @@ class Call:
         name = "seed" if rng_state is None else "rng_state"
         self.arrays["rng_state"] = self.parse(name, _random.words_of, seed, rng_state)
 
-    def pack(
-        self, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any
-    ) -> None:
+    def pack(self, packing: Packing) -> None:
         """q, k and v hold packed sequences."""
-        self.array("cu_seqlens_q", cu_seqlens_q)
-        self.array("cu_seqlens_k", cu_seqlens_k)
-        if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
+        self.array("cu_seqlens_q", packing.cu_seqlens_q)
+        self.array("cu_seqlens_k", packing.cu_seqlens_k)
+        shape = tuple(packing.cu_seqlens_q.shape)
+        if len(shape) != 1 or shape[0] < 1:
             raise ValueError(
-                f"{self.operation}: cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)}; expected "
-                "(batch + 1,)"
+                f"{self.operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)"
             )
-        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            self.numbers[name] = self.parse(name, _options.length, value)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            self.numbers[name] = self.parse(name, parsing.length, getattr(packing, name))
+        (self.numbers["validate"],) = parsing.flags(self.operation, validate=packing.validate)
 
     def check_rank(self, names: tuple[str, ...], rank: int, layout: str) -> None:
         for name in names:
@@ -127,11 +115,11 @@ class Call:
         out_dtype: Any,
         deterministic: Any,
     ) -> Settings:
-        (deterministic,) = _options.flags(self.operation, deterministic=deterministic)
+        (deterministic,) = parsing.flags(self.operation, deterministic=deterministic)
         dtype = self.arrays["q"].dtype.name
         if out_dtype is not None:
             allowed = tuple(dict.fromkeys((dtype, FLOAT32)))
-            dtype = self.parse("out_dtype", _options.dtype, out_dtype, allowed)
+            dtype = self.parse("out_dtype", parsing.dtype, out_dtype, allowed)
         return Settings(
             self.operation,
             tuple(self.numbers.items()),
@@ -141,22 +129,9 @@ class Call:
             deterministic,
         )
 
-    def run(
-        self,
-        *,
-        return_lse: Any,
-        return_max_logits: Any = False,
-        return_dropout_mask: Any = False,
-        return_result: Any = False,
-        out_dtype: Any = None,
-        deterministic: Any = False,
-    ) -> Any:
-        return_lse, return_max_logits, return_dropout_mask, return_result = _options.flags(
-            self.operation,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            return_dropout_mask=return_dropout_mask,
-            return_result=return_result,
+    def run(self, outputs: OutputRequest, deterministic: Any = False) -> Returned[jax.Array]:
+        return_lse, return_max_logits, return_dropout_mask, return_result = parsing.flag_values(
+            self.operation, OutputRequest._fields[:4], outputs[:4]
         )
         whole = return_result or return_max_logits or return_dropout_mask
         asked = {
@@ -172,7 +147,7 @@ class Call:
         else:
             self.check_rank(("q", "k", "v"), 4, "(batch, seqlen, heads, head_dim)")
             lengths = (self.arrays["q"].shape[1], self.arrays["k"].shape[1])
-        settings = self.settings(names, lengths, out_dtype, deterministic)
+        settings = self.settings(names, lengths, outputs.out_dtype, deterministic)
         shapes = forward_results(settings, names, self.arrays)
         _ffi.check(self.operation, "forward", self.arrays | shapes, settings.numbers)
 
@@ -185,7 +160,8 @@ class Call:
         }
         results = attend(settings, floats, arrays)
         if not whole:
-            return (results["out"], results["lse"]) if return_lse else results["out"]
+            out: jax.Array = results["out"]
+            return (out, results["lse"]) if return_lse else out
         for name in set(results) & {"max_logits", "dropout_mask"}:
             results[name] = jax.lax.stop_gradient(results[name])
         return AttentionResult(

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anyflash import _options
-from anyflash._options import NO_SOFTCAP
+from anyflash._call import parsing
+from anyflash._call.options import AttentionOptions, OutputRequest
 from anyflash.jax._call import Call
 
 _OPERATION = "anyflash.jax.dot_product_attention"
@@ -83,7 +83,7 @@ def dot_product_attention(
             f"{_OPERATION}: implementation is {implementation!r}; 'xla', 'cudnn' and None are "
             "allowed"
         )
-    is_causal, return_residual = _options.flags(
+    is_causal, return_residual = parsing.flags(
         _OPERATION, is_causal=is_causal, return_residual=return_residual
     )
     query, key, value, bias, mask = (
@@ -107,17 +107,15 @@ def dot_product_attention(
             mask = keep if mask is None else _cut(mask, rows, columns) & keep
     bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
     call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
-    call.score(
-        softmax_scale=None if scale is None else call.parse("scale", _options.to_float, scale),
-        causal=False,
+    options = AttentionOptions(
+        None if scale is None else call.parse("scale", parsing.to_float, scale),
         window_size=window,
-        softcap=NO_SOFTCAP,
-        alibi_slopes=None,
-        sinks=None,
         bias=_joined(bias, mask),
         seqused_k=used,
     )
-    out, lse = call.run(return_lse=True)
+    call.scores(options)
+    results: Any = call.run(OutputRequest(return_lse=True))
+    out, lse = results
     missing = query.shape[1] - rows
     if missing:
         out = jnp.pad(out, ((0, 0), (0, missing), (0, 0), (0, 0)))

@@ -4,21 +4,87 @@ from __future__ import annotations
 
 import functools
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from anyflash import _options
-from anyflash._options import NO_SOFTCAP, UNBOUNDED
+from anyflash._call import parsing
+from anyflash._call.options import (
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    KvCacheOptions,
+    OutputRequest,
+)
 from anyflash.jax import _ffi, _vmap
 from anyflash.jax._call import Call
 from anyflash.jax._ffi import Arrays
 from anyflash.jax._operations import FLOAT32, Settings, struct
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import KvCacheKeywords
+
 _CACHES = ("k_cache", "v_cache")
 
 
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: None = ...,
+    v: None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> jax.Array: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: None = ...,
+    v: None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def attention_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -47,7 +113,7 @@ def attention_with_kvcache(
     split_size: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """:func:`anyflash.attention_with_kvcache` for JAX, which returns the caches it has appended to.
 
     JAX's arrays are immutable: where ``k`` and ``v`` are given, the result holds new caches. Within
@@ -104,49 +170,78 @@ def attention_with_kvcache(
     >>> out.shape, int(k_cache[0, 3].sum()), int(k_cache[1, 5].sum())
     ((2, 1, 4, 16), 32, 32)
     """
-    call = Call("anyflash.jax.attention_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
-    call.score(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
     )
-    call.check_rank(("q", "k_cache", "v_cache"), 4, "(batch, seqlen, heads, head_dim)")
-    call.array("cache_batch_idx", cache_batch_idx)
-    call.array("cache_leftpad", cache_leftpad)
-    call.array("block_table", block_table)
-    call.array("k_new", k)
-    call.array("v_new", v)
-    call.array("rotary_cos", rotary_cos)
-    call.array("rotary_sin", rotary_sin)
-    call.array("rotary_seqlens", rotary_seqlens)
-    call.array("tree_mask", tree_mask, 3)
-    call.array("k_scale", k_scale)
-    call.array("v_scale", v_scale)
-    call.array("cache_seqlens", _seqlens(call, cache_seqlens))
-    call.numbers["rotary_interleaved"], return_lse = _options.flags(
-        call.operation, rotary_interleaved=rotary_interleaved, return_lse=return_lse
+    cache = KvCacheOptions(
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        rotary_seqlens,
+        rotary_interleaved,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        tree_mask,
+        k_scale,
+        v_scale,
+        num_splits,
+        split_size,
     )
-    call.numbers["num_splits"] = call.parse("num_splits", _options.integer, num_splits)
-    if split_size is not None:
-        call.numbers["split_size"] = call.parse("split_size", _options.integer, split_size)
-    return _attend(call, return_lse, out_dtype, k is not None or v is not None)
+    outputs = OutputRequest(return_lse, out_dtype=out_dtype)
+    return attend_with_kvcache((q, k_cache, v_cache), cache, options, outputs)
+
+
+def attend_with_kvcache(
+    tensors: tuple[Any, Any, Any],
+    cache: KvCacheOptions,
+    options: AttentionOptions,
+    outputs: OutputRequest,
+) -> jax.Array | tuple[jax.Array, ...]:
+    names = ("q", *_CACHES)
+    call = Call("anyflash.jax.attention_with_kvcache", **dict(zip(names, tensors, strict=True)))
+    call.scores(options)
+    call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
+    call.array("cache_batch_idx", cache.cache_batch_idx)
+    call.array("cache_leftpad", cache.cache_leftpad)
+    call.array("block_table", cache.block_table)
+    call.array("k_new", cache.k)
+    call.array("v_new", cache.v)
+    call.array("rotary_cos", cache.rotary_cos)
+    call.array("rotary_sin", cache.rotary_sin)
+    call.array("rotary_seqlens", cache.rotary_seqlens)
+    call.array("tree_mask", cache.tree_mask, 3)
+    call.array("k_scale", cache.k_scale)
+    call.array("v_scale", cache.v_scale)
+    call.array("cache_seqlens", _seqlens(call, cache.cache_seqlens))
+    call.numbers["rotary_interleaved"], return_lse = parsing.flags(
+        call.operation,
+        rotary_interleaved=cache.rotary_interleaved,
+        return_lse=outputs.return_lse,
+    )
+    call.numbers["num_splits"] = call.parse("num_splits", parsing.integer, cache.num_splits)
+    if cache.split_size is not None:
+        call.numbers["split_size"] = call.parse("split_size", parsing.integer, cache.split_size)
+    appends = cache.k is not None or cache.v is not None
+    return _attend(call, return_lse, outputs.out_dtype, appends)
 
 
 def _seqlens(call: Call, cache_seqlens: Any) -> Any:
     """An int is that of all sequences."""
     if not isinstance(cache_seqlens, numbers.Integral):
         return cache_seqlens
-    filled = call.parse("cache_seqlens", _options.length, cache_seqlens)
+    filled = call.parse("cache_seqlens", parsing.length, cache_seqlens)
     others = (call.arrays.get(name) for name in ("block_table", "k_new"))
     shapes = (None if x is None else x.shape for x in others)
-    call.parse("cache_seqlens", _options.check_room, filled, call.arrays["k_cache"].shape, *shapes)
+    call.parse("cache_seqlens", parsing.check_room, filled, call.arrays["k_cache"].shape, *shapes)
     return jnp.full(call.arrays["q"].shape[:1], filled, jnp.int32)
 
 
-def _attend(call: Call, return_lse: Any, out_dtype: Any, appends: bool) -> Any:
+def _attend(
+    call: Call, return_lse: Any, out_dtype: Any, appends: bool
+) -> jax.Array | tuple[jax.Array, ...]:
     q, k_cache = call.arrays["q"], call.arrays["k_cache"]
     names = ("out", *(("lse",) if return_lse else ()), *(_CACHES if appends else ()))
     settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anyflash import _options
+from anyflash._call import parsing
 
 _MASK = 0xFFFFFFFF
 
@@ -20,9 +20,9 @@ def words_of(seed: Any, rng_state: Any) -> Any:
     if rng_state is not None:
         return _words_of_state(rng_state)
     if isinstance(seed, numbers.Integral):
-        return _constant(_options.seed(seed), 0)
+        return _constant(parsing.seed(seed), 0)
     if not hasattr(seed, "dtype") or not hasattr(seed, "shape"):
-        _options.seed(seed)
+        parsing.seed(seed)
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return _words_of_key(jax.random.key_data(seed) if seed.shape == () else seed)
     if seed.dtype == jnp.uint32 and seed.shape == (2,):
@@ -56,7 +56,7 @@ def _words_of_key(data: Any) -> Any:
 
 def _words_of_state(state: Any) -> Any:
     if isinstance(state, (tuple, list)):
-        return _constant(*_options.rng_pair(state))
+        return _constant(*parsing.rng_pair(state))
     kind = (getattr(getattr(state, "dtype", None), "name", ""), tuple(getattr(state, "shape", ())))
     if kind == ("uint32", (4,)):
         return jnp.asarray(state)

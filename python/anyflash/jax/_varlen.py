@@ -2,12 +2,119 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED, flags
-from anyflash.jax._call import Call
+from jax import Array
+
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    Packing,
+)
+from anyflash._call.results import AttentionResult
+from anyflash.jax._attend import attend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
 
 
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[Plain[Any, Any]],
+) -> Array: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithLse[Any, Any]],
+) -> tuple[Array, Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithResult[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithMaxLogits[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[WithDropoutMask[Any, Any]],
+) -> AttentionResult[Array]: ...
+@overload
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    deterministic: bool = ...,
+    **options: Unpack[Unknown[Any, Any]],
+) -> Array | tuple[Array, Array] | AttentionResult[Array]: ...
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     q: Any,
     k: Any,
@@ -37,7 +144,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: Any = None,
-) -> Any:
+) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention_varlen` for JAX.
 
     As :func:`anyflash.jax.attention`; under jax.vmap it is a loop.
@@ -85,27 +192,23 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     >>> f(q, ends).shape
     (5, 2, 8)
     """
-    call = Call("anyflash.jax.attention_varlen", q=q, k=k, v=v)
-    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    (call.numbers["validate"],) = flags(call.operation, validate=validate)
-    call.score(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
     )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
+    return attend((q, k, v), options, packing, outputs, deterministic)

@@ -3,10 +3,11 @@
 Nothing is compiled against PyTorch: it works with every version from 2.4 on.
 """
 
-from anyflash.torch._attention import attention, attention_varlen
+from anyflash.torch._attention import attention
 from anyflash.torch._kvcache import attention_with_kvcache
 from anyflash.torch._routing import sdpa_routing
 from anyflash.torch._sdpa import scaled_dot_product_attention
+from anyflash.torch._varlen import attention_varlen
 
 __all__ = [
     "attention",

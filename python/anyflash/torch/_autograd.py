@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from anyflash.torch import _problem, _recompute, _vmap
-from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Asked, Problem
-from anyflash.torch._watched import is_traced
+from anyflash.torch._dispatch_state import is_traced
+from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Problem, RequestedOutputs
 
 Grads = tuple[Tensor | None, ...]
 Context = Any  # torch's, of a Function or an operator
 _vjp: Any = torch.func.vjp
-NO_GRADS: Grads = (None,) * (SIZE + len(Asked._fields))  # of the forward's arguments
+NO_GRADS: Grads = (None,) * (SIZE + len(RequestedOutputs._fields))  # of the forward's arguments
 
 
 def keep(ctx: Context, p: Problem, *tensors: Tensor | None) -> None:
@@ -41,11 +41,11 @@ def apply(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def forward(p: Problem, asked: Asked) -> tuple[Tensor | None, ...]:
+def forward(p: Problem, outputs: RequestedOutputs) -> tuple[Tensor | None, ...]:
     if is_traced(p.q):
-        results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *asked)
+        results: tuple[Tensor, ...] = torch.ops.anyflash.forward(*p, *outputs)
         return results
-    return _problem.forward(p, asked)
+    return _problem.forward(p, outputs)
 
 
 def backward(p: Problem, *arguments: Any) -> Grads:
@@ -56,16 +56,16 @@ def backward(p: Problem, *arguments: Any) -> Grads:
 
 
 class Attention(torch.autograd.Function):
-    """(six tensors or None, the other fields of a Problem, Asked with the LSE) -> what `forward`
-    gives.
+    """(six tensors or None, the other fields of a Problem, RequestedOutputs with the LSE) -> what
+    `forward` gives.
 
     Few arguments and no setup_context: a call of `TransformedAttention` costs 60 us more.
     """
 
     @staticmethod
     def forward(ctx: Context, *arguments: Any) -> tuple[Tensor | None, ...]:
-        *tensors, ctx.others, asked = arguments
-        results = forward(Problem(*tensors, *ctx.others), asked)
+        *tensors, ctx.others, outputs = arguments
+        results = forward(Problem(*tensors, *ctx.others), outputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *results[:2])
         ctx.mark_non_differentiable(*[x for x in results[2:] if x is not None])
@@ -79,11 +79,11 @@ class Attention(torch.autograd.Function):
 
 
 class TransformedAttention(torch.autograd.Function):
-    """The same within torch.func: (*Problem, *Asked with the LSE)."""
+    """The same within torch.func: (*Problem, *RequestedOutputs with the LSE)."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        return forward(Problem(*arguments[:SIZE]), Asked(*arguments[SIZE:]))
+        return forward(Problem(*arguments[:SIZE]), RequestedOutputs(*arguments[SIZE:]))
 
     @staticmethod
     def setup_context(ctx: Context, inputs: Any, output: Any) -> None:
@@ -183,7 +183,9 @@ def _gradients(p: Problem, dout: Any, dlse: Any, wanted: Any) -> tuple[Tensor, .
     dropout_mask = None
     if p.dropout_p > 0:
         with torch.no_grad():
-            dropout_mask = apply(TransformedAttention, *p, *Asked(True, False, True, None))[3]
+            dropout_mask = apply(
+                TransformedAttention, *p, *RequestedOutputs(True, False, True, None)
+            )[3]
     given: list[tuple[int, Any]] = [(0, dout), (1, dlse)]
     at = [i for i, is_wanted in enumerate(wanted) if is_wanted]
 

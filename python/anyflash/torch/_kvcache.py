@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from anyflash import _kvcache
-from anyflash._options import NO_SOFTCAP, UNBOUNDED
-from anyflash.torch._attention import as_dtype, check_tensor
+from anyflash._call.kvcache import KvCacheCall
+from anyflash._call.options import (
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    KvCacheOptions,
+    OutputRequest,
+)
+from anyflash.torch._attend import as_dtype, check_tensor
+from anyflash.torch._dispatch_state import is_traced
 from anyflash.torch._ops import define, lse_shape, or_empty
-from anyflash.torch._watched import is_traced
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import KvCacheKeywords
 
 _OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (
@@ -25,24 +36,14 @@ _SCHEMA = (
 )
 
 
-def _attend(
-    *tensors: Tensor,
-    cache_seqlens: Tensor | None,
-    filled: int | None,
-    window_left: int,
-    window_right: int,
-    return_lse: bool,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    result = _kvcache.attend(
-        _OPERATION,
-        *tensors,
-        cache_seqlens=filled if cache_seqlens is None else cache_seqlens,
-        window_size=(window_left, window_right),
-        return_lse=return_lse,
-        **options,
-    )
-    return result if return_lse else (result, or_empty(None, tensors[0]))
+def _operator(*tensors: Tensor | None, **given: Any) -> tuple[Tensor, Tensor]:
+    filled = given.pop("filled")
+    if filled is not None:
+        given["cache_seqlens"] = filled
+    given["window_size"] = given.pop("window_left"), given.pop("window_right")
+    given |= zip(("q", "k_cache", "v_cache", "k", "v"), tensors, strict=True)
+    result: Any = KvCacheCall.of(_OPERATION, given).attend()
+    return result if given["return_lse"] else (result, or_empty(None, given["q"]))
 
 
 def _fake(
@@ -70,10 +71,43 @@ def _refuse_gradients(arguments: dict[str, Any]) -> None:
 
 
 # Two operators: where one that only reads looked like one that writes, compilers would copy caches.
-define("attention_with_kvcache", _SCHEMA.format("", ""), _attend, _fake)
-define("attention_with_kvcache_", _SCHEMA.format("(a!)", "(b!)"), _attend, _fake)
+define("attention_with_kvcache", _SCHEMA.format("", ""), _operator, _fake)
+define("attention_with_kvcache_", _SCHEMA.format("(a!)", "(b!)"), _operator, _fake)
 
 
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Tensor]],
+) -> Tensor: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Tensor]],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[KvCacheKeywords[Tensor]],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -102,7 +136,7 @@ def attention_with_kvcache(
     split_size: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`anyflash.attention_with_kvcache` for PyTorch, also within ``torch.compile`` and
     ``torch.export``.
 
@@ -140,45 +174,72 @@ def attention_with_kvcache(
     >>> bool((k_cache[:, 3] == 1).all())
     True
     """
-    options: dict[str, Any] = {
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "rotary_seqlens": rotary_seqlens,
-        "rotary_interleaved": rotary_interleaved,
-        "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad,
-        "block_table": block_table,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "tree_mask": tree_mask,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "num_splits": num_splits,
-        "split_size": split_size,
-        "return_lse": return_lse,
-        "out_dtype": as_dtype(out_dtype),
-    }
-    check_tensor(_OPERATION, q)
-    tensors = (q, k_cache, v_cache, k, v)
-    if not is_traced(q):
-        return _kvcache.attend(
-            _OPERATION, *tensors, cache_seqlens=cache_seqlens, window_size=window_size, **options
-        )
-    _refuse_gradients({"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, **options})
-    left, right = (-1 if bound is None else bound for bound in window_size)
-    is_tensor = isinstance(cache_seqlens, Tensor)
-    run: Any = torch.ops.anyflash.attention_with_kvcache_
-    if k is None and v is None:
-        run = torch.ops.anyflash.attention_with_kvcache
-    out, lse = run(
-        *tensors,
-        cache_seqlens=cache_seqlens if is_tensor else None,
-        filled=None if is_tensor else cache_seqlens,
-        window_left=left,
-        window_right=right,
-        **options,
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
     )
-    return (out, lse) if return_lse else out
+    cache = KvCacheOptions(
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        rotary_seqlens,
+        rotary_interleaved,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        tree_mask,
+        k_scale,
+        v_scale,
+        num_splits,
+        split_size,
+    )
+    outputs = OutputRequest(return_lse, out_dtype=out_dtype)
+    return attend_with_kvcache((q, k_cache, v_cache), cache, options, outputs)
+
+
+def attend_with_kvcache(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cache: KvCacheOptions,
+    options: AttentionOptions,
+    outputs: OutputRequest,
+) -> Tensor | tuple[Tensor, Tensor]:
+    q, k_cache, v_cache = tensors
+    check_tensor(_OPERATION, q)
+    outputs = OutputRequest(outputs.return_lse, out_dtype=as_dtype(outputs.out_dtype))
+    if not is_traced(q):
+        return KvCacheCall(_OPERATION, tensors, cache, options, outputs).attend()
+    left, right = (-1 if bound is None else bound for bound in options.window_size)
+    is_tensor = isinstance(cache.cache_seqlens, Tensor)
+    given: dict[str, Any] = {
+        "rotary_cos": cache.rotary_cos,
+        "rotary_sin": cache.rotary_sin,
+        "rotary_seqlens": cache.rotary_seqlens,
+        "rotary_interleaved": cache.rotary_interleaved,
+        "cache_seqlens": cache.cache_seqlens if is_tensor else None,
+        "filled": None if is_tensor else cache.cache_seqlens,
+        "cache_batch_idx": cache.cache_batch_idx,
+        "cache_leftpad": cache.cache_leftpad,
+        "block_table": cache.block_table,
+        "softmax_scale": options.softmax_scale,
+        "causal": options.causal,
+        "window_left": left,
+        "window_right": right,
+        "softcap": options.softcap,
+        "alibi_slopes": options.alibi_slopes,
+        "sinks": options.sinks,
+        "tree_mask": cache.tree_mask,
+        "k_scale": cache.k_scale,
+        "v_scale": cache.v_scale,
+        "num_splits": cache.num_splits,
+        "split_size": cache.split_size,
+        "return_lse": outputs.return_lse,
+        "out_dtype": outputs.out_dtype,
+    }
+    arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": cache.k, "v": cache.v}
+    _refuse_gradients({**arguments, **given})
+    run: Any = torch.ops.anyflash.attention_with_kvcache_
+    if cache.k is None and cache.v is None:
+        run = torch.ops.anyflash.attention_with_kvcache
+    out, lse = run(*arguments.values(), **given)
+    return (out, lse) if outputs.return_lse else out

@@ -15,12 +15,12 @@ from torch import Tensor
 from anyflash.torch import _autograd, _problem, _vmap
 from anyflash.torch._autograd import Grads
 from anyflash.torch._problem import (
-    ASKED_SCHEMA,
     DIFFERENTIABLE,
+    OUTPUTS_SCHEMA,
     SCHEMA,
     SIZE,
-    Asked,
     Problem,
+    RequestedOutputs,
     differentiable,
 )
 
@@ -44,7 +44,7 @@ def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     p = Problem(*arguments[:SIZE])
-    return tuple(or_empty(x, p.q) for x in _problem.forward(p, Asked(*arguments[SIZE:])))
+    return tuple(or_empty(x, p.q) for x in _problem.forward(p, RequestedOutputs(*arguments[SIZE:])))
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -59,19 +59,19 @@ def _sizes(p: Problem) -> tuple[int, int, int]:
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    p, asked = Problem(*arguments[:SIZE]), Asked(*arguments[SIZE:])
+    p, outputs = Problem(*arguments[:SIZE]), RequestedOutputs(*arguments[SIZE:])
     batch, *lengths = _sizes(p)
     heads = p.q.shape[-2]
 
     def empty(given: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return p.q.new_empty(shape, dtype=dtype) if given else p.q.new_empty(0)
 
-    whole = asked.max_logits or asked.dropout_mask
+    whole = outputs.max_logits or outputs.dropout_mask
     return (
-        p.q.new_empty((*p.q.shape[:-1], p.v.shape[-1]), dtype=asked.out_dtype),
-        empty(asked.lse or whole, lse_shape(p.q), torch.float32),
-        empty(asked.max_logits, (batch, heads), torch.float32),
-        empty(asked.dropout_mask, (batch, heads, *lengths), torch.bool),
+        p.q.new_empty((*p.q.shape[:-1], p.v.shape[-1]), dtype=outputs.out_dtype),
+        empty(outputs.lse or whole, lse_shape(p.q), torch.float32),
+        empty(outputs.max_logits, (batch, heads), torch.float32),
+        empty(outputs.dropout_mask, (batch, heads, *lengths), torch.bool),
     )
 
 
@@ -88,7 +88,7 @@ def _forward_backward(ctx: Any, *grads: Tensor | None) -> Grads:
 
 define(
     "forward",
-    f"({SCHEMA}, {ASKED_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({SCHEMA}, {OUTPUTS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )

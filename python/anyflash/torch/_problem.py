@@ -7,11 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflash._backward import Backward
-from anyflash._forward import Forward
-from anyflash._options import NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
-from anyflash.torch import _direct
-from anyflash.torch._watched import is_plain
+from anyflash._call.backward import Backward
+from anyflash._call.forward import Forward
+from anyflash._call.options import (
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    GradientRequest,
+    OutputRequest,
+    Packing,
+)
+from anyflash.torch import _fast_path
+from anyflash.torch._dispatch_state import is_plain
 
 _SIGN = 1 << 63
 
@@ -63,7 +71,7 @@ def differentiable(p: Problem) -> tuple[Tensor | None, ...]:
     return p.q, p.k, p.v, p.bias, p.sinks, p.alibi_slopes
 
 
-class Asked(NamedTuple):
+class RequestedOutputs(NamedTuple):
     """What the forward gives besides its output; what it does not is an empty tensor."""
 
     lse: bool
@@ -72,7 +80,7 @@ class Asked(NamedTuple):
     out_dtype: torch.dtype | None
 
 
-ASKED_SCHEMA = (
+OUTPUTS_SCHEMA = (
     "bool return_lse, bool return_max_logits, bool return_dropout_mask, ScalarType? out_dtype"
 )
 
@@ -86,67 +94,69 @@ def is_packed(p: Problem) -> bool:
     return p.cu_seqlens_q is not None
 
 
+def name(packed: bool) -> str:
+    return "anyflash.torch.attention_varlen" if packed else "anyflash.torch.attention"
+
+
 def operation(p: Problem) -> str:
-    return "anyflash.torch.attention_varlen" if is_packed(p) else "anyflash.torch.attention"
+    return name(is_packed(p))
 
 
-def _given(call: Forward | Backward, p: Problem) -> None:
-    if is_packed(p):
-        call.pack(p.cu_seqlens_q, p.cu_seqlens_k, p.max_seqlen_q, p.max_seqlen_k, p.validate)
-    window = (p.window_left, p.window_right)
-    call.score(
-        window_size=UNBOUNDED if window == UNBOUNDED else window,
-        softcap=p.softcap,
-        alibi_slopes=p.alibi_slopes,
-        bias=p.bias,
-        block_mask=p.block_mask,
-        block_size=(p.block_m, p.block_n),
-        sinks=p.sinks,
-        seqused_k=p.seqused_k,
+def _options_of(p: Problem) -> AttentionOptions:
+    dropout = p.dropout_p > 0
+    words = (p.seed % (2 * _SIGN), p.offset % (2 * _SIGN)) if p.rng_state is None else p.rng_state
+    return AttentionOptions(
+        p.softmax_scale,
+        p.causal,
+        UNBOUNDED if p.window_left == p.window_right == -1 else (p.window_left, p.window_right),
+        p.softcap,
+        p.alibi_slopes,
+        p.bias,
+        p.block_mask,
+        (p.block_m, p.block_n),
+        p.sinks,
+        p.dropout_p if dropout else NO_DROPOUT,
+        None,
+        words if dropout else None,
+        p.seqused_k,
     )
-    if p.dropout_p > 0:
-        words = (p.seed % (2 * _SIGN), p.offset % (2 * _SIGN))
-        call.dropout(p.dropout_p, None, words if p.rng_state is None else p.rng_state)
 
 
-def _has_no_options(p: Problem, asked: Asked) -> bool:
+def _packing_of(p: Problem) -> Packing | None:
+    if not is_packed(p):
+        return None
+    return Packing(p.cu_seqlens_q, p.cu_seqlens_k, p.max_seqlen_q, p.max_seqlen_k, p.validate)
+
+
+def _has_no_options(p: Problem, outputs: RequestedOutputs) -> bool:
     """But for the scale and causal."""
     return (
         p.bias is p.sinks is p.alibi_slopes is p.block_mask is p.seqused_k is p.rng_state is None
         and p.cu_seqlens_q is p.cu_seqlens_k is None
-        and asked.out_dtype is None
+        and outputs.out_dtype is None
         and p.dropout_p is NO_DROPOUT
         and p.softcap is NO_SOFTCAP
         and p.window_left == p.window_right == -1
-        and not (asked.max_logits or asked.dropout_mask)
+        and not (outputs.max_logits or outputs.dropout_mask)
     )
 
 
-def forward(p: Problem, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def forward(
+    p: Problem, outputs: RequestedOutputs
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, lse, max_logits, dropout_mask), None where not asked for."""
-    if _has_no_options(p, asked) and is_plain(p.q, p.k, p.v):
-        tensors = (p.q, p.k, p.v, None)
-        direct = _direct.forward(
-            operation(p), *tensors, p.softmax_scale, p.causal, UNBOUNDED, asked.lse
-        )
+    tensors = (p.q, p.k, p.v)
+    if _has_no_options(p, outputs) and is_plain(*tensors):
+        direct = _fast_path.forward(operation(p), *tensors, p.softmax_scale, p.causal, outputs.lse)
         if direct is not None:
-            return (*direct, None, None) if asked.lse else (direct, None, None, None)
-    call = Forward(operation(p), p.q, p.k, p.v, 3 if is_packed(p) else 4)
-    _given(call, p)
-    result = call.run(
-        softmax_scale=p.softmax_scale,
-        causal=p.causal,
-        return_lse=asked.lse,
-        return_max_logits=asked.max_logits,
-        return_dropout_mask=asked.dropout_mask,
-        return_result=False,
-        out=None,
-        out_dtype=asked.out_dtype,
-        stream=None,
+            return (*direct, None, None) if outputs.lse else (direct, None, None, None)
+    request = OutputRequest(
+        outputs.lse, outputs.max_logits, outputs.dropout_mask, out_dtype=outputs.out_dtype
     )
+    result: Any = Forward(operation(p), tensors, _options_of(p), _packing_of(p)).run(request)
     if isinstance(result, Tensor):
         return result, None, None, None
-    if asked.max_logits or asked.dropout_mask:
+    if outputs.max_logits or outputs.dropout_mask:
         return result.out, result.lse, result.max_logits, result.dropout_mask
     return result[0], result[1], None, None
 
@@ -156,24 +166,11 @@ def backward(  # noqa: PLR0917 (as the schema)
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, sinks and alibi_slopes; of the last three only those
     ``wanted`` (six of bool)."""
-    call = Backward(f"{operation(p)} (backward)", p.q, p.k, p.v, 3 if is_packed(p) else 4)
-    _given(call, p)
-    return tuple(
-        call.run(
-            dout=torch.zeros_like(out) if dout is None else dout.resolve_neg(),
-            out=out,
-            lse=lse,
-            softmax_scale=p.softmax_scale,
-            causal=p.causal,
-            dlse=None if dlse is None else dlse.resolve_neg(),
-            deterministic=p.deterministic,
-            return_dbias=wanted[3],
-            return_dsinks=wanted[4],
-            return_dalibi_slopes=wanted[5],
-            dq=None,
-            dk=None,
-            dv=None,
-            grad_dtype=None,
-            stream=None,
-        )
+    name, tensors = f"{operation(p)} (backward)", (p.q, p.k, p.v)
+    return Backward(name, tensors, _options_of(p), _packing_of(p)).run(
+        torch.zeros_like(out) if dout is None else dout.resolve_neg(),
+        out,
+        lse,
+        None if dlse is None else dlse.resolve_neg(),
+        GradientRequest(p.deterministic, *wanted[3:]),
     )

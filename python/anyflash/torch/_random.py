@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflash import _options
+from anyflash._call import parsing
 
 
 class RandomState(NamedTuple):
@@ -31,10 +31,10 @@ def random_state(
     if isinstance(rng_state, Tensor):
         return RandomState(rng_state, tensor=rng_state)
     if rng_state is not None:
-        words = parse("rng_state", _options.rng_pair, rng_state)
+        words = parse("rng_state", parsing.rng_pair, rng_state)
         return RandomState(words, words=words)
     if seed is not None:
-        words = parse("seed", _options.seed, seed), 0
+        words = parse("seed", parsing.seed, seed), 0
         return RandomState(words, words=words)
     if not drops:
         return RandomState()

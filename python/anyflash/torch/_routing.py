@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.backends import mha
 
 import anyflash
-from anyflash.torch._direct import DTYPES
+from anyflash.torch._dispatch_state import PLAIN, is_compiling, is_forward_mode, is_jit_tracing
+from anyflash.torch._fast_path import DTYPES
 from anyflash.torch._sdpa import (
     is_causal_bias,
     is_lower_right,
     scaled_dot_product_attention,
 )
-from anyflash.torch._watched import PLAIN
 
 _FUNCTION = "scaled_dot_product_attention"
 _HOME = "torch.nn.functional"
@@ -155,9 +154,9 @@ def _is_ours(
         return False
     if query.is_nested or key.is_nested or value.is_nested:
         return False
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return False
-    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+    if not is_compiling() and is_jit_tracing():
         return False
     device = query.device
     kind, dtype = device.type, query.dtype

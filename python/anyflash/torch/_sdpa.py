@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflash._options import NO_DROPOUT, UNBOUNDED, flags
-from anyflash.torch import _direct
+from anyflash._call.options import NO_DROPOUT, UNBOUNDED
+from anyflash._call.parsing import flags
+from anyflash.torch import _fast_path
 from anyflash.torch._attention import attention
-from anyflash.torch._watched import PLAIN, is_free, is_plain, is_recorded
+from anyflash.torch._dispatch_state import (
+    PLAIN,
+    is_compiling,
+    is_plain,
+    is_plain_eager,
+    is_recorded,
+)
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
@@ -107,11 +114,15 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     out: Tensor | None = None
     if (
         not dropout_p
-        and is_free(query, key, value)
+        and not is_compiling()
+        and is_plain_eager(query, key, value)
         and (attn_mask is None or _is_direct_mask(attn_mask))
     ):
-        out = _direct.forward(
-            _NAME, query, key, value, attn_mask, scale, is_causal, window, False, True
+        options = None
+        if attn_mask is not None or window is not UNBOUNDED:
+            options = _fast_path.options_of(attn_mask, window)
+        out = _fast_path.forward(
+            _NAME, query, key, value, scale, is_causal, False, options, heads_first=True
         )
     if out is None:
         out = attention(

@@ -46,7 +46,7 @@ def test_create(monkeypatch: pytest.MonkeyPatch, name: str, block_size: tuple[in
     shape = (3, 2, 300, 400)
     expected = brute_force(PREDICATES[name], shape, block_size)
     for piece in (1 << 20, 1 << 14, 100):
-        monkeypatch.setattr("anyflash._block_mask._PIECE", piece)
+        monkeypatch.setattr("anyflash._api.block_mask._PIECE", piece)
         mask = anyflash.create_block_mask(PREDICATES[name], *shape, block_size)
         assert mask.dtype == bool
         np.testing.assert_array_equal(mask, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,10 @@ import anyflash
 
 MODULES = sorted(
     module.name
-    for module in pkgutil.iter_modules(anyflash.__path__, "anyflash.")
+    for folder in ("", "_api.", "_arrays.", "_call.", "_cli.")
+    for module in pkgutil.iter_modules(
+        [str(Path(anyflash.__path__[0], folder.rstrip(".")))], f"anyflash.{folder}"
+    )
     if module.name not in ("anyflash.__main__", "anyflash._core")
 )
 

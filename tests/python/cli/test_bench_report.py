@@ -157,6 +157,6 @@ def test_numpy_is_enough(tmp_path):
 
 
 def test_dtypes_by_default():
-    assert _cli._dtypes(None, "cuda", "paper") == ("bfloat16",)
-    assert _cli._dtypes(None, "cpu", "cpu") == ("float32", "bfloat16")
-    assert _cli._dtypes("float16,bfloat16", "cuda", "paper") == ("float16", "bfloat16")
+    assert _cli.dtypes_of(None, "cuda", "paper") == ("bfloat16",)
+    assert _cli.dtypes_of(None, "cpu", "cpu") == ("float32", "bfloat16")
+    assert _cli.dtypes_of("float16,bfloat16", "cuda", "paper") == ("float16", "bfloat16")

@@ -11,7 +11,7 @@ import pytest
 
 import anyflash
 from anyflash import __main__ as command_line
-from anyflash import _doctor
+from anyflash._cli import doctor
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 def test_variables_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("SOME_TOKEN", "secret")
-    text, _ = _doctor.report(anyflash.build_info())
+    text, _ = doctor.report(anyflash.build_info())
     assert "OMP_NUM_THREADS" in text
     assert "secret" not in text
 

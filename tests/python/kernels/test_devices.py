@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tuned_tiles import SIZES, Key, rows
 
-from anyflash.bench._tuned_tiles import SIZES, Key, rows
 from backends import capi
 from backends.capi import Backend
 from cases.cache_case import CacheCase

@@ -328,16 +328,17 @@ def test_a_tensor_that_changed_is_noticed(torch: ModuleType, name: str) -> None:
 
 def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """To both passes; on a CPU lengths are checked always."""
-    from anyflash import _backward, _forward
+    from anyflash._call.backward import Backward
+    from anyflash._call.forward import Forward
 
     seen = []
-    for kind in (_forward.Forward, _backward.Backward):
+    for kind in (Forward, Backward):
 
-        def spy(self: Any, *arguments: Any, pack: Any = kind.pack) -> None:
-            seen.append(arguments[-1])
-            pack(self, *arguments)
+        def spy(self: Any, packing: Any, pack: Any = kind._pack) -> None:
+            seen.append(packing.validate)
+            pack(self, packing)
 
-        monkeypatch.setattr(kind, "pack", spy)
+        monkeypatch.setattr(kind, "_pack", spy)
     call = Call(varlen=True)
     for validate in (False, True):
         call.attend(call.tensors(), validate=validate).sum().backward()
@@ -346,14 +347,14 @@ def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_deterministic_follows_torch(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default; an explicit one counts."""
-    from anyflash._backward import Backward
+    from anyflash._call.backward import Backward
 
     seen = []
     run = Backward.run
 
-    def spy(self: Any, **arguments: Any) -> Any:
-        seen.append(arguments["deterministic"])
-        return run(self, **arguments)
+    def spy(self: Any, *arguments: Any) -> Any:
+        seen.append(arguments[-1].deterministic)
+        return run(self, *arguments)
 
     monkeypatch.setattr(Backward, "run", spy)
     call = Call()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import anyflash
 import anyflash.torch
 from anyflash.torch import attention, attention_varlen, attention_with_kvcache
-from anyflash.torch._problem import Asked, Problem
+from anyflash.torch._problem import Problem, RequestedOutputs
 from calls.backward import OPTIONS
 from calls.frameworks import random
 from calls.kvcache import every_option
@@ -298,17 +298,20 @@ def opcheck(op: Any, *arguments: Any, **more: Any) -> None:
 
 
 def test_opcheck_forward() -> None:
-    asked = Asked(True, True, True, torch.float32)
+    asked = RequestedOutputs(True, True, True, torch.float32)
     opcheck(OPS.forward.default, (*problem(True), *asked))
     opcheck(OPS.forward.default, (*problem(True, **DROPOUT), *asked), test_utils=QUICK)
-    for asked in (Asked(False, False, False, None), Asked(False, True, False, None)):
+    for asked in (
+        RequestedOutputs(False, False, False, None),
+        RequestedOutputs(False, True, False, None),
+    ):
         opcheck(OPS.forward.default, (*problem(False), *asked), test_utils=QUICK)
 
 
 def test_opcheck_backward() -> None:
     for wanted, options in (([True] * 6, {}), ([True, False] * 3, DROPOUT)):
         p = problem(False, **options)
-        out, lse, *_ = OPS.forward(*p, *Asked(True, False, False, None))
+        out, lse, *_ = OPS.forward(*p, *RequestedOutputs(True, False, False, None))
         dout, dlse = tensor(*out.shape), tensor(*lse.shape)
         for arguments in ((dout, dlse), (dout, None), (None, dlse)):
             opcheck(OPS.backward.default, (*p, out, lse, *arguments, wanted), test_utils=QUICK)
@@ -340,7 +343,7 @@ def test_opcheck_of_decoding(write: bool) -> None:
     reason="torch.library.register_vmap is of torch 2.5",
 )
 def test_vmap_of_the_operators() -> None:
-    p, asked = problem(False), Asked(True, False, True, None)
+    p, asked = problem(False), RequestedOutputs(True, False, True, None)
     q = torch.stack([p.q, -p.q])
     found = torch.vmap(lambda q: OPS.forward(*p._replace(q=q), *asked))(q)
     each = [OPS.forward(*p._replace(q=x), *asked) for x in q]

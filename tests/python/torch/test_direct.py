@@ -1,9 +1,11 @@
-"""Calls without options, which go the shortest way (anyflash.torch._direct): they give what others
-do, whatever the tensors' strides and PyTorch's version; and what does not go this way."""
+"""Calls without options, which go the shortest way (anyflash.torch._fast_path): they give what
+others do, whatever the tensors' strides and PyTorch's version; and what does not go this way."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +14,24 @@ import pytest
 import torch
 
 import anyflash
-from anyflash import _forward
-from anyflash.torch import _direct, attention, scaled_dot_product_attention
+from anyflash import _core
+from anyflash._call.forward import Forward
+from anyflash.torch import _fast_path, attention, scaled_dot_product_attention
 from backends.abi import DLDataType, DLDevice, DLTensor
 
 Make = Callable[..., torch.Tensor]
+
+
+def pytorch(exchange_api: Any) -> Any:
+    """What the binding asks, with another exchange API, or none."""
+    return _core.PyTorch(**{**_fast_path._FUNCTIONS, "exchange_api": exchange_api})
 
 
 @pytest.fixture(params=["exchange", "capsules"])
 def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on there is no other way than the direct one, with PyTorch's exchange API and
     as before 2.10."""
-    if request.param == "exchange" and _direct._PYTORCH[0] is None:
+    if request.param == "exchange" and _fast_path._FUNCTIONS["exchange_api"] is None:
         pytest.skip("this PyTorch has no exchange API")
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -31,8 +39,8 @@ def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         if request.param == "capsules":
-            monkeypatch.setattr(_direct, "_PYTORCH", (None, *_direct._PYTORCH[1:]))
-        monkeypatch.setattr(_forward.Forward, "__init__", refuse)
+            monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
+        monkeypatch.setattr(Forward, "__init__", refuse)
 
     return begin
 
@@ -117,8 +125,42 @@ def test_parameters_and_leaves(direct: Callable[[], None]) -> None:
     assert np.array_equal(out.numpy(), right)
 
 
-NEGATIVE = torch.randn(2, 30, 4, 20, dtype=torch.complex64).conj().imag
 X = torch.randn(2, 30, 4, 20)
+
+
+@pytest.mark.parametrize("function", [anyflash.attention, attention])
+@pytest.mark.parametrize(
+    "options",
+    [{"window_size": (-1, -1)}, {"softcap": float("0")}, {"dropout_p": float("0")}],
+    ids=str,
+)
+def test_defaults_by_their_values(
+    function: Any, options: dict[str, Any], direct: Callable[[], None]
+) -> None:
+    """Not only the objects that the functions have as defaults."""
+    right = function(X, X, X)
+    direct()
+    assert torch.equal(function(X, X, X, **options), right)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (X, X)},
+        {"window_size": -1},
+        {"softcap": X},
+        {"softcap": "0"},
+        {"dropout_p": X},
+    ],
+    ids=lambda options: f"{next(iter(options))}-{type(next(iter(options.values()))).__name__}",
+)
+def test_what_is_no_default(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(TypeError, match=rf"^anyflash\.attention: {name} is "):
+        anyflash.attention(X, X, X, **options)
+
+
+NEGATIVE = torch.randn(2, 30, 4, 20, dtype=torch.complex64).conj().imag
 
 
 @pytest.mark.parametrize(
@@ -143,7 +185,7 @@ def test_errors(
     way: str, tensors: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "capsules":
-        monkeypatch.setattr(_direct, "_PYTORCH", (None, *_direct._PYTORCH[1:]))
+        monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
     with pytest.raises(error, match=rf"^anyflash\.attention: {message}"):
         anyflash.attention(*tensors)
 
@@ -190,7 +232,7 @@ class FakeGpu:
 
 def test_stream_of_the_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
-    monkeypatch.setattr(_direct, "_PYTORCH", (gpu.capsule, *_direct._PYTORCH[1:]))
+    monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(gpu.capsule))
     x = torch.ones(1, 1, 1, 8, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=r"^anyflash\.torch\.attention: .*CUDA"):
         attention(x, x, x)
@@ -201,7 +243,16 @@ def test_other_versions_of_the_exchange_api(monkeypatch: pytest.MonkeyPatch) -> 
     """It is left alone where it is not known."""
     gpu = FakeGpu()
     gpu.api.major = 2
-    monkeypatch.setattr(_direct, "_PYTORCH", (gpu.capsule, *_direct._PYTORCH[1:]))
+    monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(gpu.capsule))
     x = torch.ones(1, 1, 1, 8)
     assert torch.equal(attention(x, x, x), x)
     assert not gpu.asked
+
+
+def test_nothing_is_left_at_exit() -> None:
+    """The binding holds functions of the module that holds it: Python must see this cycle."""
+    code = "import torch, anyflash; x = torch.ones(1, 1, 1, 8); anyflash.attention(x, x, x)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300
+    )
+    assert "leak" not in done.stderr

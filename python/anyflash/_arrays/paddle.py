@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays import CPU, Device, WithAttributes
+from anyflash._arrays.base import CPU, Device, WithAttributes
 
 if TYPE_CHECKING:
     import numpy.typing as npt

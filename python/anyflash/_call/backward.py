@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from anyflash import _core, _options
-from anyflash._arrays import FLOATS
-from anyflash._call import Call
+from anyflash import _core
+from anyflash._arrays.base import FLOATS
+from anyflash._call import parsing
+from anyflash._call.call import Call
+from anyflash._call.options import GradientRequest
+from anyflash._call.results import ArrayT, AttentionGrads
 
 _FLOAT32 = ("float32",)
 
 
-class AttentionGrads(NamedTuple):
-    """What :func:`attention_backward` gives; None where it was not asked for.
-
-    Attributes
-    ----------
-    dq, dk, dv : as q, k, v
-    dbias : as bias
-        Summed over the axes that bias is broadcast along.
-    dsinks : as sinks
-    dalibi_slopes : as alibi_slopes
-    """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsinks: Any
-    dalibi_slopes: Any
-
-
-class Backward(Call):
+class Backward(Call[ArrayT]):
     __slots__ = ()
 
     def _draw_seed(self) -> int:
@@ -41,33 +24,17 @@ class Backward(Call):
         )
 
     def run(
-        self,
-        *,
-        dout: Any,
-        out: Any,
-        lse: Any,
-        softmax_scale: Any,
-        causal: Any,
-        dlse: Any,
-        deterministic: Any,
-        return_dbias: Any,
-        return_dsinks: Any,
-        return_dalibi_slopes: Any,
-        dq: Any,
-        dk: Any,
-        dv: Any,
-        grad_dtype: Any,
-        stream: Any,
-    ) -> AttentionGrads:
+        self, dout: Any, out: Any, lse: Any, dlse: Any, request: GradientRequest
+    ) -> AttentionGrads[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = _options.flags(
+        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = parsing.flags(
             operands.operation,
-            causal=causal,
-            deterministic=deterministic,
-            return_dbias=return_dbias,
-            return_dsinks=return_dsinks,
-            return_dalibi_slopes=return_dalibi_slopes,
+            causal=self._given.causal,
+            deterministic=request.deterministic,
+            return_dbias=request.return_dbias,
+            return_dsinks=request.return_dsinks,
+            return_dalibi_slopes=request.return_dalibi_slopes,
         )
         allowed = tuple(dict.fromkeys((self._dtype, "float32")))
         operands.read("dout", dout, allowed)
@@ -75,10 +42,11 @@ class Backward(Call):
         operands.read("lse", lse, _FLOAT32)
         if dlse is not None:
             operands.read("dlse", dlse, _FLOAT32)
+        grad_dtype = request.grad_dtype
         if grad_dtype is not None:
-            grad_dtype = operands.parse("grad_dtype", _options.dtype, grad_dtype, allowed)
+            grad_dtype = operands.parse("grad_dtype", parsing.dtype, grad_dtype, allowed)
             allowed = (grad_dtype,)
-        given = {"dq": dq, "dk": dk, "dv": dv}
+        given = {"dq": request.dq, "dk": request.dk, "dv": request.dv}
         dtype = self._common_dtype(given, allowed)
         asked = {
             name: self._shape_and_dtype(name, grad_dtype)
@@ -89,7 +57,7 @@ class Backward(Call):
             )
             if wanted
         }
-        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        softmax_scale, stream = self._numbers(request.stream)
         self._export_options(stream)
 
         gradients = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from anyflash._arrays import FLOATS, INT32, INT64, listed
-from anyflash._frameworks import framework_of
+from anyflash._arrays.base import FLOATS, INT32, INT64, listed
+from anyflash._arrays.frameworks import framework_of
 
 _T = TypeVar("_T")
 _REFUSALS = (TypeError, ValueError, NotImplementedError)

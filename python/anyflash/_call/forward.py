@@ -2,67 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from anyflash import _core, _options
-from anyflash._call import Call
+from anyflash import _core
+from anyflash._call import parsing
+from anyflash._call.call import Call
+from anyflash._call.options import OutputRequest
+from anyflash._call.results import ArrayT, AttentionResult, Returned
 
-
-class AttentionResult(NamedTuple):
-    """What :func:`attention` can give besides its output; None where it was not asked for.
-
-    Attributes
-    ----------
-    out : (batch, seqlen_q, heads, head_dim_v), packed: (total_q, heads, head_dim_v)
-    lse : (batch, heads, seqlen_q), packed: (heads, total_q), float32
-        Natural logarithm of the softmax's denominator.
-    max_logits : (batch, heads), float32
-        The largest score that no mask removed, -inf where there is none.
-    rng_state : (seed, offset), or the array that was given
-        What dropout was done with; give it as ``rng_state`` to repeat it.
-    dropout_mask : (batch, heads, seqlen_q, seqlen_k), bool
-        True where dropout kept the probability, whether or not a mask hides it.
-    """
-
-    out: Any
-    lse: Any
-    max_logits: Any
-    rng_state: Any
-    dropout_mask: Any
+_FLAGS = ("causal", *OutputRequest._fields[:4])
 
 
-class Forward(Call):
+class Forward(Call[ArrayT]):
     __slots__ = ()
 
-    def run(
-        self,
-        *,
-        softmax_scale: Any,
-        causal: Any,
-        return_lse: Any,
-        return_max_logits: Any,
-        return_dropout_mask: Any,
-        return_result: Any,
-        out: Any,
-        out_dtype: Any,
-        stream: Any,
-    ) -> Any:
+    def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, return_lse, return_max_logits, return_dropout_mask, return_result = _options.flags(
-            operands.operation,
-            causal=causal,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            return_dropout_mask=return_dropout_mask,
-            return_result=return_result,
+        lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream = outputs
+        flags = self._given.causal, lse_wanted, max_logits_wanted, mask_wanted, all_wanted
+        causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
+            parsing.flag_values(operands.operation, _FLAGS, flags)
         )
-        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        softmax_scale, stream = self._numbers(stream)
         self._export_options(stream)
 
         result = self._out(out, out_dtype)
         batch, heads = self._batch, self._out_shape[-2]
-        max_logits = dropout_mask = lse = lse_target = None
+        max_logits = dropout_mask = lse_target = None
+        lse: Any = None
         if return_max_logits:
             max_logits = self._output("max_logits", (batch, heads), "float32")
         if return_dropout_mask:
@@ -109,7 +77,7 @@ class Forward(Call):
             return operands.empty(self._out_shape, None)
         allowed = tuple(dict.fromkeys((self._dtype, "float32")))
         if out_dtype is not None:
-            allowed = (operands.parse("out_dtype", _options.dtype, out_dtype, allowed),)
+            allowed = (operands.parse("out_dtype", parsing.dtype, out_dtype, allowed),)
         if out is None:
             return operands.empty(self._out_shape, allowed[0])
         operands.output("out", out, allowed)

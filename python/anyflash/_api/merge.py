@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash import _core, _options
-from anyflash._arrays import FLOATS
-from anyflash._operands import Operands
+from anyflash import _core
+from anyflash._arrays.base import FLOATS
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.results import ArrayT
 
 
 def merge_states(
-    out_a: Any,
-    lse_a: Any,
+    out_a: ArrayT,
+    lse_a: ArrayT,
     out_b: Any,
     lse_b: Any,
     *,
@@ -19,7 +21,7 @@ def merge_states(
     lse: Any = None,
     out_dtype: Any = None,
     stream: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[ArrayT, ArrayT]:
     """Joins attention over two disjoint sets of keys, given each one's result and LSE.
 
     ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
@@ -80,10 +82,10 @@ def merge_states(
             "dtype"
         )
     if stream is not None:
-        stream = operands.parse("stream", _options.stream, stream)
+        stream = operands.parse("stream", parsing.stream, stream)
     allowed: tuple[str, ...] = FLOATS
     if out_dtype is not None:
-        allowed = (operands.parse("out_dtype", _options.dtype, out_dtype, FLOATS),)
+        allowed = (operands.parse("out_dtype", parsing.dtype, out_dtype, FLOATS),)
     if out is not None:
         kind = operands.output("out", out, allowed)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays import CPU, FLOAT8, Device, Immutable
+from anyflash._arrays.base import CPU, FLOAT8, Device, Immutable
 
 if TYPE_CHECKING:
     import numpy.typing as npt

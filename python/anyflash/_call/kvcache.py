@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
-from anyflash import _core, _options
-from anyflash._arrays import BOOL, BYTES, CACHES, FLOATS, INT32
-from anyflash._call import Given
-from anyflash._forward import Forward
-from anyflash._operands import Operands
+from anyflash import _core
+from anyflash._arrays.base import BOOL, BYTES, CACHES, FLOATS, INT32
+from anyflash._call import parsing
+from anyflash._call.call import Given
+from anyflash._call.forward import Forward
+from anyflash._call.operands import Operands
+from anyflash._call.options import AttentionOptions, KvCacheOptions, OutputRequest
+from anyflash._call.results import ArrayT
 
 _LAYOUTS = {
     "q": "(batch, seqlen_q, heads, head_dim)",
@@ -21,8 +25,8 @@ _LAYOUTS = {
 _NO_GRADIENTS = "attention with a KV cache has no backward"
 
 
-class KvCacheCall(Forward):
-    """`score`, `cache`, `append` and `results`, then `attend` or `workspace_size`."""
+class KvCacheCall(Forward[ArrayT]):
+    """Reads everything that is given; then `attend` or `workspace_size`."""
 
     __slots__ = (
         "_allocate",
@@ -40,7 +44,17 @@ class KvCacheCall(Forward):
         "_writes",
     )
 
-    def __init__(self, operation: str, q: Any, k_cache: Any, v_cache: Any) -> None:
+    def __init__(
+        self,
+        operation: str,
+        tensors: tuple[ArrayT, Any, Any],
+        cache: KvCacheOptions,
+        options: AttentionOptions,
+        outputs: OutputRequest,
+        *,
+        workspace: Any = None,
+    ) -> None:
+        q, k_cache, v_cache = tensors
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         self._operands = operands = Operands(operation, "q", q, _NO_GRADIENTS)
         read = {
@@ -51,73 +65,71 @@ class KvCacheCall(Forward):
             if len(shape) != 4:
                 self._refuse_rank(_LAYOUTS[name], 4, **{name: shape})
         shape, k_shape, v_shape = (shape for shape, _ in read.values())
-        self._begin(q, read["q"][1], (shape, k_shape, v_shape))
+        self._begin(q, read["q"][1], (shape, k_shape, v_shape), options)
         self._caches: Given = {name: (given[name], dtype) for name, (_, dtype) in read.items()}
         self._cache_arrays: Given = {}
         self._cache_shapes: dict[str, tuple[int, ...]] = {}
         self._cache_options: dict[str, Any] = {}
         self._seqlens: int | None = None  # the same for all sequences
         self._owner: Any = None  # of the memory that they are written to
-        self._writes = False
+        self._read_options(options)
+        self._read_cache(cache)
+        self._read_appended(cache)
+        self._export(outputs, workspace)
 
-    def cache(
-        self,
-        *,
-        cache_seqlens: Any,
-        cache_batch_idx: Any,
-        cache_leftpad: Any,
-        block_table: Any,
-        tree_mask: Any,
-        k_scale: Any,
-        v_scale: Any,
-        num_splits: Any,
-        split_size: Any,
-    ) -> None:
-        """Where the keys lie, what they are, and how they are divided."""
+    @classmethod
+    def of(cls, operation: str, given: Mapping[str, Any]) -> KvCacheCall[Any]:
+        """Of the arguments of anyflash.attention_with_kvcache, by name."""
+
+        def made(kind: Any) -> Any:
+            return kind(**{name: x for name, x in given.items() if name in kind._fields})
+
+        return cls(
+            operation,
+            (given["q"], given["k_cache"], given["v_cache"]),
+            made(KvCacheOptions),
+            made(AttentionOptions),
+            made(OutputRequest),
+            workspace=given.get("workspace"),
+        )
+
+    def _read_cache(self, cache: KvCacheOptions) -> None:
         parse = self._operands.parse
+        cache_seqlens = cache.cache_seqlens
         if isinstance(cache_seqlens, numbers.Integral):
-            self._seqlens = parse("cache_seqlens", _options.length, cache_seqlens)
+            self._seqlens = parse("cache_seqlens", parsing.length, cache_seqlens)
             cache_seqlens = None
         for name, x, allowed in (
             ("cache_seqlens", cache_seqlens, INT32),
-            ("cache_batch_idx", cache_batch_idx, INT32),
-            ("cache_leftpad", cache_leftpad, INT32),
-            ("block_table", block_table, INT32),
-            ("tree_mask", tree_mask, BOOL),
-            ("k_scale", k_scale, ("float32",)),
-            ("v_scale", v_scale, ("float32",)),
+            ("cache_batch_idx", cache.cache_batch_idx, INT32),
+            ("cache_leftpad", cache.cache_leftpad, INT32),
+            ("block_table", cache.block_table, INT32),
+            ("tree_mask", cache.tree_mask, BOOL),
+            ("k_scale", cache.k_scale, ("float32",)),
+            ("v_scale", cache.v_scale, ("float32",)),
         ):
             if x is not None:
                 self._cache_array(name, name, x, allowed)
-        self._cache_options["num_splits"] = parse("num_splits", _options.integer, num_splits)
-        if split_size is not None:
-            self._cache_options["split_size"] = parse("split_size", _options.integer, split_size)
+        self._cache_options["num_splits"] = parse("num_splits", parsing.integer, cache.num_splits)
+        if cache.split_size is not None:
+            split_size = parse("split_size", parsing.integer, cache.split_size)
+            self._cache_options["split_size"] = split_size
 
-    def append(
-        self,
-        *,
-        k: Any,
-        v: Any,
-        rotary_cos: Any,
-        rotary_sin: Any,
-        rotary_seqlens: Any,
-        rotary_interleaved: Any,
-    ) -> None:
-        """New keys and values are written to the caches."""
+    def _read_appended(self, cache: KvCacheOptions) -> None:
         for name, argument, x, allowed in (
-            ("k_new", "k", k, FLOATS),
-            ("v_new", "v", v, FLOATS),
-            ("rotary_cos", "rotary_cos", rotary_cos, FLOATS),
-            ("rotary_sin", "rotary_sin", rotary_sin, FLOATS),
-            ("rotary_seqlens", "rotary_seqlens", rotary_seqlens, INT32),
+            ("k_new", "k", cache.k, FLOATS),
+            ("v_new", "v", cache.v, FLOATS),
+            ("rotary_cos", "rotary_cos", cache.rotary_cos, FLOATS),
+            ("rotary_sin", "rotary_sin", cache.rotary_sin, FLOATS),
+            ("rotary_seqlens", "rotary_seqlens", cache.rotary_seqlens, INT32),
         ):
             if x is not None:
                 self._cache_array(name, argument, x, allowed)
-        (interleaved,) = _options.flags(
-            self._operands.operation, rotary_interleaved=rotary_interleaved
+        (interleaved,) = parsing.flags(
+            self._operands.operation, rotary_interleaved=cache.rotary_interleaved
         )
         self._cache_options["rotary_interleaved"] = interleaved
-        self._writes = k is not None or v is not None
+        self._writes = cache.k is not None or cache.v is not None
         if self._writes:
             for name in ("k_cache", "v_cache"):
                 self._operands.cache(name, self._caches[name][0])
@@ -126,30 +138,20 @@ class KvCacheCall(Forward):
         self._cache_shapes[name], dtype = self._operands.read(argument, x, allowed)
         self._cache_arrays[name] = (x, dtype)
 
-    def results(
-        self,
-        *,
-        softmax_scale: Any,
-        causal: Any,
-        return_lse: Any,
-        out: Any,
-        out_dtype: Any,
-        workspace: Any,
-        stream: Any,
-    ) -> None:
-        """Where the results go, and with what they are computed."""
+    def _export(self, outputs: OutputRequest, workspace: Any) -> None:
+        """Makes what the binding is given."""
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, return_lse = _options.flags(
-            operands.operation, causal=causal, return_lse=return_lse
+        causal, return_lse = parsing.flags(
+            operands.operation, causal=self._given.causal, return_lse=outputs.return_lse
         )
-        softmax_scale, stream = self._numbers(softmax_scale, stream)
+        softmax_scale, stream = self._numbers(outputs.stream)
         self._workspace = None
         if workspace is not None:
             operands.output("workspace", workspace, BYTES)
             self._workspace = framework.export_out(workspace, device)
-        self._given_out = out
-        self._result = self._out(out, out_dtype)
+        self._given_out = outputs.out
+        self._result = self._out(outputs.out, outputs.out_dtype)
         self._lse = self._new_lse() if return_lse else None
 
         self._export_options(stream)
@@ -157,21 +159,21 @@ class KvCacheCall(Forward):
         if self._seqlens is not None:
             shapes = (self._cache_shapes.get(name) for name in ("block_table", "k_new"))
             room = (self._seqlens, self._shapes[1], *shapes)
-            operands.parse("cache_seqlens", _options.check_room, *room)
+            operands.parse("cache_seqlens", parsing.check_room, *room)
             self._owner, lengths = operands.parse(
                 "cache_seqlens",
                 framework.lengths,
                 *(self._batch, self._seqlens, self._q, device, stream),
             )
             cache_options["cache_seqlens"] = (lengths, False)
-        outputs = (
+        written = (
             (framework.export_out(self._result, device), operands.as_bits(self._dtype)),
             None if self._lse is None else (framework.export_out(self._lse, device), False),
         )
         queue, self._allocate = self._launch(stream)
         self._arguments = (
             operands.operation,
-            (*self._exported(self._caches, stream).values(), *outputs),
+            (*self._exported(self._caches, stream).values(), *written),
             softmax_scale,
             causal,
             queue,
@@ -180,7 +182,7 @@ class KvCacheCall(Forward):
             self._writes,
         )
 
-    def attend(self) -> Any:
+    def attend(self) -> ArrayT | tuple[ArrayT, ArrayT]:
         _core.forward_with_kvcache(*self._arguments, self._workspace, self._allocate)
         finish = self._operands.framework.finish
         result = self._result if self._given_out is not None else finish(self._result)
@@ -188,52 +190,3 @@ class KvCacheCall(Forward):
 
     def workspace_size(self) -> int:
         return _core.kvcache_workspace_size(*self._arguments)
-
-
-def attend(  # noqa: PLR0917 (the order of flash-attn)
-    operation: str,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    *,
-    rotary_cos: Any,
-    rotary_sin: Any,
-    rotary_seqlens: Any,
-    rotary_interleaved: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    softmax_scale: Any,
-    causal: Any,
-    return_lse: Any,
-    out_dtype: Any,
-    out: Any = None,
-    workspace: Any = None,
-    stream: Any = None,
-    **options: Any,
-) -> Any:
-    """The whole call, whoever asks for it; ``options`` are those of `KvCacheCall.cache`."""
-    call = KvCacheCall(operation, q, k_cache, v_cache)
-    call.score(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    call.cache(**options)
-    call.append(
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_seqlens=rotary_seqlens,
-        rotary_interleaved=rotary_interleaved,
-    )
-    call.results(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        return_lse=return_lse,
-        out=out,
-        out_dtype=out_dtype,
-        workspace=workspace,
-        stream=stream,
-    )
-    return call.attend()

@@ -19,9 +19,6 @@ FLOAT8 = "float8_e4m3fn"
 CACHES = (*FLOATS, "int8", FLOAT8)
 BYTES = ("uint8", "bool")  # DLPack producers that tell no dtype: bool stands for both
 
-# Order of the DType enumeration of tensor_view.h.
-_DTYPES = (*FLOATS, "bool", "int32", "int64", "int8", FLOAT8)
-
 # DLPack device types.
 _CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 _CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -49,9 +46,7 @@ class Array:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        self._memory = _core.new_array(
-            shape, _DTYPES.index(dtype), 0 if device.kind == "cpu" else 1, device.number
-        )
+        self._memory: Any = _core.new_array(shape, dtype, device.kind, device.number)
 
     @classmethod
     def around(cls, x: npt.NDArray[Any]) -> Array:

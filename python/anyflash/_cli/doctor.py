@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
-from anyflash import _machine
+from anyflash._cli import machine
 
 Facts = list[tuple[str, str]]
 
@@ -38,7 +38,7 @@ def _python() -> Facts:
         ("Python", f"{platform.python_version()} ({platform.python_implementation()}, {build})"),
         ("", sys.executable),
         ("system", f"{platform.platform()}, {' '.join(platform.libc_ver())}".rstrip(", ")),
-        ("CPU", f"{_machine.cpu_model()}, {os.cpu_count()} processors"),
+        ("CPU", f"{machine.cpu_model()}, {os.cpu_count()} processors"),
     ]
 
 
@@ -86,7 +86,7 @@ def report(info: dict[str, Any]) -> tuple[str, bool]:
     checks = list(_checks(info))
     sections = (
         ("machine", _python() + _driver()),
-        ("packages", list(_machine.versions(PACKAGES).items())),
+        ("packages", list(machine.versions(PACKAGES).items())),
         ("environment", _environment()),
         ("checks", checks or [("CPU", "numpy is not installed: nothing was computed")]),
     )

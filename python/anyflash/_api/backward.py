@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflash._backward import AttentionGrads, Backward
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash._call.backward import Backward
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    GradientRequest,
+    Packing,
+)
+from anyflash._call.results import ArrayT, AttentionGrads
 
 
 def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     dout: Any,
-    q: Any,
+    q: ArrayT,
     k: Any,
     v: Any,
     out: Any,
@@ -39,7 +48,7 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     dv: Any = None,
     grad_dtype: Any = None,
     stream: int | None = None,
-) -> AttentionGrads:
+) -> AttentionGrads[ArrayT]:
     """Gradients of a number L, given ``dout``, its gradient with respect to attention's output.
 
     FlashAttention-2 (Dao, arXiv 2307.08691, section 3.1.2): the probabilities are made again, tile
@@ -136,40 +145,39 @@ sinks, seqused_k
     >>> grads.dbias.shape, grads.dsinks
     ((4,), None)
     """
-    call = Backward("anyflash.attention_backward", q, k, v, 4)
-    call.score(
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
     )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        dout=dout,
-        out=out,
-        lse=lse,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        dlse=dlse,
-        deterministic=deterministic,
-        return_dbias=return_dbias,
-        return_dsinks=return_dsinks,
-        return_dalibi_slopes=return_dalibi_slopes,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        grad_dtype=grad_dtype,
-        stream=stream,
+    request = GradientRequest(
+        deterministic,
+        return_dbias,
+        return_dsinks,
+        return_dalibi_slopes,
+        dq,
+        dk,
+        dv,
+        grad_dtype,
+        stream,
     )
+    call = Backward("anyflash.attention_backward", (q, k, v), options)
+    return call.run(dout, out, lse, dlse, request)
 
 
 def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     dout: Any,
-    q: Any,
+    q: ArrayT,
     k: Any,
     v: Any,
     out: Any,
@@ -203,7 +211,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     dv: Any = None,
     grad_dtype: Any = None,
     stream: int | None = None,
-) -> AttentionGrads:
+) -> AttentionGrads[ArrayT]:
     """:func:`attention_backward` over sequences of different lengths, packed without padding.
 
     A sequence's gradients have the same bits as alone or in any other batch; those of bias, sinks
@@ -250,33 +258,32 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     >>> grads.dq.shape, grads.dsinks.shape
     ((5, 2, 8), (2,))
     """
-    call = Backward("anyflash.attention_varlen_backward", q, k, v, 3)
-    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
-    call.score(
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
     )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        dout=dout,
-        out=out,
-        lse=lse,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        dlse=dlse,
-        deterministic=deterministic,
-        return_dbias=return_dbias,
-        return_dsinks=return_dsinks,
-        return_dalibi_slopes=return_dalibi_slopes,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        grad_dtype=grad_dtype,
-        stream=stream,
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+    request = GradientRequest(
+        deterministic,
+        return_dbias,
+        return_dsinks,
+        return_dalibi_slopes,
+        dq,
+        dk,
+        dv,
+        grad_dtype,
+        stream,
     )
+    call = Backward("anyflash.attention_varlen_backward", (q, k, v), options, packing)
+    return call.run(dout, out, lse, dlse, request)

@@ -3,16 +3,69 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from anyflash._adapters import adapter_of, refuse
-from anyflash._kvcache import KvCacheCall, attend
-from anyflash._options import NO_SOFTCAP, UNBOUNDED
+from anyflash._call.dispatch import adapter_of, refuse
+from anyflash._call.kvcache import KvCacheCall
+from anyflash._call.options import (
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    KvCacheOptions,
+    OutputRequest,
+)
+from anyflash._call.results import ArrayT
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import KvCacheKeywords
 
 
+@overload
 def attention_with_kvcache(
-    q: Any,
+    q: ArrayT,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    out: Any = ...,
+    workspace: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> ArrayT: ...
+@overload
+def attention_with_kvcache(
+    q: ArrayT,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: Literal[True],
+    out: Any = ...,
+    workspace: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention_with_kvcache(
+    q: ArrayT,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = ...,
+    v: Any = ...,
+    *,
+    return_lse: bool = ...,
+    out: Any = ...,
+    workspace: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def attention_with_kvcache(
+    q: ArrayT,
     k_cache: Any,
     v_cache: Any,
     k: Any = None,
@@ -42,7 +95,7 @@ def attention_with_kvcache(
     out_dtype: Any = None,
     workspace: Any = None,
     stream: int | None = None,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Attention of new queries to a cache of keys and values, which new ones are appended to first.
 
     For generation, token by token or several at a time (prefill in chunks, speculation). The keys
@@ -154,68 +207,36 @@ def attention_with_kvcache(
     >>> bool((k_cache[6, 3] == k[0, 0]).all() and (v_cache[3, 1] == v[1, 0]).all())
     True
     """
-    if (adapter := adapter_of(q, k_cache, v_cache, k, v)) is not None:
-        refuse("anyflash.attention_with_kvcache", out=out, stream=stream, workspace=workspace)
-        return adapter.attention_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k,
-            v,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            rotary_seqlens=rotary_seqlens,
-            rotary_interleaved=rotary_interleaved,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=block_table,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            tree_mask=tree_mask,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_splits=num_splits,
-            split_size=split_size,
-            return_lse=return_lse,
-            out_dtype=out_dtype,
-        )
-    return attend(
-        "anyflash.attention_with_kvcache",
-        q,
-        k_cache,
-        v_cache,
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
+    )
+    cache = KvCacheOptions(
         k,
         v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_seqlens=rotary_seqlens,
-        rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        tree_mask=tree_mask,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_splits=num_splits,
-        split_size=split_size,
-        return_lse=return_lse,
-        out=out,
-        out_dtype=out_dtype,
-        workspace=workspace,
-        stream=stream,
+        rotary_cos,
+        rotary_sin,
+        rotary_seqlens,
+        rotary_interleaved,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        tree_mask,
+        k_scale,
+        v_scale,
+        num_splits,
+        split_size,
     )
+    outputs = OutputRequest(return_lse, out_dtype=out_dtype, out=out, stream=stream)
+    tensors = (q, k_cache, v_cache)
+    if (adapter := adapter_of(q, k_cache, v_cache, k, v)) is not None:
+        refuse("anyflash.attention_with_kvcache", out=out, stream=stream, workspace=workspace)
+        result: ArrayT | tuple[ArrayT, ArrayT] = adapter.attend_with_kvcache(
+            tensors, cache, options, outputs
+        )
+        return result
+    operation = "anyflash.attention_with_kvcache"
+    return KvCacheCall(operation, tensors, cache, options, outputs, workspace=workspace).attend()
 
 
 _SIGNATURE = inspect.signature(attention_with_kvcache)
@@ -259,9 +280,5 @@ def kvcache_workspace_size(
     """
     bound = _SIGNATURE.bind(q, k_cache, v_cache, k, v, **options)
     bound.apply_defaults()
-    call = KvCacheCall("anyflash.kvcache_workspace_size", q, k_cache, v_cache)
-    methods: tuple[Callable[..., None], ...] = (call.score, call.cache, call.append, call.results)
-    for method in methods:
-        names = inspect.signature(method).parameters
-        method(**{name: x for name, x in bound.arguments.items() if name in names})
+    call = KvCacheCall.of("anyflash.kvcache_workspace_size", bound.arguments)
     return call.workspace_size()

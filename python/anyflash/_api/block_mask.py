@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
-from anyflash import _options
-from anyflash._arrays import BOOL, listed
-from anyflash._operands import Operands
+from anyflash._arrays.base import BOOL, listed
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.options import BLOCK_SIZE
+from anyflash._call.results import ArrayT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,13 +19,44 @@ if TYPE_CHECKING:
 _PIECE = 1 << 20
 
 
+@overload
+def create_block_mask(
+    predicate: Callable[..., Any],
+    batch: int | None,
+    heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int] = ...,
+    like: None = ...,
+) -> npt.NDArray[np.bool_]: ...
+@overload
+def create_block_mask(
+    predicate: Callable[..., Any],
+    batch: int | None,
+    heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int] = ...,
+    *,
+    like: ArrayT,
+) -> ArrayT: ...
+@overload
+def create_block_mask(
+    predicate: Callable[..., Any],
+    batch: int | None,
+    heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int],
+    like: ArrayT,
+) -> ArrayT: ...
 def create_block_mask(  # noqa: PLR0917
     predicate: Callable[..., Any],
     batch: int | None,
     heads: int | None,
     seqlen_q: int,
     seqlen_k: int,
-    block_size: tuple[int, int] = _options.BLOCK_SIZE,
+    block_size: tuple[int, int] = BLOCK_SIZE,
     like: Any = None,
 ) -> Any:
     """The blocks in which a predicate keeps anything, for ``attention(block_mask=...)``.
@@ -73,11 +106,11 @@ def create_block_mask(  # noqa: PLR0917
     import numpy as np
 
     name = "anyflash.create_block_mask"
-    batch = 1 if batch is None else _parse(name, "batch", _options.length, batch)
-    heads = 1 if heads is None else _parse(name, "heads", _options.length, heads)
-    seqlen_q = _parse(name, "seqlen_q", _options.length, seqlen_q)
-    seqlen_k = _parse(name, "seqlen_k", _options.length, seqlen_k)
-    size_q, size_k = _parse(name, "block_size", _options.block_size, block_size)
+    batch = 1 if batch is None else _read(name, "batch", parsing.length, batch)
+    heads = 1 if heads is None else _read(name, "heads", parsing.length, heads)
+    seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
+    seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
+    size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
     result = np.zeros((batch, heads, -(-seqlen_q // size_q), -(-seqlen_k // size_k)), bool)
     columns = max(1, _PIECE // (size_q * size_k))  # blocks of one piece
     rows = max(1, _PIECE // (columns * size_k))
@@ -126,7 +159,7 @@ def _kept(
     return any_query
 
 
-def _parse(name: str, argument: str, function: Callable[[Any], Any], value: Any) -> Any:
+def _read(name: str, argument: str, function: Callable[[Any], Any], value: Any) -> Any:
     try:
         return function(value)
     except (TypeError, ValueError) as error:
@@ -137,8 +170,8 @@ def expand_block_mask(
     block_mask: Any,
     seqlen_q: int,
     seqlen_k: int,
-    block_size: tuple[int, int] = _options.BLOCK_SIZE,
-) -> Any:
+    block_size: tuple[int, int] = BLOCK_SIZE,
+) -> npt.NDArray[np.bool_]:
     """The elements that a block mask keeps: to look at, or to test with.
 
     As ``bias`` it means what the map means as ``block_mask``, but it is as large as the scores.
@@ -170,9 +203,9 @@ def expand_block_mask(
     import numpy as np
 
     name = "anyflash.expand_block_mask"
-    seqlen_q = _parse(name, "seqlen_q", _options.length, seqlen_q)
-    seqlen_k = _parse(name, "seqlen_k", _options.length, seqlen_k)
-    size_q, size_k = _parse(name, "block_size", _options.block_size, block_size)
+    seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
+    seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
+    size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
     mask = np.asarray(block_mask)
     if mask.dtype != bool:
         raise TypeError(f"{name}: block_mask is {mask.dtype}; {listed(BOOL)}")
@@ -182,5 +215,5 @@ def expand_block_mask(
             f"{name}: block_mask has shape {mask.shape}; expected (..., {blocks[0]}, {blocks[1]}) "
             f"for {seqlen_q} queries and {seqlen_k} keys in blocks of {size_q} x {size_k}"
         )
-    rows = mask.repeat(size_q, -2)[..., :seqlen_q, :]
+    rows: npt.NDArray[np.bool_] = mask.repeat(size_q, -2)[..., :seqlen_q, :]
     return rows.repeat(size_k, -1)[..., :seqlen_k]

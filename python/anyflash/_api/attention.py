@@ -2,15 +2,96 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from anyflash._adapters import adapter_of, direct_of, refuse
-from anyflash._forward import Forward
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash._call.dispatch import adapter_of, fast_path_of, refuse
+from anyflash._call.forward import Forward
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    given_options,
+)
+from anyflash._call.results import ArrayT, AttentionResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
 
 
+@overload
 def attention(
-    q: Any,
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Plain[Any, int]],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithLse[Any, int]],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithResult[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithMaxLogits[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithDropoutMask[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Unknown[Any, int]],
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]: ...
+def attention(
+    q: ArrayT,
     k: Any,
     v: Any,
     *,
@@ -34,7 +115,7 @@ def attention(
     out: Any = None,
     out_dtype: Any = None,
     stream: int | None = None,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]:
     """Exact attention, ``softmax(softmax_scale * q k^T) v``, without a matrix of scores in memory.
 
     FlashAttention-2 (Dao, arXiv 2307.08691): tiles with an online softmax; memory is linear in the
@@ -159,66 +240,41 @@ def attention(
     >>> bool((again == result.out).all())
     True
     """
+    options = given_options(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
+    )
     if (
-        window_size is UNBOUNDED
-        and softcap is NO_SOFTCAP
-        and dropout_p is NO_DROPOUT
-        and alibi_slopes is bias is block_mask is sinks is seqused_k is None
-        and seed is rng_state is out is out_dtype is stream is None
+        options is out is out_dtype is stream is None
         and return_max_logits is return_dropout_mask is return_result is False
-    ):  # to read all options takes longer
-        attend = direct_of(q)
+    ):
+        attend = fast_path_of(q)
         if attend is not None:
-            result = attend("anyflash.attention", q, k, v, softmax_scale, causal, return_lse)
+            result: ArrayT | tuple[ArrayT, ArrayT] | None = attend(
+                "anyflash.attention", q, k, v, softmax_scale, causal, return_lse
+            )
             if result is not None:
                 return result
+    if options is None:
+        options = AttentionOptions(softmax_scale, causal)
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype, out, stream
+    )
+    tensors = (q, k, v)
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
         refuse("anyflash.attention", out=out, stream=stream)
-        return adapter.attention(
-            q,
-            k,
-            v,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            bias=bias,
-            block_mask=block_mask,
-            block_size=block_size,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            seed=seed,
-            rng_state=rng_state,
-            seqused_k=seqused_k,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            return_dropout_mask=return_dropout_mask,
-            return_result=return_result,
-            out_dtype=out_dtype,
-        )
-    call = Forward("anyflash.attention", q, k, v, 4)
-    call.score(
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
-    )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out=out,
-        out_dtype=out_dtype,
-        stream=stream,
-    )
+        return adapter.attend(tensors, options, None, outputs)
+    return Forward("anyflash.attention", tensors, options).run(outputs)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from anyflash import _core
-from anyflash._frameworks import framework_of
-from anyflash._options import UNBOUNDED
-from anyflash.torch._watched import is_free
+from anyflash._arrays.frameworks import framework_of
+from anyflash._call.options import UNBOUNDED
+from anyflash.torch._dispatch_state import is_plain_eager
 
 _HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
@@ -24,8 +24,8 @@ def attend(  # noqa: PLR0917 (its callers count time)
 ) -> Any:
     """What :func:`attention` returns without other options; None where q, k and v are traced,
     recorded, cast or not direct tensors."""
-    if is_free(q, k, v):
-        return forward(operation, q, k, v, None, scale, causal, UNBOUNDED, return_lse)
+    if is_plain_eager(q, k, v):
+        return forward(operation, q, k, v, scale, causal, return_lse)
     return None
 
 
@@ -34,41 +34,38 @@ def forward(  # noqa: PLR0917
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
     scale: Any,
     causal: Any,
-    window: tuple[int, int],
     return_lse: Any,
+    options: dict[str, Any] | None = None,
     heads_first: bool = False,
 ) -> Any:
     """out, with ``return_lse`` (out, lse), of plain tensors that nobody looks at, which are (batch,
     seqlen, heads, head_dim), or with heads and seqlen exchanged; in memory, out's heads lie side by
-    side either way. None where they are not what the kernels take: on the CPU or a GPU, four axes
-    each, and no cast or error that is not the kernel's."""
+    side either way. ``options`` is what `options_of` gives.
+
+    None where they are not what the kernels take: on the CPU or a GPU, four axes each, and no cast
+    or error that is not the kernel's."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
     if not (isinstance(causal, bool) and isinstance(return_lse, bool)):
         return None
     if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None
-    options: dict[str, Any] | None = None
-    if window is not UNBOUNDED and window != UNBOUNDED:
-        options = {"window": window}
+    return _core.forward_direct(
+        operation, q, k, v, scale, causal, options, return_lse, heads_first, _PYTORCH
+    )
+
+
+def options_of(bias: Tensor | None, window: tuple[int, int]) -> dict[str, Any] | None:
+    """What the binding is told of these."""
+    options: dict[str, Any] = {}
+    if window != UNBOUNDED:
+        options["window"] = window
     if bias is not None:  # older exports do not know bool
         shown = bias.view(torch.uint8) if bias.dtype is torch.bool else bias
-        options = {**(options or {}), "bias": (_export(shown), False)}
-    return _core.forward_direct(
-        operation,
-        q,
-        k,
-        v,
-        scale,
-        causal,
-        options,
-        return_lse,
-        heads_first,
-        _PYTORCH,
-    )
+        options["bias"] = (_export(shown), False)
+    return options or None
 
 
 def _new_out(  # noqa: PLR0917
@@ -89,14 +86,15 @@ def _workspace(size: int, like: Tensor) -> tuple[Any, int]:
     return framework.workspace(size, like, framework.device(like), None)
 
 
-# What direct.cpp asks of PyTorch. Its own exchange API is there from 2.10 on; those that other
-# packages give older versions (Tensor.__dlpack_c_exchange_api__) may know no streams.
-_PYTORCH = (
-    getattr(torch._C, "_dlpack_exchange_api", lambda: None)(),
-    _export,
-    getattr(torch._C, "_cuda_getCurrentRawStream", None),
-    torch.empty_like,
-    _new_out,
-    _new_lse,
-    _workspace,
-)
+# Its own exchange API is there from 2.10 on; those that other packages give older versions
+# (Tensor.__dlpack_c_exchange_api__) may know no streams.
+_FUNCTIONS: dict[str, Any] = {
+    "exchange_api": getattr(torch._C, "_dlpack_exchange_api", lambda: None)(),
+    "export_tensor": _export,
+    "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+    "empty_like": torch.empty_like,
+    "new_out": _new_out,
+    "new_lse": _new_lse,
+    "workspace": _workspace,
+}
+_PYTORCH = _core.PyTorch(**_FUNCTIONS)

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays import CPU, FLOAT8, Device, Framework, Immutable, WithAttributes
-from anyflash._paddle import Paddle
-from anyflash._tensorflow import TensorFlow
+from anyflash._arrays.base import CPU, FLOAT8, Device, Framework, Immutable, WithAttributes
+from anyflash._arrays.paddle import Paddle
+from anyflash._arrays.tensorflow import TensorFlow
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""`bench tune`: what it measures, which tiles it chooses, and how it writes them. The GPU, its
+"""tests/tune: what is measured, which tiles are chosen, and how they are written. The GPU, its
 kernels and their times are made up."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tuner
+from tuned_tiles import SIZES, Key, Measured, alike, chosen, rewritten, rows
 
 import anyflash
-from anyflash import __main__ as command_line
-from anyflash.bench import _cli, _tune
+from anyflash.bench import _cli
 from anyflash.bench._own import Call
 from anyflash.bench._timing import Budget
-from anyflash.bench._tuned_tiles import SIZES, Key, Measured, alike, chosen, rewritten, rows
 from anyflash.bench._worlds import NumpyWorld
 from calls.bench_cells import SHORT, bench_of
 
@@ -152,11 +152,11 @@ class FakeGpu:
             {**kernels[0], "head_dim": 64},
             {**kernels[0], "features": ["bias"], "tile_config": "x"},
         ]
-        info = {"kernels": [*kernels, *alone]}
-        monkeypatch.setattr(_tune, "_core", SimpleNamespace(prefer_kernel=self.prefer))
-        monkeypatch.setattr(_tune, "launches", lambda: dict(self.counts))
-        monkeypatch.setattr(_tune, "_own", SimpleNamespace(own=self.call))
-        monkeypatch.setattr(_tune, "anyflash", SimpleNamespace(build_info=lambda: info))
+        info = {**anyflash.build_info(), "kernels": [*kernels, *alone]}
+        monkeypatch.setattr(tuner, "_core", SimpleNamespace(prefer_kernel=self.prefer))
+        monkeypatch.setattr(tuner, "launches", lambda: dict(self.counts))
+        monkeypatch.setattr(tuner, "_own", SimpleNamespace(own=self.call))
+        monkeypatch.setattr(tuner, "anyflash", SimpleNamespace(build_info=lambda: info))
         self.bench = replace(bench_of(NumpyWorld()), timers={"events": self, "graph": self})
 
     def prefer(self, name):
@@ -190,10 +190,10 @@ class FakeGpu:
 def test_each_kernel_is_timed_by_its_name_in_turns(monkeypatch):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0, "compact": 1.0})
     family = "forward", 128, 128, "sm80"
-    assert _tune.families("bfloat16") == {family: gpu.names}
-    assert _tune.families("float16") == {}
-    (key, cell), *_ = _tune.cells(family, "bfloat16", 132, True)
-    result = _tune.measure(key, cell, gpu.names, gpu.bench)
+    assert tuner.families("bfloat16") == {family: gpu.names}
+    assert tuner.families("float16") == {}
+    (key, cell), *_ = tuner.cells(family, "bfloat16", 132, True)
+    result = tuner.measure(key, cell, gpu.names, gpu.bench)
     assert result.measured == Measured(
         key, {"": 3.0, "wide": 2.0, "compact": 1.0}, "wide", {"": 0, "wide": 1, "compact": 0}
     )
@@ -204,19 +204,19 @@ def test_each_kernel_is_timed_by_its_name_in_turns(monkeypatch):
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0}, rules="", fits={""})
-    (key, cell), *_ = _tune.cells(("forward", 128, 128, "sm80"), "bfloat16", 132, True)
-    result = _tune.measure(key, cell, gpu.names, gpu.bench)
+    (key, cell), *_ = tuner.cells(("forward", 128, 128, "sm80"), "bfloat16", 132, True)
+    result = tuner.measure(key, cell, gpu.names, gpu.bench)
     assert dict(result.measured.seconds) == {"": 3.0}
     # A kernel that is not plain runs it.
     only = {"wide": gpu.names["wide"]}
-    assert _tune.measure(key, cell, only, gpu.bench) is None
+    assert tuner.measure(key, cell, only, gpu.bench) is None
 
 
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("multiprocessors", [36, 108, 132, 188])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_every_key_has_cells(d, multiprocessors, quick):
-    pairs = list(_tune.cells(("backward", d, 128, "sm80"), "bfloat16", multiprocessors, quick))
+    pairs = list(tuner.cells(("backward", d, 128, "sm80"), "bfloat16", multiprocessors, quick))
     keys = {key for key, _ in pairs}
     assert len({cell.key for _, cell in pairs}) == len(pairs)
     every = itertools.product((False, True), SIZES)
@@ -240,12 +240,12 @@ def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):
         lambda index: SimpleNamespace(multi_processor_count=132),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (12, 1))
-    monkeypatch.setattr(_cli, "world_for", lambda backend: gpu.bench.world)
-    monkeypatch.setattr(_cli, "_timers", lambda world, monitor, cold: gpu.bench.timers)
+    monkeypatch.setattr(tuner, "world_for", lambda backend: gpu.bench.world)
+    monkeypatch.setattr(_cli, "timers_of", lambda world, monitor, cold: gpu.bench.timers)
     monkeypatch.setattr(_cli, "QUICK", Budget(0.0, 1.0, 1, 1))
     path = tmp_path / "tiles.cpp"
     path.write_text(FILE.read_text())
-    assert command_line.main(["bench", "tune", "--quick", "--write", str(path)]) == 0
+    assert tuner.main(["--quick", "--write", str(path)]) == 0
     table = {key: config for (cc, key), config in rows(path.read_text()).items() if cc == 121}
     every = itertools.product((False, True), SIZES)
     assert table == {Key("forward", 128, 128, *both): "compact" for both in every}
@@ -257,37 +257,23 @@ def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):
 
 
 # -- the command's arguments
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tune", "--json", "x.json"], "--json is not for tune"),
-        (["tune", "--only", "d=64"], "--only is not for tune"),
-        (["tune", "--cold"], "--cold is not for tune"),
-        (["paper", "--write", "x"], "--write is for tune"),
-    ],
-)
-def test_wrong_arguments(arguments, message, capsys):
-    assert command_line.main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.skipif(
     any(device["supported"] for device in anyflash.build_info()["devices"]), reason="a GPU is here"
 )
 def test_without_a_gpu(capsys):
-    assert command_line.main(["bench", "tune"]) == 2
-    assert "bench: tune measures a GPU's kernels; " in capsys.readouterr().err
+    assert tuner.main([]) == 2
+    assert "tuner.py: " in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_the_table_is_refused_first(monkeypatch, tmp_path, capsys):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0})
-    monkeypatch.setattr(_cli, "world_for", lambda backend: gpu.bench.world)
-    monkeypatch.setattr(_cli, "_timers", lambda world, monitor, cold: gpu.bench.timers)
+    monkeypatch.setattr(tuner, "world_for", lambda backend: gpu.bench.world)
+    monkeypatch.setattr(_cli, "timers_of", lambda world, monitor, cold: gpu.bench.timers)
     path = tmp_path / "tiles.cpp"
-    assert command_line.main(["bench", "tune", "--write", str(path)]) == 2
+    assert tuner.main(["--write", str(path)]) == 2
     assert "No such file" in capsys.readouterr().err
     path.write_text("")
-    assert command_line.main(["bench", "tune", "--write", str(path)]) == 2
+    assert tuner.main(["--write", str(path)]) == 2
     assert "it is not the table" in capsys.readouterr().err
     assert not gpu.ran
 
@@ -304,5 +290,5 @@ def test_kernels_have_rooms():
 def test_preferring_names_kernels_of_a_gpu(name):
     with pytest.raises(ValueError, match=f'there is no CUDA kernel "{name}"; this build has '):
         anyflash._core.prefer_kernel(name)
-    with _tune.preferring(""):
+    with tuner.preferring(""):
         pass

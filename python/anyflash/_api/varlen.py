@@ -2,15 +2,126 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from anyflash._adapters import adapter_of, refuse
-from anyflash._forward import Forward
-from anyflash._options import BLOCK_SIZE, NO_DROPOUT, NO_SOFTCAP, UNBOUNDED
+from anyflash._call.dispatch import adapter_of, refuse
+from anyflash._call.forward import Forward
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    Packing,
+)
+from anyflash._call.results import ArrayT, AttentionResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anyflash._api.keywords import (
+        Plain,
+        Unknown,
+        WithDropoutMask,
+        WithLse,
+        WithMaxLogits,
+        WithResult,
+    )
 
 
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Plain[Any, int]],
+) -> ArrayT: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithLse[Any, int]],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithResult[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithMaxLogits[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[WithDropoutMask[Any, int]],
+) -> AttentionResult[ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    validate: bool = ...,
+    out: Any = ...,
+    stream: int | None = ...,
+    **options: Unpack[Unknown[Any, int]],
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]: ...
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
-    q: Any,
+    q: ArrayT,
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
@@ -39,7 +150,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     out: Any = None,
     out_dtype: Any = None,
     stream: int | None = None,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]:
     """:func:`attention` over sequences of different lengths, packed without padding.
 
     Sequence b has the queries ``q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]`` and the keys and values
@@ -94,59 +205,29 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     >>> out.shape, lse.shape
     ((5, 2, 8), (2, 5))
     """
+    options = AttentionOptions(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        bias,
+        block_mask,
+        block_size,
+        sinks,
+        dropout_p,
+        seed,
+        rng_state,
+        seqused_k,
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
+    outputs = OutputRequest(
+        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype, out, stream
+    )
+    tensors = (q, k, v)
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
         refuse("anyflash.attention_varlen", out=out, stream=stream)
-        return adapter.attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            seqused_k=seqused_k,
-            validate=validate,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            bias=bias,
-            block_mask=block_mask,
-            block_size=block_size,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            seed=seed,
-            rng_state=rng_state,
-            return_lse=return_lse,
-            return_max_logits=return_max_logits,
-            return_dropout_mask=return_dropout_mask,
-            return_result=return_result,
-            out_dtype=out_dtype,
-        )
-    call = Forward("anyflash.attention_varlen", q, k, v, 3)
-    call.pack(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
-    call.score(
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        block_mask=block_mask,
-        block_size=block_size,
-        sinks=sinks,
-        seqused_k=seqused_k,
-    )
-    call.dropout(dropout_p, seed, rng_state)
-    return call.run(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        return_dropout_mask=return_dropout_mask,
-        return_result=return_result,
-        out=out,
-        out_dtype=out_dtype,
-        stream=stream,
-    )
+        return adapter.attend(tensors, options, packing, outputs)
+    return Forward("anyflash.attention_varlen", tensors, options, packing).run(outputs)

@@ -1,7 +1,9 @@
-"""`python -m anyflash bench tune`: which tiles are the fastest on this GPU.
+"""Which tiles are the fastest on this GPU.
+
+    python tests/tune/tuner.py --write cpp/src/tuned_tiles.cpp
 
 Plain kernels of some head dims exist several times, with tiles for other sizes of shared memory:
-their configs (KernelDescriptor::tile_config). dispatch.cpp chooses by rules; where another config
+their configs (KernelDescriptor::tile_config). select_gpu.cpp chooses by rules; where another config
 is measured to be faster, a row of cpp/src/tuned_tiles.cpp says so.
 """
 
@@ -18,18 +20,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tuned_tiles import LEAST_GAIN, Key, Measured, alike, chosen, rewritten
+
 import anyflash
 from anyflash import _core
-from anyflash.bench import _own
+from anyflash.bench import _cli, _own
 from anyflash.bench._cells import Cell
+from anyflash.bench._machine import Monitor
 from anyflash.bench._measure import Bench, timed
 from anyflash.bench._own import Call
 from anyflash.bench._presets import MASKS
 from anyflash.bench._problem import Problem
 from anyflash.bench._report import Table, aligned, geometric_mean, number
-from anyflash.bench._tuned_tiles import LEAST_GAIN, Key, Measured, alike, chosen, rewritten
+from anyflash.bench._timing import Budget
+from anyflash.bench._worlds import world_for
 
-GRID_TILE, SHORT_ROWS = 128, 512  # kGridTile, kShortRows of kernel_table.h
 TOKENS, HIDDEN = 16384, 2048  # as in the paper's grid
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 ALONE = (128, 256, 512, 1024, 2048, 4096)  # of one sequence
@@ -57,14 +62,15 @@ def cells(
     which does not, by graphs, since the host would take longer."""
     op, d, d_v, arch = family
     heads = HIDDEN // d
+    limits = anyflash.build_info()["tuned_tiles"]
     for causal in MASKS:
         cell = Cell(op, 1, 0, heads, d, dtype, causal=causal, d_v=d_v if d_v != d else 0)
         for seqlen in QUICK_SEQLENS if quick else SEQLENS:
-            size = "short" if seqlen <= SHORT_ROWS else "long"
+            size = "short" if seqlen <= limits["short_rows"] else "long"
             key = Key(op, d, d_v, causal, size, arch)
             yield key, replace(cell, batch=TOKENS // seqlen, seqlen=seqlen)
         for seqlen in QUICK_ALONE if quick else ALONE:
-            if -(-seqlen // GRID_TILE) * heads < multiprocessors:
+            if -(-seqlen // limits["grid_tile"]) * heads < multiprocessors:
                 key = Key(op, d, d_v, causal, "small grid", arch)
                 yield key, replace(cell, seqlen=seqlen, timing="graph")
 
@@ -198,17 +204,16 @@ def tune(dtypes: Sequence[str], quick: bool, bench: Bench) -> list[Result]:
                     print(f"{cell.key}: {told}", file=sys.stderr, flush=True)
     if not results:
         raise ValueError(
-            f"tune: this build has one plain GPU kernel for each head dim in {', '.join(dtypes)}"
+            f"this build has one plain GPU kernel for each head dim in {', '.join(dtypes)}"
         )
     return results
 
 
-def run(dtypes: Sequence[str], arguments: argparse.Namespace, bench: Bench) -> None:
+def run(dtypes: Sequence[str], quick: bool, path: Path | None, bench: Bench) -> None:
     """Measure, print, and write where that is asked for."""
-    path: Path | None = arguments.write
     if path is not None:
         rewritten(_read(path), 0, {})  # before anything is measured: it is the table
-    results = tune(dtypes, arguments.quick, bench)
+    results = tune(dtypes, quick, bench)
     configs = chosen([result.measured for result in results])
     print("\n".join(aligned(table(results, configs))))
     if path is not None:
@@ -222,3 +227,31 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise ValueError(f"--write {path}: {error.strerror}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """2 where the arguments ask for what is not there."""
+    parser = argparse.ArgumentParser(
+        prog="tuner.py", description="Measure which tiles are the fastest on this GPU."
+    )
+    parser.add_argument("--dtype", metavar="NAMES", help="default: bfloat16")
+    parser.add_argument("--quick", action="store_true", help="fewer cells, less often")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE",
+        help="put the fastest tiles into cpp/src/tuned_tiles.cpp of a checkout",
+    )  # fmt: skip
+    given = parser.parse_args(arguments)
+    try:
+        world = world_for("cuda")
+        monitor = Monitor(world)
+        budget = _cli.QUICK if given.quick else Budget()
+        bench = Bench(world, (), _cli.timers_of(world, monitor, cold=False), budget, monitor)
+        run(_cli.dtypes_of(given.dtype, "cuda"), given.quick, given.write, bench)
+    except ValueError as error:
+        print(f"tuner.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
-from anyflash import _options
-from anyflash._arrays import BOOL, CPU, FLOATS, INT32, INT64
-from anyflash._operands import Operands
+from anyflash._arrays.base import BOOL, CPU, FLOATS, INT32, INT64
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.options import (
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    Packing,
+)
+from anyflash._call.results import ArrayT
 
 _LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
 Given = dict[str, tuple[Any, str]]  # name: (array, dtype)
 Allocate = Callable[[int], tuple[Any, int]]
 
 
-class Call:
-    """``rank`` 3: packed sequences; then `pack` is called before anything else."""
+class Call(Generic[ArrayT]):
+    """Reads everything that is given, but for what `run` takes."""
 
     __slots__ = (
         "_arrays",
         "_batch",
         "_dtype",
+        "_given",
         "_lengths",
         "_operands",
         "_options",
@@ -31,11 +40,19 @@ class Call:
         "_tensors",
     )
 
-    def __init__(self, operation: str, q: Any, k: Any, v: Any, rank: int) -> None:
+    def __init__(
+        self,
+        operation: str,
+        tensors: tuple[ArrayT, Any, Any],
+        options: AttentionOptions,
+        packing: Packing | None = None,
+    ) -> None:
+        q, k, v = tensors
         self._operands = operands = Operands(operation, "q", q)
         shape, dtype = operands.read("q", q)
         k_shape, k_dtype = operands.read("k", k)
         v_shape, v_dtype = operands.read("v", v)
+        rank = 4 if packing is None else 3
         if not len(shape) == len(k_shape) == len(v_shape) == rank:
             self._refuse_rank(_LAYOUTS[rank], rank, q=shape, k=k_shape, v=v_shape)
         if not dtype == k_dtype == v_dtype:
@@ -43,12 +60,22 @@ class Call:
             raise TypeError(
                 f"{operation}: {name} is {other}, but q is {dtype}; q, k and v must have one dtype"
             )
-        self._tensors = (q, k, v)
-        self._begin(q, dtype, (shape, k_shape, v_shape))
+        self._tensors = tensors
+        self._begin(q, dtype, (shape, k_shape, v_shape), options)
+        if packing is not None:
+            self._pack(packing)
+        self._read_options(options)
 
-    def _begin(self, q: Any, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def _begin(
+        self,
+        q: Any,
+        dtype: str,
+        shapes: tuple[tuple[int, ...], ...],
+        options: AttentionOptions,
+    ) -> None:
         """``shapes`` are those of q, k and v."""
         shape, k_shape, v_shape = shapes
+        self._given = options
         self._q, self._dtype = q, dtype
         self._shapes = shapes
         self._out_shape = (*shape[:-1], v_shape[-1])
@@ -70,65 +97,45 @@ class Call:
         self._arrays[name] = (x, dtype)
         return shape
 
-    def pack(
-        self,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: Any,
-        max_seqlen_k: Any,
-        validate: Any,
-    ) -> None:
+    def _pack(self, packing: Packing) -> None:
         """The tensors hold packed sequences."""
-        shape = self._array("cu_seqlens_q", cu_seqlens_q, INT32)
-        self._array("cu_seqlens_k", cu_seqlens_k, INT32)
+        shape = self._array("cu_seqlens_q", packing.cu_seqlens_q, INT32)
+        self._array("cu_seqlens_k", packing.cu_seqlens_k, INT32)
+        operation, parse = self._operands.operation, self._operands.parse
         if len(shape) != 1 or shape[0] < 1:
-            raise ValueError(
-                f"{self._operands.operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)"
-            )
+            raise ValueError(f"{operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)")
         self._batch = shape[0] - 1
-        parse = self._operands.parse
         self._lengths = (
-            parse("max_seqlen_q", _options.length, max_seqlen_q),
-            parse("max_seqlen_k", _options.length, max_seqlen_k),
+            parse("max_seqlen_q", parsing.length, packing.max_seqlen_q),
+            parse("max_seqlen_k", parsing.length, packing.max_seqlen_k),
         )
         self._options["max_seqlen"] = self._lengths
-        (self._options["validate"],) = _options.flags(self._operands.operation, validate=validate)
+        (self._options["validate"],) = parsing.flags(operation, validate=packing.validate)
 
-    def score(
-        self,
-        *,
-        window_size: Any,
-        softcap: Any,
-        alibi_slopes: Any,
-        sinks: Any,
-        bias: Any = None,
-        block_mask: Any = None,
-        block_size: Any = _options.BLOCK_SIZE,
-        seqused_k: Any = None,
-    ) -> None:
-        """What changes or hides scores."""
+    def _read_options(self, options: AttentionOptions) -> None:
         parse = self._operands.parse
-        if window_size is not _options.UNBOUNDED:
-            self._options["window"] = parse("window_size", _options.window, window_size)
-        if softcap is not _options.NO_SOFTCAP:
-            self._options["softcap"] = parse("softcap", _options.softcap, softcap)
-        if alibi_slopes is not None:
-            self._array("alibi_slopes", alibi_slopes, FLOATS)
+        _, _, window, softcap, slopes, bias, blocks, size, sinks, p, seed, state, used = options
+        if window is not UNBOUNDED:
+            self._options["window"] = parse("window_size", parsing.window, window)
+        if softcap is not NO_SOFTCAP:
+            self._options["softcap"] = parse("softcap", parsing.softcap, softcap)
+        if slopes is not None:
+            self._array("alibi_slopes", slopes, FLOATS)
         if bias is not None:
             self._array("bias", bias, FLOATS + BOOL)
-        if block_mask is not None:
-            self._array("block_mask", block_mask, BOOL)
-            self._options["block_size"] = parse("block_size", _options.block_size, block_size)
+        if blocks is not None:
+            self._array("block_mask", blocks, BOOL)
+            self._options["block_size"] = parse("block_size", parsing.block_size, size)
         if sinks is not None:
             self._array("sinks", sinks, FLOATS)
-        if seqused_k is not None:
-            self._array("seqused_k", seqused_k, INT32)
+        if used is not None:
+            self._array("seqused_k", used, INT32)
+        if p is not NO_DROPOUT or seed is not None or state is not None:
+            self._read_dropout(p, seed, state)
 
-    def dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
-        if dropout_p is _options.NO_DROPOUT and seed is None and rng_state is None:
-            return
+    def _read_dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
         operands = self._operands
-        p = operands.parse("dropout_p", _options.probability, dropout_p)
+        p = operands.parse("dropout_p", parsing.probability, dropout_p)
         if seed is not None and rng_state is not None:
             raise ValueError(
                 f"{operands.operation}: seed and rng_state are both given; one of them is allowed"
@@ -138,9 +145,9 @@ class Call:
             state: Any = rng_state
             words = (0, 0)
         elif rng_state is not None:
-            state = words = operands.parse("rng_state", _options.rng_pair, rng_state)
+            state = words = operands.parse("rng_state", parsing.rng_pair, rng_state)
         elif seed is not None:
-            state = words = operands.parse("seed", _options.seed, seed), 0
+            state = words = operands.parse("seed", parsing.seed, seed), 0
         elif p > 0:
             state = words = operands.parse("dropout_p", self._draw_seed), 0
         else:
@@ -152,15 +159,16 @@ class Call:
         """A seed where the caller gave none."""
         return self._operands.framework.draw_seed()
 
-    def _numbers(self, softmax_scale: Any, stream: Any) -> tuple[float | None, int | None]:
-        """These two, read."""
+    def _numbers(self, stream: Any) -> tuple[float | None, int | None]:
+        """softmax_scale and the stream, read."""
+        softmax_scale = self._given.softmax_scale
         if softmax_scale is None and stream is None:
             return None, None
         parse = self._operands.parse
         if softmax_scale is not None:
-            softmax_scale = parse("softmax_scale", _options.scale, softmax_scale)
+            softmax_scale = parse("softmax_scale", parsing.scale, softmax_scale)
         if stream is not None:
-            stream = parse("stream", _options.stream, stream)
+            stream = parse("stream", parsing.stream, stream)
         return softmax_scale, stream
 
     def _export_options(self, stream: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Who looks at what is done with a tensor."""
+"""What PyTorch is asked about its state: who looks at what is done with a tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 PLAIN = (Tensor, torch.nn.Parameter)
 
 # Looked up once: each of these takes as long as what it asks.
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_compiling = torch.compiler.is_compiling
+is_compiling = torch.compiler.is_compiling  # by torch.compile or torch.export
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
-_is_tracing = torch._C._is_tracing
+is_jit_tracing = torch._C._is_tracing
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
@@ -32,22 +32,30 @@ def is_in_functorch() -> bool:
     return _peek_interpreter_stack() is not None
 
 
-def is_traced(x: Tensor) -> bool:
-    """Whether someone else than autograd looks at what is done with x: torch.compile, torch.func,
-    a mode, a subclass. Then work must be done by operators."""
+def _is_watched(x: Any) -> bool:
+    """Whether torch.func, a mode, torch.jit or a subclass sees what is done with x."""
     return (
-        _is_compiling()
-        or type(x) not in PLAIN
-        or x.is_meta
+        type(x) not in PLAIN
         or _len_torch_dispatch_stack() > 0
         or _peek_interpreter_stack() is not None
-        or _is_tracing()
+        or is_jit_tracing()
     )
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether someone else than autograd looks at what is done with x, torch.compile among them.
+    Then work must be done by operators."""
+    return is_compiling() or x.is_meta or _is_watched(x)
+
+
+def is_forward_mode() -> bool:
+    """Whether derivatives in forward mode are at work."""
+    return forward_ad._current_level >= 0
 
 
 def is_recorded(*tensors: Any) -> bool:
     """Whether autograd wants to know what is done with one of them, tensors or not."""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return True
     if not _is_grad_enabled():
         return False
@@ -57,18 +65,26 @@ def is_recorded(*tensors: Any) -> bool:
     return False
 
 
-def is_free(q: Any, k: Any, v: Any) -> bool:
-    """Whether they are plain tensors, and nobody traces, records or casts what is done with them.
-    The questions above, in one step: these are asked by calls that take little else."""
+def needs_adapter(arrays: tuple[Any, ...], autocast: bool) -> bool:
+    """Whether arrays, q first, must go through anyflash.torch, if nothing is compiled: autocast
+    counts if ``autocast``."""
+    return (
+        is_recorded(*arrays) or _is_watched(arrays[0]) or (autocast and is_any_autocast_enabled())
+    )
+
+
+def is_plain_eager(q: Any, k: Any, v: Any) -> bool:
+    """Whether they are plain tensors, and nobody traces, records or casts what is done with them,
+    if nothing is compiled. The questions above, in one step: these are asked by calls that take
+    little else."""
     return not (
-        _is_compiling()
-        or type(q) not in PLAIN
+        type(q) not in PLAIN
         or type(k) not in PLAIN
         or type(v) not in PLAIN
         or _len_torch_dispatch_stack() > 0
         or _peek_interpreter_stack() is not None
-        or _is_tracing()
+        or is_jit_tracing()
         or forward_ad._current_level >= 0
         or (_is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        or _is_any_autocast_enabled()
+        or is_any_autocast_enabled()
     )

@@ -1,0 +1,1 @@
+"""The public functions: signatures, descriptions, and what is made of the arguments."""

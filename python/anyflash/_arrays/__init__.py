@@ -1,0 +1,1 @@
+"""What anyflash asks of a framework's arrays."""

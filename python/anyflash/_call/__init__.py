@@ -1,0 +1,1 @@
+"""A call: its options, its operands, and what it gives the binding."""

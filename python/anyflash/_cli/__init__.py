@@ -1,0 +1,1 @@
+"""What `python -m anyflash` does besides the demonstration and the benchmark."""
