@@ -1,4 +1,4 @@
-// What forward_with_kvcache() does before attention: new keys and values are written to the cache,
+// What KvCachePlan does before attention: new keys and values are written to the cache,
 // rotated and quantised where that is asked for, and q is rotated into the workspace.
 #pragma once
 

@@ -1,7 +1,6 @@
-// backward(): validate, plan, and launch, as forward.cpp.
+// BackwardPlan: validate, plan, and launch, as forward.cpp.
 #include "anyflash/attention.h"
 #include "arguments.h"
-#include "describe.h"
 #include "device.h"
 #include "plan.h"
 #include "repack.h"
@@ -19,14 +18,16 @@ bool has_elements(const TensorView* t) {
   return true;
 }
 
-struct BackwardPlan : KernelPlan {
-  BackwardPlan(const BackwardTensors& t, const ForwardOptions& options,
-               const BackwardOptions& wanted)
-      : params(validate_backward(t, options, wanted)) {
-    select(problem_of(Op::kBackward, t.q, params.attention, options.cpu_isa), options);
+}  // namespace
+
+struct BackwardPlan::State : KernelPlan {
+  State(const BackwardTensors& t, const ForwardOptions& options, const BackwardOptions& wanted)
+      : params(validate_backward(t, options, wanted)),
+        longest{options.max_seqlen_q, options.max_seqlen_k} {
+    const Attention& a = params.attention;
+    select(problem_of(Op::kBackward, t.q, a, options.cpu_isa), options);
     // Small gradients are zero where there are no rows, keys or sequences: something to write.
-    const bool rows = params.attention.batch > 0 &&
-                      (params.attention.seqlen_q > 0 || params.attention.seqlen_k > 0);
+    const bool rows = a.batch > 0 && (a.seqlen_q > 0 || a.seqlen_k > 0);
     empty = !rows && !has_elements(wanted.dbias) && !has_elements(wanted.dsinks) &&
             !has_elements(wanted.dalibi_slopes);
     if (gpu != nullptr) plan_copies(t);
@@ -51,65 +52,62 @@ struct BackwardPlan : KernelPlan {
     dv = plan(t.dv);
   }
 
+  // head_dim and head_dim_v remain the tensors': kernels treat a piece of 16 bytes as one that
+  // exists if its first column does, and copies have room for whole pieces, with zeros.
+  void launch_on_gpu(const LaunchContext& context, char* workspace) const {
+    BackwardParams p = params;
+    Attention& a = p.attention;
+    const bool packed = a.cu_seqlens_q != nullptr;
+    const auto input = [&](const Repacked& repacked, const void*& data, Strides& stride) {
+      repack_input(repacked, workspace, context.stream, data, stride);
+    };
+    const auto output = [&](const Repacked& repacked, void*& data, Strides& stride) {
+      redirect_output(repacked, packed, workspace, context.stream, data, stride);
+    };
+    input(q, a.q, a.q_stride);
+    input(k, a.k, a.k_stride);
+    input(v, a.v, a.v_stride);
+    input(out, p.out, p.out_stride);
+    input(dout, p.dout, p.dout_stride);
+    output(dq, p.dq, p.dq_stride);
+    output(dk, p.dk, p.dk_stride);
+    output(dv, p.dv, p.dv_stride);
+    kernel->backward.launch(p, context);
+    for (const Repacked* gradient : {&dq, &dk, &dv}) {
+      write_back(*gradient, workspace, context.stream);
+    }
+  }
+
   BackwardParams params;
+  LongestSequences longest;
   Repacked q, k, v, out, dout, dq, dk, dv;
 };
 
-// head_dim and head_dim_v remain the tensors': kernels treat a piece of 16 bytes as one that exists
-// if its first column does, and copies have room for whole pieces, with zeros.
-void launch_cuda(const BackwardPlan& plan, const LaunchContext& context, char* workspace) {
-  BackwardParams params = plan.params;
-  const bool packed = params.attention.cu_seqlens_q != nullptr;
-  const auto input = [&](const Repacked& repacked, const void*& data, Strides& stride) {
-    repack_input(repacked, workspace, context.stream, data, stride);
-  };
-  const auto output = [&](const Repacked& repacked, void*& data, Strides& stride) {
-    redirect_output(repacked, packed, workspace, context.stream, data, stride);
-  };
-  input(plan.q, params.attention.q, params.attention.q_stride);
-  input(plan.k, params.attention.k, params.attention.k_stride);
-  input(plan.v, params.attention.v, params.attention.v_stride);
-  input(plan.out, params.out, params.out_stride);
-  input(plan.dout, params.dout, params.dout_stride);
-  output(plan.dq, params.dq, params.dq_stride);
-  output(plan.dk, params.dk, params.dk_stride);
-  output(plan.dv, params.dv, params.dv_stride);
-  plan.kernel->backward.launch(params, context);
-  for (const Repacked* gradient : {&plan.dq, &plan.dk, &plan.dv}) {
-    write_back(*gradient, workspace, context.stream);
+BackwardPlan::BackwardPlan(const BackwardTensors& tensors, const ForwardOptions& options,
+                           const BackwardOptions& backward_options) {
+  emplace_state<State>(state_, tensors, options, backward_options);
+}
+
+std::size_t BackwardPlan::workspace_bytes() const {
+  return size_with_slack(state_in<State>(state_).bytes);
+}
+
+void BackwardPlan::run(Workspace workspace, void* stream) const {
+  const State& state = state_in<State>(state_);
+  char* const base = first_piece(workspace, state.bytes);
+  if (state.checks_lengths) {
+    check_lengths(state.params.attention, state.longest, state.device, stream);
   }
-}
+  if (state.empty) return;
 
-}  // namespace
-
-std::size_t backward_workspace_size(const TensorView& dout, const TensorView& q,
-                                    const TensorView& k, const TensorView& v, const TensorView& out,
-                                    const TensorView& lse, const TensorView& dq,
-                                    const TensorView& dk, const TensorView& dv,
-                                    const ForwardOptions& options,
-                                    const BackwardOptions& backward_options) {
-  return size_with_slack(
-      BackwardPlan({dout, q, k, v, out, lse, dq, dk, dv}, options, backward_options).bytes);
-}
-
-void backward(const TensorView& dout, const TensorView& q, const TensorView& k, const TensorView& v,
-              const TensorView& out, const TensorView& lse, const TensorView& dq,
-              const TensorView& dk, const TensorView& dv, const ForwardOptions& options,
-              const BackwardOptions& backward_options, Workspace workspace) {
-  const BackwardPlan plan({dout, q, k, v, out, lse, dq, dk, dv}, options, backward_options);
-  char* const base = first_piece(workspace, plan.bytes, "backward_workspace_size");
-  const bool cuda = q.device.type == DeviceType::kCuda;
-  if (!cuda || options.validate) check_lengths(plan.params.attention, options, q.device);
-  if (plan.empty) return;
-
-  const LaunchContext context = plan.context(options, base);
-  if (cuda) {
-    const DeviceGuard guard(q.device.index);
-    launch_cuda(plan, context, base);
+  const LaunchContext context = state.context(base, stream);
+  if (state.gpu != nullptr) {
+    const DeviceGuard guard(state.device.index);
+    state.launch_on_gpu(context, base);
   } else {
-    plan.kernel->backward.launch(plan.params, context);
+    state.kernel->backward.launch(state.params, context);
   }
-  count_launch(*plan.kernel);
+  count_launch(*state.kernel);
 }
 
 }  // namespace anyflash

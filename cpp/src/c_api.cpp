@@ -61,7 +61,7 @@ anyflash_status anyflash_forward_workspace_size(const DLTensor* q, const DLTenso
   return guarded("anyflash_forward_workspace_size", [&] {
     anyflash::check_bytes(bytes);
     const ForwardArguments a(q, k, v, out, lse, options);
-    *bytes = anyflash::forward_workspace_size(a.q, a.k, a.v, a.out, a.lse.get(), a.options);
+    *bytes = a.plan().workspace_bytes();
   });
 }
 
@@ -71,7 +71,7 @@ anyflash_status anyflash_forward(const DLTensor* q, const DLTensor* k, const DLT
                                  size_t workspace_bytes) {
   return guarded("anyflash_forward", [&] {
     const ForwardArguments a(q, k, v, out, lse, options);
-    anyflash::forward(a.q, a.k, a.v, a.out, a.lse.get(), a.options, {workspace, workspace_bytes});
+    a.plan().run({workspace, workspace_bytes}, a.stream);
   });
 }
 
@@ -84,8 +84,7 @@ anyflash_status anyflash_backward_workspace_size(
     anyflash::check_bytes(bytes);
     const BackwardArguments a(dout, q, k, v, out, lse, dq, dk, dv, options,
                               anyflash::known_options(backward_options));
-    *bytes = anyflash::backward_workspace_size(a.dout, a.q, a.k, a.v, a.out, a.lse, a.dq, a.dk,
-                                               a.dv, a.options, a.backward_options);
+    *bytes = a.plan().workspace_bytes();
   });
 }
 
@@ -98,8 +97,7 @@ anyflash_status anyflash_backward(const DLTensor* dout, const DLTensor* q, const
   return guarded("anyflash_backward", [&] {
     const BackwardArguments a(dout, q, k, v, out, lse, dq, dk, dv, options,
                               anyflash::known_options(backward_options));
-    anyflash::backward(a.dout, a.q, a.k, a.v, a.out, a.lse, a.dq, a.dk, a.dv, a.options,
-                       a.backward_options, {workspace, workspace_bytes});
+    a.plan().run({workspace, workspace_bytes}, a.stream);
   });
 }
 
@@ -110,8 +108,7 @@ anyflash_status anyflash_forward_with_kvcache_workspace_size(
   return guarded("anyflash_forward_with_kvcache_workspace_size", [&] {
     anyflash::check_bytes(bytes);
     const KvCacheArguments a(q, k_cache, v_cache, out, lse, options, cache_options);
-    *bytes = anyflash::forward_with_kvcache_workspace_size(a.q, a.k_cache, a.v_cache, a.out,
-                                                           a.lse.get(), a.options, a.cache_options);
+    *bytes = a.plan().workspace_bytes();
   });
 }
 
@@ -123,8 +120,7 @@ anyflash_status anyflash_forward_with_kvcache(const DLTensor* q, const DLTensor*
                                               void* workspace, size_t workspace_bytes) {
   return guarded("anyflash_forward_with_kvcache", [&] {
     const KvCacheArguments a(q, k_cache, v_cache, out, lse, options, cache_options);
-    anyflash::forward_with_kvcache(a.q, a.k_cache, a.v_cache, a.out, a.lse.get(), a.options,
-                                   a.cache_options, {workspace, workspace_bytes});
+    a.plan().run({workspace, workspace_bytes}, a.stream);
   });
 }
 

@@ -46,7 +46,6 @@ inline ForwardOptions options_of(const anyflash_forward_options& c) {
   options.causal = c.causal != 0;
   options.num_threads = c.num_threads;
   options.cpu_isa = static_cast<CpuIsa>(c.cpu_isa);
-  options.stream = c.stream;
   if (c.has_window_left != 0) options.window_left = c.window_left;
   if (c.has_window_right != 0) options.window_right = c.window_right;
   options.softcap = c.softcap;
@@ -123,15 +122,20 @@ inline anyflash_forward_options known_inputs(const anyflash_forward_options* giv
 // The arguments that all functions share. `options` points into the object.
 struct CommonArguments {
   CommonArguments(const DLTensor* q_, const DLTensor* out_, const anyflash_forward_options& known)
-      : q(view_of(q_, "q")), out(view_of(out_, "out")), options(options_of(known)), tensors(known) {
-    tensors.put_into(options);
+      : q(view_of(q_, "q")),
+        out(view_of(out_, "out")),
+        options(options_of(known)),
+        optional_tensors(known),
+        stream(known.stream) {
+    optional_tensors.put_into(options);
   }
   CommonArguments(const CommonArguments&) = delete;
   CommonArguments& operator=(const CommonArguments&) = delete;
 
   TensorView q, out;
   ForwardOptions options;
-  OptionalTensors tensors;
+  OptionalTensors optional_tensors;
+  void* stream;
 };
 
 struct ForwardArguments : CommonArguments {
@@ -141,6 +145,16 @@ struct ForwardArguments : CommonArguments {
         k(view_of(k_, "k")),
         v(view_of(v_, "v")),
         lse(lse_, "lse", kMustBeFloat32) {}
+
+  ForwardPlan plan() const {
+    ForwardTensors tensors;
+    tensors.q = q;
+    tensors.k = k;
+    tensors.v = v;
+    tensors.out = out;
+    tensors.lse = lse.get();
+    return ForwardPlan(tensors, options);
+  }
 
   TensorView k, v;
   OptionalView lse;
@@ -175,6 +189,20 @@ struct BackwardArguments : CommonArguments {
     backward_options.dbias = dbias.get();
     backward_options.dsinks = dsinks.get();
     backward_options.dalibi_slopes = dalibi_slopes.get();
+  }
+
+  BackwardPlan plan() const {
+    BackwardTensors tensors;
+    tensors.dout = dout;
+    tensors.q = q;
+    tensors.k = k;
+    tensors.v = v;
+    tensors.out = out;
+    tensors.lse = lse;
+    tensors.dq = dq;
+    tensors.dk = dk;
+    tensors.dv = dv;
+    return BackwardPlan(tensors, options, backward_options);
   }
 
   TensorView dout, k, v, lse, dq, dk, dv;
@@ -234,6 +262,16 @@ struct KvCacheArguments : CommonArguments {
                    const anyflash_kvcache_options* cache_options_)
       : KvCacheArguments(q_, k_cache_, v_cache_, out_, lse_, known_options(options_),
                          known_options(cache_options_)) {}
+
+  KvCachePlan plan() const {
+    KvCacheTensors tensors;
+    tensors.q = q;
+    tensors.k_cache = k_cache;
+    tensors.v_cache = v_cache;
+    tensors.out = out;
+    tensors.lse = lse.get();
+    return KvCachePlan(tensors, options, cache_options);
+  }
 
   TensorView k_cache, v_cache;
   OptionalView lse;

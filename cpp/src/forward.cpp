@@ -1,8 +1,7 @@
-// forward(): validate, plan, and launch. The plan says which kernel runs, what is repacked before
+// ForwardPlan: validate, plan, and launch. The plan says which kernel runs, what is repacked before
 // and after, and how the workspace is divided; it depends on shapes, strides and alignment only.
 #include "anyflash/attention.h"
 #include "arguments.h"
-#include "describe.h"
 #include "device.h"
 #include "plan.h"
 #include "repack.h"
@@ -11,104 +10,88 @@
 
 namespace anyflash {
 
-namespace {
-
-struct ForwardPlan : KernelPlan {
-  ForwardPlan(const TensorView& q_, const TensorView& k_, const TensorView& v_,
-              const TensorView& out_, const TensorView* lse, const ForwardOptions& options)
-      : params(validate_forward(q_, k_, v_, out_, lse, options)) {
-    select(problem_of(Op::kForward, q_, params.attention, options.cpu_isa), options);
+struct ForwardPlan::State : KernelPlan {
+  State(const ForwardTensors& t, const ForwardOptions& options)
+      : params(validate_forward(t, options)), longest{options.max_seqlen_q, options.max_seqlen_k} {
+    const Attention& a = params.attention;
+    select(problem_of(Op::kForward, t.q, a, options.cpu_isa), options);
     // Packed sequences: seqlen_q is not larger than total_q.
-    empty = params.attention.batch == 0 || params.attention.seqlen_q == 0;
-    if (gpu != nullptr) {
-      const auto plan = [&](const TensorView& tensor) {
-        const bool packed = params.attention.cu_seqlens_q != nullptr;
-        return plan_repack(with_batch(tensor, packed), kernel->family->input_rules, bytes);
-      };
-      q = plan(q_);
-      k = plan(k_);
-      v = plan(v_);
-      // float32 results of 16-bit inputs are written element by element, wherever they lie.
-      if (out_.dtype == q_.dtype) out = plan(out_);
-    }
+    empty = a.batch == 0 || a.seqlen_q == 0;
+    if (options.dropout_mask != nullptr) dropout_mask = *options.dropout_mask;
+    if (gpu != nullptr) plan_copies(t);
     reserve_scratch(kernel->forward, params);
   }
 
-  ForwardParams params;
-  Repacked q, k, v, out;
-};
+  void plan_copies(const ForwardTensors& t) {
+    const bool packed = params.attention.cu_seqlens_q != nullptr;
+    const auto plan = [&](const TensorView& tensor) {
+      return plan_repack(with_batch(tensor, packed), kernel->family->input_rules, bytes);
+    };
+    q = plan(t.q);
+    k = plan(t.k);
+    v = plan(t.v);
+    // float32 results of 16-bit inputs are written element by element, wherever they lie.
+    if (t.out.dtype == t.q.dtype) out = plan(t.out);
+  }
 
-SideOutputs side_outputs_of(const ForwardParams& params, const ForwardOptions& options) {
-  SideOutputs outputs;
-  outputs.params = params;
-  if (options.dropout_mask != nullptr) {
-    const TensorView& t = *options.dropout_mask;
+  SideOutputs side_outputs() const {
+    SideOutputs outputs;
+    outputs.params = params;
+    const TensorView& t = dropout_mask;
     outputs.dropout_mask = static_cast<unsigned char*>(t.data);
     outputs.dropout_mask_stride = {t.stride[0], t.stride[2], t.stride[1], t.stride[3]};
     outputs.dropout_mask_rows = t.shape[2];
     outputs.dropout_mask_columns = t.shape[3];
+    return outputs;
   }
-  return outputs;
+
+  void launch_on_gpu(const LaunchContext& context, char* workspace) const {
+    ForwardParams p = params;
+    Attention& a = p.attention;
+    void* const stream = context.stream;
+    repack_input(q, workspace, stream, a.q, a.q_stride);
+    repack_input(k, workspace, stream, a.k, a.k_stride);
+    repack_input(v, workspace, stream, a.v, a.v_stride);
+    const bool packed = a.cu_seqlens_q != nullptr;
+    redirect_output(out, packed, workspace, stream, p.out, p.out_stride);
+    // Results that are not repacked have no room for columns that only round up.
+    if (q.needed) a.head_dim = q.columns;
+    if (out.needed) a.head_dim_v = out.columns;
+    kernel->forward.launch(p, context);
+    write_back(out, workspace, stream);
+  }
+
+  ForwardParams params;
+  LongestSequences longest;
+  TensorView dropout_mask;  // no data: not wanted
+  Repacked q, k, v, out;
+};
+
+ForwardPlan::ForwardPlan(const ForwardTensors& tensors, const ForwardOptions& options) {
+  emplace_state<State>(state_, tensors, options);
 }
 
-void launch_cuda(const ForwardPlan& plan, const LaunchContext& context, char* workspace) {
-  ForwardParams params = plan.params;
-  void* const stream = context.stream;
-  repack_input(plan.q, workspace, stream, params.attention.q, params.attention.q_stride);
-  repack_input(plan.k, workspace, stream, params.attention.k, params.attention.k_stride);
-  repack_input(plan.v, workspace, stream, params.attention.v, params.attention.v_stride);
-  redirect_output(plan.out, params.attention.cu_seqlens_q != nullptr, workspace, stream, params.out,
-                  params.out_stride);
-  // Results that are not repacked have no room for columns that only round up.
-  if (plan.q.needed) params.attention.head_dim = plan.q.columns;
-  if (plan.out.needed) params.attention.head_dim_v = plan.out.columns;
-  plan.kernel->forward.launch(params, context);
-  write_back(plan.out, workspace, stream);
+std::size_t ForwardPlan::workspace_bytes() const {
+  return size_with_slack(state_in<State>(state_).bytes);
 }
 
-void run(const ForwardPlan& plan, const Device& device, const ForwardOptions& options,
-         Workspace workspace) {
-  char* const base = first_piece(workspace, plan.bytes, "forward_workspace_size");
-  const bool cuda = device.type == DeviceType::kCuda;
-  if (!cuda || options.validate) check_lengths(plan.params.attention, options, device);
+void ForwardPlan::run(Workspace workspace, void* stream) const {
+  const State& state = state_in<State>(state_);
+  char* const base = first_piece(workspace, state.bytes);
+  const ForwardParams& params = state.params;
+  if (state.checks_lengths) check_lengths(params.attention, state.longest, state.device, stream);
 
-  const LaunchContext context = plan.context(options, base);
-  const bool has_side_outputs = options.dropout_mask != nullptr || options.max_logits != nullptr;
-  if (cuda) {
-    const DeviceGuard guard(device.index);
-    if (has_side_outputs) {
-      fill_side_outputs(side_outputs_of(plan.params, options), options.stream);
-    }
-    if (!plan.empty) launch_cuda(plan, context, base);
+  const LaunchContext context = state.context(base, stream);
+  const bool fills = state.dropout_mask.data != nullptr || params.max_logits != nullptr;
+  if (state.gpu != nullptr) {
+    const DeviceGuard guard(state.device.index);
+    if (fills) fill_side_outputs(state.side_outputs(), stream);
+    if (!state.empty) state.launch_on_gpu(context, base);
   } else {
-    if (has_side_outputs) {
-      fill_side_outputs_on_cpu(side_outputs_of(plan.params, options), plan.num_threads);
-    }
-    if (!plan.empty) plan.kernel->forward.launch(plan.params, context);
+    if (fills) fill_side_outputs_on_cpu(state.side_outputs(), state.num_threads);
+    if (!state.empty) state.kernel->forward.launch(params, context);
   }
-  if (!plan.empty) count_launch(*plan.kernel);
-}
-
-}  // namespace
-
-std::size_t forward_workspace_size(const TensorView& q, const TensorView& k, const TensorView& v,
-                                   const TensorView& out, const TensorView* lse,
-                                   const ForwardOptions& options) {
-  return size_with_slack(ForwardPlan(q, k, v, out, lse, options).bytes);
-}
-
-void forward(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
-             const TensorView* lse, const ForwardOptions& options, Workspace workspace) {
-  run(ForwardPlan(q, k, v, out, lse, options), q.device, options, workspace);
-}
-
-void forward_with_allocator(const TensorView& q, const TensorView& k, const TensorView& v,
-                            const TensorView& out, const TensorView* lse,
-                            const ForwardOptions& options,
-                            const std::function<Workspace(std::size_t)>& allocate) {
-  const ForwardPlan plan(q, k, v, out, lse, options);
-  const std::size_t bytes = size_with_slack(plan.bytes);
-  run(plan, q.device, options, bytes == 0 ? Workspace{} : allocate(bytes));
+  if (!state.empty) count_launch(*state.kernel);
 }
 
 }  // namespace anyflash

@@ -1,4 +1,4 @@
-// forward_with_kvcache(): validate, plan, append and launch, as forward.cpp. Nothing is repacked:
+// KvCachePlan: validate, plan, append and launch, as forward.cpp. Nothing is repacked:
 // the kernels take any strides.
 #include "anyflash/attention.h"
 #include "append.h"
@@ -11,11 +11,8 @@
 
 namespace anyflash {
 
-namespace {
-
-struct KvCachePlan : KernelPlan {
-  KvCachePlan(const KvCacheTensors& t, const ForwardOptions& options,
-              const KvCacheOptions& cache_options)
+struct KvCachePlan::State : KernelPlan {
+  State(const KvCacheTensors& t, const ForwardOptions& options, const KvCacheOptions& cache_options)
       : append(validate_kvcache(t, options, cache_options)) {
     KvCacheParams& params = append.cache;
     select(problem_of(t.q, params, options.cpu_isa), options);
@@ -48,6 +45,22 @@ struct KvCachePlan : KernelPlan {
         bytes, static_cast<std::size_t>(elements) * static_cast<unsigned>(bytes_per_element));
   }
 
+  void launch(const LaunchContext& context, char* workspace) const {
+    AppendParams appended = append;
+    KvCacheParams attended = decode;
+    if (rotates_q) attended.attention.q = appended.rotated_q = workspace + rotated_q_offset;
+    if (appends || rotates_q) {
+      if (gpu != nullptr) {
+        append_to_cache(appended, context.stream);
+      } else {
+        append_to_cache_on_cpu(appended, context.num_threads);
+      }
+    }
+    if (empty) return;
+    kernel->decode.launch(attended, context);
+    count_launch(*kernel);
+  }
+
   AppendParams append;
   KvCacheParams decode;  // with q's strides after the rotation
   bool rotates_q = false;
@@ -55,48 +68,26 @@ struct KvCachePlan : KernelPlan {
   std::size_t rotated_q_offset = 0;
 };
 
-void launch(const KvCachePlan& plan, const LaunchContext& context, char* workspace, bool cuda) {
-  AppendParams append = plan.append;
-  KvCacheParams decode = plan.decode;
-  if (plan.rotates_q) decode.attention.q = append.rotated_q = workspace + plan.rotated_q_offset;
-  if (plan.appends || plan.rotates_q) {
-    if (cuda) {
-      append_to_cache(append, context.stream);
-    } else {
-      append_to_cache_on_cpu(append, context.num_threads);
-    }
-  }
-  if (plan.empty) return;
-  plan.kernel->decode.launch(decode, context);
-  count_launch(*plan.kernel);
+KvCachePlan::KvCachePlan(const KvCacheTensors& tensors, const ForwardOptions& options,
+                         const KvCacheOptions& cache_options) {
+  emplace_state<State>(state_, tensors, options, cache_options);
 }
 
-}  // namespace
-
-std::size_t forward_with_kvcache_workspace_size(const TensorView& q, const TensorView& k_cache,
-                                                const TensorView& v_cache, const TensorView& out,
-                                                const TensorView* lse,
-                                                const ForwardOptions& options,
-                                                const KvCacheOptions& cache_options) {
-  return size_with_slack(
-      KvCachePlan({q, k_cache, v_cache, out, lse}, options, cache_options).bytes);
+std::size_t KvCachePlan::workspace_bytes() const {
+  return size_with_slack(state_in<State>(state_).bytes);
 }
 
-void forward_with_kvcache(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
-                          const TensorView& out, const TensorView* lse,
-                          const ForwardOptions& options, const KvCacheOptions& cache_options,
-                          Workspace workspace) {
-  const KvCachePlan plan({q, k_cache, v_cache, out, lse}, options, cache_options);
-  char* const base = first_piece(workspace, plan.bytes, "forward_with_kvcache_workspace_size");
-  const bool cuda = q.device.type == DeviceType::kCuda;
-  if (!cuda || options.validate) check_kvcache_lengths(plan.append, options, q.device);
+void KvCachePlan::run(Workspace workspace, void* stream) const {
+  const State& state = state_in<State>(state_);
+  char* const base = first_piece(workspace, state.bytes);
+  if (state.checks_lengths) check_kvcache_lengths(state.append, state.device, stream);
 
-  const LaunchContext context = plan.context(options, base);
-  if (cuda) {
-    const DeviceGuard guard(q.device.index);
-    launch(plan, context, base, cuda);
+  const LaunchContext context = state.context(base, stream);
+  if (state.gpu != nullptr) {
+    const DeviceGuard guard(state.device.index);
+    state.launch(context, base);
   } else {
-    launch(plan, context, base, cuda);
+    state.launch(context, base);
   }
 }
 

@@ -187,24 +187,23 @@ class CacheLengths {
 
 }  // namespace
 
-void check_lengths(const Attention& attention, const ForwardOptions& options,
-                   const Device& device) {
+void check_lengths(const Attention& attention, const LongestSequences& longest,
+                   const Device& device, void* stream) {
   const int64_t batch = attention.batch;
-  const HostCopy cu_q(attention.cu_seqlens_q, batch + 1, device, options.stream);
-  const HostCopy cu_k(attention.cu_seqlens_k, batch + 1, device, options.stream);
-  const HostCopy used(attention.seqused_k, batch, device, options.stream);
+  const HostCopy cu_q(attention.cu_seqlens_q, batch + 1, device, stream);
+  const HostCopy cu_k(attention.cu_seqlens_k, batch + 1, device, stream);
+  const HostCopy used(attention.seqused_k, batch, device, stream);
   if (cu_q.data() != nullptr) {
-    check_cumulative(cu_q.data(), "cu_seqlens_q", batch, attention.total_q, "q",
-                     options.max_seqlen_q, "max_seqlen_q");
-    check_cumulative(cu_k.data(), "cu_seqlens_k", batch, attention.total_k, "k",
-                     options.max_seqlen_k, "max_seqlen_k");
+    check_cumulative(cu_q.data(), "cu_seqlens_q", batch, attention.total_q, "q", longest.q,
+                     "max_seqlen_q");
+    check_cumulative(cu_k.data(), "cu_seqlens_k", batch, attention.total_k, "k", longest.k,
+                     "max_seqlen_k");
   }
   if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, attention.seqlen_k);
 }
 
-void check_kvcache_lengths(const AppendParams& params, const ForwardOptions& options,
-                           const Device& device) {
-  const CacheLengths lengths(params, device, options.stream);
+void check_kvcache_lengths(const AppendParams& params, const Device& device, void* stream) {
+  const CacheLengths lengths(params, device, stream);
   for (int64_t i = 0; i < params.cache.attention.batch; ++i) lengths.check(i);
 }
 

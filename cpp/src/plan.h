@@ -1,7 +1,9 @@
-// What the plans of forward() and backward() have in common: which kernel runs, and with what.
+// What the plans of all operations have in common: which kernel runs, where, and with what.
 #pragma once
 
 #include <cstddef>
+#include <new>
+#include <type_traits>
 
 #include "anyflash/options.h"
 #include "kernel_table.h"
@@ -13,20 +15,22 @@ namespace anyflash {
 struct KernelPlan {
   const KernelDescriptor* kernel = nullptr;
   const DeviceProperties* gpu = nullptr;  // null: the CPU
-  int num_threads = 1;                    // CPU: at most
-  bool empty = false;                     // nothing to launch
+  Device device;
+  int num_threads = 1;          // CPU: at most
+  bool checks_lengths = false;  // before each run
+  bool empty = false;           // nothing to launch
   std::size_t scratch_offset = 0;
   std::size_t scratch_bytes = 0;
   std::size_t bytes = 0;  // of all pieces of the workspace
 
-  LaunchContext context(const ForwardOptions& options, char* workspace) const {
+  LaunchContext context(char* workspace, void* stream) const {
     LaunchContext context;
     context.num_threads = num_threads;
     if (gpu != nullptr) {
       context.multiprocessors = gpu->multiprocessors;
       context.compute_capability = gpu->compute_capability;
     }
-    context.stream = options.stream;
+    context.stream = stream;
     context.scratch = workspace + scratch_offset;
     context.scratch_bytes = scratch_bytes;
     return context;
@@ -35,11 +39,13 @@ struct KernelPlan {
  protected:
   void select(const Problem& problem, const ForwardOptions& options) {
     kernel = &select_kernel(problem);
+    device = problem.device;
     if (kernel->family->is_gpu()) {
-      gpu = &device_properties(problem.device.index);
+      gpu = &device_properties(device.index);
     } else {
       num_threads = options.num_threads > 0 ? options.num_threads : default_threads();
     }
+    checks_lengths = gpu == nullptr || options.validate;
   }
 
   // `empty`, and params as the kernel reads them, must be known.
@@ -49,5 +55,18 @@ struct KernelPlan {
     scratch_offset = reserve(bytes, scratch_bytes);
   }
 };
+
+// A public plan has its state in itself, so that none is allocated.
+template <class State, std::size_t kBytes, class... Arguments>
+void emplace_state(std::byte (&memory)[kBytes], const Arguments&... arguments) {
+  static_assert(sizeof(State) <= kBytes, "the plan's header has too few bytes");
+  static_assert(alignof(State) <= 8 && std::is_trivially_copyable_v<State>);
+  ::new (static_cast<void*>(memory)) State(arguments...);
+}
+
+template <class State, std::size_t kBytes>
+const State& state_in(const std::byte (&memory)[kBytes]) {
+  return *std::launder(reinterpret_cast<const State*>(memory));
+}
 
 }  // namespace anyflash

@@ -1,4 +1,4 @@
-// What forward() writes beside the kernel's results: the dropout mask, and the value that the
+// What ForwardPlan writes beside the kernel's results: the dropout mask, and the value that the
 // kernels' maxima begin with.
 #pragma once
 

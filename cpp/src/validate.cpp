@@ -112,9 +112,8 @@ int packed_bound(int64_t given, const char* option, int64_t total) {
 
 }  // namespace
 
-Attention validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
-                          const TensorView& out, const TensorView* lse,
-                          const ForwardOptions& options) {
+Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& options) {
+  const auto& [q, k, v, out, lse] = tensors;
   Attention a;
   const bool packed = options.cu_seqlens_q != nullptr || options.cu_seqlens_k != nullptr;
   const Layouts& layouts = packed ? kPacked : kBatched;
@@ -154,11 +153,10 @@ Attention validate_inputs(const TensorView& q, const TensorView& k, const Tensor
   return a;
 }
 
-ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
-                               const TensorView& out, const TensorView* lse,
-                               const ForwardOptions& options) {
+ForwardParams validate_forward(const ForwardTensors& tensors, const ForwardOptions& options) {
   ForwardParams params;
-  params.attention = validate_inputs(q, k, v, out, lse, options);
+  params.attention = validate_inputs(tensors, options);
+  const auto& [q, k, v, out, lse] = tensors;
   const bool packed = params.attention.cu_seqlens_q != nullptr;
   check_writable(out, "out");
   params.out = out.data;

@@ -1,51 +1,21 @@
 #pragma once
 
-#include "anyflash/options.h"
-#include "anyflash/tensor_view.h"
+#include "anyflash/attention.h"
 #include "params.h"
 
 namespace anyflash {
 
-// Checks every argument of forward() and turns them into kernel parameters; throws Error. Reads no
+// Check every argument of a plan and turn them into kernel parameters; throw Error. Read no
 // tensor's elements.
-ForwardParams validate_forward(const TensorView& q, const TensorView& k, const TensorView& v,
-                               const TensorView& out, const TensorView* lse,
-                               const ForwardOptions& options);
-
-// The same checks for what forward() and backward() share, whether it is read or written: all but
-// that `out` and `lse` can be written.
-Attention validate_inputs(const TensorView& q, const TensorView& k, const TensorView& v,
-                          const TensorView& out, const TensorView* lse,
-                          const ForwardOptions& options);
-
-struct BackwardTensors {
-  const TensorView& dout;
-  const TensorView& q;
-  const TensorView& k;
-  const TensorView& v;
-  const TensorView& out;
-  const TensorView& lse;
-  const TensorView& dq;
-  const TensorView& dk;
-  const TensorView& dv;
-};
-
-// Checks every argument of backward(), as validate_forward().
+ForwardParams validate_forward(const ForwardTensors& tensors, const ForwardOptions& options);
 BackwardParams validate_backward(const BackwardTensors& tensors, const ForwardOptions& options,
                                  const BackwardOptions& backward_options);
-
-struct KvCacheTensors {
-  const TensorView& q;
-  const TensorView& k_cache;
-  const TensorView& v_cache;
-  const TensorView& out;
-  const TensorView* lse;
-};
-
-// Checks every argument of forward_with_kvcache(), as validate_forward(). What remains open:
-// num_splits is 0 where it is to be chosen, and rotated_q with its strides.
+// What remains open: num_splits is 0 where it is to be chosen, and rotated_q with its strides.
 AppendParams validate_kvcache(const KvCacheTensors& tensors, const ForwardOptions& options,
                               const KvCacheOptions& cache_options);
+
+// What forward and backward share: all but whether `out` and `lse` can be written.
+Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& options);
 
 // The part of them that concerns numbers and optional tensors, for parameters that have shapes.
 // `seqlen_q` and `seqlen_k` are the extents of axes that count rows and keys.
@@ -55,13 +25,19 @@ void validate_features(const TensorView& q, const ForwardOptions& options, int64
 // Where packed sequences begin: the tensors' types and shapes. Sets attention.batch.
 void validate_packed(const TensorView& q, const ForwardOptions& options, Attention& attention);
 
-// The elements of options.cu_seqlens_q, .cu_seqlens_k and .seqused_k. Copies them from a GPU, which
-// waits for the stream.
-void check_lengths(const Attention& attention, const ForwardOptions& options, const Device& device);
+// ForwardOptions::max_seqlen_q and max_seqlen_k.
+struct LongestSequences {
+  int64_t q = 0;
+  int64_t k = 0;
+};
+
+// The elements of cu_seqlens_q, cu_seqlens_k and seqused_k. Copies them from a GPU, which waits for
+// the stream.
+void check_lengths(const Attention& attention, const LongestSequences& longest,
+                   const Device& device, void* stream);
 
 // The elements of the cache's integers: lengths, places, the entries of the block table that are
 // used; and that the rotary tables have the rows that these ask for. Waits for a GPU's stream.
-void check_kvcache_lengths(const AppendParams& params, const ForwardOptions& options,
-                           const Device& device);
+void check_kvcache_lengths(const AppendParams& params, const Device& device, void* stream);
 
 }  // namespace anyflash

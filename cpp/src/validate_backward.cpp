@@ -1,4 +1,4 @@
-// The tensors that backward() has beside those of forward().
+// The tensors that the backward has beside the forward's.
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -68,7 +68,13 @@ BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions&
   ForwardOptions inputs = options;
   inputs.dropout_mask = inputs.max_logits = nullptr;
   BackwardParams params;
-  params.attention = validate_inputs(t.q, t.k, t.v, t.out, &t.lse, inputs);
+  ForwardTensors forward;
+  forward.q = t.q;
+  forward.k = t.k;
+  forward.v = t.v;
+  forward.out = t.out;
+  forward.lse = &t.lse;
+  params.attention = validate_inputs(forward, inputs);
   const bool packed = params.attention.cu_seqlens_q != nullptr;
   params.out = t.out.data;
   params.out_dtype = t.out.dtype;

@@ -1,4 +1,4 @@
-// Options of forward(): numbers, and tensors that are optional.
+// Options of a plan: numbers, and tensors that are optional.
 #include <algorithm>
 #include <cfloat>
 #include <climits>

@@ -1,4 +1,4 @@
-// The arguments of forward_with_kvcache().
+// The arguments of KvCachePlan.
 #include <algorithm>
 #include <string>
 

@@ -24,14 +24,12 @@ inline std::size_t size_with_slack(std::size_t pieces) {
   return pieces == 0 ? 0 : pieces + kAlignment - 1;
 }
 
-// Where the pieces, of so many bytes together, begin. `size_function` tells the caller the size:
-// "forward_workspace_size".
-inline char* first_piece(const Workspace& workspace, std::size_t pieces,
-                         const char* size_function) {
+// Where the pieces, of so many bytes together, begin.
+inline char* first_piece(const Workspace& workspace, std::size_t pieces) {
   const std::size_t needed = size_with_slack(pieces);
   if (workspace.bytes < needed) {
     invalid_value("workspace has " + std::to_string(workspace.bytes) + " bytes; " +
-                  std::to_string(needed) + " are needed (" + size_function + ")");
+                  std::to_string(needed) + " are needed");
   }
   if (needed > 0 && workspace.data == nullptr) {
     invalid_value("workspace has a null data pointer");

@@ -45,15 +45,16 @@ auto named(const char* operation, const Function& function) {
 // The options of a call, and the arrays that they point into.
 struct Options {
   // given: what options.h reads, or None.
-  Options(std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
-          nb::handle given) {
+  Options(std::optional<double> softmax_scale, bool causal, std::uintptr_t stream_,
+          nb::handle given)
+      : stream(reinterpret_cast<void*>(stream_)) {
     forward.softmax_scale = softmax_scale;
     forward.causal = causal;
-    forward.stream = reinterpret_cast<void*>(stream);
     if (!given.is_none()) read_options(nb::cast<nb::dict>(given), forward, arrays);
   }
 
   ForwardOptions forward;
+  void* stream;
   std::vector<Array> arrays;
 };
 
@@ -86,23 +87,22 @@ class CallMemory {
   nb::object owner_;
 };
 
-// Calls run(workspace) without the GIL.
-template <class Function>
-void with_workspace(const Device& device, std::size_t bytes, nb::handle allocate_gpu,
-                    const Function& run) {
+// Makes a plan and runs it, without the GIL. allocate_gpu: as CallMemory::get().
+template <class MakePlan, class AllocateGpu>
+void run_plan(const Device& device, void* stream, const MakePlan& make_plan,
+              const AllocateGpu& allocate_gpu) {
   CallMemory memory(device);
   const nb::gil_scoped_release release;
-  run(memory.get(bytes, allocate_gpu));
+  const auto plan = make_plan();
+  plan.run(memory.get(plan.workspace_bytes(), allocate_gpu), stream);
 }
 
-// forward() without the GIL.
 template <class AllocateGpu>
-void attend(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
-            const TensorView* lse, const ForwardOptions& options, const AllocateGpu& allocate_gpu) {
-  CallMemory memory(q.device);
-  const nb::gil_scoped_release release;
-  forward_with_allocator(q, k, v, out, lse, options,
-                         [&](std::size_t bytes) { return memory.get(bytes, allocate_gpu); });
+void attend(const ForwardTensors& tensors, const Options& options,
+            const AllocateGpu& allocate_gpu) {
+  run_plan(
+      tensors.q.device, options.stream, [&] { return ForwardPlan(tensors, options.forward); },
+      allocate_gpu);
 }
 
 }  // namespace anyflash::python

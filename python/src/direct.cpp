@@ -163,9 +163,13 @@ nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb:
     }
 
     const Options options(softmax_scale, causal, pytorch.current_stream(q_view.device), given);
-    attend(q_view, k_array.view, v_array.view, out_array.view,
-           return_lse ? &lse_array.view : nullptr, options.forward,
-           [&](std::size_t bytes) { return functions.workspace(bytes, q); });
+    ForwardTensors tensors;
+    tensors.q = q_view;
+    tensors.k = k_array.view;
+    tensors.v = v_array.view;
+    tensors.out = out_array.view;
+    if (return_lse) tensors.lse = &lse_array.view;
+    attend(tensors, options, [&](std::size_t bytes) { return functions.workspace(bytes, q); });
     if (return_lse) return nb::make_tuple(out, lse);
     return out;
   });

@@ -6,10 +6,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -42,9 +40,13 @@ void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v
     const Array out_array = import_array(out, "out", as_bits, true);
     Array lse_array;
     if (!lse.is_none()) lse_array = import_array(lse, "lse", false, true);
-    const Options options(softmax_scale, causal, stream, given);
-    attend(q_array.view, k_array.view, v_array.view, out_array.view,
-           lse.is_none() ? nullptr : &lse_array.view, options.forward, allocate_gpu);
+    ForwardTensors tensors;
+    tensors.q = q_array.view;
+    tensors.k = k_array.view;
+    tensors.v = v_array.view;
+    tensors.out = out_array.view;
+    if (!lse.is_none()) tensors.lse = &lse_array.view;
+    attend(tensors, Options(softmax_scale, causal, stream, given), allocate_gpu);
   });
 }
 
@@ -54,28 +56,19 @@ void run_backward(const char* operation, const nb::tuple& tensors,
                   bool as_bits, nb::handle given, const nb::dict& given_backward,
                   nb::handle allocate_gpu) {
   named(operation, [&] {
-    static constexpr const char* kNames[] = {"dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"};
-    static constexpr std::size_t kFirstOutput = 6;
-    std::array<Array, std::size(kNames)> arrays;
-    for (std::size_t i = 0; i < arrays.size(); ++i) {
-      arrays[i] = import_array(tensors[i], kNames[i], as_bits, i >= kFirstOutput);
+    BackwardTensors views;
+    std::vector<Array> arrays;
+    for (const auto& [name, field, writable] : kBackwardArguments) {
+      arrays.push_back(import_array(tensors[arrays.size()], name, as_bits, writable));
+      views.*field = arrays.back().view;
     }
     const Options options(softmax_scale, causal, stream, given);
     BackwardOptions backward_options;
     std::vector<Array> backward_arrays;
     read_options(given_backward, backward_options, backward_arrays);
-
-    // The nine views, the options, and what is added to them.
-    const auto call = [&](const auto& function, const auto&... more) {
-      return std::apply(
-          [&](const auto&... array) {
-            return function(array.view..., options.forward, backward_options, more...);
-          },
-          arrays);
-    };
-    const std::size_t bytes = call(backward_workspace_size);
-    with_workspace(arrays[1].view.device, bytes, allocate_gpu,
-                   [&](Workspace workspace) { call(backward, workspace); });
+    run_plan(
+        views.q.device, options.stream,
+        [&] { return BackwardPlan(views, options.forward, backward_options); }, allocate_gpu);
   });
 }
 
@@ -95,19 +88,19 @@ class KvCacheCall {
     in_python_names([&] { read_options(given_cache, cache_options_, cache_arrays_); });
   }
 
-  // function(the views, both options, more...)
-  template <class Function, class... More>
-  auto call(const Function& function, const More&... more) const {
-    return in_python_names([&] {
-      const auto& [q, k_cache, v_cache, out, lse] = arrays_;
-      return function(q.view, k_cache.view, v_cache.view, out.view, has_lse_ ? &lse.view : nullptr,
-                      options_.forward, cache_options_, more...);
-    });
+  KvCachePlan plan() const {
+    const auto& [q, k_cache, v_cache, out, lse] = arrays_;
+    KvCacheTensors tensors;
+    tensors.q = q.view;
+    tensors.k_cache = k_cache.view;
+    tensors.v_cache = v_cache.view;
+    tensors.out = out.view;
+    if (has_lse_) tensors.lse = &lse.view;
+    return KvCachePlan(tensors, options_.forward, cache_options_);
   }
 
-  std::size_t workspace_size() const { return call(forward_with_kvcache_workspace_size); }
-  void run(Workspace workspace) const { call(forward_with_kvcache, workspace); }
   const Device& device() const { return arrays_[0].view.device; }
+  void* stream() const { return options_.stream; }
 
  private:
   bool has_lse_;
@@ -136,14 +129,15 @@ void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
                               bool writes, nb::handle workspace, nb::handle allocate_gpu) {
   named(operation, [&] {
     const KvCacheCall call(tensors, softmax_scale, causal, stream, given, given_cache, writes);
-    const auto run = [&](Workspace memory) { call.run(memory); };
-    if (workspace.is_none()) {
-      with_workspace(call.device(), call.workspace_size(), allocate_gpu, run);
-      return;
-    }
-    const Array memory = import_array(workspace, "workspace", false, true);
-    const nb::gil_scoped_release release;
-    run(workspace_of(memory));
+    in_python_names([&] {
+      if (workspace.is_none()) {
+        run_plan(call.device(), call.stream(), [&] { return call.plan(); }, allocate_gpu);
+        return;
+      }
+      const Array memory = import_array(workspace, "workspace", false, true);
+      const nb::gil_scoped_release release;
+      call.plan().run(workspace_of(memory), call.stream());
+    });
   });
 }
 
@@ -153,7 +147,7 @@ std::size_t kvcache_workspace_size(const char* operation, const nb::tuple& tenso
                                    const nb::dict& given_cache, bool writes) {
   return named(operation, [&] {
     const KvCacheCall call(tensors, softmax_scale, causal, stream, given, given_cache, writes);
-    return call.workspace_size();
+    return in_python_names([&] { return call.plan().workspace_bytes(); });
   });
 }
 

@@ -14,9 +14,9 @@ namespace anyflash::python {
 namespace nb = nanobind;
 
 NamedCall::NamedCall(const std::string& function, std::map<std::string, TensorView> tensors)
-    : function_(function == "forward"    ? Function::kForward
-                : function == "backward" ? Function::kBackward
-                                         : Function::kForwardWithKvCache),
+    : operation_(function == "forward"    ? Operation::kForward
+                 : function == "backward" ? Operation::kBackward
+                                          : Operation::kForwardWithKvCache),
       tensors_(std::move(tensors)) {
   for (const auto& option : kForwardTensors) forward_.*option.field = optional(option.name);
   for (const auto& option : kBackwardTensors) backward_.*option.field = optional(option.name);
@@ -34,32 +34,55 @@ const TensorView& NamedCall::tensor(const char* name) const {
   return *result;
 }
 
-template <class Forward, class Backward, class KvCache, class... More>
-auto NamedCall::call(const Forward& forward, const Backward& backward, const KvCache& kvcache,
-                     const More&... more) const {
-  switch (function_) {
-    case Function::kForward:
-      return forward(tensor("q"), tensor("k"), tensor("v"), tensor("out"), optional("lse"),
-                     forward_, more...);
-    case Function::kBackward:
-      return backward(tensor("dout"), tensor("q"), tensor("k"), tensor("v"), tensor("out"),
-                      tensor("lse"), tensor("dq"), tensor("dk"), tensor("dv"), forward_, backward_,
-                      more...);
-    default:
-      break;
+ForwardPlan NamedCall::forward_plan() const {
+  ForwardTensors tensors;
+  tensors.q = tensor("q");
+  tensors.k = tensor("k");
+  tensors.v = tensor("v");
+  tensors.out = tensor("out");
+  tensors.lse = optional("lse");
+  return ForwardPlan(tensors, forward_);
+}
+
+BackwardPlan NamedCall::backward_plan() const {
+  BackwardTensors tensors;
+  for (const auto& argument : kBackwardArguments) {
+    tensors.*argument.field = tensor(argument.name);
   }
-  return in_python_names([&] {
-    return kvcache(tensor("q"), tensor("k_cache"), tensor("v_cache"), tensor("out"),
-                   optional("lse"), forward_, cache_, more...);
+  return BackwardPlan(tensors, forward_, backward_);
+}
+
+KvCachePlan NamedCall::kvcache_plan() const {
+  KvCacheTensors tensors;
+  tensors.q = tensor("q");
+  tensors.k_cache = tensor("k_cache");
+  tensors.v_cache = tensor("v_cache");
+  tensors.out = tensor("out");
+  tensors.lse = optional("lse");
+  return KvCachePlan(tensors, forward_, cache_);
+}
+
+template <class Function>
+void NamedCall::with_plan(const Function& function) const {
+  switch (operation_) {
+    case Operation::kForward:
+      return function(forward_plan());
+    case Operation::kBackward:
+      return function(backward_plan());
+    default:
+      return in_python_names([&] { function(kvcache_plan()); });
+  }
+}
+
+void NamedCall::check() const {
+  with_plan([](const auto&) {});
+}
+
+void NamedCall::run(void* stream, const std::function<Workspace(std::size_t)>& allocate) const {
+  with_plan([&](const auto& plan) {
+    const std::size_t bytes = plan.workspace_bytes();
+    plan.run(bytes == 0 ? Workspace{} : allocate(bytes), stream);
   });
-}
-
-std::size_t NamedCall::workspace_size() const {
-  return call(forward_workspace_size, backward_workspace_size, forward_with_kvcache_workspace_size);
-}
-
-void NamedCall::run(Workspace workspace) const {
-  call(forward, backward, forward_with_kvcache, workspace);
 }
 
 namespace {
@@ -109,7 +132,7 @@ void check_call(const char* function, const nb::dict& tensors, const nb::dict& n
   }
   NamedCall call(function, std::move(views));
   call.read_numbers(PythonNumbers{numbers});
-  static_cast<void>(call.workspace_size());
+  call.check();
 }
 
 }  // namespace anyflash::python

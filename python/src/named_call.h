@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 
@@ -40,21 +41,25 @@ class NamedCall {
     source.read("num_splits", cache_.num_splits);
     source.read("split_size", cache_.split_size);
   }
-  void set_stream(void* stream) { forward_.stream = stream; }
 
-  std::size_t workspace_size() const;
-  void run(Workspace workspace) const;
+  // All but the tensors' elements; throws Error.
+  void check() const;
+  // allocate(bytes): where the call needs a workspace, once.
+  void run(void* stream, const std::function<Workspace(std::size_t)>& allocate) const;
 
  private:
-  enum class Function { kForward, kBackward, kForwardWithKvCache };
+  enum class Operation { kForward, kBackward, kForwardWithKvCache };
 
   const TensorView& tensor(const char* name) const;
   const TensorView* optional(const char* name) const;
-  template <class Forward, class Backward, class KvCache, class... More>
-  auto call(const Forward& forward, const Backward& backward, const KvCache& kvcache,
-            const More&... more) const;
+  // Calls function(the plan).
+  template <class Function>
+  void with_plan(const Function& function) const;
+  ForwardPlan forward_plan() const;
+  BackwardPlan backward_plan() const;
+  KvCachePlan kvcache_plan() const;
 
-  Function function_;
+  Operation operation_;
   std::map<std::string, TensorView> tensors_;
   ForwardOptions forward_;
   BackwardOptions backward_;

@@ -5,8 +5,7 @@
 #include <cstring>
 #include <string>
 
-#include "anyflash/error.h"
-#include "anyflash/options.h"
+#include "anyflash/attention.h"
 
 namespace anyflash::python {
 
@@ -51,6 +50,20 @@ inline constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {
     {"tree_mask", &KvCacheOptions::tree_mask, false, 3},
     {"k_scale", &KvCacheOptions::k_scale, false, 0},
     {"v_scale", &KvCacheOptions::v_scale, false, 0},
+};
+
+struct BackwardTensor {
+  const char* name;
+  TensorView BackwardTensors::* field;
+  bool writable;
+};
+
+inline constexpr BackwardTensor kBackwardArguments[] = {
+    {"dout", &BackwardTensors::dout, false}, {"q", &BackwardTensors::q, false},
+    {"k", &BackwardTensors::k, false},       {"v", &BackwardTensors::v, false},
+    {"out", &BackwardTensors::out, false},   {"lse", &BackwardTensors::lse, false},
+    {"dq", &BackwardTensors::dq, true},      {"dk", &BackwardTensors::dk, true},
+    {"dv", &BackwardTensors::dv, true},
 };
 
 // A message about k_new and v_new: in Python these have flash-attn's names.

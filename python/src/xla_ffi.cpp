@@ -163,10 +163,12 @@ XLA_FFI_Error* on_cpu(XLA_FFI_CallFrame* frame) {
                  ffi::Dictionary attributes) {
             const Device cpu;
             return handle(function, cpu, operands, results, attributes, [&](NamedCall& call) {
-              const std::size_t bytes = call.workspace_size();
               const auto free = [&](void* data) { deallocate(cpu, data); };
-              const std::unique_ptr<void, decltype(free)> memory(allocate(cpu, bytes), free);
-              call.run({memory.get(), bytes});
+              std::unique_ptr<void, decltype(free)> memory(nullptr, free);
+              call.run(nullptr, [&](std::size_t bytes) {
+                memory.reset(allocate(cpu, bytes));
+                return Workspace{memory.get(), bytes};
+              });
             });
           })
           .release();
@@ -188,18 +190,14 @@ XLA_FFI_Error* on_cuda(XLA_FFI_CallFrame* frame) {
                  ffi::Dictionary attributes) {
             const Device gpu{DeviceType::kCuda, ordinal};
             return handle(function, gpu, operands, results, attributes, [&](NamedCall& call) {
-              call.set_stream(stream);
-              const std::size_t bytes = call.workspace_size();
-              if (bytes == 0) {
-                call.run({});
-                return;
-              }
-              const std::optional<void*> memory = scratch.Allocate(bytes);
-              if (!memory) {
-                throw Error(ErrorCode::kDevice,
-                            "XLA could not allocate " + std::to_string(bytes) + " bytes");
-              }
-              call.run({*memory, bytes});
+              call.run(stream, [&](std::size_t bytes) {
+                const std::optional<void*> memory = scratch.Allocate(bytes);
+                if (!memory) {
+                  throw Error(ErrorCode::kDevice,
+                              "XLA could not allocate " + std::to_string(bytes) + " bytes");
+                }
+                return Workspace{*memory, bytes};
+              });
             });
           })
           .release();

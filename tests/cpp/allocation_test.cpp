@@ -49,37 +49,16 @@ void check_forward_and_backward(unsigned set) {
   test::BackwardProblem p({2, 70, 90, 4, 2, 33, 20}, set, test::DType::kFloat32, {}, 1);
   p.forward();
   p.backward();
-  const auto q = p.main_view(*p.q), k = p.main_view(*p.k), v = p.main_view(*p.v);
-  const auto out = p.main_view(*p.out), lse = p.lse_view(*p.lse), dout = p.main_view(*p.dout);
-  const auto dq = p.main_view(*p.dq), dk = p.main_view(*p.dk), dv = p.main_view(*p.dv);
-  const auto forward_bytes = [&] {
-    return anyflash::forward_workspace_size(q, k, v, out, &lse, p.options);
-  };
-  const auto backward_bytes = [&] {
-    return anyflash::backward_workspace_size(dout, q, k, v, out, lse, dq, dk, dv, p.options,
-                                             p.wanted);
-  };
-  const test::ExactBytes forward_memory(forward_bytes());
-  const test::ExactBytes backward_memory(backward_bytes());
-  check_call("forward_workspace_size", forward_bytes);
-  check_call("forward",
-             [&] { anyflash::forward(q, k, v, out, &lse, p.options, forward_memory.workspace()); });
-  check_call("forward_with_allocator", [&] {
-    anyflash::forward_with_allocator(q, k, v, out, &lse, p.options,
-                                     [&](std::size_t) { return forward_memory.workspace(); });
-  });
-  check_call("backward_workspace_size", backward_bytes);
-  check_call("backward", [&] {
-    anyflash::backward(dout, q, k, v, out, lse, dq, dk, dv, p.options, p.wanted,
-                       backward_memory.workspace());
-  });
+  const test::ExactBytes forward_memory(p.forward_plan().workspace_bytes());
+  const test::ExactBytes backward_memory(p.backward_plan().workspace_bytes());
+  check_call("ForwardPlan", [&] { p.forward_plan().run(forward_memory.workspace()); });
+  check_call("BackwardPlan", [&] { p.backward_plan().run(backward_memory.workspace()); });
 }
 
 void check_decoding() {
   const test::Appending call;
   const test::ExactBytes memory(call.workspace_size());
-  check_call("forward_with_kvcache_workspace_size", [&] { call.workspace_size(); });
-  check_call("forward_with_kvcache", [&] { call.run(memory.workspace()); });
+  check_call("KvCachePlan", [&] { call.run(memory.workspace()); });
 }
 
 }  // namespace

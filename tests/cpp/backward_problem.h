@@ -1,4 +1,4 @@
-// A call of backward() with any set of features: its inputs, what the forward makes of them, and
+// A BackwardPlan with any set of features: its inputs, what the forward makes of them, and
 // the gradients.
 #pragma once
 
@@ -171,24 +171,27 @@ struct BackwardProblem {
     return view;
   }
 
-  void forward() {
-    const TensorView q_ = main_view(*q), k_ = main_view(*k), v_ = main_view(*v);
-    const TensorView out_ = main_view(*out), lse_ = lse_view(*lse);
-    const test::ExactBytes memory(
-        anyflash::forward_workspace_size(q_, k_, v_, out_, &lse_, options));
-    anyflash::forward(q_, k_, v_, out_, &lse_, options, memory.workspace());
+  anyflash::ForwardPlan forward_plan() const {
+    const TensorView l = lse_view(*lse);
+    const auto tensors =
+        test::forward_tensors(main_view(*q), main_view(*k), main_view(*v), main_view(*out), &l);
+    return anyflash::ForwardPlan(tensors, options);
   }
-
-  void backward() {
-    const TensorView t[] = {main_view(*dout), main_view(*q),   main_view(*k),
-                            main_view(*v),    main_view(*out), lse_view(*lse),
-                            main_view(*dq),   main_view(*dk),  main_view(*dv)};
-    const test::ExactBytes memory(anyflash::backward_workspace_size(
-        t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], options, wanted));
-    anyflash::backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], options, wanted,
-                       memory.workspace());
-    CHECK_MSG(memory.guard_untouched(), what);
+  anyflash::BackwardPlan backward_plan() const {
+    anyflash::BackwardTensors tensors;
+    tensors.dout = main_view(*dout);
+    tensors.q = main_view(*q);
+    tensors.k = main_view(*k);
+    tensors.v = main_view(*v);
+    tensors.out = main_view(*out);
+    tensors.lse = lse_view(*lse);
+    tensors.dq = main_view(*dq);
+    tensors.dk = main_view(*dk);
+    tensors.dv = main_view(*dv);
+    return anyflash::BackwardPlan(tensors, options, wanted);
   }
+  void forward() { CHECK_MSG(test::run_exactly(forward_plan()), what); }
+  void backward() { CHECK_MSG(test::run_exactly(backward_plan()), what); }
 
   // What the gradients are of; the LSE, which is float32 only, is left out.
   double loss() {

@@ -1,5 +1,5 @@
-// backward() on the CPU: plain problems against the textbook formula in double precision, and every
-// feature in float64 against differences of forward().
+// BackwardPlan on the CPU: plain problems against the textbook formula in double precision, and
+// every feature in float64 against differences of the forward.
 #include <algorithm>
 #include <cmath>
 #include <optional>

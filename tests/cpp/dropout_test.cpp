@@ -1,5 +1,5 @@
 // variant/dropout.h: the generator against published vectors, its statistics, and the mask that
-// forward() returns.
+// ForwardPlan writes.
 #include "variant/dropout.h"
 
 #include <array>
@@ -108,9 +108,8 @@ struct Call {
   }
 
   void run() {
-    const test::ExactBytes memory(
-        anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
-    anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());
+    const auto tensors = test::forward_tensors(q.view, k.view, v.view, out.view);
+    CHECK(test::run_exactly(anyflash::ForwardPlan(tensors, options)));
   }
 
   bool expected(const test::Index& i) const {
@@ -193,10 +192,8 @@ void check_packed_mask() {
   call.options.cu_seqlens_k = &lengths[1];
   call.options.max_seqlen_q = 6;
   call.options.max_seqlen_k = 10;
-  const test::ExactBytes memory(anyflash::forward_workspace_size(views[0], views[1], views[1],
-                                                                 views[2], nullptr, call.options));
-  anyflash::forward(views[0], views[1], views[1], views[2], nullptr, call.options,
-                    memory.workspace());
+  const auto tensors = test::forward_tensors(views[0], views[1], views[1], views[2]);
+  CHECK(test::run_exactly(anyflash::ForwardPlan(tensors, call.options)));
   call.mask.for_each(
       [&](const test::Index& i) { CHECK_EQ(call.mask.get(i), call.expected(i) ? 1.0 : 0.0); });
 }

@@ -1,4 +1,4 @@
-// forward()'s features, alone and together, on the CPU against the formula of options.h in double
+// The forward's features, alone and together, on the CPU against the formula of options.h in double
 // precision; batched and packed.
 #include <algorithm>
 #include <cmath>
@@ -169,15 +169,11 @@ struct Problem {
 
   void run() {
     const int first = has(kPacked) ? 1 : 0;
-    const TensorView tensors[] = {without(*q, first), without(*k, first), without(*v, first),
-                                  without(*out, first)};
     TensorView lse_view = without(*lse, first);
     --lse_view.rank;
-    const test::ExactBytes memory(anyflash::forward_workspace_size(
-        tensors[0], tensors[1], tensors[2], tensors[3], &lse_view, options));
-    anyflash::forward(tensors[0], tensors[1], tensors[2], tensors[3], &lse_view, options,
-                      memory.workspace());
-    CHECK(memory.guard_untouched());
+    const auto tensors = test::forward_tensors(without(*q, first), without(*k, first),
+                                               without(*v, first), without(*out, first), &lse_view);
+    CHECK(test::run_exactly(anyflash::ForwardPlan(tensors, options)));
   }
 
   const Sequence& at(int64_t b) const { return sequences[static_cast<std::size_t>(b)]; }
@@ -343,7 +339,8 @@ void check_empty() {
   const TensorView view = without(maxima, 2);
   ForwardOptions options;
   options.max_logits = &view;
-  anyflash::forward(q.view, k.view, k.view, q.view, nullptr, options, {});
+  const auto tensors = test::forward_tensors(q.view, k.view, k.view, q.view);
+  anyflash::ForwardPlan(tensors, options).run({});
   maxima.for_each([&](const Index& i) { CHECK(maxima.get(i) == -kInfinity); });
 }
 

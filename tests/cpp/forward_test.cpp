@@ -1,4 +1,4 @@
-// forward() on the CPU against the textbook formula in double precision.
+// ForwardPlan on the CPU against the textbook formula in double precision.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -16,6 +16,7 @@ namespace {
 
 using anyflash::CpuIsa;
 using anyflash::ForwardOptions;
+using anyflash::ForwardPlan;
 using test::DType;
 using test::Index;
 using test::Layout;
@@ -47,25 +48,11 @@ struct Problem {
     return view;
   }
 
-  void run(const ForwardOptions& options, bool with_lse = true) {
+  void run(const ForwardOptions& options, bool with_lse = true, void* stream = nullptr) {
     const anyflash::TensorView view = lse_view();
-    const anyflash::TensorView* const l = with_lse ? &view : nullptr;
-    const std::size_t bytes =
-        anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, l, options);
-    const test::ExactBytes memory(bytes);
-    if (with_lse) {
-      anyflash::forward(q.view, k.view, v.view, out.view, l, options, memory.workspace());
-    } else {
-      int calls = 0;
-      anyflash::forward_with_allocator(q.view, k.view, v.view, out.view, l, options,
-                                       [&](std::size_t wanted) {
-                                         ++calls;
-                                         CHECK_EQ(wanted, bytes);
-                                         return memory.workspace();
-                                       });
-      CHECK_EQ(calls, bytes == 0 ? 0 : 1);
-    }
-    CHECK(memory.guard_untouched());
+    const auto tensors =
+        test::forward_tensors(q.view, k.view, v.view, out.view, with_lse ? &view : nullptr);
+    CHECK(test::run_exactly(ForwardPlan(tensors, options), stream));
   }
 
   Shape shape;
@@ -217,10 +204,9 @@ void check_options() {
   Problem without(DType::kFloat32, shape, Layout::kContiguous, 8);
   ForwardOptions options;
   with.run(options);
-  int anything = 0;
-  options.stream = &anything;  // means nothing on a CPU
   options.num_threads = 5;
-  without.run(options, /*with_lse=*/false);
+  int stream = 0;  // means nothing on a CPU
+  without.run(options, /*with_lse=*/false, &stream);
   CHECK(with.out.bytes == without.out.bytes);  // whatever the number of threads, bit by bit
   CHECK(without.lse.untouched());
 }

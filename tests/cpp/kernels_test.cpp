@@ -112,18 +112,20 @@ void call_backward(const Tensor& t, int64_t batch, const anyflash::ForwardOption
   const Tensor dk(t.view.dtype, t.view.shape);
   const Tensor dv(t.view.dtype, t.view.shape);
   const auto& x = t.view;
-  const test::ExactBytes memory(anyflash::backward_workspace_size(x, x, x, x, x, lse.view, dq.view,
-                                                                  dk.view, dv.view, options, {}));
-  anyflash::backward(x, x, x, x, x, lse.view, dq.view, dk.view, dv.view, options, {},
-                     memory.workspace());
+  anyflash::BackwardTensors tensors;
+  tensors.dout = tensors.q = tensors.k = tensors.v = tensors.out = x;
+  tensors.lse = lse.view;
+  tensors.dq = dq.view;
+  tensors.dk = dk.view;
+  tensors.dv = dv.view;
+  CHECK(test::run_exactly(anyflash::BackwardPlan(tensors, options, {})));
 }
 
 void call_decode(const Tensor& q, const Tensor& cache, const Tensor& out,
                  const anyflash::ForwardOptions& options) {
   const auto& x = cache.view;
-  const test::ExactBytes memory(
-      anyflash::forward_with_kvcache_workspace_size(q.view, x, x, out.view, nullptr, options, {}));
-  anyflash::forward_with_kvcache(q.view, x, x, out.view, nullptr, options, {}, memory.workspace());
+  const auto tensors = test::kvcache_tensors(q.view, x, x, out.view);
+  CHECK(test::run_exactly(anyflash::KvCachePlan(tensors, options, {})));
 }
 
 void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
@@ -137,9 +139,8 @@ void call(const std::string& op, DType dtype, int64_t batch, int num_threads) {
   options.num_threads = num_threads;
   if (op == "backward") return call_backward(q, batch, options);
   if (op == "decode") return call_decode(q, k, out, options);
-  const test::ExactBytes memory(
-      anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, nullptr, options));
-  anyflash::forward(q.view, k.view, v.view, out.view, nullptr, options, memory.workspace());
+  const auto tensors = test::forward_tensors(q.view, k.view, v.view, out.view);
+  CHECK(test::run_exactly(anyflash::ForwardPlan(tensors, options)));
 }
 
 // Calls from several threads count once each, on the row that ran and on no other.

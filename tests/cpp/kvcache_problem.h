@@ -1,4 +1,4 @@
-// Calls of forward_with_kvcache() that are allowed and use everything.
+// Calls of KvCachePlan that are allowed and use everything.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,12 @@ using anyflash::KvCacheOptions;
 
 // The arguments, and what tells whether something has been written.
 struct KvCall {
-  std::size_t workspace_size() const {
-    return anyflash::forward_with_kvcache_workspace_size(q, k_cache, v_cache, out,
-                                                         has_lse ? &lse : nullptr, options, cache);
+  anyflash::KvCachePlan plan() const {
+    const auto tensors = kvcache_tensors(q, k_cache, v_cache, out, has_lse ? &lse : nullptr);
+    return anyflash::KvCachePlan(tensors, options, cache);
   }
-  void run(anyflash::Workspace workspace) const {
-    anyflash::forward_with_kvcache(q, k_cache, v_cache, out, has_lse ? &lse : nullptr, options,
-                                   cache, workspace);
-  }
+  std::size_t workspace_size() const { return plan().workspace_bytes(); }
+  void run(anyflash::Workspace workspace) const { plan().run(workspace); }
 
   TensorView q, k_cache, v_cache, out, lse;
   bool has_lse = true;

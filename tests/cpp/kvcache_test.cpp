@@ -1,4 +1,4 @@
-// forward_with_kvcache() against forward() of each sequence's keys, laid out one after the other by
+// KvCachePlan against ForwardPlan of each sequence's keys, laid out one after the other by
 // this test: places in the cache, new keys, rotation, 8-bit numbers, splits.
 #include <cmath>
 #include <cstring>
@@ -94,7 +94,7 @@ void gather(const Appending& c, int64_t b, const Tensor& cache, const Tensor& fr
   });
 }
 
-// forward() of sequence b, the tree mask as a bias.
+// ForwardPlan of sequence b, the tree mask as a bias.
 void reference(const Appending& c, int64_t b, const Tensor& k_cache, const Tensor& v_cache,
                Tensor& out, Tensor& lse) {
   const Sequence s(c, b);
@@ -118,9 +118,8 @@ void reference(const Appending& c, int64_t b, const Tensor& k_cache, const Tenso
   if (c.cache.tree_mask != nullptr) options.bias = &bias.view;
   TensorView lse_view = lse.view;
   lse_view.rank = 3;
-  const test::ExactBytes memory(
-      anyflash::forward_workspace_size(q.view, k.view, v.view, out.view, &lse_view, options));
-  anyflash::forward(q.view, k.view, v.view, out.view, &lse_view, options, memory.workspace());
+  const auto tensors = test::forward_tensors(q.view, k.view, v.view, out.view, &lse_view);
+  CHECK(test::run_exactly(anyflash::ForwardPlan(tensors, options)));
 }
 
 void check_near(double a, double b) { CHECK(a == b || std::fabs(a - b) < 2e-5); }
@@ -192,12 +191,10 @@ void check_splits() {
     anyflash::KvCacheOptions cache;
     cache.num_splits = num_splits;
     cache.split_size = split_size;
-    const test::ExactBytes memory(anyflash::forward_with_kvcache_workspace_size(
-        q.view, k.view, v.view, out.view, nullptr, options, cache));
-    anyflash::forward_with_kvcache(q.view, k.view, v.view, out.view, nullptr, options, cache,
-                                   memory.workspace());
-    CHECK(memory.guard_untouched());
-    return memory.workspace().bytes;
+    const auto tensors = test::kvcache_tensors(q.view, k.view, v.view, out.view);
+    const anyflash::KvCachePlan plan(tensors, options, cache);
+    CHECK(test::run_exactly(plan));
+    return plan.workspace_bytes();
   };
   Tensor whole(DType::kFloat32, {1, 2, 2, 8});
   const std::size_t bytes = run(1, 0, 1, whole);
@@ -261,7 +258,7 @@ void check_workspace() {
   test::check_throws([&] { c.run({memory.workspace().data, bytes - 1}); }, "workspace",
                      test::kValue,
                      {"workspace has " + std::to_string(bytes - 1) + " bytes; " +
-                      std::to_string(bytes) + " are needed (forward_with_kvcache_workspace_size)"});
+                      std::to_string(bytes) + " are needed"});
   CHECK(c.untouched());
 }
 

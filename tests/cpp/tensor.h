@@ -221,4 +221,36 @@ class ExactBytes {
   unsigned char* data_;
 };
 
+inline anyflash::ForwardTensors forward_tensors(const TensorView& q, const TensorView& k,
+                                                const TensorView& v, const TensorView& out,
+                                                const TensorView* lse = nullptr) {
+  anyflash::ForwardTensors tensors;
+  tensors.q = q;
+  tensors.k = k;
+  tensors.v = v;
+  tensors.out = out;
+  tensors.lse = lse;
+  return tensors;
+}
+
+inline anyflash::KvCacheTensors kvcache_tensors(const TensorView& q, const TensorView& k_cache,
+                                                const TensorView& v_cache, const TensorView& out,
+                                                const TensorView* lse = nullptr) {
+  anyflash::KvCacheTensors tensors;
+  tensors.q = q;
+  tensors.k_cache = k_cache;
+  tensors.v_cache = v_cache;
+  tensors.out = out;
+  tensors.lse = lse;
+  return tensors;
+}
+
+// With exactly the workspace that the plan asks for; whether nothing was written behind it.
+template <class Plan>
+bool run_exactly(const Plan& plan, void* stream = nullptr) {
+  const ExactBytes memory(plan.workspace_bytes());
+  plan.run(memory.workspace(), stream);
+  return memory.guard_untouched();
+}
+
 }  // namespace test

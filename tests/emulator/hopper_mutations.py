@@ -1,8 +1,8 @@
 """What test_mutations.py breaks in the Hopper kernels: waits, arrivals, fences and byte counts.
 
 The emulator makes asynchronous copies and products happen at any time between their start and the
-wait for them, so most mistakes give wrong results or a deadlock in plain runs. What it cannot see: a
-missing __syncwarp() before a store by TMA, since it runs stmatrix and fences of a warp as one.
+wait for them, so most mistakes give wrong results or a deadlock in plain runs. What it cannot see:
+a missing __syncwarp() before a store by TMA, since it runs stmatrix and fences of a warp as one.
 """
 
 from __future__ import annotations

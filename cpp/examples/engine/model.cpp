@@ -134,10 +134,11 @@ void Model::attention(Layer& layer, std::vector<float>& x, int64_t tokens) {
   const std::vector<float> v = product(layer.v, y);
   std::vector<float> result(q.size());
 
-  const auto q_view = floats(q, {1, tokens, heads_, head_dim_});
-  const auto out = floats(result, {1, tokens, heads_, head_dim_});
-  const auto k_cache = floats(layer.k_cache, {1, positions_, heads_k_, head_dim_});
-  const auto v_cache = floats(layer.v_cache, {1, positions_, heads_k_, head_dim_});
+  anyflash::KvCacheTensors tensors;
+  tensors.q = floats(q, {1, tokens, heads_, head_dim_});
+  tensors.k_cache = floats(layer.k_cache, {1, positions_, heads_k_, head_dim_});
+  tensors.v_cache = floats(layer.v_cache, {1, positions_, heads_k_, head_dim_});
+  tensors.out = floats(result, {1, tokens, heads_, head_dim_});
   const auto k_new = floats(k, {1, tokens, heads_k_, head_dim_});
   const auto v_new = floats(v, {1, tokens, heads_k_, head_dim_});
   const auto length = view(&length_, anyflash::DType::kInt32, {1});
@@ -153,10 +154,8 @@ void Model::attention(Layer& layer, std::vector<float>& x, int64_t tokens) {
   cache.rotary_cos = &cos;
   cache.rotary_sin = &sin;
   cache.rotary_interleaved = false;
-  const std::size_t bytes = anyflash::forward_with_kvcache_workspace_size(
-      q_view, k_cache, v_cache, out, nullptr, options, cache);
-  anyflash::forward_with_kvcache(q_view, k_cache, v_cache, out, nullptr, options, cache,
-                                 workspace_.of(bytes));
+  const anyflash::KvCachePlan plan(tensors, options, cache);
+  plan.run(workspace_.of(plan.workspace_bytes()));
   add(x, product(layer.o, result));
 }
 

@@ -117,25 +117,27 @@ struct Kernel {
   }
 
   void compute(OrtKernelContext* context) const {
-    const anyflash::TensorView q = input(context, 0).value();
-    const anyflash::TensorView k = input(context, 1).value();
-    const anyflash::TensorView v = input(context, 2).value();
+    anyflash::ForwardTensors tensors;
+    tensors.q = input(context, 0).value();
+    tensors.k = input(context, 1).value();
+    tensors.v = input(context, 2).value();
     std::size_t count = 0;
     check(api.KernelContext_GetInputCount(context, &count));
     const auto bias = count > 3 ? input(context, 3) : std::nullopt;
     anyflash::ForwardOptions with_bias = options;
     if (bias) with_bias.bias = &*bias;
 
-    const std::vector<int64_t> shape{q.shape[0], q.shape[1], q.shape[2], v.shape[3]};
+    std::vector<int64_t> shape(tensors.q.shape.begin(), tensors.q.shape.end());
+    shape[3] = tensors.v.shape[3];
     OrtValue* result = nullptr;
     check(api.KernelContext_GetOutput(context, 0, shape.data(), shape.size(), &result));
     void* data = nullptr;
     check(api.GetTensorMutableData(result, &data));
-    const anyflash::TensorView out = contiguous(data, shape);
+    tensors.out = contiguous(data, shape);
 
-    const std::size_t bytes = anyflash::forward_workspace_size(q, k, v, out, nullptr, with_bias);
-    std::vector<std::byte> workspace(bytes);
-    anyflash::forward(q, k, v, out, nullptr, with_bias, {workspace.data(), bytes});
+    const anyflash::ForwardPlan plan(tensors, with_bias);
+    std::vector<std::byte> workspace(plan.workspace_bytes());
+    plan.run({workspace.data(), workspace.size()});
   }
 };
 

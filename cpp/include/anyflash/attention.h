@@ -1,26 +1,34 @@
 // Exact attention for engines: no Python, no framework, no hidden allocation, no synchronisation.
 //
 //   std::vector<float> x = {1, 2, 0, -1, 3, 1}, y(6);
-//   anyflash::TensorView q;
-//   q.data = x.data();
-//   q.rank = 4;
-//   q.shape = {1, 3, 1, 2};  // batch, seqlen, heads, head_dim
-//   q.stride = {6, 2, 2, 1};
-//   anyflash::TensorView out = q;
-//   out.data = y.data();
+//   anyflash::ForwardTensors tensors;
+//   tensors.q.data = x.data();
+//   tensors.q.rank = 4;
+//   tensors.q.shape = {1, 3, 1, 2};  // batch, seqlen, heads, head_dim
+//   tensors.q.stride = {6, 2, 2, 1};
+//   tensors.k = tensors.v = tensors.out = tensors.q;
+//   tensors.out.data = y.data();
 //   anyflash::ForwardOptions options;
 //   options.causal = true;
-//   std::vector<std::byte> workspace(
-//       anyflash::forward_workspace_size(q, q, q, out, nullptr, options));
-//   anyflash::forward(q, q, q, out, nullptr, options, {workspace.data(), workspace.size()});
+//   const anyflash::ForwardPlan plan(tensors, options);
+//   std::vector<std::byte> workspace(plan.workspace_bytes());
+//   plan.run({workspace.data(), workspace.size()});
 //
-// All functions may be called from several threads at once and throw anyflash::Error before
-// anything is written.
+// A plan is one call of an operation: its arguments are checked, its kernel is chosen, and its
+// workspace is counted. Each has
+//
+//   a constructor       throws anyflash::Error; reads no tensor's elements
+//   workspace_bytes()   what run() needs; linear in the sequence lengths
+//   run()               throws anyflash::Error before anything is written
+//
+// A plan keeps addresses, shapes and strides, of the options' tensors too: the memory must stay,
+// but no TensorView and no options need to. It is a plain value, without memory of its own: it may
+// be copied, run any number of times, and run by several threads at once if each has its own
+// outputs and workspace. All functions here may be called from several threads at once.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -32,7 +40,7 @@
 namespace anyflash {
 
 // Memory on the tensors' device, of any alignment. It may be reused as soon as the work enqueued on
-// the stream is done (on the CPU: when the call returns).
+// the stream is done (on the CPU: when run() returns).
 struct Workspace {
   void* data = nullptr;
   std::size_t bytes = 0;
@@ -56,27 +64,26 @@ struct Workspace {
 // dim up to 256; tensors whose last axis is not contiguous, or whose rows do not begin at multiples
 // of 16 bytes or lie more than 2^23 elements apart, are copied to the workspace first.
 // A row that sees no key gets out = 0 and lse = -inf (with a sink: 0 and the sink).
-ANYFLASH_API void forward(const TensorView& q, const TensorView& k, const TensorView& v,
-                          const TensorView& out, const TensorView* lse,
-                          const ForwardOptions& options, Workspace workspace);
+struct ForwardTensors {
+  TensorView q, k, v, out;
+  const TensorView* lse = nullptr;
+};
 
-// The same with a workspace of allocate(bytes), which is called at most once: where one is needed,
-// and after the arguments have been checked, all but lengths in device memory. It is planned once,
-// where asking forward_workspace_size() first plans it twice.
-ANYFLASH_API void forward_with_allocator(const TensorView& q, const TensorView& k,
-                                         const TensorView& v, const TensorView& out,
-                                         const TensorView* lse, const ForwardOptions& options,
-                                         const std::function<Workspace(std::size_t)>& allocate);
+class ANYFLASH_API ForwardPlan {
+ public:
+  ForwardPlan(const ForwardTensors& tensors, const ForwardOptions& options);
+  std::size_t workspace_bytes() const;
+  // stream: the cudaStream_t to launch on; null is the legacy default stream. Not of the CPU.
+  void run(Workspace workspace, void* stream = nullptr) const;
 
-// Bytes of workspace that forward() needs for the same arguments. Data addresses count (for their
-// alignment), but nothing is read.
-ANYFLASH_API std::size_t forward_workspace_size(const TensorView& q, const TensorView& k,
-                                                const TensorView& v, const TensorView& out,
-                                                const TensorView* lse,
-                                                const ForwardOptions& options);
+ private:
+  struct State;
+  alignas(8) std::byte state_[1408];
+};
 
-// Gradients of a scalar L, given dout = dL/dout (and options.dlse = dL/dlse), by recomputation of
-// the probabilities from the LSE (FlashAttention-2, arXiv 2307.08691, section 3.1.2):
+// Gradients of a scalar L, given dout = dL/dout (and BackwardOptions::dlse = dL/dlse), by
+// recomputation of the probabilities from the LSE (FlashAttention-2, arXiv 2307.08691, section
+// 3.1.2):
 //
 //   P  = exp(S - lse)         dV = (P * kept)^T dO      dP = kept * (dO V^T)
 //   dS = P * (dP - delta)     delta = rowsum(dO * out) - dlse
@@ -86,21 +93,26 @@ ANYFLASH_API std::size_t forward_workspace_size(const TensorView& q, const Tenso
 //   q, k, v, out, lse  the forward's; an LSE of -inf or +inf says that the row saw no key
 //   dq, dk, dv  outputs of q's, k's and v's shape, all of q's type or all float32; dk and dv are
 //               summed in float32 over the query heads of a group
-//   options     the forward's; their outputs (dropout_mask, max_logits) are not written
 //
-// Types, strides and devices as for forward(). Rows that see no key, and keys that no row sees, get
-// 0. Packed sequences: the shapes of forward(), and rows beyond the last sequence are not written.
-ANYFLASH_API void backward(const TensorView& dout, const TensorView& q, const TensorView& k,
-                           const TensorView& v, const TensorView& out, const TensorView& lse,
-                           const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                           const ForwardOptions& options, const BackwardOptions& backward_options,
-                           Workspace workspace);
+// Types, strides and devices as for ForwardTensors. Rows that see no key, and keys that no row
+// sees, get 0. Packed sequences: the forward's shapes, and rows beyond the last sequence are not
+// written.
+struct BackwardTensors {
+  TensorView dout, q, k, v, out, lse, dq, dk, dv;
+};
 
-// Bytes of workspace that backward() needs for the same arguments; linear in the sequence lengths.
-ANYFLASH_API std::size_t backward_workspace_size(
-    const TensorView& dout, const TensorView& q, const TensorView& k, const TensorView& v,
-    const TensorView& out, const TensorView& lse, const TensorView& dq, const TensorView& dk,
-    const TensorView& dv, const ForwardOptions& options, const BackwardOptions& backward_options);
+class ANYFLASH_API BackwardPlan {
+ public:
+  // options: the forward's; their outputs (dropout_mask, max_logits) are not written.
+  BackwardPlan(const BackwardTensors& tensors, const ForwardOptions& options,
+               const BackwardOptions& backward_options);
+  std::size_t workspace_bytes() const;
+  void run(Workspace workspace, void* stream = nullptr) const;  // as ForwardPlan::run()
+
+ private:
+  struct State;
+  alignas(8) std::byte state_[2304];
+};
 
 // Attention of new queries to a cache of keys and values, which new keys and values are appended to
 // first (options.h: KvCacheOptions): decoding, one token or a few at a time, and prefill in chunks.
@@ -115,22 +127,29 @@ ANYFLASH_API std::size_t backward_workspace_size(
 //   lse      (batch, heads, seqlen_q) float32 or null
 //
 // Sequence b has n = cache_seqlens[b] + seqlen_new - cache_leftpad[b] keys; query i is aligned with
-// key n - seqlen_q + i (causal, windows, ALiBi). Of ForwardOptions, softmax_scale, causal, windows,
-// softcap, alibi_slopes, sinks and those that say where to run are allowed.
+// key n - seqlen_q + i (causal, windows, ALiBi).
 //
-// The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for forward(). CUDA: float16 and
-// bfloat16, head dims up to 256; any strides (copies of 16 bytes need rows that begin at multiples
-// of that, and a contiguous last axis; others are read element by element).
-ANYFLASH_API void forward_with_kvcache(const TensorView& q, const TensorView& k_cache,
-                                       const TensorView& v_cache, const TensorView& out,
-                                       const TensorView* lse, const ForwardOptions& options,
-                                       const KvCacheOptions& cache_options, Workspace workspace);
+// The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
+// and bfloat16, head dims up to 256; any strides (copies of 16 bytes need rows that begin at
+// multiples of that, and a contiguous last axis; others are read element by element).
+struct KvCacheTensors {
+  TensorView q, k_cache, v_cache, out;
+  const TensorView* lse = nullptr;
+};
 
-// Bytes of workspace that forward_with_kvcache() needs for the same arguments.
-ANYFLASH_API std::size_t forward_with_kvcache_workspace_size(
-    const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
-    const TensorView& out, const TensorView* lse, const ForwardOptions& options,
-    const KvCacheOptions& cache_options);
+class ANYFLASH_API KvCachePlan {
+ public:
+  // Of ForwardOptions, softmax_scale, causal, windows, softcap, alibi_slopes, sinks and those that
+  // say how to run are allowed.
+  KvCachePlan(const KvCacheTensors& tensors, const ForwardOptions& options,
+              const KvCacheOptions& cache_options);
+  std::size_t workspace_bytes() const;
+  void run(Workspace workspace, void* stream = nullptr) const;  // as ForwardPlan::run()
+
+ private:
+  struct State;
+  alignas(8) std::byte state_[2112];
+};
 
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:
 //   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b

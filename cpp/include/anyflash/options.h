@@ -85,11 +85,9 @@ struct ForwardOptions {
   // work is done by the caller alone. Results do not depend on it.
   int num_threads = 0;
   CpuIsa cpu_isa = CpuIsa::kAuto;
-  // CUDA: the cudaStream_t to launch on; null is the legacy default stream.
-  void* stream = nullptr;
 };
 
-// What backward() needs beside the options that the forward was given.
+// What BackwardPlan needs beside the options that the forward was given.
 struct BackwardOptions {
   // Bitwise the same gradients in every run. On a GPU dq is then made by a second pass over blocks
   // of rows (7 products instead of 5) instead of by atomic additions. The CPU's always are.
@@ -103,7 +101,7 @@ struct BackwardOptions {
   const TensorView* dalibi_slopes = nullptr;
 };
 
-// What forward_with_kvcache() needs beside ForwardOptions. The cache of sequence b is rows
+// What KvCachePlan needs beside ForwardOptions. The cache of sequence b is rows
 // [0, capacity) of its own: row r of k_cache[cache_batch_idx[b]], or, with a block_table, row
 // r % page_size of page block_table[b, r / page_size]. Integers are read on the device, when the
 // work runs: a CUDA graph that is replayed sees what they then hold. They are clamped to what the

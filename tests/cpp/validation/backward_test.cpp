@@ -1,5 +1,5 @@
-// Errors of backward(): those of its own arguments, and some of each kind that it shares with
-// forward(), which the other validation tests have.
+// Errors of BackwardPlan: those of its own arguments, and some of each kind that it shares with
+// ForwardPlan, which the other validation tests have.
 #include <cmath>
 #include <string>
 #include <vector>
@@ -37,12 +37,21 @@ struct Backward : Full {
     for (SmallTensor* t : {&dbias, &dsinks, &dslopes, &mask, &maxima}) t->poison();
   }
 
-  std::size_t workspace_size() const {
-    return anyflash::backward_workspace_size(dout, q, k, v, out, lse, dq, dk, dv, options, wanted);
+  anyflash::BackwardPlan plan() const {
+    anyflash::BackwardTensors tensors;
+    tensors.dout = dout;
+    tensors.q = q;
+    tensors.k = k;
+    tensors.v = v;
+    tensors.out = out;
+    tensors.lse = lse;
+    tensors.dq = dq;
+    tensors.dk = dk;
+    tensors.dv = dv;
+    return anyflash::BackwardPlan(tensors, options, wanted);
   }
-  void run(anyflash::Workspace workspace) const {
-    anyflash::backward(dout, q, k, v, out, lse, dq, dk, dv, options, wanted, workspace);
-  }
+  std::size_t workspace_size() const { return plan().workspace_bytes(); }
+  void run(anyflash::Workspace workspace) const { plan().run(workspace); }
   bool untouched() const {
     return dq_memory.untouched() && dk_memory.untouched() && dv_memory.untouched() &&
            dbias.poisoned() && dsinks.poisoned() && dslopes.poisoned() && ignored_untouched();
@@ -297,7 +306,7 @@ const CaseOf<PackedBackward> kPacked[] = {
      {"packed sequences need both"}},
 };
 
-// Lengths, which only backward() reads.
+// Lengths, which only run() reads.
 void check_lengths() {
   Backward batched;
   batched.used.data<int32_t>()[1] = 7;
@@ -362,7 +371,7 @@ void check_workspace() {
   auto* const data = static_cast<char*>(memory.workspace().data);
   check_throws([&] { call.run({data, bytes - 1}); }, "too small", kValue,
                {"workspace has " + std::to_string(bytes - 1) + " bytes; " + std::to_string(bytes) +
-                " are needed (backward_workspace_size)"});
+                " are needed"});
   check_throws([&] { call.run({}); }, "none", kValue, {"workspace has 0 bytes"});
   check_throws([&] { call.run({nullptr, bytes}); }, "null", kValue, {"workspace has a null"});
   CHECK(call.untouched());

@@ -1,4 +1,4 @@
-// Errors of forward()'s options, as forward_test.cpp has those of q, k, v, out and lse.
+// Errors of ForwardPlan's options, as forward_test.cpp has those of q, k, v, out and lse.
 #include <cmath>
 #include <limits>
 #include <string>

@@ -1,4 +1,4 @@
-// Every error of forward(): its code, its words, and that nothing has been written.
+// Every error of ForwardPlan: its code, its words, and that nothing has been written.
 #include <cmath>
 #include <functional>
 #include <limits>

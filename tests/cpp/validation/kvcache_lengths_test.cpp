@@ -1,4 +1,4 @@
-// What forward_with_kvcache() alone can say is wrong, as it alone reads lengths, places and tables:
+// What KvCachePlan::run() alone can say is wrong, as it alone reads lengths, places and tables:
 // before anything is written.
 #include <climits>
 #include <string>

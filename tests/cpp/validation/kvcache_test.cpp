@@ -1,4 +1,4 @@
-// Errors of forward_with_kvcache(): what is said, and that nothing has been written.
+// Errors of KvCachePlan: what is said, and that nothing has been written.
 #include <cmath>
 #include <string>
 #include <vector>

@@ -1,4 +1,4 @@
-// Errors of packed sequences: their tensors, and their lengths, which only forward() reads.
+// Errors of packed sequences: their tensors, and their lengths, which only run() reads.
 #include <string>
 #include <vector>
 
@@ -139,7 +139,7 @@ const CaseOf<Packed> kPacked[] = {
      {"seqused_k has shape (2,); expected (3,)"}},
 };
 
-// Of lengths, only forward() can say that they are wrong: forward_workspace_size() reads nothing.
+// Of lengths, only run() can say that they are wrong: making a plan reads nothing.
 const CaseOf<Packed> kLengths[] = {
     {"first",
      [](Packed& c) { c.starts_q.data<int32_t>()[0] = 1; },

@@ -58,7 +58,7 @@ class SmallTensor {
   std::vector<uint64_t> memory_;
 };
 
-// The arguments of a call of forward() that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4
+// The arguments of a ForwardPlan that is allowed: batch 2, seqlen_q 5, seqlen_k 6, heads 4
 // and 2, head_dim 8 and head_dim_v 3.
 struct Call {
   Call() {
@@ -69,12 +69,11 @@ struct Call {
     for (Tensor* input : {&q_memory, &k_memory, &v_memory}) input->fill(seed++);
   }
 
-  std::size_t workspace_size() const {
-    return anyflash::forward_workspace_size(q, k, v, out, has_lse ? &lse : nullptr, options);
+  anyflash::ForwardPlan plan() const {
+    return anyflash::ForwardPlan(forward_tensors(q, k, v, out, has_lse ? &lse : nullptr), options);
   }
-  void run(anyflash::Workspace workspace) const {
-    anyflash::forward(q, k, v, out, has_lse ? &lse : nullptr, options, workspace);
-  }
+  std::size_t workspace_size() const { return plan().workspace_bytes(); }
+  void run(anyflash::Workspace workspace) const { plan().run(workspace); }
   bool untouched() const { return out_memory.untouched() && lse_memory.untouched(); }
 
   Tensor q_memory{DType::kFloat32, {2, 5, 4, 8}};

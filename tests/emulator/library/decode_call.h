@@ -1,4 +1,4 @@
-// The call of forward_with_kvcache() with a case's tensors.
+// The run of a KvCachePlan with a case's tensors.
 #pragma once
 
 #include <array>
@@ -47,11 +47,14 @@ inline void run_decode(const DecodeProblem& p) {
   cache.num_splits = c.splits;
   cache.split_size = c.split_size;
 
-  const TensorView q = p.q.view(4), k = p.k.view(4), v = p.v.view(4);
-  const TensorView out = p.out.view(4), lse = p.lse.view(3);
-  const ExactWorkspace workspace(
-      anyflash::forward_with_kvcache_workspace_size(q, k, v, out, &lse, options, cache));
-  anyflash::forward_with_kvcache(q, k, v, out, &lse, options, cache, workspace.get());
+  const TensorView lse = p.lse.view(3);
+  anyflash::KvCacheTensors tensors;
+  tensors.q = p.q.view(4);
+  tensors.k_cache = p.k.view(4);
+  tensors.v_cache = p.v.view(4);
+  tensors.out = p.out.view(4);
+  tensors.lse = &lse;
+  run_exactly(anyflash::KvCachePlan(tensors, options, cache));
 }
 
 }  // namespace driver

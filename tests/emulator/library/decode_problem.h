@@ -1,4 +1,4 @@
-// The tensors that a case gives to forward_with_kvcache().
+// The tensors that a case gives to KvCachePlan.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Runs forward(), backward() or forward_with_kvcache() on the emulated GPU and compares with
+// Runs a plan of the forward, backward or decoding on the emulated GPU and compares with
 // float64: the program behind the sanitizer and mutation tests, where Python cannot be the host.
 //
 //   emulated_driver [--stop] < cases        one case a line:
@@ -18,8 +18,8 @@
 //   smem=BYTES          of shared memory that a block may have, instead of the A100's
 //   gpu=90              compute capability      multiprocessors=N
 //
-// op=backward runs backward() instead, on the out and LSE of the reference. nan=hidden is also in q
-// and dout of the queries that see no key; nan=q, k, v or dout also in one place of each of its
+// op=backward runs the backward instead, on the out and LSE of the reference. nan=hidden is also in
+// q and dout of the queries that see no key; nan=q, k, v or dout also in one place of each of its
 // heads.
 //   det=1               deterministic           dlse=1       a gradient of the LSE
 //   dout=fp32           type of dout            grad=fp32    type of dq, dk and dv
@@ -27,7 +27,7 @@
 //   keyless=1           LSE of some rows is infinite, as of rows that see no key
 // It prints each gradient's deviation and a digest of its bits.
 //
-// op=decode runs forward_with_kvcache(); seqlen_k is the cache's capacity. Rows of the cache that
+// op=decode runs a KvCachePlan; seqlen_k is the cache's capacity. Rows of the cache that
 // no query sees are NaN, and those of no sequence must not be touched at all. Of the keys above,
 // windows, softcap, alibi, sink, out and schedule are allowed.
 //   filled=N,N,...      cache_seqlens           leftpad=N,N,...

@@ -1,4 +1,4 @@
-// The tensors that a case gives to backward() beside those of forward(), and the call.
+// The tensors that a case gives to the backward beside the forward's, and the call.
 #pragma once
 
 #include <array>
@@ -78,14 +78,17 @@ inline void run_backward(const Problem& p, const Gradients& g, const std::array<
   give(wanted.dbias, g.dbias, 4);
   give(wanted.dsinks, g.dsinks, 1);
   give(wanted.dalibi_slopes, g.dslopes, 2);
-  // Every argument but the workspace.
-  const auto call = [&](const auto& function, auto... rest) {
-    return function(g.dout.view(rank), p.q.view(rank), p.k.view(rank), p.v.view(rank),
-                    p.out.view(rank), p.lse.view(rank - 1), g.dq.view(rank), g.dk.view(rank),
-                    g.dv.view(rank), options.get(), wanted, rest...);
-  };
-  const ExactWorkspace workspace(call(anyflash::backward_workspace_size));
-  call(anyflash::backward, workspace.get());
+  anyflash::BackwardTensors tensors;
+  tensors.dout = g.dout.view(rank);
+  tensors.q = p.q.view(rank);
+  tensors.k = p.k.view(rank);
+  tensors.v = p.v.view(rank);
+  tensors.out = p.out.view(rank);
+  tensors.lse = p.lse.view(rank - 1);
+  tensors.dq = g.dq.view(rank);
+  tensors.dk = g.dk.view(rank);
+  tensors.dv = g.dv.view(rank);
+  run_exactly(anyflash::BackwardPlan(tensors, options.get(), wanted));
 }
 
 }  // namespace driver

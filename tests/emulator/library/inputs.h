@@ -76,7 +76,7 @@ inline void put_one_nan(Problem& p, Gradients& g, const std::string& where) {
   }
 }
 
-// The out and LSE that backward() is given: the reference's, rounded.
+// The out and LSE that the backward is given: the reference's, rounded.
 inline void set_forward(Problem& p, const Reference& reference) {
   for (int64_t b = 0; b < p.c.batch; ++b) {
     const Sequence s = p.sequence(b);

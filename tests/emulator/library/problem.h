@@ -1,4 +1,4 @@
-// The tensors that a case gives to forward(), and the call.
+// The tensors that a case gives to the forward, and the call.
 #pragma once
 
 #include <algorithm>
@@ -187,14 +187,23 @@ class ExactWorkspace {
   std::size_t bytes_;
 };
 
+template <class Plan>
+void run_exactly(const Plan& plan) {
+  const ExactWorkspace workspace(plan.workspace_bytes());
+  plan.run(workspace.get());
+}
+
 inline void run_forward(const Problem& p, const std::array<uint64_t, 2>& rng) {
   const Options options(p, rng);
   const int rank = p.rank();
-  const TensorView q = p.q.view(rank), k = p.k.view(rank), v = p.v.view(rank);
-  const TensorView out = p.out.view(rank), lse = p.lse.view(rank - 1);
-  const ExactWorkspace workspace(
-      anyflash::forward_workspace_size(q, k, v, out, &lse, options.get()));
-  anyflash::forward(q, k, v, out, &lse, options.get(), workspace.get());
+  const TensorView lse = p.lse.view(rank - 1);
+  anyflash::ForwardTensors tensors;
+  tensors.q = p.q.view(rank);
+  tensors.k = p.k.view(rank);
+  tensors.v = p.v.view(rank);
+  tensors.out = p.out.view(rank);
+  tensors.lse = &lse;
+  run_exactly(anyflash::ForwardPlan(tensors, options.get()));
 }
 
 }  // namespace driver

@@ -34,7 +34,8 @@ inline int used_splits(const KvCacheParams& p) {
 
 // A tree mask is a bias of the last keys, the same for all heads.
 inline ForwardParams forward_params(const KvCacheParams& p) {
-  ForwardParams forward{p.attention};
+  ForwardParams forward;
+  forward.attention = p.attention;
   forward.attention.bias = p.tree_mask;
   forward.attention.bias.stride.head = 0;
   forward.out = p.out;
