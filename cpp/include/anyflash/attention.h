@@ -62,7 +62,8 @@ struct Workspace {
 // q, k and v have one data type, out has it too or is float32, and all have one device. CPU:
 // float64, float32, float16, bfloat16, any head dim, any strides. CUDA: float16 and bfloat16, head
 // dim up to 256; tensors whose last axis is not contiguous, or whose rows do not begin at multiples
-// of 16 bytes or lie more than 2^23 elements apart, are copied to the workspace first.
+// of 16 bytes or lie more than 2^23 elements apart, are copied to the workspace first. So are those
+// with a negative stride or one of 0 where Hopper's kernels run.
 // A row that sees no key gets out = 0 and lse = -inf (with a sink: 0 and the sink).
 struct ForwardTensors {
   TensorView q, k, v, out;
