@@ -17,14 +17,15 @@ CUDA := AUTO
 ISOLATION := --no-build-isolation
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-HEADERS := $(CURDIR)/.venv/headers
-CUTLASS := $(HEADERS)/cutlass_library/source/include
 export PATH := $(BIN):$(PATH)
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
+# A stage's last line; `make test` then says how long each took.
+DONE = @mkdir -p build && echo "$@ $$(date +%s)" >> build/stages
 
-.PHONY: demo test test-full install build-test lint check-cpp check-python check-oldest check-more \
-  check-emulator check-sass check-embed docs performance check-docs wheel check-wheel clean
+.PHONY: demo test test-full begin environment install build-test lint check-cpp check-python \
+  check-oldest check-more check-emulator check-sass check-embed docs performance check-docs wheel \
+  check-wheel clean
 
 # Without a GPU, CUDA kernels would be most of the build's time. Without nvcc, an isolated build
 # brings one.
@@ -43,18 +44,31 @@ demo: .venv/demo install
 	@echo "  .venv/bin/python -m pip install torch jax    anyflash then takes their tensors, too"
 	@echo "  make test                             the tests, about half an hour on two cores"
 
-test: install build-test lint check-cpp check-sass check-emulator check-python check-oldest \
-  check-embed check-docs
+test: begin environment install build-test lint check-cpp check-sass check-emulator check-python \
+  check-oldest check-embed check-docs
+	@awk 'NR == 1 {first = $$2} NR > 1 {printf "%-16s%6d s\n", $$1, $$2 - last} {last = $$2} \
+	  END {printf "%-16s%6d s\n", "all", last - first}' build/stages
+
+begin:
+	@rm -f build/stages
+	$(DONE)
+
+environment: .venv/test .venv/headers .venv/oldest .venv/embed .venv/docs
+	$(DONE)
+
 test-full: export ANYFLASH_TEST_FULL := 1
 test-full: KERNELS := full
 test-full: test
 
 # -- environment: a marker file a step, made anew when its list of packages changes
-# Headers of packages whose own requirements are not wanted have a folder of their own.
-.venv/build: third_party/requirements.txt third_party/requirements-headers.txt
+.venv/build: third_party/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -r third_party/requirements.txt
-	$(PIP) install --no-deps --upgrade --target $(HEADERS) -r third_party/requirements-headers.txt
+	touch $@
+
+# A folder of its own, where pip does not miss what these packages require (dependencies.cmake).
+.venv/headers: third_party/requirements-headers.txt .venv/build
+	$(PIP) install --no-deps --upgrade --target $@ -r $<
 	touch $@
 
 .venv/demo: .venv/build tests/requirements/demo.txt
@@ -84,60 +98,66 @@ test-full: test
 	touch $@
 
 # -- build (pip before 23.1, as Debian 12 has it, does not know the short form -C)
-install: .venv/build
+install: .venv/build .venv/headers
 	@mkdir -p build
 	@echo "building anyflash; everything that is said meanwhile is in build/install.log"
 	@$(PIP) install -vv $(ISOLATION) --config-settings=build-dir=build/wheel \
 	  --config-settings=cmake.define.ANYFLASH_KERNEL_SET=$(KERNELS) \
-	  --config-settings=cmake.define.ANYFLASH_CUDA=$(CUDA) \
-	  --config-settings=cmake.define.ANYFLASH_CUTLASS_INCLUDE_DIR=$(CUTLASS) . 2>&1 \
+	  --config-settings=cmake.define.ANYFLASH_CUDA=$(CUDA) . 2>&1 \
 	  | tee build/install.log | sed -unE 's#^ *(\[[0-9]+/[0-9]+\]) .*[/ ](.+)$$#\1 \2#p' \
 	  || { tail -n 60 build/install.log; exit 1; }
+	$(DONE)
 
-build-test: .venv/test
+build-test: .venv/test .venv/headers
 	cmake -S . -B build/test -G Ninja -DANYFLASH_CUDA=OFF -DANYFLASH_TESTS=ON -DANYFLASH_STATIC=ON \
-	  -DANYFLASH_EMULATED_KERNELS=$(KERNELS) -DANYFLASH_CUTLASS_INCLUDE_DIR=$(CUTLASS) \
+	  -DANYFLASH_EMULATED_KERNELS=$(KERNELS) \
 	  -DPython_EXECUTABLE=$(BIN)/python --log-level=WARNING
 	cmake --build build/test
+	$(DONE)
 
 # -- checks
 lint: .venv/test
 	$(BIN)/python tests/lint/lint.py
+	$(DONE)
 
 check-cpp: build-test
 	ctest --test-dir build/test --output-on-failure -j 2
+	$(DONE)
 
 check-sass: install .venv/test
 	$(BIN)/python -m pytest tests/sass
+	$(DONE)
 
 check-emulator: build-test
 	$(BIN)/python -m pytest tests/emulator
+	$(DONE)
 
 check-python: install build-test
-	$(BIN)/python -m pytest -n auto --dist worksteal \
-	  tests/python tests/lint
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/python tests/lint
+	$(DONE)
 
 # The same wheel with the oldest JAX: the package alone is seen there.
 check-oldest: install .venv/oldest
 	mkdir -p build/oldest
 	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" build/oldest/anyflash
 	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/jax
+	$(DONE)
 
 # The library of build/test, installed, and the package's.
 check-embed: install build-test .venv/embed
 	rm -rf build/embed
 	cmake --install build/test --prefix build/embed > build/embed.log
 	ANYFLASH_PREFIX=$(CURDIR)/build/embed $(BIN)/python -m pytest tests/embed
+	$(DONE)
 
 check-more: install .venv/more
 	$(BIN)/python -m pytest tests/python/api -k "tensorflow or paddle"
 
 # What the release workflow does, but for the container and its older C library.
-wheel: .venv/build
+wheel: .venv/build .venv/headers
 	rm -rf build/raw build/dist
 	$(PIP) install -r tests/requirements/wheel.txt
 	$(PIP) wheel --no-build-isolation --no-deps --config-settings=build-dir=build/release \
-	  --config-settings=cmake.define.ANYFLASH_CUTLASS_INCLUDE_DIR=$(CUTLASS) \
 	  --config-settings=cmake.define.ANYFLASH_ARCHS=release -w build/raw .
 	$(BIN)/auditwheel repair -w build/dist build/raw/*.whl
 
@@ -154,6 +174,7 @@ performance: install .venv/test
 
 check-docs: install .venv/docs
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/docs
+	$(DONE)
 
 clean:
 	rm -rf build .venv

@@ -1,5 +1,6 @@
 # Where third-party headers are found. Nothing is vendored: they come from packages of the build
-# environment, or from a folder that a variable names. Pins live in pyproject.toml.
+# environment, from its folder `headers` (pip install --target), or from a folder that a variable names.
+# Pins live in pyproject.toml.
 #
 #   ANYFLASH_DLPACK_INCLUDE_DIR    holds dlpack/dlpack.h, DLPack 1.3     (package apache-tvm-ffi)
 #   ANYFLASH_CUTLASS_INCLUDE_DIR   holds cute/ and cutlass/, CUTLASS 4.2 (package nvidia-cutlass)
@@ -15,7 +16,7 @@ function(anyflash_find_in_package variable package subfolder probe)
   endif()
   set(
     program
-    "import importlib.util as u; s = u.find_spec('${package}'); print(list(s.submodule_search_locations)[0] if s else '')"
+    "import importlib.util as u, sys; sys.path.append(sys.prefix + '/headers'); s = u.find_spec('${package}'); print(list(s.submodule_search_locations)[0] if s else '')"
   )
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c "${program}"

@@ -56,8 +56,12 @@ EXTERNAL = {
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)')
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# A path of somebody's machine. Addresses such as https://host/home/... are not.
-MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|workspace|mnt|tmp)/[\w.]")
+# A path of somebody's machine, or of a folder that lies beside some checkouts and is no part of the
+# repository. Addresses such as https://host/home/... are neither.
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~-])/(?:home|root|Users|work|workspace|mnt|tmp)/[\w.]"
+    r"|(?<![\w./~-])(?:\.{1,2}/)*shared/[\w.]"
+)
 ARCHITECTURE_NAME = re.compile(r"\b(sm\d+|cpu)::")
 
 

@@ -25,7 +25,7 @@ GOOD = {
     "cpp/kernels/sm90/fwd.h": "#include <cuda_fp16.h>\n",
     "cpp/kernels/cpu/fwd.h": '#include <immintrin.h>\n#include "params.h"\n',
     "python/src/module.cpp": '#include <nanobind/nanobind.h>\n#include "memory.h"\n',
-    "README.md": "See https://example.org/home/someone and /usr/local/cuda.\n",
+    "README.md": "See https://example.org/home/a/shared/b and /usr/local/cuda.\n",
 }
 
 
@@ -95,6 +95,13 @@ def test_a_path_of_one_machine(tmp_path: Path, folder: str) -> None:
     status, lines = run(tmp_path, **{"docs/use.md": f"Open '/{folder}/me/file'.\n"})
     assert status == 1
     assert lines == [f"docs/use.md:1: names a path of one machine: /{folder}/me/file'."]
+
+
+@pytest.mark.parametrize("above", ["", "./", "../", "../../"])
+def test_a_path_beside_the_repository(tmp_path: Path, above: str) -> None:
+    path = above + "shared" + "/notes.md"
+    _, lines = run(tmp_path, **{"docs/use.md": f"See ({path}\n"})
+    assert lines == [f"docs/use.md:1: names a path of one machine: {path}"]
 
 
 def test_what_git_ignores_is_not_checked(tmp_path: Path) -> None:
