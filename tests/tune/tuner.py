@@ -24,16 +24,16 @@ from tuned_tiles import LEAST_GAIN, Key, Measured, alike, chosen, rewritten
 
 import anyflash
 from anyflash import _core
-from anyflash.bench import _cli, _own
+from anyflash.bench import _anyflash_calls, _cli
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import arrays_for
 from anyflash.bench._cells import Cell
 from anyflash.bench._machine import Monitor
 from anyflash.bench._measure import Bench, timed
-from anyflash.bench._own import Call
 from anyflash.bench._presets import MASKS
 from anyflash.bench._problem import Problem
 from anyflash.bench._report import Table, aligned, geometric_mean, number
 from anyflash.bench._timing import Budget
-from anyflash.bench._worlds import world_for
 
 TOKENS, HIDDEN = 16384, 2048  # as in the paper's grid
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -109,8 +109,8 @@ class Result:
 
 def measure(key: Key, cell: Cell, configs: Configs, bench: Bench) -> Result | None:
     """None where another kernel runs the problem, since the GPU has too little shared memory."""
-    with bench.world.apart() if cell.timing == "graph" else nullcontext():
-        call = _own.own(Problem(cell, bench.world))
+    with bench.arrays.apart() if cell.timing == "graph" else nullcontext():
+        call = _anyflash_calls.anyflash_call(Problem(cell, bench.arrays))
         named = {name: config for config, name in configs.items()}
         now, _ = ran(call)
         rules, _ = ran(_preferred(call, ""))
@@ -128,7 +128,7 @@ def measure(key: Key, cell: Cell, configs: Configs, bench: Bench) -> Result | No
     for error in samples.errors.values():
         raise error
     seconds = {config: statistics.median(samples.seconds[config]) for config in calls}
-    measured = Measured(key, seconds, named[rules], _numbered(results, bench.world.difference))
+    measured = Measured(key, seconds, named[rules], _numbered(results, bench.arrays.difference))
     return Result(measured, cell, named[now])
 
 
@@ -196,7 +196,7 @@ def tune(dtypes: Sequence[str], quick: bool, bench: Bench) -> list[Result]:
         for family, configs in families(dtype).items():
             for key, cell in cells(family, dtype, properties.multi_processor_count, quick):
                 result = measure(key, cell, configs, bench)
-                bench.world.release()
+                bench.arrays.release()
                 if result is not None:
                     results.append(result)
                     seconds = result.measured.seconds.items()
@@ -242,10 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     given = parser.parse_args(arguments)
     try:
-        world = world_for("cuda")
-        monitor = Monitor(world)
+        arrays = arrays_for("cuda")
+        monitor = Monitor(arrays)
         budget = _cli.QUICK if given.quick else Budget()
-        bench = Bench(world, (), _cli.timers_of(world, monitor, cold=False), budget, monitor)
+        bench = Bench(arrays, (), _cli.timers_of(arrays, monitor, cold=False), budget, monitor)
         run(_cli.dtypes_of(given.dtype, "cuda"), given.quick, given.write, bench)
     except ValueError as error:
         print(f"tuner.py: {error}", file=sys.stderr)

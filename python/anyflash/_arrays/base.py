@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import secrets
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,6 +79,13 @@ def listed(names: tuple[str, ...]) -> str:
     if len(names) == 1:
         return f"{names[0]} is allowed"
     return f"{', '.join(names[:-1])} and {names[-1]} are allowed"
+
+
+def numpy_name(dtype: str) -> str:
+    """NumPy knows bfloat16 only once ml_dtypes is there."""
+    if dtype == "bfloat16":
+        importlib.import_module("ml_dtypes")
+    return dtype
 
 
 class Framework:

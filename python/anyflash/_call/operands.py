@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from anyflash._arrays.base import FLOATS, INT32, INT64, listed
-from anyflash._arrays.frameworks import framework_of
+from anyflash._arrays.registry import framework_of
 
 _T = TypeVar("_T")
 _REFUSALS = (TypeError, ValueError, NotImplementedError)

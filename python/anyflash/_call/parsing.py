@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 from anyflash._arrays.base import listed
-from anyflash._arrays.frameworks import dtype_name
+from anyflash._arrays.registry import dtype_name
 
 _FAR = 1 << 62  # a window that is wider than any sequence
 _WORDS = 1 << 64  # of a random state

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import ArrayLibrary, Unsupported
 from anyflash.bench._cells import ITEM_SIZES
 from anyflash.bench._mma import PTX_TYPES, Peak
-from anyflash.bench._own import Call
 from anyflash.bench._timing import Budget, Timer, take_turns
-from anyflash.bench._worlds import Unsupported, World
 
 GEMM_SIZES = {"cuda": 8192, "cpu": 2048}
 READ_BYTES = 8 * 2**30
@@ -20,16 +20,16 @@ TITLES = {
 }
 
 
-def _gemm(world: World, dtype: str) -> tuple[Call, float]:
-    if world.name == "numpy" and dtype == "bfloat16":
+def _gemm(arrays: ArrayLibrary, dtype: str) -> tuple[Call, float]:
+    if arrays.name == "numpy" and dtype == "bfloat16":
         raise Unsupported("NumPy multiplies no bfloat16 matrices by BLAS")
-    n = GEMM_SIZES[world.device]
-    a, b = (world.normal((n, n), dtype) for _ in range(2))
+    n = GEMM_SIZES[arrays.device]
+    a, b = (arrays.normal((n, n), dtype) for _ in range(2))
     return Call(lambda turn: a @ b), 2.0 * n**3
 
 
-def _mma(world: World, dtype: str) -> tuple[Call, float]:
-    if world.device != "cuda" or dtype not in PTX_TYPES:
+def _mma(arrays: ArrayLibrary, dtype: str) -> tuple[Call, float]:
+    if arrays.device != "cuda" or dtype not in PTX_TYPES:
         raise Unsupported("only on a GPU, for float16 and bfloat16")
     peak = Peak(dtype)
     return Call(peak.launch), peak.flop
@@ -39,19 +39,23 @@ def _reduction(function: Callable[[], Any]) -> Call:
     return Call(lambda turn: function())
 
 
-def _reads(world: World) -> dict[str, tuple[Call, float]]:
+def _reads(arrays: ArrayLibrary) -> dict[str, tuple[Call, float]]:
     """Reductions over more than any cache holds."""
-    size = min(READ_BYTES, world.free_bytes() // 4) if world.device == "cuda" else 2**28
+    size = min(READ_BYTES, arrays.free_bytes() // 4) if arrays.device == "cuda" else 2**28
     made = {}
-    for dtype in ("float32", "bfloat16") if world.device == "cuda" else ("float32",):
-        x = world.normal((size // ITEM_SIZES[dtype],), dtype)
+    for dtype in ("float32", "bfloat16") if arrays.device == "cuda" else ("float32",):
+        x = arrays.normal((size // ITEM_SIZES[dtype],), dtype)
         made[f"sum {dtype}"] = _reduction(x.sum), float(size)
         made[f"max {dtype}"] = _reduction(x.max), float(size)
     return made
 
 
 def measure_ceilings(
-    names: Sequence[str], dtypes: tuple[str, ...], world: World, timer: Timer, budget: Budget
+    names: Sequence[str],
+    dtypes: tuple[str, ...],
+    arrays: ArrayLibrary,
+    timer: Timer,
+    budget: Budget,
 ) -> list[dict[str, Any]]:
     """One entry for each ceiling: name, dtype, unit, value of the median, or why there is none."""
     found: list[dict[str, Any]] = []
@@ -60,9 +64,9 @@ def measure_ceilings(
         for dtype in ("",) if name == "read" else dtypes:
             try:
                 if name == "read":
-                    made |= _reads(world)
+                    made |= _reads(arrays)
                 else:
-                    made[f"{name} {dtype}"] = {"gemm": _gemm, "mma": _mma}[name](world, dtype)
+                    made[f"{name} {dtype}"] = {"gemm": _gemm, "mma": _mma}[name](arrays, dtype)
             except Exception as error:  # a driver or framework without it: the run goes on
                 text = str(error).partition("\n")[0][:200]
                 found.append({"name": name, "dtype": dtype, "error": text})

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyflash
 from anyflash.bench import _report
+from anyflash.bench._array_libraries import ArrayLibrary, NumpyArrays, arrays_for, default_backend
 from anyflash.bench._ceilings import measure_ceilings
 from anyflash.bench._cells import ITEM_SIZES
 from anyflash.bench._compare import compare
@@ -22,7 +23,6 @@ from anyflash.bench._peers import PEERS, chosen_peers
 from anyflash.bench._plot import plot
 from anyflash.bench._presets import PRESETS, Wanted, cells_of
 from anyflash.bench._timing import Budget, ColdTimer, CpuTimer, CudaTimer, GraphTimer, Timer
-from anyflash.bench._worlds import NumpyWorld, World, default_backend, world_for
 
 FORMAT = 1
 QUICK_SECONDS = 40.0
@@ -110,9 +110,9 @@ def dtypes_of(text: str | None, backend: str, preset: str = "") -> tuple[str, ..
     return names
 
 
-def timers_of(world: World, monitor: Monitor, cold: bool) -> dict[str, Timer]:
+def timers_of(arrays: ArrayLibrary, monitor: Monitor, cold: bool) -> dict[str, Timer]:
     host = CpuTimer()
-    if world.device == "cpu":
+    if arrays.device == "cpu":
         return {"host": host, "events": host}
     if cold:
         timer: Timer = ColdTimer(monitor.watch)
@@ -131,24 +131,24 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     preset = arguments.preset or ("paper" if backend == "cuda" else "cpu")
     if preset == "cpu" and arguments.backend is None:
         backend = "cpu"
-    world = world_for(backend)
+    arrays = arrays_for(backend)
     if backend == "cpu" and preset == "memory":
-        world = NumpyWorld()  # Python counts the memory of its arrays
+        arrays = NumpyArrays()  # Python counts the memory of its arrays
     dtypes = dtypes_of(arguments.dtype, backend, preset)
     if arguments.cold and backend != "cuda":
         raise ValueError("--cold: only a GPU's L2 cache is emptied")
-    peers = chosen_peers(arguments.peers, world, PRESETS[preset].peers, arguments.quick)
+    peers = chosen_peers(arguments.peers, arrays, PRESETS[preset].peers, arguments.quick)
     wanted = Wanted(backend, dtypes, arguments.quick)
     cells = cells_of(preset, wanted, _only(arguments.only))
-    monitor = Monitor(world)
+    monitor = Monitor(arrays)
     budget = QUICK if arguments.quick else Budget()
-    timers = timers_of(world, monitor, arguments.cold)
+    timers = timers_of(arrays, monitor, arguments.cold)
     names = [n for n in PRESETS[preset].ceilings if backend == "cuda" or n == "gemm"]
     document: dict[str, Any] = {
         "format": FORMAT,
         "preset": preset,
-        "about": facts(world, monitor, command),
-        "ceilings": measure_ceilings(names, dtypes, world, timers["events"], budget),
+        "about": facts(arrays, monitor, command),
+        "ceilings": measure_ceilings(names, dtypes, arrays, timers["events"], budget),
         "cells": [],
     }
     monitor.told()
@@ -156,7 +156,7 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     if limit is None and arguments.quick:
         limit = max(0.0, QUICK_SECONDS - (time.monotonic() - began))
     try:
-        for entry in run(cells, Bench(world, peers, timers, budget, monitor), limit):
+        for entry in run(cells, Bench(arrays, peers, timers, budget, monitor), limit):
             document["cells"].append(entry)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -17,8 +17,8 @@ from typing import Any
 
 import anyflash
 from anyflash._cli import machine
+from anyflash.bench._array_libraries import ArrayLibrary
 from anyflash.bench._nvml import REASONS, Nvml
-from anyflash.bench._worlds import World
 
 PACKAGES = (
     "numpy", "ml_dtypes", "torch", "triton", "jax", "flash_attn", "flash_attn_3", "flash-attn-4",
@@ -54,11 +54,11 @@ def versions() -> dict[str, str]:
 class Monitor:
     """Samples the GPU while it works. Without NVML, or on the CPU, it has nothing to say."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, arrays: ArrayLibrary) -> None:
         self.nvml: Nvml | None = None
         self.samples: list[dict[str, Any]] = []
         self.last = 0.0
-        if world.device == "cuda":
+        if arrays.device == "cuda":
             torch = importlib.import_module("torch")
             uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
             with contextlib.suppress(OSError, AttributeError):
@@ -89,15 +89,15 @@ class Monitor:
         return {**told, "slowed_by": reasons} if reasons else told
 
 
-def facts(world: World, monitor: Monitor, command: Sequence[str]) -> dict[str, Any]:
+def facts(arrays: ArrayLibrary, monitor: Monitor, command: Sequence[str]) -> dict[str, Any]:
     """Machine, versions, commit, command and date of a run."""
     cpu = anyflash.build_info()["cpu"]
     about: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "anyflash", *command]),
         "commit": commit(),
-        "backend": world.device,
-        "arrays": world.name,
+        "backend": arrays.device,
+        "arrays": arrays.name,
         "system": platform.platform(),
         "cpu": machine.cpu_model(),
         "cores": os.cpu_count(),
@@ -105,7 +105,7 @@ def facts(world: World, monitor: Monitor, command: Sequence[str]) -> dict[str, A
         "isa": cpu["isa"],
         "versions": versions(),
     }
-    if world.device == "cuda":
+    if arrays.device == "cuda":
         torch = importlib.import_module("torch")
         gpu = torch.cuda.get_device_properties(0)
         about |= {

@@ -12,14 +12,14 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from anyflash.bench import _calls, _own
+from anyflash.bench import _anyflash_calls, _calls
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import ArrayLibrary, Unsupported
 from anyflash.bench._cells import Cell
 from anyflash.bench._machine import Monitor
-from anyflash.bench._own import Call
 from anyflash.bench._peers import PEERS
 from anyflash.bench._problem import Problem
 from anyflash.bench._timing import Budget, Samples, Timer, take_turns
-from anyflash.bench._worlds import Unsupported, World
 
 OWN = "anyflash"
 TOLERANCE = 0.05  # relative, in the Frobenius norm: a wrong call is off by far more
@@ -35,7 +35,7 @@ class Disagreement(Exception):
 class Bench:
     """What a run measures with."""
 
-    world: World
+    arrays: ArrayLibrary
     peers: Sequence[str]
     timers: dict[str, Timer]  # by Cell.timing
     budget: Budget
@@ -82,44 +82,44 @@ def contenders(
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                calls[name], outputs = _tried(name, problem, bench.world, reference)
+                calls[name], outputs = _tried(name, problem, bench.arrays, reference)
                 if name == OWN:
                     reference = outputs
             except Exception as error:  # whatever other people's code raises
                 refused[name] = refusal(error, warned)
         if name in refused:
-            bench.world.release()
+            bench.arrays.release()
     return calls
 
 
 def _tried(
-    name: str, problem: Problem, world: World, reference: tuple[Any, ...]
+    name: str, problem: Problem, arrays: ArrayLibrary, reference: tuple[Any, ...]
 ) -> tuple[Call, tuple[Any, ...]]:
     """A contender's call, and what it gave the first time."""
-    call = _own.own(problem) if name == OWN else PEERS[name].build(problem)
+    call = _anyflash_calls.anyflash_call(problem) if name == OWN else PEERS[name].build(problem)
     with call.context():
         outputs = call.outputs(call.run(0))
-    world.synchronize()
+    arrays.synchronize()
     if reference and call.comparable and _comparable(problem.cell):
-        _compare(world, reference, outputs)
+        _compare(arrays, reference, outputs)
     return call, outputs
 
 
-def _compare(world: World, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+def _compare(arrays: ArrayLibrary, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
     if len(ours) != len(theirs):
         raise Disagreement(f"{len(theirs)} results where anyflash has {len(ours)}")
     for a, b in zip(ours, theirs, strict=True):
         if tuple(a.shape) != tuple(b.shape):
             raise Disagreement(f"shape {tuple(b.shape)} where anyflash has {tuple(a.shape)}")
-        error = world.difference(a, b)
+        error = arrays.difference(a, b)
         if not error <= TOLERANCE:
             raise Disagreement(f"its result differs from anyflash's by {error:.2g} of the norm")
 
 
-def _peak_bytes(call: Call, world: World) -> int:
+def _peak_bytes(call: Call, arrays: ArrayLibrary) -> int:
     """Memory that one call takes beside its inputs, results included."""
     gc.collect()
-    if world.name == "numpy":
+    if arrays.name == "numpy":
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
@@ -141,7 +141,7 @@ def _peak_bytes(call: Call, world: World) -> int:
 
 def measure(cell: Cell, bench: Bench) -> dict[str, Any]:
     """A cell's entry in the results."""
-    with bench.world.apart() if cell.timing == "graph" else nullcontext():
+    with bench.arrays.apart() if cell.timing == "graph" else nullcontext():
         results, refused = _results(cell, bench)
     sizes = {name: value for name, value in asdict(cell).items() if name != "lengths"}
     entry = {"key": cell.key, "labels": cell.labels, **sizes}
@@ -173,11 +173,11 @@ def _results(
     if cell.op == "call":
         calls = _host_calls(cell, refused)
     else:
-        calls = contenders(Problem(cell, bench.world), bench, refused)
+        calls = contenders(Problem(cell, bench.arrays), bench, refused)
     if cell.timing == "memory":
         for name, call in calls.items():
             try:
-                results[name] = {"bytes": _peak_bytes(call, bench.world)}
+                results[name] = {"bytes": _peak_bytes(call, bench.arrays)}
             except Exception as error:
                 refused[name] = refusal(error)
     elif calls:
@@ -228,9 +228,9 @@ def run(cells: Sequence[Cell], bench: Bench, seconds: float | None) -> Iterator[
             f"{clock} {number}/{len(cells)} {cell.key}: {_told(entry)}", file=sys.stderr, flush=True
         )
         yield entry
-        bench.world.release()
+        bench.arrays.release()
         try:
-            bench.world.synchronize()
+            bench.arrays.synchronize()
         except Exception as error:
             print(f"the GPU is lost, the other cells are left out: {error}", file=sys.stderr)
             return

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyflash._install import is_replaced
-from anyflash.bench import _own, _torch_peers
-from anyflash.bench._own import Call
+from anyflash.bench import _anyflash_calls, _torch_peers
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import ArrayLibrary, Unsupported
 from anyflash.bench._problem import Problem
 from anyflash.bench._torch_peers import sdpa, torch_call
-from anyflash.bench._worlds import Unsupported, World
 
 FLASHINFER_WORKSPACE = 512 * 2**20
 
@@ -92,7 +92,7 @@ def flashinfer(problem: Problem) -> Call:
             raise Unsupported(f"no {name}")
     starts = problem.starts
     if not cell.lengths:
-        starts = problem.world.integers(range(0, cell.batch * cell.seqlen + 1, cell.seqlen))
+        starts = problem.arrays.integers(range(0, cell.batch * cell.seqlen + 1, cell.seqlen))
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (problem.q, problem.k, problem.v))
     wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
     wrapper.plan(starts, starts, cell.heads, cell.kv_heads, cell.d, q_data_type=dtype, **options)
@@ -106,8 +106,8 @@ def _flashinfer_decode(problem: Problem, module: Any, space: Any, dtype: Any) ->
     if cell.seqlen > 1:
         raise Unsupported("its function for decoding takes one query")
     pages_each = cell.keys // cell.page_size
-    starts = problem.world.integers(range(0, cell.batch * pages_each + 1, pages_each))
-    last = problem.world.integers([cell.page_size] * cell.batch)
+    starts = problem.arrays.integers(range(0, cell.batch * pages_each + 1, pages_each))
+    last = problem.arrays.integers([cell.page_size] * cell.batch)
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
         space, "NHD", use_tensor_cores=cell.heads >= 4 * cell.kv_heads
     )
@@ -174,9 +174,15 @@ FA3 = frozenset({"window_size", "softcap"})
 BOTH = ("cuda", "cpu")
 OF_NUMPY = ("anyflash", "numpy")  # modules of peers that work on NumPy's arrays, too
 PEERS = {
-    "plain": Peer("anyflash without the feature, or unpacked", "anyflash", _own.plain, BOTH),
+    "plain": Peer(
+        "anyflash without the feature, or unpacked", "anyflash", _anyflash_calls.plain, BOTH
+    ),
     "deterministic": Peer(
-        "anyflash's deterministic backward", "anyflash", _own.deterministic, BOTH, wanted=False
+        "anyflash's deterministic backward",
+        "anyflash",
+        _anyflash_calls.deterministic,
+        BOTH,
+        wanted=False,
     ),
     "flash": Peer("PyTorch's flash backend", "torch", sdpa("FLASH_ATTENTION"), BOTH),
     "cudnn": Peer("PyTorch's cuDNN backend", "torch", sdpa("CUDNN_ATTENTION")),
@@ -204,12 +210,14 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def chosen_peers(text: str, world: World, by_default: tuple[str, ...], quick: bool) -> list[str]:
+def chosen_peers(
+    text: str, arrays: ArrayLibrary, by_default: tuple[str, ...], quick: bool
+) -> list[str]:
     """The peers of `--peers`: names; "all"; "none"; "" for those that are found, or the preset's;
     or those and others after a "+". ValueError where a name is unknown, or its package, its backend
     or PyTorch's tensors are not there."""
-    here = [name for name, peer in PEERS.items() if world.device in peer.backends]
-    usable = [name for name in here if world.name == "torch" or PEERS[name].module in OF_NUMPY]
+    here = [name for name, peer in PEERS.items() if arrays.device in peer.backends]
+    usable = [name for name in here if arrays.name == "torch" or PEERS[name].module in OF_NUMPY]
     found = [name for name in usable if is_installed(PEERS[name].module)]
     if text == "none":
         return []
@@ -225,7 +233,7 @@ def chosen_peers(text: str, world: World, by_default: tuple[str, ...], quick: bo
         if name not in PEERS:
             raise ValueError(f"--peers: there is no {name!r}, but {', '.join(PEERS)}; all; none")
         if name not in here:
-            raise ValueError(f"--peers: {name} does not run on the backend {world.device}")
+            raise ValueError(f"--peers: {name} does not run on the backend {arrays.device}")
         if name not in usable:
             raise ValueError(f"--peers: {name} takes PyTorch's tensors; these are NumPy's")
         if name not in found:

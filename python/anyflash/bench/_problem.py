@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import anyflash
+from anyflash.bench._array_libraries import ArrayLibrary
 from anyflash.bench._cells import Cell
-from anyflash.bench._worlds import World
 
 SOFTCAP = 50.0
 DROPOUT = 0.1
@@ -22,14 +22,14 @@ class Problem:
     """Tensors of a cell: (batch, seqlen, heads, d), packed (tokens, heads, d), and for decoding
     `turns` caches that take turns, so that none is found in the L2 cache."""
 
-    def __init__(self, cell: Cell, world: World) -> None:
-        self.cell, self.world = cell, world
-        world.seed()
+    def __init__(self, cell: Cell, arrays: ArrayLibrary) -> None:
+        self.cell, self.arrays = cell, arrays
+        arrays.seed()
 
     def _tokens(self, heads: int, seqlen: int, d: int) -> Any:
         cell = self.cell
         lead = (sum(cell.lengths),) if cell.lengths else (cell.batch, seqlen)
-        return self.world.normal((*lead, heads, d), cell.dtype)
+        return self.arrays.normal((*lead, heads, d), cell.dtype)
 
     @cached_property
     def q(self) -> Any:
@@ -50,7 +50,7 @@ class Problem:
     @cached_property
     def starts(self) -> Any:
         """cu_seqlens of a packed problem."""
-        return self.world.integers([0, *itertools.accumulate(self.cell.lengths)])
+        return self.arrays.integers([0, *itertools.accumulate(self.cell.lengths)])
 
     @property
     def packing(self) -> tuple[Any, Any, int, int]:
@@ -60,22 +60,22 @@ class Problem:
     @cached_property
     def slopes(self) -> Any:
         heads = self.cell.heads
-        return self.world.floats([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+        return self.arrays.floats([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
 
     @cached_property
     def bias(self) -> Any:
         shape = (1, self.cell.heads, self.cell.seqlen, self.cell.keys)
-        return self.world.normal(shape, self.cell.dtype)
+        return self.arrays.normal(shape, self.cell.dtype)
 
     @cached_property
     def keep(self) -> Any:
-        return self.world.coins((1, 1, self.cell.seqlen, self.cell.keys))
+        return self.arrays.coins((1, 1, self.cell.seqlen, self.cell.keys))
 
     @cached_property
     def blocks(self) -> Any:
         """Half of the blocks, and those of the diagonal."""
         count = self.cell.seqlen // BLOCK
-        blocks = self.world.coins((1, 1, count, count))
+        blocks = self.arrays.coins((1, 1, count, count))
         for i in range(count):
             blocks[0, 0, i, i] = True
         return blocks
@@ -90,7 +90,7 @@ class Problem:
             "causal": dict,
             "packed": dict,
             "window 512": lambda: {"window_size": (WINDOW, 0)},
-            "sinks": lambda: {"sinks": self.world.floats(sinks)},
+            "sinks": lambda: {"sinks": self.arrays.floats(sinks)},
             "max_logits": lambda: {"return_max_logits": True},
             "softcap": lambda: {"softcap": SOFTCAP},
             "alibi": lambda: {"alibi_slopes": self.slopes},
@@ -103,7 +103,7 @@ class Problem:
                 "softcap": SOFTCAP,
                 "alibi_slopes": self.slopes,
                 "bias": self.bias,
-                "sinks": self.world.floats(sinks),
+                "sinks": self.arrays.floats(sinks),
                 "dropout_p": DROPOUT,
                 "seed": 1,
             },
@@ -114,7 +114,7 @@ class Problem:
     @cached_property
     def turns(self) -> int:
         """Caches that take turns: enough to fill COLD_BYTES, on a GPU."""
-        if self.world.device == "cpu":
+        if self.arrays.device == "cpu":
             return 1
         return max(1, min(64, -(-COLD_BYTES // self.cell.bytes)))
 
@@ -123,17 +123,17 @@ class Problem:
         """K and V: (turns, batch, context, heads_k, d)."""
         cell = self.cell
         shape = (self.turns, cell.batch, cell.keys, cell.kv_heads, cell.d)
-        return self.world.normal(shape, cell.dtype), self.world.normal(shape, cell.dtype)
+        return self.arrays.normal(shape, cell.dtype), self.arrays.normal(shape, cell.dtype)
 
     @cached_property
     def filled(self) -> Any:
-        return self.world.integers([self.cell.keys] * self.cell.batch)
+        return self.arrays.integers([self.cell.keys] * self.cell.batch)
 
     @cached_property
     def page_table(self) -> Any:
         """Pages in random order: (batch, pages of a sequence)."""
         pages = self.cell.batch * self.cell.keys // self.cell.page_size
-        return self.world.shuffled(pages).reshape(self.cell.batch, -1)
+        return self.arrays.shuffled(pages).reshape(self.cell.batch, -1)
 
     @cached_property
     def pages(self) -> tuple[Any, Any]:

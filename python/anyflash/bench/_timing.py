@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from anyflash.bench._own import Call
+from anyflash.bench._anyflash_calls import Call
 
 Sampler = Callable[[int], float]  # seconds of a call, in the mean over so many
 GRAPH_CALLS = 20
@@ -105,7 +105,7 @@ class CudaTimer:
 
 class GraphTimer(CudaTimer):
     """Replays of a graph of calls, one cache of a decoding cell after the other. To be used within
-    `World.apart()`."""
+    `ArrayLibrary.apart()`."""
 
     def prepare(self, call: Call) -> Sampler:
         cuda = self.torch.cuda

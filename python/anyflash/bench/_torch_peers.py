@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from anyflash.bench._own import Call
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import Unsupported
 from anyflash.bench._problem import BLOCK, SOFTCAP, WINDOW, Problem
-from anyflash.bench._worlds import Unsupported
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -53,7 +53,7 @@ def torch_call(
 
 def _heads_first(problem: Problem) -> Callable[[Any], Any]:
     """(batch, heads, seqlen, d): a view on a GPU; contiguous on the CPU, where that is faster."""
-    if problem.world.device == "cpu":
+    if problem.arrays.device == "cpu":
         return lambda x: x.transpose(1, 2).contiguous()
     return lambda x: x.transpose(1, 2)
 
@@ -64,7 +64,7 @@ def _seqlen_first(x: Any) -> Any:
 
 def needs_scores(problem: Problem) -> None:
     """Refuse where a matrix of scores, and what is made of it, would not fit."""
-    wanted, free = 4 * problem.cell.scores_bytes, problem.world.free_bytes()
+    wanted, free = 4 * problem.cell.scores_bytes, problem.arrays.free_bytes()
     if wanted > free:
         raise Unsupported(f"its scores would take about {wanted / 1e9:.0f} of {free / 1e9:.0f} GB")
 
@@ -167,7 +167,7 @@ def flex(problem: Problem) -> Call:
     options: dict[str, Any] = {"score_mod": scores.get(cell.feature)}
     if cell.feature in masks:
         options["block_mask"] = module.create_block_mask(
-            masks[cell.feature], None, None, cell.seqlen, cell.keys, device=problem.world.device
+            masks[cell.feature], None, None, cell.seqlen, cell.keys, device=problem.arrays.device
         )
     torch.compiler.reset()  # beyond a few variants it would no longer compile, and not say so
     compiled = torch.compile(module.flex_attention, dynamic=False)
@@ -187,7 +187,7 @@ def standard(problem: Problem) -> Call:
     if cell.kv_heads != cell.heads:
         raise Unsupported("no grouped heads")
     needs_scores(problem)
-    if problem.world.name == "numpy":
+    if problem.arrays.name == "numpy":
         return _standard_numpy(problem)
     torch = importlib.import_module("torch")
     scale = cell.d**-0.5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyflash import _core
-from anyflash._arrays.frameworks import framework_of
+from anyflash._arrays.registry import framework_of
 from anyflash._call.options import UNBOUNDED
 from anyflash.torch._dispatch_state import is_plain_eager
 

@@ -15,12 +15,12 @@ import pytest
 
 from anyflash import __main__ as command_line
 from anyflash.bench import _measure, _peers, _presets, _report
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
 from anyflash.bench._cells import Cell, visible_pairs
-from anyflash.bench._own import Call
 from anyflash.bench._peers import PEERS, Peer
 from anyflash.bench._presets import PRESETS, Wanted, cells_of
 from anyflash.bench._timing import Budget, CpuTimer, take_turns
-from anyflash.bench._worlds import NumpyWorld, TorchWorld, Unsupported
 from calls.bench_cells import SHORT, TINY, bench_of, document_of
 
 ON_GPU = Wanted("cuda", ("bfloat16",), quick=False)
@@ -94,7 +94,7 @@ def test_flop_and_bytes_are_counted_as_in_the_paper():
 @pytest.mark.parametrize("causal", [False, True])
 def test_numpy_alone(op, causal):
     cell = replace(TINY, op=op, causal=causal)
-    results = _measure.measure(cell, bench_of(NumpyWorld(), "deterministic"))["results"]
+    results = _measure.measure(cell, bench_of(NumpyArrays(), "deterministic"))["results"]
     assert results["anyflash"]["q1"] <= results["anyflash"]["seconds"] <= results["anyflash"]["q3"]
     assert len(results["anyflash"]["samples"]) >= SHORT.fewest
     assert ("seconds" in results["deterministic"]) == (op == "backward")
@@ -102,7 +102,9 @@ def test_numpy_alone(op, causal):
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_a_head_dim_of_v_alone(op):
-    call = _measure._own.own(_measure.Problem(replace(TINY, op=op, d_v=8), NumpyWorld()))
+    call = _measure._anyflash_calls.anyflash_call(
+        _measure.Problem(replace(TINY, op=op, d_v=8), NumpyArrays())
+    )
     dims = [x.shape[-1] for x in call.outputs(call.run(0))]
     assert dims == ([16, 16, 8] if op == "backward" else [8])
 
@@ -112,7 +114,7 @@ def test_a_head_dim_of_v_alone(op):
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_and_its_backends(op, heads_k, causal):
     cell = replace(TINY, op=op, heads_k=heads_k, causal=causal)
-    entry = _measure.measure(cell, bench_of(TorchWorld("cpu"), "flash", "math", "standard"))
+    entry = _measure.measure(cell, bench_of(TorchArrays("cpu"), "flash", "math", "standard"))
     told = {name for name, result in entry["results"].items() if "seconds" in result}
     assert told == {"anyflash", "flash", "math"} | (set() if heads_k else {"standard"})
     assert all(_report.value(entry, name) > 0 for name in told)
@@ -127,7 +129,7 @@ def test_features(feature, op):
     if op == "backward" and feature == "max_logits":
         return  # no cell of the preset
     cell = replace(TINY, op=op, seqlen=128, feature=feature, causal=feature == "causal", unit="ms")
-    entry = _measure.measure(cell, bench_of(TorchWorld("cpu"), "plain", "flash"))
+    entry = _measure.measure(cell, bench_of(TorchArrays("cpu"), "plain", "flash"))
     results = entry["results"]
     assert "seconds" in results["anyflash"]
     assert ("seconds" in results["plain"]) == (feature != "plain")
@@ -140,32 +142,32 @@ def test_features(feature, op):
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("world", [NumpyWorld, lambda: TorchWorld("cpu")])
+@pytest.mark.parametrize("arrays", [NumpyArrays, lambda: TorchArrays("cpu")])
 @pytest.mark.parametrize("lengths", [(16, 16), (5, 1, 20)])
-def test_packed_problems(op, world, lengths):
+def test_packed_problems(op, arrays, lengths):
     cell = replace(TINY, op=op, batch=len(lengths), seqlen=max(lengths), lengths=lengths)
-    results = _measure.measure(cell, bench_of(world(), "plain"))["results"]
+    results = _measure.measure(cell, bench_of(arrays(), "plain"))["results"]
     assert "seconds" in results["anyflash"]
     assert ("seconds" in results["plain"]) == (len(set(lengths)) == 1)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("world", [NumpyWorld, lambda: TorchWorld("cpu")])
-def test_decoding(queries, page_size, world):
+@pytest.mark.parametrize("arrays", [NumpyArrays, lambda: TorchArrays("cpu")])
+def test_decoding(queries, page_size, arrays):
     cell = Cell(
         "decode", 2, queries, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True,
         page_size=page_size, unit="us",
     )  # fmt: skip
-    peers = () if world is NumpyWorld else ("flash",)
-    results = _measure.measure(cell, bench_of(world(), *peers))["results"]
+    peers = () if arrays is NumpyArrays else ("flash",)
+    results = _measure.measure(cell, bench_of(arrays(), *peers))["results"]
     assert "seconds" in results["anyflash"]
     assert all(("seconds" in results[name]) == (not page_size) for name in peers)
 
 
 def test_memory_counts_results_and_is_linear_beside_quadratic():
     cells = [replace(TINY, seqlen=n, timing="memory", unit="MiB") for n in (256, 512)]
-    bench = bench_of(NumpyWorld(), "standard")
+    bench = bench_of(NumpyArrays(), "standard")
     entries = [_measure.measure(cell, bench) for cell in cells]
     for entry, cell in zip(entries, cells, strict=True):
         output = cell.seqlen * cell.heads * cell.d * 4
@@ -176,7 +178,7 @@ def test_memory_counts_results_and_is_linear_beside_quadratic():
 @pytest.mark.parametrize("framework", _presets.FRAMEWORK_CALLS)
 def test_calls_on_the_host(framework):
     cell = Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
-    entry = _measure.measure(cell, bench_of(NumpyWorld()))
+    entry = _measure.measure(cell, bench_of(NumpyArrays()))
     assert all("seconds" in result for result in entry["results"].values())
     assert {"adapter", "anyflash"} & set(entry["results"])
 
@@ -195,16 +197,16 @@ def missing(problem):
 
 def breaks_later(problem):
     calls = iter(range(3))
-    return Call(lambda turn: (next(calls), np.copy(problem.world.right))[1])
+    return Call(lambda turn: (next(calls), np.copy(problem.arrays.right))[1])
 
 
 def test_bad_peers_are_reported_and_stop_nothing(monkeypatch):
-    world = NumpyWorld()
-    problem = _measure.Problem(TINY, world)
-    world.right = _measure._own.own(problem).run(0)
+    arrays = NumpyArrays()
+    problem = _measure.Problem(TINY, arrays)
+    arrays.right = _measure._anyflash_calls.anyflash_call(problem).run(0)
     for build in (broken, wrong, missing, breaks_later):
         monkeypatch.setitem(PEERS, build.__name__, Peer("", "numpy", build, ("cpu",)))
-    bench = bench_of(world, "broken", "wrong", "missing", "breaks_later")
+    bench = bench_of(arrays, "broken", "wrong", "missing", "breaks_later")
     entry = _measure.measure(TINY, bench)
     results = entry["results"]
     assert "seconds" in results["anyflash"]
@@ -218,8 +220,8 @@ def test_bad_peers_are_reported_and_stop_nothing(monkeypatch):
 
 
 def test_a_failure_of_anyflash_itself_is_seen(monkeypatch, tmp_path):
-    monkeypatch.setattr(_measure._own, "own", broken)
-    entry = _measure.measure(TINY, bench_of(NumpyWorld(), "standard"))
+    monkeypatch.setattr(_measure._anyflash_calls, "anyflash_call", broken)
+    entry = _measure.measure(TINY, bench_of(NumpyArrays(), "standard"))
     assert "seconds" in entry["results"]["standard"]
     path = tmp_path / "run.json"
     path.write_text(json.dumps(document_of([entry])))
@@ -238,13 +240,13 @@ def test_samples_are_taken_in_turns():
 
 
 def test_time_is_up(capsys):
-    assert list(_measure.run([TINY, TINY], bench_of(NumpyWorld()), seconds=-1.0)) == []
+    assert list(_measure.run([TINY, TINY], bench_of(NumpyArrays()), seconds=-1.0)) == []
     assert "2 cells are left out" in capsys.readouterr().err
 
 
 # -- peers
 def test_peers_are_chosen_by_name():
-    torch, numpy = TorchWorld("cpu"), NumpyWorld()
+    torch, numpy = TorchArrays("cpu"), NumpyArrays()
     assert _peers.chosen_peers("none", torch, (), False) == []
     assert _peers.chosen_peers("math,flash", torch, (), False) == ["math", "flash"]
     assert {"flash", "math"} <= set(_peers.chosen_peers("", torch, (), False))
@@ -256,20 +258,20 @@ def test_peers_are_chosen_by_name():
     assert _peers.chosen_peers("", torch, ("flash",), False) == ["flash"]
     more = _peers.chosen_peers("+deterministic", torch, ("flash",), True)
     assert more == ["flash", "deterministic"]
-    for text, world, message in (
+    for text, arrays, message in (
         ("flask", torch, "there is no 'flask'"),
         ("cudnn", torch, "does not run on the backend cpu"),
         ("flash", numpy, "takes PyTorch's tensors"),
     ):
         with pytest.raises(ValueError, match=message):
-            _peers.chosen_peers(text, world, (), False)
+            _peers.chosen_peers(text, arrays, (), False)
 
 
 def test_anyflash_under_another_name_is_no_peer(monkeypatch):
     import anyflash.flash_attn
 
     monkeypatch.setitem(sys.modules, "flash_attn", anyflash.flash_attn)
-    problem = _measure.Problem(TINY, TorchWorld("cpu"))
+    problem = _measure.Problem(TINY, TorchArrays("cpu"))
     with pytest.raises(Unsupported, match="anyflash's stand-in"):
         PEERS["fa2"].build(problem)
 
@@ -280,7 +282,7 @@ def test_anyflash_that_is_installed_is_no_peer(monkeypatch):
     names = ("flash_attn_3", "flash_attn_interface")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     anyflash.flash_attn_3.install(force=True)
-    problem = _measure.Problem(TINY, TorchWorld("cpu"))
+    problem = _measure.Problem(TINY, TorchArrays("cpu"))
     with pytest.raises(Unsupported, match="flash_attn_interface is anyflash's stand-in"):
         PEERS["fa3"].build(problem)
     for name in names:
@@ -305,5 +307,5 @@ def test_flash_attn_is_called_as_it_wants(cell, monkeypatch):
     module = types.ModuleType("flash_attn")
     vars(module).update({name: getattr(flash_attn, name) for name in flash_attn.__all__})
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    results = _measure.measure(cell, bench_of(TorchWorld("cpu"), "fa2"))["results"]
+    results = _measure.measure(cell, bench_of(TorchArrays("cpu"), "fa2"))["results"]
     assert "seconds" in results["fa2"], results["fa2"]

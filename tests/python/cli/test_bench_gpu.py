@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from anyflash.bench import _machine, _nvml, _timing
-from anyflash.bench._own import Call
+from anyflash.bench._anyflash_calls import Call
 
 
 class FakeGpu:

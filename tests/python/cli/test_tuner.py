@@ -15,9 +15,9 @@ from tuned_tiles import SIZES, Key, Measured, alike, chosen, rewritten, rows
 
 import anyflash
 from anyflash.bench import _cli
-from anyflash.bench._own import Call
+from anyflash.bench._anyflash_calls import Call
+from anyflash.bench._array_libraries import NumpyArrays
 from anyflash.bench._timing import Budget
-from anyflash.bench._worlds import NumpyWorld
 from calls.bench_cells import SHORT, bench_of
 
 FILE = Path(__file__).resolve().parents[3] / "cpp/src/tuned_tiles.cpp"
@@ -155,9 +155,9 @@ class FakeGpu:
         info = {**anyflash.build_info(), "kernels": [*kernels, *alone]}
         monkeypatch.setattr(tuner, "_core", SimpleNamespace(prefer_kernel=self.prefer))
         monkeypatch.setattr(tuner, "launches", lambda: dict(self.counts))
-        monkeypatch.setattr(tuner, "_own", SimpleNamespace(own=self.call))
+        monkeypatch.setattr(tuner, "_anyflash_calls", SimpleNamespace(anyflash_call=self.call))
         monkeypatch.setattr(tuner, "anyflash", SimpleNamespace(build_info=lambda: info))
-        self.bench = replace(bench_of(NumpyWorld()), timers={"events": self, "graph": self})
+        self.bench = replace(bench_of(NumpyArrays()), timers={"events": self, "graph": self})
 
     def prefer(self, name):
         self.preferred = name
@@ -240,8 +240,8 @@ def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):
         lambda index: SimpleNamespace(multi_processor_count=132),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (12, 1))
-    monkeypatch.setattr(tuner, "world_for", lambda backend: gpu.bench.world)
-    monkeypatch.setattr(_cli, "timers_of", lambda world, monitor, cold: gpu.bench.timers)
+    monkeypatch.setattr(tuner, "arrays_for", lambda backend: gpu.bench.arrays)
+    monkeypatch.setattr(_cli, "timers_of", lambda arrays, monitor, cold: gpu.bench.timers)
     monkeypatch.setattr(_cli, "QUICK", Budget(0.0, 1.0, 1, 1))
     path = tmp_path / "tiles.cpp"
     path.write_text(FILE.read_text())
@@ -267,8 +267,8 @@ def test_without_a_gpu(capsys):
 
 def test_a_file_that_is_not_the_table_is_refused_first(monkeypatch, tmp_path, capsys):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0})
-    monkeypatch.setattr(tuner, "world_for", lambda backend: gpu.bench.world)
-    monkeypatch.setattr(_cli, "timers_of", lambda world, monitor, cold: gpu.bench.timers)
+    monkeypatch.setattr(tuner, "arrays_for", lambda backend: gpu.bench.arrays)
+    monkeypatch.setattr(_cli, "timers_of", lambda arrays, monitor, cold: gpu.bench.timers)
     path = tmp_path / "tiles.cpp"
     assert tuner.main(["--write", str(path)]) == 2
     assert "No such file" in capsys.readouterr().err

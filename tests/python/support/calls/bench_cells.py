@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from anyflash.bench import _measure
+from anyflash.bench._array_libraries import ArrayLibrary
 from anyflash.bench._cells import Cell
 from anyflash.bench._machine import Monitor
 from anyflash.bench._timing import Budget, CpuTimer
-from anyflash.bench._worlds import World
 
 TINY = Cell("forward", 1, 32, 2, 16, "float32", unit="GFLOP/s")
 SHORT = Budget(contender_seconds=0.0, round_seconds=1e-5, fewest=2, most=3)
 
 
-def bench_of(world: World, *peers: str) -> _measure.Bench:
+def bench_of(arrays: ArrayLibrary, *peers: str) -> _measure.Bench:
     timers = {"events": CpuTimer(), "host": CpuTimer()}
-    return _measure.Bench(world, peers, timers, SHORT, Monitor(world))
+    return _measure.Bench(arrays, peers, timers, SHORT, Monitor(arrays))
 
 
 def document_of(entries, preset="cpu", **about):

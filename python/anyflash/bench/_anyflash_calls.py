@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import anyflash
+from anyflash.bench._array_libraries import Unsupported
 from anyflash.bench._problem import Problem
-from anyflash.bench._worlds import Unsupported
 
 
 def _as_it_is(result: Any) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ class Call:
     comparable: bool = True  # with anyflash's result of the same cell
 
 
-def own(problem: Problem) -> Call:
+def anyflash_call(problem: Problem) -> Call:
     """anyflash's functions, which allocate their results as the peers' do."""
     cell = problem.cell
     if cell.op == "decode":
@@ -73,7 +73,7 @@ def _both(problem: Problem) -> Call:
     options = {**problem.options, "causal": cell.causal}
     if cell.lengths:
         raise Unsupported("forward and backward together are timed for unpacked problems")
-    if problem.world.name == "torch":
+    if problem.arrays.name == "torch":
         torch = importlib.import_module("torch")
         attention = importlib.import_module("anyflash.torch").attention
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -117,4 +117,4 @@ def plain(problem: Problem) -> Call:
     if len(set(cell.lengths)) > 1:
         raise Unsupported("the lengths differ, so that there is no dense problem like it")
     dense = replace(cell, feature="", lengths=(), causal=cell.causal and cell.feature != "causal")
-    return replace(own(Problem(dense, problem.world)), comparable=False)
+    return replace(anyflash_call(Problem(dense, problem.arrays)), comparable=False)

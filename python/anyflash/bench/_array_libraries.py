@@ -18,7 +18,7 @@ class Unsupported(Exception):
     """A contender does not have what a cell asks for; the text says what."""
 
 
-class World(Protocol):
+class ArrayLibrary(Protocol):
     """What cells need of a framework. Values are random, standard normal where they are numbers:
     constant data costs a GPU less power, which makes it faster than it is."""
 
@@ -46,7 +46,7 @@ def _available_memory() -> int:
         return 2**33
 
 
-class NumpyWorld:
+class NumpyArrays:
     """NumPy; bfloat16 is ml_dtypes'."""
 
     name = "numpy"
@@ -98,7 +98,7 @@ class NumpyWorld:
         return nullcontext()
 
 
-class TorchWorld:
+class TorchArrays:
     """PyTorch on "cpu" or "cuda"."""
 
     name = "torch"
@@ -166,8 +166,8 @@ def default_backend() -> str:
     return "cuda" if importlib.import_module("torch").cuda.is_available() else "cpu"
 
 
-def world_for(backend: str) -> World:
-    """The world of a backend; ValueError where it is not there."""
+def arrays_for(backend: str) -> ArrayLibrary:
+    """The arrays of a backend; ValueError where it is not there."""
     has_torch = importlib.util.find_spec("torch") is not None
     if backend == "cuda":
         if not has_torch:
@@ -175,9 +175,9 @@ def world_for(backend: str) -> World:
         if default_backend() != "cuda":
             reason = anyflash.build_info()["device_error"] or "PyTorch sees no CUDA device"
             raise ValueError(f"--backend cuda: {reason}")
-        return TorchWorld("cuda")
+        return TorchArrays("cuda")
     if has_torch:
-        return TorchWorld("cpu")
+        return TorchArrays("cpu")
     if importlib.util.find_spec("numpy") is None:
         raise ValueError("the benchmark needs NumPy or PyTorch; run: python -m pip install numpy")
-    return NumpyWorld()
+    return NumpyArrays()
