@@ -15,16 +15,13 @@
 //   plan.run({workspace.data(), workspace.size()});
 //
 // A plan is one call of an operation: its arguments are checked, its kernel is chosen, and its
-// workspace is counted. Each has
-//
-//   a constructor       throws anyflash::Error; reads no tensor's elements
-//   workspace_bytes()   what run() needs; linear in the sequence lengths
-//   run()               throws anyflash::Error before anything is written
+// workspace is counted (linear in the sequence lengths). The constructor throws anyflash::Error and
+// reads no tensor's elements; run() throws anyflash::Error before anything is written.
 //
 // A plan keeps addresses, shapes and strides, of the options' tensors too: the memory must stay,
 // but no TensorView and no options need to. It is a plain value, without memory of its own: it may
-// be copied, run any number of times, and run by several threads at once if each has its own
-// outputs and workspace. All functions here may be called from several threads at once.
+// be copied, and run any number of times, by one thread after the other, since each run writes the
+// same outputs. Different plans, and all functions here, may be used by several threads at once.
 #pragma once
 
 #include <cstddef>
