@@ -12,8 +12,8 @@ namespace anyflash {
 namespace {
 
 // Whether the processor has AMX with bfloat16 and AVX512_BF16, and Linux lets this process use the
-// tiles' registers, which it has to be asked for (not where a thread's alternative signal stack is
-// too small for them).
+// tiles' registers. Linux has to be asked for them. It refuses where a thread's alternative signal
+// stack is too small for them.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;

@@ -43,8 +43,8 @@ inline int gqa_splits(int heads, int heads_k) {
 // How many (batch, key head, GQA split) triples share an L2 section of the backward's grid over
 // blocks of keys. Each reads the Q and dO of its heads and adds to their dQ. All of this passes the
 // L2 cache, so a section holds at most half as many as in the forward. On an H200, causal, 4096
-// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as sections whose Q, dO and dQ
-// fit in half of the cache.
+// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as other sections: those whose
+// Q, dO and dQ fit in half of the cache.
 inline int backward_heads_per_l2_section(const Attention& attention, int multiprocessors) {
   const bool bounded = attention.window.left >= 0 || attention.window.right >= 0;
   if (!bounded) return 1;

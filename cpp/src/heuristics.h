@@ -34,15 +34,15 @@ inline int64_t resident_ctas(const KernelDescriptor& row, const DeviceProperties
 
 inline constexpr int kMaxSplits = 128;
 
-// Into how many splits the keys of a sequence are divided; a CTA takes the rows of one tile and the
-// keys of one split, at least two blocks of them. An SM has room for `each` CTAs.
+// Into how many splits the keys of a sequence are divided. A CTA takes the rows of one tile and the
+// keys of one split, at least two blocks of them. An SM has room for `ctas_per_sm` CTAs.
 //
 // Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters
-// of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that, and
-// a CTA alone does not use all of it, but 2/3; what a CTA does before and after its blocks, others
-// fill. Joining the splits costs five blocks, and a twentieth each. Measured on an H200, head_dim
-// 128 and 256, 16 to 2048 blocks.
-inline int decode_num_splits(const Attention& attention, const Tile& tile, int64_t each,
+// of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that.
+// A CTA alone uses 2/3 of it. The time before and after a CTA's blocks is filled by other CTAs.
+// Joining the splits costs five blocks, and a twentieth each. Measured on an H200, head_dim 128 and
+// 256, 16 to 2048 blocks.
+inline int decode_num_splits(const Attention& attention, const Tile& tile, int64_t ctas_per_sm,
                              int64_t multiprocessors) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t ctas =
@@ -51,11 +51,11 @@ inline int decode_num_splits(const Attention& attention, const Tile& tile, int64
   const int most = static_cast<int>(std::min<int64_t>(blocks / 2, kMaxSplits));
   if (ctas == 0 || most <= 1) return 1;
   const auto time = [&](int64_t splits) {
-    const int64_t resident = each * multiprocessors;
+    const int64_t resident = ctas_per_sm * multiprocessors;
     const int64_t waves = ctas * splits / resident;
     const int64_t rest = divide(ctas * splits % resident, multiprocessors);  // on the busiest SM
-    const int64_t shares =
-        waves * std::max<int64_t>(4 * each, 6) + (rest == 0 ? 0 : std::max<int64_t>(4 * rest, 6));
+    const int64_t shares = waves * std::max<int64_t>(4 * ctas_per_sm, 6) +
+                           (rest == 0 ? 0 : std::max<int64_t>(4 * rest, 6));
     const int64_t joining = splits == 1 ? 0 : 20 + splits / 5;
     return shares * divide(blocks, splits) + joining;
   };

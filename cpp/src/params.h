@@ -31,8 +31,8 @@ struct Window {
 
 // A softcap so large that its 2^-24th part counts.
 inline constexpr double kAccurateSoftcap = 256.0;
-// Smaller softmax scales count as 0 on a GPU: so 16-bit numbers make it, but units of one
-// (ScoreMod) may be infinite.
+// On a GPU, smaller softmax scales count as 0. They would make scores of 16-bit numbers 0 anyway,
+// but ScoreMod's units, which are divided by the scale, could become infinite.
 inline constexpr double kLeastScale = 1e-20;
 
 // What every operation is told: the tensors it reads, their shape, and how scores are made, hidden

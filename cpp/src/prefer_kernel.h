@@ -10,8 +10,8 @@ namespace anyflash {
 // Error(kInvalidValue), which lists the kernels, if none has this name.
 ANYFLASH_API void prefer_kernel(const char* name);
 
-// From now on, in all threads, a call on the CPU uses a thread for each `work` that it has to do
-// (threads.h), instead of for as much as is worth a thread. 0: as ever.
+// Sets how much work (threads.h) a thread must have before another one is used: on the CPU, from
+// now on, in all threads. 0: the default.
 ANYFLASH_API void set_work_per_thread(double work);
 
 }  // namespace anyflash

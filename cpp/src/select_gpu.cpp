@@ -28,7 +28,7 @@ bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& 
   return (problem.rows + tile_rows - 1) / tile_rows * problem.pairs < device.full_grid;
 }
 
-// Of two kernels that can run a problem, the one that does less besides, or that suits the GPU:
+// Whether a comes before b; the first rule that tells them apart decides:
 // 1. the family with the higher priority;
 // 2. decoding: the better tile of rows;
 // 3. the smaller head dims;

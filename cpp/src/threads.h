@@ -1,9 +1,9 @@
 // The CPU's threads: a pool whose workers sleep until there is work and help where they find some.
 //
 // A caller does its work itself and waits for nobody but those who are in the midst of a task. On
-// busy cores, where a worker may wait for milliseconds before it runs, a call then takes no longer
-// than with one thread; OpenMP's barriers wait for all threads of a team, and spin meanwhile. A
-// child of fork() has no workers and makes its own.
+// busy cores a worker may wait for milliseconds before it runs; a call then takes no longer than
+// with one thread. OpenMP's barriers wait for all threads of a team, and spin meanwhile. A child of
+// fork() has no workers and makes its own.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ using anyflash::AppendParams;
 using anyflash::cached_sequence;
 using anyflash::CachedSequence;
 using anyflash::CacheSlot;
-using anyflash::is_slab;
+using anyflash::is_slot;
 using anyflash::KvCacheParams;
 using anyflash::place_of;
 using anyflash::rotary_row;
@@ -101,10 +101,10 @@ void check_places() {
 
 void check_slabs() {
   KvCacheParams p = params();
-  for (const int64_t entry : {0, 1, 3}) CHECK(is_slab(p, entry));
-  for (const int64_t entry : {-1, 4, INT_MIN, INT_MAX}) CHECK(!is_slab(p, entry));
+  for (const int64_t entry : {0, 1, 3}) CHECK(is_slot(p, entry));
+  for (const int64_t entry : {-1, 4, INT_MIN, INT_MAX}) CHECK(!is_slot(p, entry));
   p.slots = 0;
-  CHECK(!is_slab(p, 0));
+  CHECK(!is_slot(p, 0));
 }
 
 // Pages of every size, in a table with strides, of which one entry is broken.

@@ -45,8 +45,8 @@ IN_KERNEL = of(
     Mutation(
         "places-of-tile-before",
         MAINLOOP,
-        "loader.find(n + kStages);",
-        "loader.find(n + kStages - 1);",
+        "loader.prefetch_table(n + kStages);",
+        "loader.prefetch_table(n + kStages - 1);",
     ),
     Mutation(
         "no-barrier-before-parts", EPILOGUE, "__syncthreads(); // every warp has done with the buf"

@@ -55,7 +55,7 @@ class Failure : public std::runtime_error {
 struct Options {
   // Decides the order of blocks, warps and lanes. Starts as the environment's EMU_SEED, or 0.
   uint64_t seed = 0;
-  // PingPong of lanes before another warp is drawn: 0 runs a warp until it is blocked, 1 and 2 mix
+  // Turns of lanes before another warp is drawn: 0 runs a warp until it is blocked, 1 and 2 mix
   // the warps finely. -1 lets the seed choose.
   int burst = -1;
   // What the emulated device grants to a block: compute capability 8.0 by default, 101376 for 8.6.

@@ -99,9 +99,10 @@ CONSUMERS = (
     _mutation("hopper-wrong-buffer-of-k", STAGES, "k_place_.stage() * TileK::kSize", "0"),
     _mutation("hopper-wrong-buffer-of-v", STAGES, "v_place_.stage() * TileV::kSize", "0"),
     _mutation("hopper-no-first-turn", STAGES,
-              "if (kPingPong && warpgroup == 0) arrive_named(turn_of(0), kTurnThreads);"),
+              "if (kPingPong && warpgroup == 0) "
+              "arrive_named(ping_pong_barrier(0), kPingPongThreads);"),
     _mutation("hopper-turn-not-passed", STAGES,
-              "if (kPingPong) arrive_named(turn_of(next), kTurnThreads);"),
+              "if (kPingPong) arrive_named(ping_pong_barrier(next), kPingPongThreads);"),
 )  # fmt: skip
 
 ARITHMETIC = (

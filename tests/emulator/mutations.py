@@ -177,7 +177,7 @@ BOUNDS = (
     Mutation("k-read-past-end", PIPELINE, LOAD_K, LOAD_K.replace("true", "false"), "asan"),
     Mutation("first-v-read-past-end", PIPELINE, FIRST_V, FIRST_V.replace("true", "false"), "asan"),
     Mutation("v-read-past-end", PIPELINE, LOAD_V, LOAD_V.replace("kGuardKeys", "false"), "asan"),
-    Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[page]", "row_ok"),
+    Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[panel]", "row_ok"),
     Mutation(
         "output-written-past-end",
         "sm80/copy.h",
@@ -224,7 +224,10 @@ ARITHMETIC = (
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
     Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
     Mutation(
-        "hidden-v-not-cleared", VARIANTS, "kPart == ScoreOps::kAll && may_hide_anywhere()", "false"
+        "hidden-v-not-cleared",
+        VARIANTS,
+        "kScoreOps == ScoreOps::kAll && may_hide_anywhere()",
+        "false",
     ),
     Mutation(
         "restored-where-bias-hides",

@@ -58,9 +58,9 @@ struct Workspace {
 //
 // q, k and v have one data type, out has it too or is float32, and all have one device. CPU:
 // float64, float32, float16, bfloat16, any head dim, any strides. CUDA: float16 and bfloat16, head
-// dim up to 256; tensors whose last axis is not contiguous, or whose rows do not begin at multiples
-// of 16 bytes or lie more than 2^23 elements apart, are copied to the workspace first. So are those
-// with a negative stride or one of 0 where Hopper's kernels run.
+// dim up to 256. A tensor is copied to the workspace first if its last axis is not contiguous, or
+// its rows do not begin at multiples of 16 bytes. So is one whose rows lie more than 2^23 elements
+// apart, and, where Hopper's kernels run, one with a negative stride or one of 0.
 // A row that sees no key gets out = 0 and lse = -inf (with a sink: 0 and the sink).
 struct ForwardTensors {
   TensorView q, k, v, out;
@@ -128,8 +128,8 @@ class ANYFLASH_API BackwardPlan {
 // key n - seqlen_q + i (causal, windows, ALiBi).
 //
 // The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
-// and bfloat16, head dims up to 256; any strides (copies of 16 bytes need rows that begin at
-// multiples of that, and a contiguous last axis; others are read element by element).
+// and bfloat16, head dims up to 256, any strides. Copies of 16 bytes need a contiguous last axis
+// and rows that begin at multiples of 16 bytes. Other tensors are read element by element.
 struct KvCacheTensors {
   TensorView q, k_cache, v_cache, out;
   const TensorView* lse = nullptr;

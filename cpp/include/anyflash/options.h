@@ -25,9 +25,9 @@ enum class CpuIsa : int { kAuto, kBaseline, kAvx2, kAvx512, kNeon, kAmx };
 // Rows, columns and blocks count from the beginning of their own sequence. A bias of -inf is a mask
 // too: NaN and infinity in masked keys and values reach nothing.
 //
-// Tensors are optional (null: not used), lie on the device of q, and may have any strides, but for
-// one-dimensional integers, which are contiguous, and, on a GPU, bias, whose stride along the keys
-// fits 32 bits. An axis of extent 1 where n is written as "n or 1" is broadcast.
+// Tensors are optional (null: not used) and lie on the device of q. They may have any strides, with
+// two exceptions: one-dimensional integers are contiguous, and on a GPU the stride of bias along
+// the keys fits 32 bits. An axis of extent 1 where n is written as "n or 1" is broadcast.
 struct ForwardOptions {
   // Factor on q.k; any finite number. Not set: 1 / sqrt(head_dim).
   std::optional<double> softmax_scale;
@@ -125,8 +125,8 @@ struct KvCacheOptions {
 
   // (rows, rotary_dim / 2), float32 or q's dtype: rotary embedding (Su et al., arXiv 2104.09864)
   // of the first rotary_dim columns of k_new, which they need, and of q. New key t is rotated by
-  // row n + t, n = cache_seqlens[b] - cache_leftpad[b]; query i by row n + i where there is a
-  // causal mask or a window, else by row n. Both or none.
+  // row n + t, with n = cache_seqlens[b] - cache_leftpad[b]. Query i is rotated by row n + i where
+  // there is a causal mask or a window, else by row n. Both or none.
   const TensorView* rotary_cos = nullptr;
   const TensorView* rotary_sin = nullptr;
   // (batch,) int32: the row n of the tables, where it is another than above (cache_seqlens[b], say,

@@ -92,8 +92,8 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
 #endif
 }
 
-// Runs kKernel(params) on CTAs of `threads`, each of which takes `per_cta` of `count` units of work
-// at a time, and goes on with others a grid further on while there are any. Without work, nothing.
+// Runs kKernel(params) on CTAs of `threads`. Each takes `per_cta` of `count` units of work, then
+// those a grid further on, while there are any. Without work, nothing is launched.
 template <auto kKernel, class Params>
 void launch_grid_stride(int64_t count, int per_cta, int threads, std::size_t smem_bytes,
                         void* stream, const Params& params) {

@@ -1,5 +1,5 @@
 // Dropout of a block's probabilities: p = 0 where it drops. Hidden keys stay hidden. What is kept
-// is scaled at the end (rows.h).
+// is scaled at the end (query_rows.h).
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,9 @@
 // The two products of attention on a panel of query rows, with the sums in registers.
 //
 // Lanes are query rows: a panel holds NV vectors of rows, and the other operand is broadcast, one
-// scalar at a time. So S^T = K Q^T and O^T = V^T P^T need no transposed K or V, the softmax runs
-// down columns (no operation across lanes), and the keys that a row sees are two integers per lane.
+// scalar at a time. So S^T = K Q^T and O^T = V^T P^T need no transposed K or V. The softmax runs
+// down columns, without operations across lanes. The keys that a row sees are two integers per
+// lane.
 //
 //   q  (head_dim,   NV * lanes)      k  (keys, head_dim)
 //   s  (keys,       NV * lanes)      v  (head_dim_v / 8, keys, 8)
@@ -22,7 +23,7 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // All 16 are in use, which SSE2 cannot do (no FMA: each product needs one too) and Clang 20 does
 // not (it spills a sum in each round): there 8 sums and 2 vectors. Float32, head_dim 64 and 128,
 // 2048 keys on an AMD EPYC (Zen 4 or later): GCC SSE2 +20 %, Clang AVX2 +40 %, but GCC AVX2 -10 %.
-// By tiles (tiles.h) four sums of two by two take all registers.
+// By tiles (cpu/amx/tiles.h) four sums of two by two take all registers.
 #if ANYFLASH_CPU_TILES || (ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__AVX512F__) && \
                            (!defined(__FMA__) || defined(__clang__)))
 inline constexpr int kMaxVectors = 2;

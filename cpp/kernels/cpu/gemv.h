@@ -14,7 +14,7 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // So few rows go one by one; above, the panel costs less. AMD EPYC (Zen 4 or later, AVX-512), 1
 // thread, float32, head_dim 64: a panel of up to 16 rows takes 32 ns a key, a row here 5 to 6 ns.
 template <typename T>
-inline constexpr int kThinRows = Simd<T>::kLanes >= 4 ? Simd<T>::kLanes / 4 : 1;
+inline constexpr int kMaxSingleRows = Simd<T>::kLanes >= 4 ? Simd<T>::kLanes / 4 : 1;
 
 // Keys of a block, row by row: those that lie at one distance (another kind: cpu/decode/keys.h).
 template <typename T>
@@ -25,11 +25,11 @@ struct KeyRows {
   ANYFLASH_CPU_INLINE const T* row(int j) const { return data + j * ld; }
 };
 
-// s[j] = scale * sum_c q[c] k[j][c] for `begin` <= j < `end`, rounded outwards to whole vectors:
-// below `begin` there are such keys, behind the last one it is repeated.
+// s[j] = scale * sum_c q[c] k[j][c] for `begin` <= j < `end`. Both ends are rounded outwards to
+// whole vectors: keys below `begin` exist, and from `end` on the last key is repeated.
 template <typename T, typename Keys>
-ANYFLASH_CPU_INLINE void thin_scores(const T* q, const Keys& k, int head_dim, T scale, int begin,
-                                     int end, T* s) {
+ANYFLASH_CPU_INLINE void single_row_scores(const T* q, const Keys& k, int head_dim, T scale,
+                                           int begin, int end, T* s) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   constexpr int kGroup = S::kLanes;
@@ -49,8 +49,8 @@ ANYFLASH_CPU_INLINE void thin_scores(const T* q, const Keys& k, int head_dim, T 
 // o[c] = alpha o[c] + sum_j p[j] v[j][c] over keys [begin, end) for NV vectors of columns from
 // `first` on
 template <typename T, int NV, bool kMayHide, typename Keys>
-ANYFLASH_CPU_INLINE void thin_columns(const Keys& v, int first, const T* p, int begin, int end,
-                                      T alpha, T* o) {
+ANYFLASH_CPU_INLINE void single_row_columns(const Keys& v, int first, const T* p, int begin,
+                                            int end, T alpha, T* o) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   Vec acc[NV] = {};
@@ -70,19 +70,19 @@ ANYFLASH_CPU_INLINE void thin_columns(const Keys& v, int first, const T* p, int 
 }
 
 template <bool kMayHide, typename T, typename Keys>
-ANYFLASH_CPU_INLINE void thin_output(const Keys& v, const T* p, int begin, int end, T alpha, T* o,
-                                     int head_dim_v) {
+ANYFLASH_CPU_INLINE void single_row_output(const Keys& v, const T* p, int begin, int end, T alpha,
+                                           T* o, int head_dim_v) {
   constexpr int kLanes = Simd<T>::kLanes;
   constexpr int kWide = 8;  // sums in registers, also with 16 of them
   int c = 0;
   for (; c + kWide * kLanes <= head_dim_v; c += kWide * kLanes) {
-    thin_columns<T, kWide, kMayHide>(v, c, p, begin, end, alpha, o);
+    single_row_columns<T, kWide, kMayHide>(v, c, p, begin, end, alpha, o);
   }
   for (; c + 4 * kLanes <= head_dim_v; c += 4 * kLanes) {
-    thin_columns<T, 4, kMayHide>(v, c, p, begin, end, alpha, o);
+    single_row_columns<T, 4, kMayHide>(v, c, p, begin, end, alpha, o);
   }
   for (; c < head_dim_v; c += kLanes) {
-    thin_columns<T, 1, kMayHide>(v, c, p, begin, end, alpha, o);
+    single_row_columns<T, 1, kMayHide>(v, c, p, begin, end, alpha, o);
   }
 }
 

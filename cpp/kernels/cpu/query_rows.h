@@ -166,7 +166,7 @@ class TaskRows {
     const Mask mask(seq.seqlen_q, seq.seqlen_k, params.attention.window);
     int head = task.first_head + static_cast<int>(first_row / seq.seqlen_q);
     int query = static_cast<int>(first_row % seq.seqlen_q);
-    const int lanes = task.thin ? rows : round_up(rows, S::kLanes);
+    const int lanes = task.single_row ? rows : round_up(rows, S::kLanes);
     for (int r = 0; r < lanes; ++r) {
       QueryRow<T>& row = scratch.rows[r];
       row.head = head;

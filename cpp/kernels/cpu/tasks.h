@@ -36,14 +36,14 @@ struct Task {
   int head_k;
   std::int64_t first_row;
   std::int64_t end_row;
-  bool thin;      // so few rows that they go one by one
-  int first_key;  // no other keys than [first_key, end_key) of the sequence
+  bool single_row;  // so few rows that they go one by one
+  int first_key;    // no other keys than [first_key, end_key) of the sequence
   int end_key;
 };
 
-// Tasks are tiles of query rows of a `unit` of a sequence: one head, or, where a head has too few
-// rows for a panel (decoding), all heads that share a kv head, so that they share the lanes and the
-// packed keys.
+// Tasks are tiles of query rows of a `unit` of a sequence, which is one head. Where a head has too
+// few rows for a panel (decoding), it is all heads that share a kv head: they then share the lanes
+// and the packed keys.
 class Split {
  public:
   // Every task is to be done `times` times (for one part of the keys after the other).
@@ -53,7 +53,7 @@ class Split {
     if (p.batch <= 0 || p.heads <= 0 || p.seqlen_q <= 0) return s;
     s.heads_per_k_ = p.heads / p.heads_k;
     s.few_rows_ = kPanelRows<T>;
-    s.thin_rows_ = kThinRows<T>;
+    s.max_single_rows_ = kMaxSingleRows<T>;
     s.heads_per_unit_ = p.seqlen_q < kPanelRows<T> ? s.heads_per_k_ : 1;
     s.units_ = p.heads / s.heads_per_unit_;
     // Fewer rows to a task where that is needed to give every thread some tasks.
@@ -89,7 +89,7 @@ class Split {
     t.first_head = static_cast<int>(column % units_) * heads_per_unit_;
     t.head_k = t.first_head / heads_per_k_;
     const std::int64_t group_rows = std::int64_t{heads_per_k_} * t.sequence.seqlen_q;
-    t.thin = group_rows <= thin_rows_;
+    t.single_row = group_rows <= max_single_rows_;
     t.first_key = 0;
     t.end_key = t.sequence.seqlen_k;
     t.first_row = tile * rows_per_task_;
@@ -108,9 +108,9 @@ class Split {
  private:
   explicit Split(const Attention& p) : p_(&p) {}
 
-  // Packed sequences are numbered by tiles without a list of them: sequence b may take the tiles
-  // from here to first_tile(b + 1), which are enough, for ceil(n / r) <= floor((c + n) / r) -
-  // floor(c / r) + 1. What it does not need stays empty.
+  // Packed sequences are numbered by tiles without a list of them. Sequence b may take the tiles
+  // from here to first_tile(b + 1); what it does not need stays empty. They are enough for n rows
+  // after c others, r to a tile: ceil(n / r) <= floor((c + n) / r) - floor(c / r) + 1.
   std::int64_t first_tile(std::int64_t b) const {
     return std::int64_t{heads_per_unit_} * p_->cu_seqlens_q[b] / rows_per_task_ + b;
   }
@@ -133,8 +133,8 @@ class Split {
   const Attention* p_;
   int heads_per_k_ = 1;
   int heads_per_unit_ = 1;
-  int few_rows_ = 0;   // up to here a head shares a task with the others of its group
-  int thin_rows_ = 0;  // up to here the rows of a group are thin
+  int few_rows_ = 0;         // up to here a head shares a task with the others of its group
+  int max_single_rows_ = 0;  // up to here the rows of a group go one by one
   int rows_per_task_ = 1;
   std::int64_t units_ = 0;  // of a sequence
   std::int64_t tiles_ = 0;  // packed: of all sequences; else of each one

@@ -24,49 +24,49 @@ ANYFLASH_HOST_DEVICE auto gmem_tile(Tile tile, Data* data, const Strides& stride
 
 // Which columns of a tile exist, for this thread's pieces of a row. Pieces are whole vectors: the
 // head dim of what reaches a kernel is a multiple of 16 bytes.
-template <int kPages>
+template <int kPanels>
 struct ColumnGuard {
-  bool ok[kPages];
+  bool ok[kPanels];
 
   template <class Coordinates>
   ANYFLASH_DEVICE ColumnGuard(const Coordinates& tXcX, int columns) {  // (VECTOR, ROWS, PANELS)
     CUTE_UNROLL
-    for (int page = 0; page < kPages; ++page) {
-      ok[page] = cute::get<1>(tXcX(0, 0, page)) < columns;
+    for (int panel = 0; panel < kPanels; ++panel) {
+      ok[panel] = cute::get<1>(tXcX(0, 0, panel)) < columns;
     }
   }
 };
 
 // Asynchronous load by cp.async. Columns that do not exist are filled with zeros, and so are rows
 // at and beyond `rows` where kGuardRows says that there may be such.
-template <bool kGuardRows, class CopyAtom, class Gmem, class Smem, class Coordinates, int kPages>
+template <bool kGuardRows, class CopyAtom, class Gmem, class Smem, class Coordinates, int kPanels>
 ANYFLASH_DEVICE void load_tile(const CopyAtom& atom, const Gmem& tXgX, Smem&& tXsX,
-                               const Coordinates& tXcX, const ColumnGuard<kPages>& columns,
+                               const Coordinates& tXcX, const ColumnGuard<kPanels>& columns,
                                int rows) {
   using namespace cute;
-  static_assert(decltype(size<2>(tXsX))::value == kPages);
+  static_assert(decltype(size<2>(tXsX))::value == kPanels);
   CUTE_UNROLL
   for (int row = 0; row < size<1>(tXsX); ++row) {
     const bool row_ok = !kGuardRows || get<0>(tXcX(0, row, 0)) < rows;
     CUTE_UNROLL
-    for (int page = 0; page < kPages; ++page) {
-      copy(atom.with(row_ok && columns.ok[page]), tXgX(_, row, page), tXsX(_, row, page));
+    for (int panel = 0; panel < kPanels; ++panel) {
+      copy(atom.with(row_ok && columns.ok[panel]), tXgX(_, row, panel), tXsX(_, row, panel));
     }
   }
 }
 
 // Store of the rows below `rows` and the columns that exist, 16 bytes a thread.
-template <class Fragment, class Gmem, class Coordinates, int kPages>
+template <class Fragment, class Gmem, class Coordinates, int kPanels>
 ANYFLASH_DEVICE void store_tile(const Fragment& tXrX, Gmem&& tXgX, const Coordinates& tXcX,
-                                const ColumnGuard<kPages>& columns, int rows) {
+                                const ColumnGuard<kPanels>& columns, int rows) {
   using namespace cute;
   using Vector = Copy_Atom<UniversalCopy<uint128_t>, typename Fragment::value_type>;
   CUTE_UNROLL
   for (int row = 0; row < size<1>(tXrX); ++row) {
     if (get<0>(tXcX(0, row, 0)) >= rows) continue;
     CUTE_UNROLL
-    for (int page = 0; page < kPages; ++page) {
-      if (columns.ok[page]) copy(Vector{}, tXrX(_, row, page), tXgX(_, row, page));
+    for (int panel = 0; panel < kPanels; ++panel) {
+      if (columns.ok[panel]) copy(Vector{}, tXrX(_, row, panel), tXgX(_, row, panel));
     }
   }
 }

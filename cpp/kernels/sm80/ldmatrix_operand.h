@@ -47,15 +47,18 @@ class LdmatrixOperand {
     const int warp = thread / 32;
     const int first =
         (kInnermost ? warp % kWarps : warp / (kWarpsM * kWarpsN / kWarps)) * kWarpRows;
-    // Each lane names a row of eight elements of one of four 8x8 matrices, which go to registers in
-    // this order: of A the lower eight rows come before the next eight of the sum, of B after them.
+    // Each lane names a row of eight elements: lanes 8 m to 8 m + 7 those of 8x8 matrix m. Where
+    // the four matrices begin, as (row of A or column of B, element of the sum):
+    //   m    0       1       2       3
+    //   A    (0, 0)  (8, 0)  (0, 8)  (8, 8)
+    //   B    (0, 0)  (0, 8)  (8, 0)  (8, 8)
     const int low = lane % 16;
     const int high = lane % 8 + lane / 16 * 8;
     const bool rows_first = kIsA != kTransposed;
     const int row = (rows_first ? low : high) + (kTransposed ? 0 : first);
     const int column = (rows_first ? lane / 16 : lane / 8 % 2) * 8 + (kTransposed ? first : 0);
     CUTE_UNROLL
-    for (int i = 0; i < kInPage; ++i) at_[i] = tile + Tile::offset(row, column ^ 16 * i);
+    for (int i = 0; i < kInPanel; ++i) at_[i] = tile + Tile::offset(row, column ^ 16 * i);
   }
 
   // Registers for all of it: (MMA, MMA_M or MMA_N, MMA_K).
@@ -74,7 +77,7 @@ class LdmatrixOperand {
       const int first = 16 * group % kWarpRows + 16 * group / kWarpRows * kMmaRows;
       const int row = kTransposed ? 16 * k : first;
       const int column = kTransposed ? first : 16 * k;
-      const Element* const from = at_[column / 16 % kInPage] + Tile::panel_offset(row, column);
+      const Element* const from = at_[column / 16 % kInPanel] + Tile::panel_offset(row, column);
       uint32_t* const to = words + group * 4;
       LoadMatrix::copy(*reinterpret_cast<const cute::uint128_t*>(from), to[0], to[1], to[2], to[3]);
     }
@@ -97,7 +100,7 @@ class LdmatrixOperand {
     auto first = static_cast<uint32_t>(__cvta_generic_to_shared(at_[0]));
     asm volatile("" : "+r"(first));  // not known before
     CUTE_UNROLL
-    for (int i = 0; i < kInPage; ++i) {
+    for (int i = 0; i < kInPanel; ++i) {
       result.at_[i] = static_cast<const Element*>(__cvta_shared_to_generic(first ^ 32 * i));
     }
 #endif
@@ -107,7 +110,7 @@ class LdmatrixOperand {
   // Goes on to a tile that lies so many elements behind this one.
   ANYFLASH_DEVICE void advance(int elements) {
     CUTE_UNROLL
-    for (int i = 0; i < kInPage; ++i) at_[i] += elements;
+    for (int i = 0; i < kInPanel; ++i) at_[i] += elements;
   }
 
  private:
@@ -115,14 +118,14 @@ class LdmatrixOperand {
   friend class LdmatrixOperand;
   using LoadMatrix =
       std::conditional_t<kTransposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
-  static constexpr int kInPage = Tile::kPanelColumns / 16;
+  static constexpr int kInPanel = Tile::kPanelColumns / 16;
 
-  ANYFLASH_DEVICE explicit LdmatrixOperand(const Element* const (&at)[kInPage]) {
+  ANYFLASH_DEVICE explicit LdmatrixOperand(const Element* const (&at)[kInPanel]) {
     CUTE_UNROLL
-    for (int i = 0; i < kInPage; ++i) at_[i] = at[i];
+    for (int i = 0; i < kInPanel; ++i) at_[i] = at[i];
   }
 
-  const Element* at_[kInPage];  // the first row's columns 0, 16, ..., as the swizzle places them
+  const Element* at_[kInPanel];  // the first row's columns 0, 16, ..., as the swizzle places them
 };
 
 }  // namespace anyflash::sm80

@@ -18,7 +18,8 @@ struct SmemTile {
   using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>;
   // 16 bytes are what cp.async, ldmatrix rows and output stores move.
   static constexpr int kVector = 16 / sizeof(Element);
-  // Rows are stored in pages of 64 columns (128 bytes, all 32 banks), or 32 where 64 do not divide.
+  // Rows are stored in panels of 64 columns (128 bytes, all 32 banks), or of 32 where 64 do not
+  // divide.
   static constexpr int kPanelColumns = kColumns % 64 == 0 ? 64 : 32;
   static constexpr int kPanelElements = kRows * kPanelColumns;
   using Atom =
@@ -29,7 +30,7 @@ struct SmemTile {
       decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
 
   // What Layout says, in numbers: element (row, column) lies at offset(), as the bits of swizzle()
-  // change places within a page.
+  // change places within a panel.
   ANYFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
     return row * kPanelColumns / 64 % (kPanelColumns / kVector) * kVector;
   }
@@ -40,7 +41,7 @@ struct SmemTile {
     return panel_offset(row, column) + (column % kPanelColumns ^ swizzle(row));
   }
 
-  // Neighbouring threads on neighbouring 16-byte pieces of one page.
+  // Neighbouring threads on neighbouring 16-byte pieces of one panel.
   static constexpr int kThreadsPerRow = kPanelColumns / kVector;
   using Threads =
       cute::Layout<cute::Shape<cute::Int<kThreads / kThreadsPerRow>, cute::Int<kThreadsPerRow>>,

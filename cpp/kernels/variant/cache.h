@@ -47,7 +47,7 @@ ANYFLASH_HOST_DEVICE int table_entry(const KvCacheParams& p, const CachedSequenc
   return s.pages[((s.first_row + key) >> p.page_shift) * p.block_table_stride.col];
 }
 
-ANYFLASH_HOST_DEVICE bool is_slab(const KvCacheParams& p, int64_t entry) {
+ANYFLASH_HOST_DEVICE bool is_slot(const KvCacheParams& p, int64_t entry) {
   return entry >= 0 && entry < p.slots;
 }
 
@@ -55,7 +55,7 @@ ANYFLASH_HOST_DEVICE bool is_slab(const KvCacheParams& p, int64_t entry) {
 ANYFLASH_HOST_DEVICE CacheSlot place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
   const int row = s.first_row + key;
   const int entry = table_entry(p, s, key);
-  const int slot = is_slab(p, entry) ? entry : -1;
+  const int slot = is_slot(p, entry) ? entry : -1;
   return {slot, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
 }
 

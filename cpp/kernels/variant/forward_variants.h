@@ -87,11 +87,11 @@ struct ScoredForward : PlainForward {
     else if (score_mod.covered_by(ScoreOps::kSoftcap)) loop(ScoreOpsTag<ScoreOps::kSoftcap>{});
     else loop(ScoreOpsTag<kOps>{});
   }
-  template <ScoreOps kPart, class Scores, class Prefetched, class Places>
+  template <ScoreOps kScoreOps, class Scores, class Prefetched, class Places>
   ANYFLASH_DEVICE void modify_scores(Scores& scores, const Prefetched& none,
                                      const Places& places) const {
-    score_mod.template apply<kPart, /*kScale=*/false>(scores, none, places.coordinates, places.row0,
-                                                      places.col0);
+    score_mod.template apply<kScoreOps, /*kScale=*/false>(scores, none, places.coordinates,
+                                                          places.row0, places.col0);
   }
 
   ScoreMod score_mod;
@@ -151,28 +151,28 @@ struct GenericForward {
   // Whether the block map keeps a tile of keys.
   ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
   // By a bias.
-  template <ScoreOps kPart>
+  template <ScoreOps kScoreOps>
   ANYFLASH_DEVICE bool may_hide() const {
-    return kPart == ScoreOps::kAll && may_hide_anywhere();
+    return kScoreOps == ScoreOps::kAll && may_hide_anywhere();
   }
 
-  template <bool kEdge, ScoreOps kPart, class Places>
+  template <bool kEdge, ScoreOps kScoreOps, class Places>
   ANYFLASH_DEVICE auto prefetch(const Places& places) const {
     auto biases = cute::make_tensor<uint32_t>(cute::shape(places.coordinates));
-    if constexpr (kPart == ScoreOps::kAll) {
+    if constexpr (kScoreOps == ScoreOps::kAll) {
       score_mod.template prefetch<kEdge>(biases, places.coordinates, places.row0, places.col0);
     }
     return biases;
   }
-  template <ScoreOps kPart, class Scores, class Biases, class Places>
+  template <ScoreOps kScoreOps, class Scores, class Biases, class Places>
   ANYFLASH_DEVICE void modify_scores(Scores& scores, const Biases& biases,
                                      const Places& places) const {
-    score_mod.template apply<kPart, /*kScale=*/true>(scores, biases, places.coordinates,
-                                                     places.row0, places.col0);
+    score_mod.template apply<kScoreOps, /*kScale=*/true>(scores, biases, places.coordinates,
+                                                         places.row0, places.col0);
   }
-  template <ScoreOps kPart, class Scores, class Places>
+  template <ScoreOps kScoreOps, class Scores, class Places>
   ANYFLASH_DEVICE void drop(Scores& scores, const Places& places) const {
-    if (kPart == ScoreOps::kAll && dropout.active()) apply_dropout(scores, dropout, places);
+    if (kScoreOps == ScoreOps::kAll && dropout.active()) apply_dropout(scores, dropout, places);
   }
   template <class Probabilities, class Places>
   ANYFLASH_DEVICE void before_value_block(int, Probabilities&, const Places&) const {}

@@ -78,7 +78,8 @@ def attention_forward(
     if packed:
         if position_bias is not None:
             raise NotImplementedError(
-                f"{_NAME}: position_bias is given with packed sequences; allowed: one of the two"
+                f"{_NAME}: position_bias is given with packed sequences; only one of the two is "
+                "allowed"
             )
         out = _packed(states, ends, numbers | drop)
     elif mask is None:

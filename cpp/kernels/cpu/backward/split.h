@@ -75,8 +75,8 @@ class BlockSplit {
   std::int64_t tiles_ = 0;
 };
 
-// Where there are enough of them to keep all threads busy, a task takes a whole sequence of a kv
-// head, and each tile is made once, for dK, dV and dQ. That needs memory for sums of dQ, so many
+// A task takes a whole sequence of a kv head where there are enough of these to keep all threads
+// busy. Each tile is then made once, for dK, dV and dQ. That needs memory for sums of dQ, so many
 // rows of them (0: tasks are blocks). Both ways make the same sums.
 template <typename T>
 std::int64_t whole_rows(const BackwardParams& p, int threads) {

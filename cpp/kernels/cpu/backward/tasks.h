@@ -1,7 +1,7 @@
 // The tasks of the backward: blocks of keys make dK and dV, blocks of rows make dQ, tiles of dbias
-// make that. Each sum is made by one task in an order of its own, so that results depend neither on
-// the number of threads, nor on the number of blocks in a task, nor on other sequences (unless they
-// are summed over).
+// make that. Each sum is made by one task in an order of its own. So results depend neither on the
+// number of threads, nor on the number of blocks in a task, nor on other sequences (unless they are
+// summed over).
 #pragma once
 
 #include <cstdint>

@@ -6,9 +6,9 @@
 //   dS = P (kept dO.v - delta)
 //   dS0 = dS (1 - (s1 / softcap)^2)
 //
-// Tiles are (keys, rows), rows in lanes: S^T = K Q^T, dP^T = V dO^T. What is hidden (by position,
-// by a bias of -inf, or because the row saw no key) has dS = 0 and a probability of -0, by which a
-// product can tell it from a visible key (cpu/backward/products.h).
+// Tiles are (keys, rows), rows in lanes: S^T = K Q^T, dP^T = V dO^T. A key is hidden by its
+// position, by a bias of -inf, or because the row saw no key. It has dS = 0 and a probability of
+// -0, by which a product can tell it from a visible one (cpu/backward/products.h).
 #pragma once
 
 #include <cstdint>

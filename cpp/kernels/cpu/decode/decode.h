@@ -72,7 +72,7 @@ class DecodeRunner {
       rows_.begin(task, cached, split, row, rest < most ? static_cast<int>(rest) : most);
       if (keys.begin == keys.end && splits_ > 1) {
         rows_.finish_empty();
-      } else if (task.thin) {
+      } else if (task.single_row) {
         ThinTask<CacheRows<E>>(rows_).run();
       } else {
         PanelTask<CacheRows<E>>(rows_).run();

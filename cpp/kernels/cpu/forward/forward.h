@@ -8,7 +8,7 @@
 //     P     = 0 where dropout drops            dropped.h
 //     O     = alpha O + P V                    hidden keys add nothing
 //     m     = m'
-// and at the end, with a sink z (-inf: none) and dropout's p (rows.h)
+// and at the end, with a sink z (-inf: none) and dropout's p (query_rows.h)
 //     l     = l + e^(z - m)
 //     out   = O / (l (1 - p)),  lse = m + ln l.
 // Where nothing is done to q.k but the scale, S and m are in units of log2 e, so that the
@@ -20,8 +20,8 @@
 // (cpu/forward/single_row.h).
 //
 // What a row gets depends on its own scores, on the block borders (multiples of kPanelKeys) and on
-// whether its sequence is a thin one (seqlen_q, heads / heads_k), hence neither on the other rows,
-// nor on the batch, nor on the number of threads.
+// whether its sequence goes row by row (seqlen_q, heads / heads_k). It depends neither on the other
+// rows, nor on the batch, nor on the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +54,7 @@ class TaskRunner {
     for (std::int64_t row = task.first_row; row < task.end_row; row += most) {
       const std::int64_t rest = task.end_row - row;
       rows_.begin(task, row, rest < most ? static_cast<int>(rest) : most);
-      if (task.thin) {
+      if (task.single_row) {
         ThinTask<TaskRows<E>>(rows_).run();
       } else {
         PanelTask<TaskRows<E>>(rows_).run();

@@ -65,8 +65,8 @@ class ThinTask {
   void visit(int r, int block, const Keys& k, const Keys& v, int begin, int end) {
     if (begin >= end) return;
     T* const s = scratch_.s;
-    thin_scores(scratch_.q + r * std::int64_t{padded_dim()}, k, padded_dim(), scale_, begin, end,
-                s);
+    single_row_scores(scratch_.q + r * std::int64_t{padded_dim()}, k, padded_dim(), scale_, begin,
+                      end, s);
     if (natural_) modify_row(rows_.modifier, scratch_.rows[r], block, begin, end, s);
     const int first = begin / S::kLanes * S::kLanes;
     const int last = round_up(end, S::kLanes);
@@ -105,9 +105,9 @@ class ThinTask {
     }
     T* const o = scratch_.o + r * std::int64_t{padded_dim_v()};
     if (S::any_equal(least, kHiddenKey<T>)) {
-      thin_output<true>(v, s, begin, end, alpha, o, padded_dim_v());
+      single_row_output<true>(v, s, begin, end, alpha, o, padded_dim_v());
     } else {
-      thin_output<false>(v, s, begin, end, alpha, o, padded_dim_v());
+      single_row_output<false>(v, s, begin, end, alpha, o, padded_dim_v());
     }
   }
 

@@ -4,8 +4,8 @@
 // instructions (x86, NEON, or another CPU's). Without them a vector is one scalar, and the same
 // source still compiles.
 //
-// Each unit is compiled with flags of its own. So that the linker never picks an AVX-512 copy of an
-// inline function for a unit that runs on an older CPU, all of this lives in a namespace named
+// Each unit is compiled with flags of its own. The linker must never pick an AVX-512 copy of an
+// inline function for a unit that runs on an older CPU. So all of this lives in a namespace named
 // after the instruction set, and no std:: template is used here.
 #pragma once
 

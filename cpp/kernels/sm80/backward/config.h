@@ -19,9 +19,10 @@ struct BackwardConfig {
   int query_parts = 1;
   bool reload_v = false;   // P and dS lie where V was, which comes again with every tile of rows
   bool ping_pong = false;  // two groups of warps take the tiles alternately (pingpong.h)
-  // What stays in registers, where some are left: the sequence's lengths (else each use reads them
-  // from shared memory), a thread's addresses in P and dS, and all of its addresses in the
-  // products' operands (else each product makes them from one).
+  // What stays in registers, where some are left:
+  // - the sequence's lengths; else each use reads them from shared memory;
+  // - a thread's addresses in P and dS;
+  // - all of its addresses in the products' operands; else each product makes them from one.
   bool keep_sequence = false;
   bool keep_store_addresses = true;
   bool keep_operand_addresses = true;

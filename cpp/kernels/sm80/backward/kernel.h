@@ -17,7 +17,7 @@ namespace anyflash::sm80 {
 
 // Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
 // heads_per_l2_section; within a section the first blocks, which most rows see, start first. (The
-// forward's LptTileScheduler gains nothing here: CONTRIBUTING, Speed.)
+// forward's LptTileScheduler gains nothing here.)
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
   const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;

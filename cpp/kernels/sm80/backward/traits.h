@@ -32,7 +32,8 @@ struct BackwardTraits {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr bool kPingPong = kConfig.ping_pong;
-  // What an iteration of the loop takes: where groups take turns, a tile of rows of each.
+  // What an iteration of the loop takes. In ping-pong, that is a tile of rows of each group of
+  // warps.
   static constexpr Tile kRound{kPingPong ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
   // Those that share a tile of rows.
   static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;

@@ -1,6 +1,6 @@
 // Decoding: attention of a few queries to a cache of keys and values (Flash-Decoding,
-// https://crfm.stanford.edu/2023/10/12/flashdecoding.html), one CTA a split of the keys of a tile
-// of rows, which are the queries and heads that share a head of K and V.
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Rows are the queries and heads that
+// share a head of K and V. A CTA takes a tile of rows and one split of their keys.
 #pragma once
 
 #include <cute/tensor.hpp>

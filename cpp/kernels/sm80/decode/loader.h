@@ -65,7 +65,7 @@ class CacheLoader {
   }
   using Coordinates = decltype(coordinates(0));
   static constexpr int kRows = decltype(cute::size<1>(Coordinates{}))::value;
-  static constexpr int kPages = decltype(cute::size<2>(Coordinates{}))::value;
+  static constexpr int kPanels = decltype(cute::size<2>(Coordinates{}))::value;
   static constexpr int kUnits = sizeof(Element) / sizeof(Unit);
 
  public:
@@ -89,7 +89,7 @@ class CacheLoader {
   // Asks where this thread's keys of a tile lie; tiles count from the split's first key. The
   // table's answer takes as long as memory does, so this runs a tile ahead of load(), and does not
   // look at it.
-  ANYFLASH_DEVICE void find(int tile) {
+  ANYFLASH_DEVICE void prefetch_table(int tile) {
     first_key_ = keys_.begin + tile * Traits::kBlockN;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -99,15 +99,15 @@ class CacheLoader {
     }
   }
 
-  // Starts to load the tile that find() was called for.
+  // Starts to load the tile that prefetch_table() was called for.
   ANYFLASH_DEVICE void load(typename Traits::Buffers& buffers, int stage) const {
     load_tile(k_, buffers.k[stage]);
     load_tile(v_, buffers.v[stage]);
     if constexpr (Traits::k8Bit) {
-      if (by_slab(params_.k_scale)) {
+      if (has_scale_per_slot(params_.k_scale)) {
         load_scales(k_scale_, params_.k_scale.stride.batch, buffers.k_scale[stage]);
       }
-      if (by_slab(params_.v_scale)) {
+      if (has_scale_per_slot(params_.v_scale)) {
         load_scales(v_scale_, params_.v_scale.stride.batch, buffers.v_scale[stage]);
       }
     }
@@ -120,8 +120,8 @@ class CacheLoader {
       const float v_scale = v_scale_ == nullptr ? 1.0f : *v_scale_;
       for (int stage = 0; stage < Traits::kStages; ++stage) {
         for (int key = threadIdx.x; key < Traits::kBlockN; key += Traits::kThreads) {
-          if (!by_slab(params_.k_scale)) buffers.k_scale[stage][key] = k_scale;
-          if (!by_slab(params_.v_scale)) buffers.v_scale[stage][key] = v_scale;
+          if (!has_scale_per_slot(params_.k_scale)) buffers.k_scale[stage][key] = k_scale;
+          if (!has_scale_per_slot(params_.v_scale)) buffers.v_scale[stage][key] = v_scale;
         }
       }
     }
@@ -161,37 +161,37 @@ class CacheLoader {
     auto tXsX = pieces(tile);
     if (source.vectors) {
       const Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element> atom;
-      for_each_piece(source, [&](const Unit* row, int i, int page, int first, int columns) {
+      for_each_piece(source, [&](const Unit* row, int i, int panel, int first, int columns) {
         auto gmem = make_tensor(make_gmem_ptr(reinterpret_cast<const Element*>(row + first)),
                                 Layout<Int<Traits::TileKv::kVector>>{});
-        copy(atom.with(first < columns), gmem, tXsX(_, i, page));
+        copy(atom.with(first < columns), gmem, tXsX(_, i, panel));
       });
     } else {
-      for_each_piece(source, [&](const Unit* row, int i, int page, int first, int columns) {
-        load_elements<Unit>(row, source.stride.col, first, columns, &tXsX(0, i, page));
+      for_each_piece(source, [&](const Unit* row, int i, int panel, int first, int columns) {
+        load_elements<Unit>(row, source.stride.col, first, columns, &tXsX(0, i, panel));
       });
     }
   }
 
-  // Calls function(row, i, page, its first column, columns that exist) for this thread's pieces.
+  // Calls function(row, i, panel, its first column, columns that exist) for this thread's pieces.
   template <class Function>
   ANYFLASH_DEVICE void for_each_piece(const CacheHead<Unit>& source,
                                       const Function& function) const {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const bool exists = is_slab(params_, entry_[i]);
+      const bool exists = is_slot(params_, entry_[i]);
       const int key = first_key_ + cute::get<0>(coordinates_(0, i, 0));
       const Unit* const row =
           source.row(exists ? entry_[i] : 0, (sequence_.first_row + key) & row_mask_);
       const int columns = exists ? source.columns : 0;
       CUTE_UNROLL
-      for (int page = 0; page < kPages; ++page) {
-        function(row, i, page, cute::get<1>(coordinates_(0, i, page)) * kUnits, columns);
+      for (int panel = 0; panel < kPanels; ++panel) {
+        function(row, i, panel, cute::get<1>(coordinates_(0, i, panel)) * kUnits, columns);
       }
     }
   }
 
-  static ANYFLASH_DEVICE bool by_slab(const BroadcastTensor& scale) {
+  static ANYFLASH_DEVICE bool has_scale_per_slot(const BroadcastTensor& scale) {
     return scale.data != nullptr && scale.stride.batch != 0;
   }
 
@@ -210,7 +210,7 @@ class CacheLoader {
         at = cute::get<0>(coordinates_(0, i, 0));
       }
       if (at < 0) continue;  // fewer rows than threads
-      const bool exists = is_slab(params_, entry);
+      const bool exists = is_slot(params_, entry);
       cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(scale[exists ? entry * stride : 0],
                                                          target[at], exists);
     }

@@ -43,16 +43,16 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
                                block.query(existing) * a.q_stride.row +
                                block.head(existing) * a.q_stride.head;
     CUTE_UNROLL
-    for (int page = 0; page < size<2>(tQsQ); ++page) {
-      const int first = get<1>(tQcQ(0, i, page));
+    for (int panel = 0; panel < size<2>(tQsQ); ++panel) {
+      const int first = get<1>(tQcQ(0, i, panel));
       const int columns = exists ? a.head_dim : 0;
       if (vectors) {
         auto gmem = make_tensor(make_gmem_ptr(reinterpret_cast<const Element*>(source + first)),
                                 Layout<Int<TileQ::kVector>>{});
         copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{}.with(first < columns),
-             gmem, tQsQ(_, i, page));
+             gmem, tQsQ(_, i, panel));
       } else {
-        load_elements<uint16_t>(source, a.q_stride.col, first, columns, &tQsQ(0, i, page));
+        load_elements<uint16_t>(source, a.q_stride.col, first, columns, &tQsQ(0, i, panel));
       }
     }
   }
@@ -234,14 +234,14 @@ template <class Traits>
 ANYFLASH_DEVICE void start_loads(const KvCacheParams& params, const DecodeWorkTile& block,
                                  typename Traits::SharedStorage& smem, CacheLoader<Traits>& loader,
                                  int tiles) {
-  loader.find(0);
+  loader.prefetch_table(0);
   loader.fill_scales(smem.buffers);
   load_queries<Traits>(params, block, smem);
   CUTE_UNROLL
   for (int stage = 0; stage < Traits::kStages - 1; ++stage) {
     if (stage < tiles) {
       loader.load(smem.buffers, stage);
-      loader.find(stage + 1);
+      loader.prefetch_table(stage + 1);
     }
     cute::cp_async_fence();
   }
@@ -283,7 +283,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
     __syncthreads();  // tile n is there; every warp has done with the tile before
     if (n + kStages - 1 < tiles) {
       loader.load(smem.buffers, stage == 0 ? kStages - 1 : stage - 1);
-      loader.find(n + kStages);
+      loader.prefetch_table(n + kStages);
     }
     cp_async_fence();
 

@@ -71,9 +71,9 @@ ANYFLASH_DEVICE void hide_keys(Scores& scores, const Coordinates& coordinates,
   }
 }
 
-// P becomes P * v_scale / unit, where unit is the largest scale so far of keys that weigh anything
-// in this thread's rows, so that small scales do not take P to where float16 is coarse; O counts in
-// units of it. A hidden key's scale may be anything, also NaN.
+// P becomes P * v_scale / unit, and O counts in such units. `unit` is the largest scale so far of
+// keys that weigh anything in this thread's rows. So small scales do not take P to where float16 is
+// coarse. A hidden key's scale may be anything, also NaN.
 template <class Scores, class Coordinates, class Out>
 ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coordinates, Out& out,
                                   const float* scales, float& unit) {

@@ -68,8 +68,8 @@ struct DecodeTraits {
                      cute::Tile<cute::Int<kBlockM>, cute::_16, cute::_16>>;
   using LoadPair = cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>;
 
-  // 8-bit K: a lane gets four neighbouring columns of every 16 at once, which mma.sync takes for
-  // the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9; Q is read in the same order.
+  // 8-bit K: a lane gets four neighbouring columns of every 16 at once. mma.sync takes them for the
+  // columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q is read in the same order.
   using QColumns = std::conditional_t<
       k8Bit,
       cute::Layout<cute::Shape<cute::_2, cute::_4, cute::_2, cute::Int<kHeadDim / 16>>,

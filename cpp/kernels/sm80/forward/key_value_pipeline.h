@@ -74,9 +74,9 @@ class KeyTileLoader {
   ColumnGuard<decltype(cute::size<2>(Target{}))::value> columns_;
 };
 
-// With one buffer each for K and V, a tile of K arrives while P V of the tile before runs, its tile
-// of V while its Q K^T does; with two, both during all of the tile before. Waits are for everything
-// that is on its way, so that a commit means something to ptxas only
+// With one buffer each for K and V, a tile of K arrives while P V of the tile before runs. Its tile
+// of V arrives while its Q K^T runs. With two, both arrive during all of the tile before. Waits are
+// for everything that is on its way, so that a commit means something to ptxas only
 // (ForwardConfig::commits_after_k).
 template <class Traits>
 class KeyValuePipeline {

@@ -77,7 +77,7 @@ ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::Share
     forward_mainloop<Traits>(stages, VisibleKeys(mask, block.first_row), range, acc_o, softmax);
     forward_epilogue<Traits, Variant>(params, block, stages, output, acc_o, softmax);
   });
-  stages.end_turns();
+  stages.end_ping_pong();
   output.wait_read();  // shared memory is given back at the end
 }
 

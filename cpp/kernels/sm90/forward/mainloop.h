@@ -43,12 +43,12 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Visib
   // `next`: the tile after this one, -1 for none.
   const auto step = [&](auto masked, int next) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
-    stages.wait_turn();
+    stages.wait_ping_pong();
     stages.issue_scores(acc_s);
     rescale.apply(out);
     stages.wait_values(was_masked);
     stages.issue_values(acc_o, p);
-    stages.pass_turn();
+    stages.pass_ping_pong();
     stages.template land_scores<1>(acc_s);
     if constexpr (kMasked) stages.mask_scores(acc_s, visible, tile);
     rescale = softmax.move_references(scores);

@@ -77,7 +77,8 @@ class ForwardStages {
 
   ANYFLASH_DEVICE ForwardStages(typename Traits::SharedStorage& smem, int warpgroup)
       : smem_(smem), warpgroup_(warpgroup) {
-    if (kPingPong && warpgroup == 0) arrive_named(turn_of(0), kTurnThreads);  // the first turn
+    // The first turn.
+    if (kPingPong && warpgroup == 0) arrive_named(ping_pong_barrier(0), kPingPongThreads);
   }
 
   ANYFLASH_DEVICE void wait_queries() { smem_.q_full.wait(q_place_.parity()); }
@@ -167,18 +168,18 @@ class ForwardStages {
   ANYFLASH_DEVICE void keep_before_wait(AccS& acc_s) { pin_registers<size(AccS{})>(acc_s.data()); }
 
   // Warpgroups issue their products in turns where the schedule is ping-pong.
-  ANYFLASH_DEVICE void wait_turn() {
-    if (kPingPong) sync_named(turn_of(warpgroup_), kTurnThreads);
+  ANYFLASH_DEVICE void wait_ping_pong() {
+    if (kPingPong) sync_named(ping_pong_barrier(warpgroup_), kPingPongThreads);
   }
-  ANYFLASH_DEVICE void pass_turn() {
+  ANYFLASH_DEVICE void pass_ping_pong() {
     const int next = warpgroup_ + 1 < Traits::kConsumers ? warpgroup_ + 1 : 0;
-    if (kPingPong) arrive_named(turn_of(next), kTurnThreads);
+    if (kPingPong) arrive_named(ping_pong_barrier(next), kPingPongThreads);
   }
 
   // After the last block, the first warpgroup takes what the last one passed: no barrier is left in
   // the middle of a phase.
-  ANYFLASH_DEVICE void end_turns() {
-    if (warpgroup_ == 0) wait_turn();
+  ANYFLASH_DEVICE void end_ping_pong() {
+    if (warpgroup_ == 0) wait_ping_pong();
   }
 
   // Whether the guard took NaN or infinity out of a tile of V since the last call.
@@ -189,9 +190,9 @@ class ForwardStages {
   }
 
  private:
-  static constexpr int kTurnThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
-  ANYFLASH_DEVICE static int turn_of(int warpgroup) {
-    return static_cast<int>(NamedBarrier::kTurn) + warpgroup;
+  static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
+  ANYFLASH_DEVICE static int ping_pong_barrier(int warpgroup) {
+    return static_cast<int>(NamedBarrier::kPingPong) + warpgroup;
   }
 
   ANYFLASH_DEVICE void release(Mbarrier& empty) {
