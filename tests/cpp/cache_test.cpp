@@ -99,7 +99,7 @@ void check_places() {
   CHECK_EQ(cached_sequence(p, 0).slot, -1);
 }
 
-void check_slabs() {
+void check_slots() {
   KvCacheParams p = params();
   for (const int64_t entry : {0, 1, 3}) CHECK(is_slot(p, entry));
   for (const int64_t entry : {-1, 4, INT_MIN, INT_MAX}) CHECK(!is_slot(p, entry));
@@ -223,7 +223,7 @@ int main() {
   check_lengths();
   check_rotations();
   check_places();
-  check_slabs();
+  check_slots();
   check_pages();
   check_even_splits();
   check_fixed_splits();

@@ -29,8 +29,8 @@ struct KvCall {
   KvCacheOptions cache;
 };
 
-// Batch 2, seqlen_q 3, heads 4 and 2, head_dim 8 and head_dim_v 3, a cache of 3 sequences with room
-// for 16 rows, of which 9 and 4 are filled; 2 are appended.
+// Batch 2, seqlen_q 3, heads 4 and 2, head_dim 8 and head_dim_v 3. The cache holds 3 sequences with
+// room for 16 rows, of which 9 and 4 are filled; 2 are appended.
 struct Appending : KvCall {
   Appending() {
     q = q_memory.view;

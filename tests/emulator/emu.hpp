@@ -3,12 +3,12 @@
 // The kernels are the ones nvcc compiles, unchanged. Names that nvcc would know by itself come from
 // here and from intrinsics.hpp; the atoms of CuTe that would be inline assembly come from the
 // shadow headers in include/. Include this file before anything of CuTe or CUTLASS, or force it
-// with
-// `-include emu.hpp`.
+// with `-include emu.hpp`.
 //
-// What the emulator is stricter about than a GPU, because a correct kernel never needs it: a thread
-// that has ended does not count as having arrived at a barrier, blocks are made of whole warps, and
-// a barrier is reached from one place in the source by all lanes of a warp.
+// The emulator is stricter than a GPU about what a correct kernel never needs:
+// - A thread that has ended does not count as having arrived at a barrier.
+// - Blocks are made of whole warps.
+// - A barrier is reached from one place in the source by all lanes of a warp.
 #pragma once
 
 #if defined(__CUDACC__)

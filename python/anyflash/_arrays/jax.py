@@ -21,8 +21,7 @@ class Jax(Immutable):
         jax = sys.modules["jax"]
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
-                "is a JAX tracer; anyflash does not run inside jax.jit, grad or vmap yet, on "
-                f"concrete arrays only; {gradients}"
+                f"is a JAX tracer; use anyflash.jax inside jax.jit, grad or vmap; {gradients}"
             )
         devices = x.devices()
         if len(devices) != 1 or next(iter(devices)).platform != "cpu":
