@@ -36,9 +36,15 @@ inline TensorMapEncoder tensor_map_encoder() {
   static const auto encoder = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
     check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                 cudaEnableDefault, &result),
                "cudaGetDriverEntryPointByVersion");
+#else  // deprecated since
+    check_cuda(
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result),
+        "cudaGetDriverEntryPoint");
+#endif
     if (result != cudaDriverEntryPointSuccess || function == nullptr) {
       throw Error(ErrorCode::kDevice, "the driver has no cuTensorMapEncodeTiled");
     }
