@@ -49,6 +49,8 @@ test: begin environment install build-test lint check-cpp check-sass check-emula
 	@awk 'NR == 1 {first = $$2} NR > 1 {printf "%-16s%6d s\n", $$1, $$2 - last} {last = $$2} \
 	  END {printf "%-16s%6d s\n", "all", last - first}' build/stages
 
+# Stages follow one another, so that their times mean something.
+.NOTPARALLEL:
 begin:
 	@rm -f build/stages
 	$(DONE)

@@ -30,7 +30,7 @@ struct BackwardPlan::State : KernelPlan {
     const bool rows = a.batch > 0 && (a.seqlen_q > 0 || a.seqlen_k > 0);
     empty = !rows && !has_elements(wanted.dbias) && !has_elements(wanted.dsinks) &&
             !has_elements(wanted.dalibi_slopes);
-    if (gpu != nullptr) plan_copies(t);
+    if (on_gpu) plan_copies(t);
     reserve_scratch(kernel->backward, params);
   }
 
@@ -101,7 +101,7 @@ void BackwardPlan::run(Workspace workspace, void* stream) const {
   if (state.empty) return;
 
   const LaunchContext context = state.context(base, stream);
-  if (state.gpu != nullptr) {
+  if (state.on_gpu) {
     const DeviceGuard guard(state.device.index);
     state.launch_on_gpu(context, base);
   } else {

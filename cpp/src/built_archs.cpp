@@ -48,7 +48,10 @@ std::string names_of_built_archs() {
 std::string remedy(int compute_capability) {
   constexpr int kOldest = 80;
   if (compute_capability < kOldest) return "GPUs of compute capability 8.0 or later can be used";
-  return "build it with ANYFLASH_ARCHS=" + std::to_string(compute_capability) +
+  const std::string arch = std::to_string(compute_capability);
+  constexpr int kHopper = 90;  // has kernels of its own
+  return "build it with ANYFLASH_ARCHS=" +
+         (compute_capability == kHopper ? "'" + arch + ";" + arch + "a'" : arch) +
          ", or install a newer release";
 }
 

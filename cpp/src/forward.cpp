@@ -18,7 +18,7 @@ struct ForwardPlan::State : KernelPlan {
     // Packed sequences: seqlen_q is not larger than total_q.
     empty = a.batch == 0 || a.seqlen_q == 0;
     if (options.dropout_mask != nullptr) dropout_mask = *options.dropout_mask;
-    if (gpu != nullptr) plan_copies(t);
+    if (on_gpu) plan_copies(t);
     reserve_scratch(kernel->forward, params);
   }
 
@@ -83,7 +83,7 @@ void ForwardPlan::run(Workspace workspace, void* stream) const {
 
   const LaunchContext context = state.context(base, stream);
   const bool fills = state.dropout_mask.data != nullptr || params.max_logits != nullptr;
-  if (state.gpu != nullptr) {
+  if (state.on_gpu) {
     const DeviceGuard guard(state.device.index);
     if (fills) fill_side_outputs(state.side_outputs(), stream);
     if (!state.empty) state.launch_on_gpu(context, base);

@@ -20,8 +20,8 @@ struct KvCachePlan::State : KernelPlan {
     rotates_q = append.rotary_cos.data != nullptr && !empty;
     appends = params.attention.batch > 0 && params.seqlen_new > 0;
     if (params.num_splits == 0) {
-      params.num_splits =
-          gpu != nullptr ? splits_for(*gpu) : decode_num_splits_on_cpu(params.attention);
+      params.num_splits = on_gpu ? splits_for(device_properties(device.index))
+                                 : decode_num_splits_on_cpu(params.attention);
     }
     decode = params;
     if (rotates_q) reserve_rotated_q(bytes_of(t.q.dtype));
@@ -50,7 +50,7 @@ struct KvCachePlan::State : KernelPlan {
     KvCacheParams attended = decode;
     if (rotates_q) attended.attention.q = appended.rotated_q = workspace + rotated_q_offset;
     if (appends || rotates_q) {
-      if (gpu != nullptr) {
+      if (on_gpu) {
         append_to_cache(appended, context.stream);
       } else {
         append_to_cache_on_cpu(appended, context.num_threads);
@@ -83,7 +83,7 @@ void KvCachePlan::run(Workspace workspace, void* stream) const {
   if (state.checks_lengths) check_kvcache_lengths(state.append, state.device, stream);
 
   const LaunchContext context = state.context(base, stream);
-  if (state.gpu != nullptr) {
+  if (state.on_gpu) {
     const DeviceGuard guard(state.device.index);
     state.launch(context, base);
   } else {

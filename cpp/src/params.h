@@ -129,7 +129,7 @@ struct BackwardParams {
   bool deterministic = false;
 };
 
-// Attention to a cache (attention.h: forward_with_kvcache). k and v are the cache, their strides'
+// Attention to a cache (attention.h: KvCachePlan). k and v are the cache, their strides'
 // `batch` that of a page or of a sequence; seqlen_k is the capacity, a bound of every length.
 // variant/cache.h says where a key lies.
 struct KvCacheParams {

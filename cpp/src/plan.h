@@ -14,8 +14,10 @@ namespace anyflash {
 
 struct KernelPlan {
   const KernelDescriptor* kernel = nullptr;
-  const DeviceProperties* gpu = nullptr;  // null: the CPU
   Device device;
+  bool on_gpu = false;
+  int multiprocessors = 0;
+  int compute_capability = 0;
   int num_threads = 1;          // CPU: at most
   bool checks_lengths = false;  // before each run
   bool empty = false;           // nothing to launch
@@ -26,9 +28,9 @@ struct KernelPlan {
   LaunchContext context(char* workspace, void* stream) const {
     LaunchContext context;
     context.num_threads = num_threads;
-    if (gpu != nullptr) {
-      context.multiprocessors = gpu->multiprocessors;
-      context.compute_capability = gpu->compute_capability;
+    if (on_gpu) {
+      context.multiprocessors = multiprocessors;
+      context.compute_capability = compute_capability;
     }
     context.stream = stream;
     context.scratch = workspace + scratch_offset;
@@ -40,12 +42,15 @@ struct KernelPlan {
   void select(const Problem& problem, const ForwardOptions& options) {
     kernel = &select_kernel(problem);
     device = problem.device;
-    if (kernel->family->is_gpu()) {
-      gpu = &device_properties(device.index);
+    on_gpu = kernel->family->is_gpu();
+    if (on_gpu) {
+      const DeviceProperties& gpu = device_properties(device.index);
+      multiprocessors = gpu.multiprocessors;
+      compute_capability = gpu.compute_capability;
     } else {
       num_threads = options.num_threads > 0 ? options.num_threads : default_threads();
     }
-    checks_lengths = gpu == nullptr || options.validate;
+    checks_lengths = !on_gpu || options.validate;
   }
 
   // `empty`, and params as the kernel reads them, must be known.

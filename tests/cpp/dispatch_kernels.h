@@ -18,8 +18,12 @@ constexpr KernelFamily family_of(const char* name, ComputeCapabilities gpus, int
 }
 constexpr KernelFamily kCpuFamily = family_of("cpu", {});
 constexpr KernelFamily kSm80Family = family_of("sm80", {80, INT_MAX});
-// One that a later GPU alone has, and that it prefers.
-constexpr KernelFamily kSm90Family = family_of("sm90", {90, 90}, 1, true);
+// One that a later GPU alone has, and that it prefers where the scale is positive.
+constexpr KernelFamily kSm90Family = [] {
+  KernelFamily family = family_of("sm90", {90, 90}, 1, true);
+  family.needs_positive_scale = true;
+  return family;
+}();
 
 constexpr KernelDescriptor sm80_row(const char* name, int head_dim, int head_dim_v,
                                     unsigned features, std::size_t smem_bytes,

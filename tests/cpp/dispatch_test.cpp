@@ -198,6 +198,10 @@ void check_families() {
   CHECK_EQ(selected(64, 64, 0), "sm90_d112");
   CHECK_EQ(selected(192, 192, 0), "d192");               // none for these head dims,
   CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");  // or with these features
+  Problem negative{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, 128, 128,
+                   kNoFeatures,  CpuIsa::kAuto};
+  negative.positive_scale = false;
+  CHECK_EQ(std::string(select_kernel(negative).name), "d128");
   gpu.smem_per_block = 163840;
   CHECK_EQ(selected(64, 64, 0), "sm90_d128");
   for (const int other : {80, 89, 99}) {

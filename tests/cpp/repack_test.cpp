@@ -40,6 +40,8 @@ namespace {
 
 // Pieces of 16 bytes, and offsets within a tile that fit in 32 bits.
 constexpr InputRules kRules{16, INT32_MAX / 256};
+// And strides that are unsigned.
+constexpr InputRules kPositiveRules{16, INT64_MAX, true};
 constexpr std::size_t kPrevious = 512;  // of the workspace, taken by others
 
 // 2 batches, 3 rows, 2 heads of 8 columns, bfloat16.
@@ -51,9 +53,9 @@ struct Contiguous {
     view.shape = {2, 3, 2, 8};
     view.stride = {48, 16, 8, 1};
   }
-  bool fits() const {
+  bool fits(const InputRules& rules = kRules) const {
     std::size_t total = kPrevious;
-    const bool needed = plan_repack(view, kRules, total).needed;
+    const bool needed = plan_repack(view, rules, total).needed;
     CHECK_EQ(total > kPrevious, needed);
     return !needed;
   }
@@ -76,6 +78,16 @@ void check_fits() {
     CHECK(!odd.fits());
     odd.view.shape[axis] = 1;  // then the stride means nothing
     CHECK(odd.fits());
+  }
+  for (const int axis : {0, 1, 2}) {
+    for (const int64_t stride : {0, -16}) {
+      Contiguous turned;
+      CHECK(turned.fits(kPositiveRules));
+      turned.view.stride[axis] = stride;
+      CHECK(!turned.fits(kPositiveRules));
+      turned.view.shape[axis] = 1;
+      CHECK(turned.fits(kPositiveRules));
+    }
   }
   Contiguous columns;
   columns.view.stride[3] = 2;

@@ -130,7 +130,10 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
   for (int axis = 0; axis < kRank; ++axis) {
     ok = ok && extent[axis] >= 1 && extent[axis] <= uint64_t{1} << 32 && box[axis] >= 1 &&
          box[axis] <= 256 && steps[axis] == 1;
-    if (axis > 0) ok = ok && stride[axis - 1] % 16 == 0 && stride[axis - 1] < uint64_t{1} << 40;
+    if (axis == 0) continue;
+    const uint64_t bytes = stride[axis - 1];
+    // Of 0 nobody knows yet.
+    ok = ok && bytes > 0 && bytes % 16 == 0 && bytes < uint64_t{1} << 40;
   }
   if (!ok) return CUDA_ERROR_INVALID_VALUE;
   TensorMap result = {kMagic, box[1], static_cast<unsigned char*>(data), {}, {}};

@@ -13,7 +13,7 @@ from anyflash.bench._report import geometric_mean
 LEAST_GAIN = 1.02  # below, noise decides
 
 
-SIZES = ("small grid", "short", "long")  # ProblemSize of kernel_table.h
+SIZES = ("small grid", "short", "long")  # ProblemSize of tuned_tiles.h
 
 
 class Key(NamedTuple):

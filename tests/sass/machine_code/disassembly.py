@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .instructions import Instruction
 
-HOW_TO_INSTALL = "pip install -r tests/sass/requirements.txt"
+HOW_TO_INSTALL = "pip install -r tests/requirements/sass.txt"
 
 
 class DisassemblyError(Exception):

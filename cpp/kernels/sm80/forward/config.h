@@ -8,7 +8,7 @@ namespace anyflash::sm80 {
 // A TileConfig (kernel_descriptor.h) says whose shared memory a kernel is made for: an A100's 164
 // KB (kDefault), the 100 KB of consumer GPUs (kCompact: compute capability 8.6, 8.9 and 12.0), or
 // the 228 KB of 9.0 and 10.0 (kWide). What fits little memory also serves small problems:
-// dispatch.cpp takes the forward's smaller tiles where larger ones would leave multiprocessors
+// select_gpu.cpp takes the forward's smaller tiles where larger ones would leave multiprocessors
 // idle, and any that was measured to be faster.
 struct ForwardConfig {
   // Which kernels have it: those with these features and head dims of at most so much.

@@ -24,11 +24,12 @@ ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int i
 }
 
 // Calls work(block, mask, range) for each of this CTA's blocks of rows, in the same order for all
-// of its warps.
+// of its warps. Unsigned: the last index and a grid's size may add up to more than 2^31.
 template <class Traits, class Work>
 ANYFLASH_DEVICE void for_each_block(const ForwardLaunch& params, const Work& work) {
-  for (int index = blockIdx.x; index < params.blocks; index += gridDim.x) {
-    const ForwardWorkTile block = forward_block<Traits::kBlockM>(params, index);
+  const auto blocks = static_cast<unsigned>(params.blocks);
+  for (unsigned index = blockIdx.x; index < blocks; index += gridDim.x) {
+    const ForwardWorkTile block = forward_block<Traits::kBlockM>(params, static_cast<int>(index));
     const Sequence& sequence = block.sequence;
     if (block.first_row >= sequence.seqlen_q) continue;  // shorter than the longest
     const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);

@@ -39,10 +39,13 @@ void make_tensor_maps(ForwardLaunch& launch) {
   keys.rows = packed ? a.total_k : a.seqlen_k;
   keys.heads = a.heads_k;
   keys.box_rows = Traits::kBlockN;
-  const bool any = keys.rows > 0;  // if not, the pointers may be null
-  launch.k_map = make_tensor_map(any ? a.k : a.q, a.k_stride, keys);
-  keys.columns = a.head_dim_v;
-  launch.v_map = make_tensor_map(any ? a.v : a.q, a.v_stride, keys);
+  if (keys.rows == 0) {  // nothing is loaded, and pointers and strides may be anything
+    launch.k_map = launch.v_map = launch.q_map;
+  } else {
+    launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
+    keys.columns = a.head_dim_v;
+    launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
+  }
 
   if (launch.out_dtype == DType::kFloat32) return;
   TensorMapShape outputs = queries;
@@ -59,14 +62,6 @@ inline int64_t forward_ctas(const Attention& a, int64_t blocks, const LaunchCont
   return bounded ? blocks : std::min<int64_t>(blocks, context.multiprocessors);
 }
 
-// Coordinates of TMA have 32 bits.
-inline void check_packed_rows(const char* name, int64_t total) {
-  if (total <= INT32_MAX) return;
-  throw Error(ErrorCode::kUnsupported,
-              std::string(name) + " has " + std::to_string(total) +
-                  " packed rows; the sm90 kernels take at most 2147483647");
-}
-
 // softmax_scale is positive. `ctas`: at most so many, which take blocks one after the other; 0: as
 // forward_ctas() says.
 template <class Traits, class Variant>
@@ -79,8 +74,6 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context, i
                 "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
-  check_packed_rows("q", a.total_q);
-  check_packed_rows("k", a.total_k);
   ForwardLaunch prepared{};
   static_cast<ForwardParams&>(prepared) = params;
   prepared.attention.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
