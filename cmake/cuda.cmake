@@ -114,7 +114,7 @@ function(anyflash_requested_archs output)
     endif()
   endif()
   foreach(arch IN LISTS requested)
-    if(NOT arch MATCHES "^([0-9]+|90a)(-real|-virtual)?$" OR arch MATCHES "^[0-7]?[0-9](-|$)")
+    if(NOT arch MATCHES "^([0-9]+|90a)(-real|-virtual)?$" OR CMAKE_MATCH_1 LESS 80)
       message(
         FATAL_ERROR
         "ANYFLASH_ARCHS has '${arch}'; 'release', or 80 and later are allowed, these alone or with "

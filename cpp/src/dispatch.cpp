@@ -31,7 +31,7 @@ Problem problem_of(Op op, const TensorView& q, const Attention& attention, CpuIs
     problem.rows = attention.seqlen_q;
     problem.pairs = attention.batch * attention.heads;
   }
-  problem.bounded = attention.window.left >= 0 || attention.window.right >= 0;
+  problem.bounded = attention.window.is_bounded();
   problem.positive_scale = attention.softmax_scale >= kLeastScale;
   return problem;
 }

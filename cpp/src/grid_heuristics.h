@@ -3,10 +3,25 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
+#include "anyflash/error.h"
 #include "params.h"
 
 namespace anyflash {
+
+// The forward's grid: blocks of `block_m` query rows of all heads and sequences. Throws
+// Error(kUnsupported) if there are more than a CUDA grid holds.
+inline int forward_grid_blocks(const Attention& attention, int block_m) {
+  const int64_t row_blocks = (int64_t{attention.seqlen_q} + block_m - 1) / block_m;
+  const int64_t blocks = row_blocks * attention.batch * attention.heads;
+  if (blocks > INT32_MAX) {
+    throw Error(ErrorCode::kUnsupported,
+                "batch * heads * ceil(seqlen_q / " + std::to_string(block_m) + ") is " +
+                    std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
+  }
+  return static_cast<int>(blocks);
+}
 
 // `pairs` in as few sections of about the same size as there can be, of at most `most`: its size.
 inline int equal_sections(int64_t pairs, int64_t most) {
@@ -46,8 +61,7 @@ inline int gqa_splits(int heads, int heads_k) {
 // tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as other sections: those whose
 // Q, dO and dQ fit in half of the cache.
 inline int backward_heads_per_l2_section(const Attention& attention, int multiprocessors) {
-  const bool bounded = attention.window.left >= 0 || attention.window.right >= 0;
-  if (!bounded) return 1;
+  if (!attention.window.is_bounded()) return 1;
   const int64_t splits = gqa_splits(attention.heads, attention.heads_k);
   return equal_sections(attention.batch * attention.heads_k * splits, multiprocessors / 8);
 }

@@ -27,6 +27,7 @@ struct BroadcastTensor {
 struct Window {
   int64_t left = -1;
   int64_t right = -1;
+  constexpr bool is_bounded() const { return left >= 0 || right >= 0; }
 };
 
 // A softcap so large that its 2^-24th part counts.

@@ -284,7 +284,7 @@ class KvCacheArguments {
     a_.rotary_seqlens = integers(c_.rotary_seqlens, "rotary_seqlens");
     a_.rotary_dim = static_cast<int>(2 * cos.shape[1]);
     a_.rotary_interleaved = c_.rotary_interleaved;
-    a_.rotary_steps = p_.attention.window.left >= 0 || p_.attention.window.right >= 0;
+    a_.rotary_steps = p_.attention.window.is_bounded();
   }
 
   void tree_mask() {

@@ -230,7 +230,7 @@ class GenericBackward {
                                  const ScoreTile& tile) const {
     auto kept = cute::make_tensor<float>(p.layout());
     cute::copy(p, kept);
-    auto scores = cute::make_tensor(kept.data(), accumulator_as_matrix(kept.layout()));
+    auto scores = as_matrix(kept);
     if (dropout_.active()) drop(scores, aux, coordinates, tile);
     return round_fragment<Element>(kept);
   }

@@ -73,7 +73,7 @@ class ScoreGradientTile {
             .get_thread_slice(thread_index())
             .partition_C(make_tensor(
                 cS.data(), composition(cS.layout(), make_tile(_, typename Traits::KeyOrder{}))));
-    return make_tensor(tScS.data(), accumulator_as_matrix(tScS.layout()));
+    return as_matrix(tScS);
   }
 
   ANYFLASH_DEVICE void load_rows(int head, int row0) const {
@@ -106,8 +106,8 @@ class ScoreGradientTile {
     const ScoreTile tile{mask, row0, col0};
     auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
     auto acc_dp = partition_fragment_C(mma, ShapeS{});
-    auto scores = make_tensor(acc_s.data(), accumulator_as_matrix(acc_s.layout()));
-    auto dp = make_tensor(acc_dp.data(), accumulator_as_matrix(acc_dp.layout()));
+    auto scores = as_matrix(acc_s);
+    auto dp = as_matrix(acc_dp);
     typename Scores::template ScoreAux<Element, decltype(size<0>(scores))::value,
                                        decltype(size<1>(scores))::value>
         aux;

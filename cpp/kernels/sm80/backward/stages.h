@@ -77,12 +77,6 @@ ANYFLASH_DEVICE void for_each_tile(Tiles& tiles, const Step& step) {
   }
 }
 
-// The (row, col) view of an accumulator.
-template <class Accumulator>
-ANYFLASH_DEVICE auto as_matrix(Accumulator& accumulator) {
-  return cute::make_tensor(accumulator.data(), accumulator_as_matrix(accumulator.layout()));
-}
-
 // Places of a thread's scores in the tile's first part: (MMA, MMA_M, MMA_N).
 template <class Traits>
 ANYFLASH_DEVICE auto places_of_scores(int thread) {

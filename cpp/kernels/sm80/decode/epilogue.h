@@ -138,7 +138,7 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
   using namespace cute;
   using Element = typename Traits::Element;
   const int group = threadIdx.x / Traits::kGroupThreads;
-  auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
+  auto out_matrix = as_matrix(acc_o);
   auto lse = softmax.finish(out_matrix, -INFINITY, unit);
 
   auto cO = make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
@@ -147,7 +147,7 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
           .get_thread_slice(threadIdx.x % Traits::kGroupThreads)
           .partition_C(make_tensor(
               cO.data(), composition(cO.layout(), make_tile(_, typename Traits::OutColumns{}))));
-  auto coordinates = make_tensor(tOcO.data(), accumulator_as_matrix(tOcO.layout()));
+  auto coordinates = as_matrix(tOcO);
   __syncthreads();  // every warp has done with the buffers
   CUTE_UNROLL
   for (int row = 0; row < size<0>(out_matrix); ++row) {

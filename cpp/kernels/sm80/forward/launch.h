@@ -23,12 +23,7 @@ template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   const Attention& a = params.attention;
   const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
-  const int64_t blocks = row_blocks * a.batch * a.heads;
-  if (blocks > INT32_MAX) {
-    throw Error(ErrorCode::kUnsupported,
-                "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
-                    std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
-  }
+  const int blocks = forward_grid_blocks(a, Traits::kBlockM);
   const int64_t bias_stride = a.bias.stride.col;
   if (a.bias.data != nullptr && bias_stride != static_cast<int32_t>(bias_stride)) {
     throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(bias_stride) +

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "common/element.h"
 #include "common/launch.h"
@@ -57,9 +56,8 @@ void make_tensor_maps(ForwardLaunch& launch) {
 // How many CTAs there are. Without a mask they are persistent: as many as multiprocessors, and each
 // loads its next block of rows while it writes the results of the one before. With a mask, blocks
 // differ in work: there is a CTA for each, the longest first.
-inline int64_t forward_ctas(const Attention& a, int64_t blocks, const LaunchContext& context) {
-  const bool bounded = a.window.left >= 0 || a.window.right >= 0;
-  return bounded ? blocks : std::min<int64_t>(blocks, context.multiprocessors);
+inline int forward_ctas(const Attention& a, int blocks, const LaunchContext& context) {
+  return a.window.is_bounded() ? blocks : std::min(blocks, context.multiprocessors);
 }
 
 // softmax_scale is positive. `ctas`: at most so many, which take blocks one after the other; 0: as
@@ -68,21 +66,15 @@ template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context, int ctas = 0) {
   const Attention& a = params.attention;
   const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
-  const int64_t blocks = row_blocks * a.batch * a.heads;
-  if (blocks > INT32_MAX) {
-    throw Error(ErrorCode::kUnsupported,
-                "batch * heads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) + ") is " +
-                    std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
-  }
+  const int blocks = forward_grid_blocks(a, Traits::kBlockM);
   ForwardLaunch prepared{};
   static_cast<ForwardParams&>(prepared) = params;
   prepared.attention.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
-  prepared.blocks = static_cast<int>(blocks);
+  prepared.blocks = blocks;
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
   make_tensor_maps<Traits>(prepared);
-  const int64_t grid =
-      ctas == 0 ? forward_ctas(a, blocks, context) : std::min<int64_t>(blocks, ctas);
+  const int grid = ctas == 0 ? forward_ctas(a, blocks, context) : std::min(blocks, ctas);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(grid)), dim3(Traits::kCtaThreads),
       sizeof(typename Traits::SharedStorage), context.stream, prepared);

@@ -28,12 +28,6 @@ ANYFLASH_DEVICE auto accumulator_coordinates() {
                                  make_stride(_8{} * E<0>{}, make_stride(E<1>{}, _8{} * E<1>{}))));
 }
 
-// The accumulators as (row, column).
-template <class Acc>
-ANYFLASH_DEVICE auto as_matrix(Acc& acc) {
-  return cute::make_tensor(acc.data(), accumulator_as_matrix(acc.layout()));
-}
-
 // Accumulators rounded in pairs: the registers that the next product wants as its operand A, and
 // stmatrix.
 template <class Element, int kColumns>
