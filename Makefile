@@ -24,8 +24,8 @@ SHELL := bash
 DONE = @mkdir -p build && echo "$@ $$(date +%s)" >> build/stages
 
 .PHONY: demo test test-full begin environment install build-test lint check-cpp check-python \
-  check-oldest check-more check-emulator check-sass check-embed docs performance check-docs wheel \
-  check-wheel clean
+  check-oldest check-more check-emulator check-sass check-nvrtc check-embed docs performance \
+  check-docs wheel check-wheel clean
 
 # Without a GPU, CUDA kernels would be most of the build's time. Without nvcc, an isolated build
 # brings one.
@@ -44,8 +44,8 @@ demo: .venv/demo install
 	@echo "  .venv/bin/python -m pip install torch jax    anyflash then takes their tensors, too"
 	@echo "  make test                             the tests, under 40 minutes on two cores"
 
-test: begin environment install build-test lint check-cpp check-sass check-emulator check-python \
-  check-oldest check-embed check-docs
+test: begin environment install build-test lint check-cpp check-sass check-nvrtc check-emulator \
+  check-python check-oldest check-embed check-docs
 	@awk 'NR == 1 {first = $$2} NR > 1 {printf "%-16s%6d s\n", $$1, $$2 - last} {last = $$2} \
 	  END {printf "%-16s%6d s\n", "all", last - first}' build/stages
 
@@ -55,7 +55,7 @@ begin:
 	@rm -f build/stages
 	$(DONE)
 
-environment: .venv/test .venv/headers .venv/oldest .venv/embed .venv/docs
+environment: .venv/test .venv/headers .venv/nvrtc .venv/oldest .venv/embed .venv/docs
 	$(DONE)
 
 test-full: export ANYFLASH_TEST_FULL := 1
@@ -70,6 +70,11 @@ test-full: test
 
 # A folder of its own, where pip does not miss what these packages require (dependencies.cmake).
 .venv/headers: third_party/requirements-headers.txt .venv/build
+	$(PIP) install --no-deps --upgrade --target $@ -r $<
+	touch $@
+
+# Beside the other packages: some bring libraries of the same names.
+.venv/nvrtc: tests/requirements/nvrtc.txt .venv/build
 	$(PIP) install --no-deps --upgrade --target $@ -r $<
 	touch $@
 
@@ -128,6 +133,10 @@ check-cpp: build-test
 
 check-sass: install .venv/test
 	$(BIN)/python -m pytest tests/sass
+	$(DONE)
+
+check-nvrtc: .venv/test .venv/headers .venv/nvrtc
+	$(BIN)/python -m pytest tests/nvrtc
 	$(DONE)
 
 check-emulator: build-test

@@ -23,6 +23,10 @@ set(
   120-real
   80-virtual
 )
+# Jetson and DRIVE run no machine code of other GPUs. Thor's number changed with CUDA 13.
+set(ANYFLASH_ORIN_ARCH 87-real)
+set(ANYFLASH_THOR_ARCH 110-real)
+set(ANYFLASH_THOR_ARCH_CUDA_12 101-real)
 
 # nvcc from the PyPI packages nvidia-cuda-nvcc etc. (13.x) of the build environment.
 function(anyflash_find_pypi_nvcc output)
@@ -93,6 +97,12 @@ function(anyflash_requested_archs output)
   set(requested ${ANYFLASH_ARCHS})
   if(requested STREQUAL "release")
     set(requested ${ANYFLASH_RELEASE_ARCHS})
+    if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+      if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13)
+        set(ANYFLASH_THOR_ARCH ${ANYFLASH_THOR_ARCH_CUDA_12})
+      endif()
+      list(APPEND requested ${ANYFLASH_ORIN_ARCH} ${ANYFLASH_THOR_ARCH})
+    endif()
   endif()
   if(NOT requested)
     execute_process(

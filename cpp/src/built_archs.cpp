@@ -9,6 +9,10 @@ namespace anyflash {
 
 namespace {
 
+// Jetson and DRIVE: Orin is 8.7, Thor is 10.1 to CUDA 12 and 11.0 to CUDA 13. They share no machine
+// code with other GPUs of their major version.
+bool is_tegra(int capability) { return capability == 87 || capability == 101 || capability == 110; }
+
 // One of kCudaArchs.
 struct BuiltArch {
   int capability = 0;
@@ -23,8 +27,9 @@ struct BuiltArch {
   bool runs_on(int compute_capability) const {
     if (arch_specific) return capability == compute_capability;
     // Machine code runs on later minor versions of its major version; PTX on everything later.
-    const bool same_major = capability / 10 == compute_capability / 10;
-    return capability <= compute_capability && (ptx || same_major);
+    const bool same_code = capability / 10 == compute_capability / 10 &&
+                           is_tegra(capability) == is_tegra(compute_capability);
+    return capability <= compute_capability && (ptx || same_code);
   }
 };
 

@@ -65,7 +65,7 @@ DeviceProperties gpu;
 
 const KernelUnit* const kKernelUnits[] = {&kUnit};
 const std::size_t kKernelUnitCount = 1;
-const char* const kCudaArchs[] = {"sm_80", "sm_90", "sm_90a", nullptr};
+const char* const kCudaArchs[] = {"sm_80", "sm_90", "sm_90a", "sm_101", nullptr};
 
 const DeviceProperties& device_properties(int) { return gpu; }
 
@@ -209,6 +209,7 @@ void check_families() {
     CHECK_EQ(selected(128, 128, 0), "d128");
   }
   CHECK(built_for(80) && built_for(86) && built_for(90) && !built_for(100) && !built_for(75));
+  CHECK(!built_for(87) && built_for(101) && !built_for(103));  // Jetson and DRIVE, or not
   CHECK(built_for(kSm80Family, 90) && !built_for(kSm80Family, 100));
   CHECK(built_for(kSm90Family, 90));
   CHECK(!built_for(kSm90Family, 80) && !built_for(kSm90Family, 91));
@@ -290,12 +291,12 @@ void check_errors() {
   gpu.compute_capability = 75;
   check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "CUDA device 0 (test GPU) has compute capability 7.5; this build holds code for "
-              "sm_80, sm_90, sm_90a; GPUs of compute capability 8.0 or later can be used");
+              "sm_80, sm_90, sm_90a, sm_101; GPUs of compute capability 8.0 or later can be used");
   gpu.compute_capability = 103;
-  check_error(
-      64, 0, DType::kFloat16, ErrorCode::kUnsupported,
-      "this build holds code for sm_80, sm_90, sm_90a; build it with ANYFLASH_ARCHS=103, or "
-      "install a newer release");
+  check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "this build holds code for sm_80, sm_90, sm_90a, sm_101; build it with "
+              "ANYFLASH_ARCHS=103, or "
+              "install a newer release");
 }
 
 // Which features a problem asks for.

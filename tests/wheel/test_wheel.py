@@ -9,6 +9,7 @@ The environments are made with the Python that runs the tests, and packages come
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import venv
@@ -202,7 +203,11 @@ def test_every_kernel_is_there(tmp_path: Path, wheel: Path) -> None:
     info = json.loads(run(python, "-m", "anyflash", "--json"))
     if info["cuda"] is None:
         pytest.skip("a wheel without code for GPUs")
-    assert info["cuda"]["archs"] == ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80", "sm_90a"]
+    # On aarch64 also for Jetson and DRIVE: Orin, and Thor by its number of CUDA 12 or 13.
+    jetson = ["sm_87"] if platform.machine() == "aarch64" else []
+    archs = [arch for arch in info["cuda"]["archs"] if arch not in {"sm_101", "sm_110"}]
+    assert archs == ["sm_80", "sm_90", "sm_100", "sm_120", *jetson, "compute_80", "sm_90a"]
+    assert len(info["cuda"]["archs"]) == len(archs) + len(jetson)
     recorded = json.loads((ROOT / "tests/sass/recorded.json").read_text())["kernels"]
     names = {kernel["name"] for kernel in info["kernels"]}
     assert not set(recorded) - names

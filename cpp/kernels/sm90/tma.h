@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +12,7 @@
 #include "common/macros.h"
 #include "params.h"
 #include "sm90/ptx.h"
+#include "sm90/tensor_map_encoder.h"
 
 namespace anyflash::sm90 {
 
@@ -28,30 +28,6 @@ struct TensorMapShape {
   int64_t batch;
   int box_rows;
 };
-
-using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, found once: the library is not linked with the driver.
-inline TensorMapEncoder tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                cudaEnableDefault, &result),
-               "cudaGetDriverEntryPointByVersion");
-#else  // deprecated since
-    check_cuda(
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result),
-        "cudaGetDriverEntryPoint");
-#endif
-    if (result != cudaDriverEntryPointSuccess || function == nullptr) {
-      throw Error(ErrorCode::kDevice, "the driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<TensorMapEncoder>(function);
-  }();
-  return encoder;
-}
 
 // Strides in elements; of axes that have one element, any.
 inline CUtensorMap make_tensor_map(const void* data, const Strides& stride,
