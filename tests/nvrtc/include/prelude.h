@@ -8,8 +8,11 @@ namespace std {
 
 template <class...>
 struct tuple_size;
+// T where it is a tuple: structs without tuple_size are bound by their members.
+template <class T, decltype(sizeof(0)) = tuple_size<T>::value>
+using Tuple = T;
 template <class T>
-struct tuple_size<const T> : tuple_size<T> {};
+struct tuple_size<const Tuple<T>> : tuple_size<T> {};
 
 template <decltype(sizeof(0)) I, class...>
 struct tuple_element;
