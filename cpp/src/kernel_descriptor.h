@@ -85,7 +85,8 @@ struct LaunchContext {
 // How a kernel of one operation is called.
 template <class Params>
 struct KernelEntryPoints {
-  std::size_t (*scratch_bytes)(const Params& params, int num_threads) = nullptr;
+  // Of a context that has no scratch yet.
+  std::size_t (*scratch_bytes)(const Params& params, const LaunchContext& context) = nullptr;
   void (*launch)(const Params& params, const LaunchContext& context) = nullptr;
 };
 

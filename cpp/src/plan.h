@@ -56,7 +56,7 @@ struct KernelPlan {
   // `empty`, and params as the kernel reads them, must be known.
   template <class Params>
   void reserve_scratch(const KernelEntryPoints<Params>& entry, const Params& params) {
-    scratch_bytes = empty ? 0 : entry.scratch_bytes(params, num_threads);
+    scratch_bytes = empty ? 0 : entry.scratch_bytes(params, context(nullptr, nullptr));
     scratch_offset = reserve(bytes, scratch_bytes);
   }
 };

@@ -10,7 +10,11 @@
 namespace anyflash::sm90 {
 
 // Named barriers of the forward; 0 is that of __syncthreads().
-enum class NamedBarrier : int { kConsumers = 1, kPingPong = 2 /* and one more a warpgroup */ };
+enum class NamedBarrier : int {
+  kConsumers = 1,
+  kGuard = 2,
+  kPingPong = 3 /* and one more a warpgroup */
+};
 
 // In shared memory. Phases count from 0; each ends when all arrivals that init() was told and all
 // bytes that were announced have come.

@@ -83,6 +83,15 @@ class Mask {
   ANYFLASH_HOST_DEVICE int first_key(int64_t row) const { return clamp(row + first_); }
   ANYFLASH_HOST_DEVICE int end_key(int64_t row) const { return clamp(row + last_ + 1); }
 
+  // first_key(row + i) and end_key(row + i) without 64-bit sums, for 0 <= i < rows: these plus i,
+  // but at least 0 and at most seqlen_k.
+  ANYFLASH_HOST_DEVICE int unclamped_first_key(int64_t row, int rows) const {
+    return saturate(row + first_, rows);
+  }
+  ANYFLASH_HOST_DEVICE int unclamped_end_key(int64_t row, int rows) const {
+    return saturate(row + last_ + 1, rows);
+  }
+
   // The same, relative to the tile that begins at col0.
   ANYFLASH_HOST_DEVICE RowBounds row_bounds(int row, int col0) const {
     return RowBounds{first_key(row) - col0, end_key(row) - col0};
@@ -136,6 +145,10 @@ class Mask {
   static constexpr int64_t kFar = int64_t{1} << 40;  // beyond every row and key
 
   ANYFLASH_HOST_DEVICE static int64_t bounded(int64_t width) { return width < kFar ? width : kFar; }
+  // Differs from `key` only where all of key, ..., key + rows - 1 are below 0, or beyond seqlen_k.
+  ANYFLASH_HOST_DEVICE int saturate(int64_t key, int rows) const {
+    return key < -rows ? -rows : key < seqlen_k_ ? static_cast<int>(key) : seqlen_k_;
+  }
   ANYFLASH_HOST_DEVICE int clamp(int64_t key) const {
     return key < 0 ? 0 : key < seqlen_k_ ? static_cast<int>(key) : seqlen_k_;
   }

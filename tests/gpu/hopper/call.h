@@ -16,6 +16,7 @@ struct Call {
   const int32_t* cu_seqlens_k;
   const int32_t* seqused_k;
   void* stream;
+  void* scratch;  // a counter
   int64_t q_stride[3];
   int64_t k_stride[3];
   int64_t v_stride[3];
@@ -34,8 +35,7 @@ struct Call {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t float_out;
-  int32_t multiprocessors;
-  int32_t ctas;
+  int32_t multiprocessors;  // at most so many CTAs
 };
 
 // 0, or 1 after an error that is printed.

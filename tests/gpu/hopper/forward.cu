@@ -85,8 +85,9 @@ extern "C" int hopper_forward(const Call* call) {
   try {
     LaunchContext context;
     context.stream = call->stream;
+    context.scratch = call->scratch;
     context.multiprocessors = call->multiprocessors;
-    sm90::launch_forward<Traits, PlainForward>(params_of(*call), context, call->ctas);
+    sm90::launch_forward<Traits, PlainForward>(params_of(*call), context);
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

@@ -10,13 +10,13 @@ import torch
 
 POINTERS = (
     "q", "k", "v", "out", "lse", "max_logits", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-    "stream",
+    "stream", "scratch",
 )  # fmt: skip
 STRIDES = ("q_stride", "k_stride", "v_stride", "out_stride", "lse_stride")
 SIZES = ("total_q", "total_k", "window_left", "window_right")
 NUMBERS = (
     "batch", "heads", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "float_out",
-    "multiprocessors", "ctas",
+    "multiprocessors",
 )  # fmt: skip
 
 
@@ -76,7 +76,10 @@ class Library:
         max_logits: torch.Tensor | None = None,
         ctas: int = 0,
     ) -> Any:
-        """Returns a function that launches; `lse` is (batch, head, row) or (head, token)."""
+        """Returns a function that launches; `lse` is (batch, head, row) or (head, token).
+
+        There are at most `ctas` CTAs, 0: as many as multiprocessors.
+        """
         packed = p.cu_q is not None
         batch = p.q.shape[0] if not packed else p.cu_q.numel() - 1
         c = Call()
@@ -103,14 +106,15 @@ class Library:
         c.seqlen_k = p.max_k if packed else p.k.shape[1]
         c.head_dim, c.head_dim_v = p.q.shape[-1], p.v.shape[-1]
         c.float_out = out.dtype == torch.float32
-        c.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        c.ctas = ctas
+        c.multiprocessors = ctas or torch.cuda.get_device_properties(0).multi_processor_count
+        scratch = torch.empty(1, dtype=torch.int32, device=p.q.device)
+        c.scratch = scratch.data_ptr()
 
         def launch() -> None:
             if self._forward(ctypes.byref(c)) != 0:
                 raise RuntimeError("the launch failed")
 
-        launch.keep = (p, out, lse, max_logits)  # type: ignore[attr-defined]
+        launch.keep = (p, out, lse, max_logits, scratch)  # type: ignore[attr-defined]
         return launch
 
 

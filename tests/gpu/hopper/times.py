@@ -75,10 +75,7 @@ def ours(path: pathlib.Path, p: Problem) -> dict[str, Callable[[], Any]]:
     out = torch.empty_like(p.q)
     lse = torch.empty(p.q.shape[0], p.q.shape[2], p.q.shape[1], device="cuda")
     name = path.stem.split("_", 1)[1]
-    return {
-        name: library.call(p, out, lse),
-        name + "/persistent": library.call(p, out, lse, ctas=132),
-    }
+    return {name: library.call(p, out, lse)}
 
 
 def measure(path: pathlib.Path | None, d: int, causal: bool) -> list[dict[str, Any]]:

@@ -66,11 +66,11 @@ class BackwardRunner {
 inline double backward_work(const BackwardParams& p) { return 2 * forward_work(p.attention); }
 
 template <typename E>
-std::size_t backward_scratch_bytes(const BackwardParams& p, int num_threads) {
+std::size_t backward_scratch_bytes(const BackwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
   Carver carver(nullptr);
   RowSums<T>::carve(p, carver);
-  const int threads = threads_worth(num_threads, backward_work(p));
+  const int threads = threads_worth(context.num_threads, backward_work(p));
   return carver.size() + BackwardScratch<T>::bytes(p, whole_rows<T>(p, threads)) *
                              static_cast<std::size_t>(threads);
 }

@@ -68,9 +68,9 @@ class TaskRunner {
 };
 
 template <typename E>
-std::size_t forward_scratch_bytes(const ForwardParams& p, int num_threads) {
+std::size_t forward_scratch_bytes(const ForwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
-  const int threads = threads_worth(num_threads, forward_work(p.attention));
+  const int threads = threads_worth(context.num_threads, forward_work(p.attention));
   return Scratch<T>::bytes(p.attention) * static_cast<std::size_t>(threads);
 }
 

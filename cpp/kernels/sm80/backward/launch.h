@@ -78,7 +78,7 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
 }
 
 template <class Traits>
-std::size_t backward_scratch_bytes(const BackwardParams& params, int) {
+std::size_t backward_scratch_bytes(const BackwardParams& params, const LaunchContext&) {
   BackwardScratch scratch{params};
   return place_scratch<Traits>(scratch, nullptr);
 }

@@ -21,7 +21,7 @@ inline std::size_t partial_out_bytes(const KvCacheParams& params) {
   return ceil_div(bytes, std::size_t{256}) * 256;
 }
 
-inline std::size_t decode_scratch_bytes(const KvCacheParams& params, int) {
+inline std::size_t decode_scratch_bytes(const KvCacheParams& params, const LaunchContext&) {
   if (params.num_splits == 1) return 0;
   const int64_t lses = params.num_splits * lse_stride_of_split(params);
   return partial_out_bytes(params) + static_cast<std::size_t>(lses) * sizeof(float);

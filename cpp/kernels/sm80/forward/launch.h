@@ -43,7 +43,7 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
       sizeof(typename Traits::SharedStorage), context.stream, prepared);
 }
 
-inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
+inline std::size_t no_scratch(const ForwardParams&, const LaunchContext&) { return 0; }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant,
           TileConfig kTileConfig = TileConfig::kDefault>

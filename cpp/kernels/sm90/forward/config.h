@@ -14,8 +14,7 @@ struct ForwardConfig {
   int stages = 2;  // buffers of K and of V
   // Whether warpgroups issue their products in turns (FlashAttention-3, arXiv 2407.08608, section
   // 3.1). In any case Q K^T of a tile and P V of the tile before run beside the softmax (3.2).
-  bool ping_pong = true;
-  bool own_output = true;  // a buffer for O beside Q's, so that the next Q may come early
+  bool ping_pong = false;
 };
 
 namespace forward_configs {
@@ -25,6 +24,8 @@ constexpr ForwardConfig up_to_64() {
   ForwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 64;
   c.block_m = 192;
+  c.stages = 3;
+  c.ping_pong = true;
   return c;
 }
 
@@ -38,7 +39,6 @@ constexpr ForwardConfig up_to_192_128() {
   ForwardConfig c;
   c.max_head_dim = 192;
   c.max_head_dim_v = 128;
-  c.own_output = false;
   return c;
 }
 
@@ -47,8 +47,6 @@ constexpr ForwardConfig up_to_192() {
   ForwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 192;
   c.block_n = 112;
-  c.ping_pong = false;
-  c.own_output = false;
   return c;
 }
 
@@ -56,8 +54,6 @@ constexpr ForwardConfig up_to_256() {
   ForwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 256;
   c.block_n = 80;
-  c.ping_pong = false;
-  c.own_output = false;
   return c;
 }
 

@@ -15,91 +15,52 @@
 
 namespace anyflash::sm90 {
 
-// A warp's 16 rows of O in shared memory, where its Q was or in a buffer of their own, and on their
-// way to global memory. No other warp has to be waited for.
+// Word j of lane q of each quad becomes word q of lane j.
+ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
+  const auto exchange = [](uint32_t& low, uint32_t& high, int distance) ANYFLASH_INLINE_LAMBDA {
+    const bool is_high = (threadIdx.x & distance) != 0;
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
+    (is_high ? low : high) = got;
+  };
+  exchange(words[0], words[1], 1);
+  exchange(words[2], words[3], 1);
+  exchange(words[0], words[2], 2);
+  exchange(words[1], words[3], 2);
+}
+
+// The rows that exist, rounded. A lane stores 16 bytes, and a quad 64 of a row.
 template <class Traits>
-class OutputRows {
+ANYFLASH_DEVICE void store_rounded(const ForwardLaunch& params, const ForwardWorkTile& block,
+                                   const typename Traits::AccO& acc_o) {
   using Element = typename Traits::Element;
-  using TileO = typename Traits::TileO;
-  static constexpr int kVector = 8;  // elements of 16 bytes
-  static constexpr int kWarpRows = 16;
-
- public:
-  ANYFLASH_DEVICE OutputRows(typename Traits::SharedStorage& smem)
-      : row_(static_cast<int>(threadIdx.x) / 32 * kWarpRows),
-        lane_(threadIdx.x % 32),
-        rows_(smem.output() + row_ * kPanelColumns) {}
-
-  ANYFLASH_DEVICE void stage(const typename Traits::AccO& acc_o) {
-    RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
-    rounded.round(acc_o);
-    wait_read();
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
-      store_matrices(piece(lane_ % kWarpRows, 2 * i + lane_ / kWarpRows), rounded.words + 4 * i);
-    }
-    fence_smem_writes();
-    __syncwarp();  // all rows are there
-  }
-
-  // Rows at and beyond the sequence's end are not written: by TMA where the tensor ends there.
-  ANYFLASH_DEVICE void store(const ForwardLaunch& params, const ForwardWorkTile& block) {
-    const int rows = block.sequence.seqlen_q - block.first_row - row_;
-    if (rows <= 0) return;
-    if (rows < kWarpRows && params.attention.cu_seqlens_q != nullptr) {
-      copy_rows(params, block, rows);
-      return;
-    }
-    if (lane_ != 0) return;
-    TileCoordinates to{0, static_cast<int>(block.sequence.first_q) + block.first_row + row_,
-                       block.head, static_cast<int>(block.sequence.batch)};
-    CUTE_UNROLL
-    for (int panel = 0; panel < TileO::kPanels; ++panel) {
-      store_box(params.out_map, to, rows_ + panel * TileO::kPanelElements);
-      to.column += kPanelColumns;
-    }
-    commit_stores();
-  }
-
-  // What was stored has left shared memory.
-  ANYFLASH_DEVICE void wait_read() const {
-    if (lane_ == 0) wait_stores_read();
-    __syncwarp();
-  }
-
- private:
-  // Sixteen bytes of a row, as the swizzle places them.
-  ANYFLASH_DEVICE Element* piece(int row, int vector) const {
-    constexpr int kInPanel = kPanelColumns / kVector;
-    return rows_ + vector / kInPanel * TileO::kPanelElements + row * kPanelColumns +
-           (vector % kInPanel ^ row % 8) * kVector;
-  }
-
-  ANYFLASH_DEVICE void copy_rows(const ForwardLaunch& params, const ForwardWorkTile& block,
-                                 int rows) {
-    constexpr int kVectors = Traits::kHeadDimV / kVector;
+  constexpr int kLanes = 4;   // of a quad
+  constexpr int kVector = 8;  // elements of 16 bytes
+  RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
+  rounded.round(acc_o);
+  const int row0 = block.first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+  const int col0 = threadIdx.x % kLanes * kVector;
+  CUTE_UNROLL
+  for (int i = 0; i < kThreadRows; ++i) {
+    const int row = row0 + 8 * i;
     Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
-                                           block.head, block.first_row + row_);
-    for (int i = lane_; i < rows * kVectors; i += 32) {
-      const int row = i / kVectors;
-      const int vector = i % kVectors;
-      if (vector * kVector >= params.attention.head_dim_v) continue;
-      *reinterpret_cast<uint4*>(out + row * params.out_stride.row + vector * kVector) =
-          *reinterpret_cast<const uint4*>(piece(row, vector));
+                                           block.head, row) + col0;
+    CUTE_UNROLL
+    for (int col = 0; col < Traits::kHeadDimV; col += kLanes * kVector) {
+      uint32_t words[4];
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) words[j] = rounded.words[2 * (col / kVector + j) + i];
+      transpose_quads(words);
+      if (row < block.sequence.seqlen_q && col0 + col < params.attention.head_dim_v) {
+        *reinterpret_cast<uint4*>(out + col) = uint4{words[0], words[1], words[2], words[3]};
+      }
     }
   }
-
-  int row_;  // of the block, this warp's first
-  int lane_;
-  Element* rows_;
-};
+}
 
 // Adds what the guard took out of V, when the whole block is in global memory.
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWorkTile& block,
                                    const Variant& variant) {
-  if (threadIdx.x % 32 == 0) wait_stores();
-  fence_all_writes();
   sync_named(static_cast<int>(NamedBarrier::kConsumers), Traits::kThreads);
   if (params.out_dtype == DType::kFloat32) {
     restore_values<Traits, float>(params, block, variant);
@@ -110,7 +71,7 @@ ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWor
 
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const ForwardWorkTile& block,
-                                      ForwardStages<Traits>& stages, OutputRows<Traits>& output,
+                                      ForwardStages<Traits>& stages,
                                       typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
   const int rows = block.sequence.seqlen_q - block.first_row;
   const Variant variant(params.attention, block, Traits::kBlockN);
@@ -124,17 +85,12 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
   if (params.max_logits != nullptr) {
     reduce_max_logits(params, block, softmax, coordinates, rows);
   }
-  if (params.lse != nullptr) store_lse(params, block, lse, coordinates, rows);
-
-  if (Traits::kConfig.own_output) stages.release_queries();
   if (params.out_dtype == DType::kFloat32) {
     store_float(params, block, out, coordinates, rows);
   } else {
-    output.stage(acc_o);
-    output.store(params, block);
-    if (!Traits::kConfig.own_output) output.wait_read();
+    store_rounded<Traits>(params, block, acc_o);
   }
-  if (!Traits::kConfig.own_output) stages.release_queries();
+  if (params.lse != nullptr) store_lse(params, block, lse, coordinates, rows);
   if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant);
 }
 

@@ -3,49 +3,24 @@
 #pragma once
 
 #include "common/launch.h"
+#include "sm90/forward/blocks.h"
 #include "sm90/forward/epilogue.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/forward/load.h"
 #include "sm90/forward/mainloop.h"
 #include "sm90/pipeline.h"
-#include "variant/mask.h"
-#include "variant/sequence.h"
-#include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
 
-// A head's last row blocks, which see the most keys, come first.
-template <int kBlockM>
-ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int index) {
-  const LptTileScheduler::TileCoord place = params.scheduler.tile_at(index);
-  const int row_blocks = (params.attention.seqlen_q + kBlockM - 1) / kBlockM;
-  return ForwardWorkTile{sequence_of(params.attention, place.batch), place.batch, place.head,
-                         place.group, (row_blocks - 1 - place.block) * kBlockM};
-}
-
-// Calls work(block, mask, range) for each of this CTA's blocks of rows, in the same order for all
-// of its warps. Unsigned: the last index and a grid's size may add up to more than 2^31.
-template <class Traits, class Work>
-ANYFLASH_DEVICE void for_each_block(const ForwardLaunch& params, const Work& work) {
-  const auto blocks = static_cast<unsigned>(params.blocks);
-  for (unsigned index = blockIdx.x; index < blocks; index += gridDim.x) {
-    const ForwardWorkTile block = forward_block<Traits::kBlockM>(params, static_cast<int>(index));
-    const Sequence& sequence = block.sequence;
-    if (block.first_row >= sequence.seqlen_q) continue;  // shorter than the longest
-    const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
-    work(block, mask, mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN));
-  }
-}
-
 template <class Traits>
 ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
-  smem.q_full.init(1);
-  smem.q_empty.init(Traits::kConsumerWarps + Traits::kGuardWarps);
+  for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
+    smem.q_full[warpgroup].init(1);
+    smem.q_empty[warpgroup].init(kWarpgroupThreads / 32 + (warpgroup == 0 ? Traits::kGuardWarps : 0));
+  }
   smem.k_ring.init(Traits::kConsumerWarps);
   smem.v_ring.init(Traits::kConsumerWarps);
-  for (int stage = 0; stage < Traits::kStages; ++stage) {
-    smem.v_guarded[stage].init(Traits::kGuardWarps);
-  }
+  for (int stage = 0; stage < Traits::kStages; ++stage) smem.v_unguarded[stage].init(1);
   fence_barrier_init();
 }
 
@@ -53,14 +28,16 @@ template <class Traits>
 ANYFLASH_DEVICE void produce(const ForwardLaunch& params, typename Traits::SharedStorage& smem) {
   const int warp = static_cast<int>(threadIdx.x - Traits::kThreads) / 32;
   if (warp > 0) {
-    ValueGuard<Traits> guard(smem, warp - 1);
-    for_each_block<Traits>(params, [&](const ForwardWorkTile&, const Mask&, const KRange& range)
-                                       ANYFLASH_INLINE_LAMBDA { guard.guard(range); });
+    ValueGuard<Traits>(smem, warp - 1).guard();
   } else if (elect_lane()) {
+    BlockScheduler<Traits::kBlockM, Traits::kBlockN> scheduler(params);
     TileLoader<Traits> loader(params, smem);
-    for_each_block<Traits>(params,
-                           [&](const ForwardWorkTile& block, const Mask&, const KRange& range)
-                               ANYFLASH_INLINE_LAMBDA { loader.load(block, range); });
+    while (scheduler.take(smem.scheduled)) {
+      loader.load_first(smem.scheduled);
+      scheduler.advance();  // what it may wait for is there when the block is loaded
+      loader.load_rest(smem.scheduled);
+    }
+    loader.end(smem.scheduled);
   }
 }
 
@@ -68,18 +45,16 @@ template <class Traits, class Variant>
 ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::SharedStorage& smem,
                              int warpgroup) {
   ForwardStages<Traits> stages(smem, warpgroup);
-  OutputRows<Traits> output(smem);
-  for_each_block<Traits>(params, [&](const ForwardWorkTile& block, const Mask& mask,
-                                     const KRange& range) ANYFLASH_INLINE_LAMBDA {
+  for (;;) {
+    const BlockWork& block = stages.wait_block();
+    if (!block.exists()) break;
     typename Traits::AccO acc_o;
     cute::clear(acc_o);
     StagedSoftmax softmax(params.attention.scale_log2);
-    stages.wait_queries();
-    forward_mainloop<Traits>(stages, VisibleKeys(mask, block.first_row), range, acc_o, softmax);
-    forward_epilogue<Traits, Variant>(params, block, stages, output, acc_o, softmax);
-  });
+    forward_mainloop<Traits>(stages, block, acc_o, softmax);
+    forward_epilogue<Traits, Variant>(params, block.tile, stages, acc_o, softmax);
+  }
   stages.end_ping_pong();
-  output.wait_read();  // shared memory is given back at the end
 }
 
 template <class Traits, class Variant>

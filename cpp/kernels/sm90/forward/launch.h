@@ -31,7 +31,7 @@ void make_tensor_maps(ForwardLaunch& launch) {
   queries.rows = packed ? a.total_q : a.seqlen_q;
   queries.heads = a.heads;
   queries.batch = packed ? 1 : a.batch;
-  queries.box_rows = Traits::kBlockM;
+  queries.box_rows = Traits::kWarpgroupRows;
   launch.q_map = make_tensor_map(a.q, a.q_stride, queries);
 
   TensorMapShape keys = queries;
@@ -45,25 +45,23 @@ void make_tensor_maps(ForwardLaunch& launch) {
     keys.columns = a.head_dim_v;
     launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
   }
-
-  if (launch.out_dtype == DType::kFloat32) return;
-  TensorMapShape outputs = queries;
-  outputs.columns = a.head_dim_v;
-  outputs.box_rows = 16;
-  launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
 
-// How many CTAs there are. Without a mask they are persistent: as many as multiprocessors, and each
-// loads its next block of rows while it writes the results of the one before. With a mask, blocks
-// differ in work: there is a CTA for each, the longest first.
-inline int forward_ctas(const Attention& a, int blocks, const LaunchContext& context) {
-  return a.window.is_bounded() ? blocks : std::min(blocks, context.multiprocessors);
+inline __global__ void clear_counter(unsigned* counter) {
+  if (threadIdx.x == 0) *counter = 0;
 }
 
-// softmax_scale is positive. `ctas`: at most so many, which take blocks one after the other; 0: as
-// forward_ctas() says.
+// A counter, where CTAs take more than one block.
+template <class Traits>
+std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchContext& context) {
+  const int blocks = forward_grid_blocks(params.attention, Traits::kBlockM);
+  return blocks > context.multiprocessors ? sizeof(unsigned) : 0;
+}
+
+// softmax_scale is positive. CTAs are persistent, at most one a multiprocessor: a block's first
+// loads and its results then run beside the products of others.
 template <class Traits, class Variant>
-void launch_forward(const ForwardParams& params, const LaunchContext& context, int ctas = 0) {
+void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   const Attention& a = params.attention;
   const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
   const int blocks = forward_grid_blocks(a, Traits::kBlockM);
@@ -73,11 +71,14 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context, i
   prepared.blocks = blocks;
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
+  if (blocks > context.multiprocessors) {
+    prepared.taken = static_cast<unsigned*>(context.scratch);
+    launch<clear_counter>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
+  }
   make_tensor_maps<Traits>(prepared);
-  const int grid = ctas == 0 ? forward_ctas(a, blocks, context) : std::min(blocks, ctas);
   launch<forward_kernel<Traits, Variant>>(
-      dim3(static_cast<unsigned>(grid)), dim3(Traits::kCtaThreads),
-      sizeof(typename Traits::SharedStorage), context.stream, prepared);
+      dim3(static_cast<unsigned>(std::min(blocks, context.multiprocessors))),
+      dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>
@@ -86,10 +87,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward);
   d.features = Variant::kFeatures;
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};
-  d.forward.scratch_bytes = [](const ForwardParams&, int) { return std::size_t{0}; };
-  d.forward.launch = [](const ForwardParams& params, const LaunchContext& context) {
-    launch_forward<Traits, Variant>(params, context);
-  };
+  d.forward = {forward_scratch_bytes<Traits>, launch_forward<Traits, Variant>};
   return d;
 }
 

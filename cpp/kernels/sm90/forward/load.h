@@ -5,6 +5,7 @@
 
 #include "common/finite.h"
 #include "common/macros.h"
+#include "sm90/forward/blocks.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
@@ -36,17 +37,31 @@ class TileLoader {
     prefetch_tensor_map(params.v_map);
   }
 
-  // Q, and the tiles of `range` in its order. K runs one tile ahead of V, as the consumers do; the
-  // first K comes before Q, which may have to wait for the block before.
-  ANYFLASH_DEVICE void load(const ForwardWorkTile& block, const KRange& range) {
-    int tile = range.first();
-    if (tile >= 0) load_keys(block, tile);
+  // The first K comes before Q, which may have to wait for the block before.
+  ANYFLASH_DEVICE void load_first(const BlockWork& block) {
+    const int tile = block.range.first();
+    if (tile >= 0) load_keys(block.tile, tile);
     load_queries(block);
+  }
+
+  // The other tiles of the block's range in its order. K runs one tile ahead of V, as the consumers
+  // do.
+  ANYFLASH_DEVICE void load_rest(const BlockWork& block) {
+    const KRange range = block.range;
+    int tile = range.first();
     while (tile >= 0) {
       const int next = range.next(tile);
-      if (next >= 0) load_keys(block, next);
-      load_values(block, tile);
+      if (next >= 0) load_keys(block.tile, next);
+      load_values(block.tile, tile, range.needs_mask(tile));
       tile = next;
+    }
+  }
+
+  // All warps go home after `none`, which does not exist.
+  ANYFLASH_DEVICE void end(const BlockWork& none) {
+    for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
+      tell(none, warpgroup);
+      smem_.q_full[warpgroup].arrive();
     }
   }
 
@@ -65,22 +80,35 @@ class TileLoader {
     k_place_.advance();
   }
 
-  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& block, int tile) {
+  // Tiles with hidden keys go to the guard first.
+  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& block, int tile, bool masked) {
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
     load_tile<typename Traits::TileV>(smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map,
-                                      key_tile(block, tile), smem_.v_ring.full[stage],
+                                      key_tile(block, tile),
+                                      masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage],
                                       L2Hint::kEvictLast);
     v_place_.advance();
   }
 
-  ANYFLASH_DEVICE void load_queries(const ForwardWorkTile& block) {
-    const int row = static_cast<int>(block.sequence.first_q) + block.first_row;
-    smem_.q_empty.wait(q_place_.parity() ^ 1);
-    load_tile<typename Traits::TileQ>(smem_.q.data(), params_.q_map,
-                                      {0, row, block.head, static_cast<int>(block.sequence.batch)},
-                                      smem_.q_full, L2Hint::kEvictFirst);
+  // Each warpgroup's rows as soon as it has done with those of the block before.
+  ANYFLASH_DEVICE void load_queries(const BlockWork& block) {
+    using TileQ = typename Traits::TileQ;
+    const Sequence& sequence = block.tile.sequence;
+    int row = static_cast<int>(sequence.first_q) + block.tile.first_row;
+    for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, row += TileQ::kRows) {
+      tell(block, warpgroup);
+      load_tile<TileQ>(smem_.q.data() + warpgroup * TileQ::kSize, params_.q_map,
+                       {0, row, block.tile.head, static_cast<int>(sequence.batch)},
+                       smem_.q_full[warpgroup], L2Hint::kEvictFirst);
+    }
     q_place_.advance();
+  }
+
+  // A warpgroup, and with the first one the guard, sees it when its Q is full.
+  ANYFLASH_DEVICE void tell(const BlockWork& block, int warpgroup) {
+    smem_.q_empty[warpgroup].wait(q_place_.parity() ^ 1);
+    smem_.blocks[q_place_.parity()][warpgroup] = block;
   }
 
   const ForwardLaunch& params_;
@@ -104,49 +132,58 @@ ANYFLASH_DEVICE bool clear_values(typename Traits::Element* values, int thread) 
   return found;
 }
 
-// Three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h): consumers wait for
-// the guard where tiles have hidden keys, which are the first of a range.
+// Three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h): tiles with hidden
+// keys, which are the first of a range, come to the guard, which hands them on to the consumers.
 template <class Traits>
 class ValueGuard {
+  static constexpr int kThreads = 32 * Traits::kGuardWarps;
+
  public:
   ANYFLASH_DEVICE ValueGuard(typename Traits::SharedStorage& smem, int warp)
-      : smem_(smem), warp_(warp) {}
+      : smem_(smem), thread_(32 * warp + static_cast<int>(threadIdx.x) % 32) {}
 
-  // The tiles without hidden keys go by unseen. Q comes after the consumers have done with the V of
-  // the block before, and the next Q waits for the guard. So the parities of V are this block's.
+  // All blocks of the CTA, in turn.
+  ANYFLASH_DEVICE void guard() {
+    for (;;) {
+      smem_.q_full[0].wait(q_place_.parity());
+      const BlockWork& block = smem_.blocks[q_place_.parity()][0];
+      if (!block.exists()) return;
+      const KRange range = block.range;
+      __syncwarp();  // every lane has read it
+      if (threadIdx.x % 32 == 0) smem_.q_empty[0].arrive();
+      q_place_.advance();
+      guard(range);
+    }
+  }
+
+ private:
   ANYFLASH_DEVICE void guard(const KRange& range) {
-    smem_.q_full.wait(q_place_.parity());
     int visits = range.end - range.begin;
     for (int tile = range.first(); tile >= 0 && range.needs_mask(tile); tile = range.next(tile)) {
-      guard_tile();
+      guard_tile(v_place_.stage());
       v_place_.advance();
       --visits;
     }
     v_place_.advance(visits);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) smem_.q_empty.arrive();
-    q_place_.advance();
   }
 
- private:
-  ANYFLASH_DEVICE void guard_tile() {
-    const int stage = v_place_.stage();
-    const int lane = threadIdx.x % 32;
-    smem_.v_ring.full[stage].wait(v_place_.parity());
+  ANYFLASH_DEVICE void guard_tile(int stage) {
+    smem_.v_unguarded[stage].wait(parities_ >> stage & 1);
+    parities_ ^= 1u << stage;
     const bool found =
-        clear_values<Traits>(smem_.v.data() + stage * Traits::TileV::kSize, 32 * warp_ + lane);
+        clear_values<Traits>(smem_.v.data() + stage * Traits::TileV::kSize, thread_);
     if (found) fence_smem_writes();
     const bool any = __any_sync(0xffffffffu, found);
-    __syncwarp();  // every lane's zeros are there
-    if (lane != 0) return;
-    smem_.v_cleared[stage][warp_] = any;
-    smem_.v_guarded[stage].arrive();
+    if (thread_ % 32 == 0) smem_.v_cleared[stage][thread_ / 32] = any;
+    sync_named(static_cast<int>(NamedBarrier::kGuard), kThreads);
+    if (thread_ == 0) smem_.v_ring.full[stage].arrive();
   }
 
   typename Traits::SharedStorage& smem_;
+  int thread_;
   RingPlace<1> q_place_;
   RingPlace<Traits::kStages> v_place_;
-  int warp_;
+  uint32_t parities_ = 0;  // a bit a stage
 };
 
 }  // namespace anyflash::sm90

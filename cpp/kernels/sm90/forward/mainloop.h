@@ -18,20 +18,30 @@ namespace anyflash::sm90 {
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
 // they have to stay.
 template <class Traits>
-ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const VisibleKeys& visible,
-                                      const KRange& range, typename Traits::AccO& acc_o,
-                                      StagedSoftmax& softmax) {
-  if (range.first() < 0) return;
+ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const BlockWork& block,
+                                      typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
+  const KRange range = uniform(block.range);
+  int tile = range.first();
+  for (const int end = stages.end_tile(block); tile >= end;) {
+    const int next = range.next(tile);
+    stages.skip_tile(range.needs_mask(tile), next >= 0);
+    tile = next;
+  }
+  if (tile < 0) {
+    stages.release_queries();
+    return;
+  }
+  const VisibleKeys<Traits::kBlockM> visible(block);
   typename Traits::AccS acc_s;
   typename ForwardStages<Traits>::Probabilities p;
   auto scores = as_matrix(acc_s);
   auto out = as_matrix(acc_o);
-  int tile = range.first();
   bool was_masked = range.needs_mask(tile);
 
   stages.wait_keys();
   stages.issue_scores(acc_s);
   stages.template land_scores<0>(acc_s);
+  if (range.next(tile) < 0) stages.release_queries();
   if (was_masked) stages.mask_scores(acc_s, visible, tile);
   Rescale rescale = softmax.move_references(scores);
   rescale.any = false;  // O is 0
@@ -50,6 +60,7 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Visib
     stages.issue_values(acc_o, p);
     stages.pass_ping_pong();
     stages.template land_scores<1>(acc_s);
+    if (next < 0) stages.release_queries();
     if constexpr (kMasked) stages.mask_scores(acc_s, visible, tile);
     rescale = softmax.move_references(scores);
     softmax.exponentiate(scores);

@@ -8,6 +8,7 @@
 #include "common/convert.h"
 #include "common/layout.h"
 #include "common/macros.h"
+#include "sm90/forward/blocks.h"
 #include "sm90/forward/softmax.h"
 #include "sm90/forward/traits.h"
 #include "sm90/pipeline.h"
@@ -44,20 +45,35 @@ struct RoundedAccumulator {
   }
 };
 
+// The bound of row i of a block (BlockWork), of `keys` keys.
+ANYFLASH_DEVICE int key_of(int bound, int i, int keys) { return max(min(bound, keys - i) + i, 0); }
+
 // The keys that this thread's rows see.
+template <int kBlockM>
 struct VisibleKeys {
   int first[kThreadRows];
   int end[kThreadRows];
+  bool any_first;  // some row of the block does not see key 0
 
-  ANYFLASH_DEVICE VisibleKeys(const Mask& mask, int first_row) {
-    const int row0 = first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+  ANYFLASH_DEVICE explicit VisibleKeys(const BlockWork& block) {
+    const int row0 = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+    const int keys = block.tile.sequence.seqlen_k;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
-      first[row] = mask.first_key(row0 + 8 * row);
-      end[row] = mask.end_key(row0 + 8 * row);
+      const int i = row0 + 8 * row;
+      first[row] = key_of(block.first_key, i, keys);
+      end[row] = key_of(block.end_key, i, keys);
     }
+    any_first = __shfl_sync(0xffffffffu, block.first_key > -kBlockM, 0);
   }
 };
+
+// Read from shared memory by one lane, so that the compiler knows that a warp does not diverge.
+ANYFLASH_DEVICE KRange uniform(const KRange& range) {
+  const auto read = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };
+  return KRange{read(range.begin), read(range.unmasked_begin), read(range.unmasked_end),
+                read(range.end)};
+}
 
 template <class Traits>
 class ForwardStages {
@@ -75,11 +91,17 @@ class ForwardStages {
     if (kPingPong && warpgroup == 0) arrive_named(ping_pong_barrier(0), kPingPongThreads);
   }
 
-  ANYFLASH_DEVICE void wait_queries() { smem_.q_full.wait(q_place_.parity()); }
-  // By every warp, when it has done with Q and with what takes its place.
-  ANYFLASH_DEVICE void release_queries() {
+  // The next block, with its Q. It stays readable until the one after the next comes.
+  ANYFLASH_DEVICE const BlockWork& wait_block() {
+    const uint32_t parity = q_place_.parity();
     q_place_.advance();
-    if (threadIdx.x % 32 == 0) smem_.q_empty.arrive();
+    smem_.q_full[warpgroup_].wait(parity);
+    return smem_.blocks[parity][warpgroup_];
+  }
+  // After the block's last scores.
+  ANYFLASH_DEVICE void release_queries() {
+    __syncwarp();  // every lane has done with the block before, too
+    release(smem_.q_empty[warpgroup_]);
   }
 
   ANYFLASH_DEVICE void wait_keys() { smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity()); }
@@ -90,7 +112,7 @@ class ForwardStages {
     using TileK = typename Traits::TileK;
     constexpr int kPanelQ = TileQ::kPanelElements * sizeof(Element);
     constexpr int kPanelK = TileK::kPanelElements * sizeof(Element);
-    const OperandDescriptor q(smem_.q.data() + warpgroup_ * 64 * kPanelColumns, kPanelQ);
+    const OperandDescriptor q(smem_.q.data() + warpgroup_ * TileQ::kSize, kPanelQ);
     const OperandDescriptor k(smem_.k.data() + k_place_.stage() * TileK::kSize, kPanelK);
     pin_registers<size(AccS{})>(acc_s.data());
     fence_products();
@@ -117,7 +139,7 @@ class ForwardStages {
   ANYFLASH_DEVICE void wait_values(bool masked) {
     const int stage = v_place_.stage();
     smem_.v_ring.full[stage].wait(v_place_.parity());
-    if (masked) wait_guard(stage);
+    if (masked) see_guard(stage);
   }
 
   // O += P V is on its way, after wait_values().
@@ -142,19 +164,49 @@ class ForwardStages {
     v_place_.advance();
   }
 
+  // This warpgroup's rows see nothing of the tiles from here on. 0 if there are no such rows.
+  ANYFLASH_DEVICE int end_tile(const BlockWork& block) const {
+    const Sequence& sequence = block.tile.sequence;
+    const int first = warpgroup_ * Traits::kWarpgroupRows;
+    const int rows = min(sequence.seqlen_q - block.tile.first_row, first + Traits::kWarpgroupRows);
+    const int end = rows <= first ? 0 : key_of(block.end_key, rows - 1, sequence.seqlen_k);
+    return __shfl_sync(0xffffffffu, ceil_div(end, Traits::kBlockN), 0);
+  }
+
+  // A tile of which this warpgroup sees nothing. Its turn to issue products passes, if it has one.
+  ANYFLASH_DEVICE void skip_tile(bool masked, bool has_turn) {
+    if (has_turn) {
+      wait_ping_pong();
+      pass_ping_pong();
+    }
+    wait_keys();
+    release(smem_.k_ring.empty[k_place_.stage()]);
+    k_place_.advance();
+    wait_values(masked);
+    release(smem_.v_ring.empty[v_place_.stage()]);
+    v_place_.advance();
+  }
+
   // -inf over the scores that the mask removes.
-  ANYFLASH_DEVICE void mask_scores(AccS& acc_s, const VisibleKeys& visible, int tile) {
-    auto scores = as_matrix(acc_s);
+  ANYFLASH_DEVICE void mask_scores(AccS& acc_s, const VisibleKeys<Traits::kBlockM>& visible, int tile) {
     const int lane_col = tile * Traits::kBlockN + threadIdx.x % 4 * 2;
-    CUTE_UNROLL
-    for (int row = 0; row < kThreadRows; ++row) {
-      const int first = visible.first[row] - lane_col;
-      const int end = visible.end[row] - lane_col;
+    const auto hide = [&](const auto& is_hidden) ANYFLASH_INLINE_LAMBDA {
+      auto scores = as_matrix(acc_s);
       CUTE_UNROLL
-      for (int i = 0; i < Traits::kBlockN / 4; ++i) {
-        const int col = i / 2 * 8 + i % 2;
-        if (col < first || col >= end) scores(row, i) = -INFINITY;
+      for (int row = 0; row < kThreadRows; ++row) {
+        const int first = visible.first[row] - lane_col;
+        const int end = visible.end[row] - lane_col;
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kBlockN / 4; ++i) {
+          if (is_hidden(i / 2 * 8 + i % 2, first, end)) scores(row, i) = -INFINITY;
+        }
       }
+    };
+    // The comparisons are most of what a masked tile costs.
+    if (visible.any_first) {
+      hide([](int col, int first, int end) { return col < first || col >= end; });
+    } else {
+      hide([](int col, int, int end) { return col >= end; });
     }
   }
 
@@ -193,9 +245,7 @@ class ForwardStages {
     if (threadIdx.x % 32 == 0) empty.arrive();
   }
 
-  ANYFLASH_DEVICE void wait_guard(int stage) {
-    smem_.v_guarded[stage].wait(guard_parities_ >> stage & 1);
-    guard_parities_ ^= 1u << stage;
+  ANYFLASH_DEVICE void see_guard(int stage) {
     CUTE_UNROLL
     for (int warp = 0; warp < Traits::kGuardWarps; ++warp) {
       found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;
@@ -208,7 +258,6 @@ class ForwardStages {
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
   RingPlace<1> q_place_;
-  uint32_t guard_parities_ = 0;  // a bit a stage: only masked tiles are guarded
   bool found_nonfinite_ = false;
 };
 

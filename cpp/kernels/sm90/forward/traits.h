@@ -9,6 +9,7 @@
 
 #include "common/macros.h"
 #include "common/math.h"
+#include "sm90/forward/blocks.h"
 #include "sm90/forward/config.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
@@ -61,29 +62,30 @@ struct ForwardTraits {
   static constexpr int kGuardWarps = 3;
   static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
-  using TileQ = PanelTile<Element, kBlockM, kHeadDim>;
+  // A warpgroup's rows.
+  static constexpr int kWarpgroupRows = 64;
+  using TileQ = PanelTile<Element, kWarpgroupRows, kHeadDim>;
   using TileK = PanelTile<Element, kBlockN, kHeadDim>;
   using TileV = PanelTile<Element, kBlockN, kHeadDimV>;
-  using TileO = PanelTile<Element, kBlockM, kHeadDimV>;
-  static_assert(kConfig.own_output || kHeadDimV <= kHeadDim, "O lies where Q was");
 
   using AccS = Accumulator<kBlockN>;
   using AccO = Accumulator<kHeadDimV>;
 
   struct SharedStorage {
-    alignas(1024) cute::array<Element, TileQ::kSize> q;
+    alignas(1024) cute::array<Element, kConsumers * TileQ::kSize> q;
     alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
     alignas(1024) cute::array<Element, kStages * TileV::kSize> v;
-    alignas(1024) cute::array<Element, kConfig.own_output ? TileO::kSize : 0> o;
 
-    Mbarrier q_full;
-    Mbarrier q_empty;
+    // Of each consumer warpgroup: its rows of Q are there, with `blocks`; they may be overwritten.
+    Mbarrier q_full[kConsumers];
+    Mbarrier q_empty[kConsumers];
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
-    Mbarrier v_guarded[kStages];          // NaN and infinity are out of a masked tile of V
-    int v_cleared[kStages][kGuardWarps];  // whether there were any
-
-    ANYFLASH_DEVICE Element* output() { return kConfig.own_output ? o.data() : q.data(); }
+    Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
+    int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
+    // In turns: a warpgroup may still write the results of one block when the next one's Q comes.
+    BlockWork blocks[2][kConsumers];
+    BlockWork scheduled;  // the scheduler's and loader's
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
 };

@@ -77,7 +77,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   launch<forward_kernel<Element>>(grid, dim3(kRows), 0, context.stream, p);
 }
 
-inline std::size_t no_scratch(const ForwardParams&, int) { return 0; }
+inline std::size_t no_scratch(const ForwardParams&, const LaunchContext&) { return 0; }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>
 constexpr KernelDescriptor forward_descriptor(const char* name) {

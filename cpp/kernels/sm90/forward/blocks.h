@@ -1,0 +1,70 @@
+// Blocks of query rows: in which order a CTA takes them, and what its warps are told about each.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "sm90/forward/launch_params.h"
+#include "variant/mask.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm90 {
+
+// A block of query rows. One thread works it out, and all warps of the CTA read it.
+struct BlockWork {
+  ForwardWorkTile tile;
+  KRange range;
+  // Row i of the block sees the keys [first_key + i, end_key + i), as far as there are such.
+  int first_key;
+  int end_key;
+
+  // After the last block comes one that does not exist.
+  ANYFLASH_DEVICE bool exists() const { return tile.first_row >= 0; }
+};
+
+// One thread of a CTA.
+template <int kBlockM, int kBlockN>
+class BlockScheduler {
+ public:
+  ANYFLASH_DEVICE explicit BlockScheduler(const ForwardLaunch& params)
+      : params_(params), next_(blockIdx.x) {}
+
+  // The next block of this CTA that has rows; false, and a block that does not exist, after the
+  // last one.
+  ANYFLASH_DEVICE bool take(BlockWork& block) {
+    for (; next_ < static_cast<unsigned>(params_.blocks); advance()) {
+      block.tile = tile_at(static_cast<int>(next_));
+      if (block.tile.first_row >= block.tile.sequence.seqlen_q) continue;
+      const Mask mask(block.tile.sequence.seqlen_q, block.tile.sequence.seqlen_k,
+                      params_.attention.window);
+      block.range = mask.k_range(block.tile.first_row, kBlockM, kBlockN);
+      block.first_key = mask.unclamped_first_key(block.tile.first_row, kBlockM);
+      block.end_key = mask.unclamped_end_key(block.tile.first_row, kBlockM);
+      return true;
+    }
+    block.tile.first_row = -1;
+    return false;
+  }
+
+  // Without a counter there is one block for each CTA.
+  ANYFLASH_DEVICE void advance() {
+    const unsigned taken =
+        params_.taken == nullptr ? static_cast<unsigned>(params_.blocks) : atomicAdd(params_.taken, 1u);
+    next_ = gridDim.x + taken;
+  }
+
+ private:
+  // A head's last row blocks, which see the most keys, come first.
+  ANYFLASH_DEVICE ForwardWorkTile tile_at(int index) const {
+    const LptTileScheduler::TileCoord place = params_.scheduler.tile_at(index);
+    const int row_blocks = (params_.attention.seqlen_q + kBlockM - 1) / kBlockM;
+    return ForwardWorkTile{sequence_of(params_.attention, place.batch), place.batch, place.head,
+                           place.group, (row_blocks - 1 - place.block) * kBlockM};
+  }
+
+  const ForwardLaunch& params_;
+  unsigned next_;  // a grid's size and the blocks taken may add up to more than 2^31
+};
+
+}  // namespace anyflash::sm90
