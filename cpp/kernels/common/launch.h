@@ -71,12 +71,18 @@ class LargeSmem {
 };
 #endif
 
+// When a kernel may begin: after those before it in the stream, or already when the last of them
+// allows it (programmatic dependent launch). Such a kernel waits itself for what that one writes.
+enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
+
 // Runs kKernel(params) on grid x block threads, always with as much shared memory. Asynchronous on
 // a GPU.
 template <auto kKernel, class Params>
-void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const Params& params) {
+void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const Params& params,
+            LaunchOrder order = LaunchOrder::kAfterPrevious) {
 #if defined(ANYFLASH_EMULATED)
   (void)stream;
+  (void)order;
   emu::launch(emu::Dim3{grid.x, grid.y, grid.z}, emu::Dim3{block.x, block.y, block.z}, smem_bytes,
               [&params] { kKernel(params); });
 #else
@@ -86,6 +92,13 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute when_allowed{};
+  when_allowed.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  when_allowed.val.programmaticStreamSerializationAllowed = 1;
+  if (order == LaunchOrder::kWhenAllowed) {
+    config.attrs = &when_allowed;
+    config.numAttrs = 1;
+  }
   cudaError_t status = cudaLaunchKernelEx(&config, kKernel, params);
   if (large.is_outdated(status)) status = cudaLaunchKernelEx(&config, kKernel, params);
   check_cuda(status, "cudaLaunchKernelEx");

@@ -5,11 +5,16 @@
 
 #include "common/macros.h"
 #include "sm90/forward/launch_params.h"
+#include "sm90/ptx.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
+
+// Blocks that are known at a time: the loader's next one, its present one, and those that consumers
+// still work on. An even number: Q's phase is told from the place.
+inline constexpr int kKnownBlocks = 4;
 
 // A block of query rows. One thread works it out, and all warps of the CTA read it.
 struct BlockWork {
@@ -28,11 +33,12 @@ template <int kBlockM, int kBlockN>
 class BlockScheduler {
  public:
   ANYFLASH_DEVICE explicit BlockScheduler(const ForwardLaunch& params)
-      : params_(params), next_(blockIdx.x) {}
+      : params_(params), next_(blockIdx.x) {
+    if (params_.taken != nullptr) wait_previous_kernel();  // which cleared it
+  }
 
-  // The next block of this CTA that has rows; false, and a block that does not exist, after the
-  // last one.
-  ANYFLASH_DEVICE bool take(BlockWork& block) {
+  // The next block of this CTA that has rows; one that does not exist after the last.
+  ANYFLASH_DEVICE void take(BlockWork& block) {
     for (; next_ < static_cast<unsigned>(params_.blocks); advance()) {
       block.tile = tile_at(static_cast<int>(next_));
       if (block.tile.first_row >= block.tile.sequence.seqlen_q) continue;
@@ -41,20 +47,18 @@ class BlockScheduler {
       block.range = mask.k_range(block.tile.first_row, kBlockM, kBlockN);
       block.first_key = mask.unclamped_first_key(block.tile.first_row, kBlockM);
       block.end_key = mask.unclamped_end_key(block.tile.first_row, kBlockM);
-      return true;
+      advance();  // a counter answers while the block is loaded
+      return;
     }
     block.tile.first_row = -1;
-    return false;
-  }
-
-  // Without a counter there is one block for each CTA.
-  ANYFLASH_DEVICE void advance() {
-    const unsigned taken =
-        params_.taken == nullptr ? static_cast<unsigned>(params_.blocks) : atomicAdd(params_.taken, 1u);
-    next_ = gridDim.x + taken;
   }
 
  private:
+  ANYFLASH_DEVICE void advance() {
+    next_ = params_.taken == nullptr ? next_ + gridDim.x
+                                     : gridDim.x + atomicAdd(params_.taken, 1u);
+  }
+
   // A head's last row blocks, which see the most keys, come first.
   ANYFLASH_DEVICE ForwardWorkTile tile_at(int index) const {
     const LptTileScheduler::TileCoord place = params_.scheduler.tile_at(index);

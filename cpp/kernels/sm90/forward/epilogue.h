@@ -15,43 +15,35 @@
 
 namespace anyflash::sm90 {
 
-// Word j of lane q of each quad becomes word q of lane j.
-ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
-  const auto exchange = [](uint32_t& low, uint32_t& high, int distance) ANYFLASH_INLINE_LAMBDA {
-    const bool is_high = (threadIdx.x & distance) != 0;
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
-    (is_high ? low : high) = got;
-  };
-  exchange(words[0], words[1], 1);
-  exchange(words[2], words[3], 1);
-  exchange(words[0], words[2], 2);
-  exchange(words[1], words[3], 2);
+// Of two words that each lane holds, the even one of two lanes gets both first ones, the odd one both
+// second ones.
+ANYFLASH_DEVICE uint2 exchange_words(uint32_t first, uint32_t second) {
+  const bool is_odd = threadIdx.x % 2 != 0;
+  const uint32_t got = __shfl_xor_sync(0xffffffffu, is_odd ? first : second, 1);
+  return is_odd ? uint2{got, second} : uint2{first, got};
 }
 
-// The rows that exist, rounded. A lane stores 16 bytes, and a quad 64 of a row.
+// The rows that exist, rounded. A lane stores 8 bytes, and a quad 32 of a row.
 template <class Traits>
 ANYFLASH_DEVICE void store_rounded(const ForwardLaunch& params, const ForwardWorkTile& block,
                                    const typename Traits::AccO& acc_o) {
   using Element = typename Traits::Element;
-  constexpr int kLanes = 4;   // of a quad
-  constexpr int kVector = 8;  // elements of 16 bytes
+  constexpr int kColumns = 8;  // that a quad holds side by side
   RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
   rounded.round(acc_o);
   const int row0 = block.first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-  const int col0 = threadIdx.x % kLanes * kVector;
+  const int col0 = threadIdx.x % 2 * kColumns + threadIdx.x % 4 / 2 * 4;
   CUTE_UNROLL
   for (int i = 0; i < kThreadRows; ++i) {
     const int row = row0 + 8 * i;
     Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
                                            block.head, row) + col0;
     CUTE_UNROLL
-    for (int col = 0; col < Traits::kHeadDimV; col += kLanes * kVector) {
-      uint32_t words[4];
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) words[j] = rounded.words[2 * (col / kVector + j) + i];
-      transpose_quads(words);
+    for (int col = 0; col < Traits::kHeadDimV; col += 2 * kColumns) {
+      const uint32_t* const words = rounded.words + col / kColumns * kThreadRows + i;
+      const uint2 pair = exchange_words(words[0], words[kThreadRows]);
       if (row < block.sequence.seqlen_q && col0 + col < params.attention.head_dim_v) {
-        *reinterpret_cast<uint4*>(out + col) = uint4{words[0], words[1], words[2], words[3]};
+        *reinterpret_cast<uint2*>(out + col) = pair;
       }
     }
   }

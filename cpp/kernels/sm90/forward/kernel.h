@@ -30,21 +30,26 @@ ANYFLASH_DEVICE void produce(const ForwardLaunch& params, typename Traits::Share
   if (warp > 0) {
     ValueGuard<Traits>(smem, warp - 1).guard();
   } else if (elect_lane()) {
-    BlockScheduler<Traits::kBlockM, Traits::kBlockN> scheduler(params);
     TileLoader<Traits> loader(params, smem);
-    while (scheduler.take(smem.scheduled)) {
-      loader.load_first(smem.scheduled);
-      scheduler.advance();  // what it may wait for is there when the block is loaded
-      loader.load_rest(smem.scheduled);
+    BlockScheduler<Traits::kBlockM, Traits::kBlockN> scheduler(params);
+    RingPlace<kKnownBlocks> place;
+    scheduler.take(smem.blocks[0]);
+    while (smem.blocks[place.stage()].exists()) {
+      const BlockWork& block = smem.blocks[place.stage()];
+      loader.load_first(block);
+      place.advance();
+      // Consumers have done with what was there: Q's of two later blocks have been released.
+      scheduler.take(smem.blocks[place.stage()]);
+      loader.load_rest(block);
     }
-    loader.end(smem.scheduled);
+    loader.end();
   }
 }
 
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::SharedStorage& smem,
                              int warpgroup) {
-  ForwardStages<Traits> stages(smem, warpgroup);
+  ForwardStages<Traits> stages(smem, warpgroup, params.ping_pong);
   for (;;) {
     const BlockWork& block = stages.wait_block();
     if (!block.exists()) break;

@@ -48,14 +48,20 @@ void make_tensor_maps(ForwardLaunch& launch) {
 }
 
 inline __global__ void clear_counter(unsigned* counter) {
+  allow_next_kernel();
   if (threadIdx.x == 0) *counter = 0;
 }
 
-// A counter, where CTAs take more than one block.
+// Whether a counter says which block a CTA takes next: where blocks differ in work.
+template <class Traits>
+bool needs_counter(const Attention& a, const LaunchContext& context) {
+  const bool is_even = !a.window.is_bounded() && a.cu_seqlens_q == nullptr && a.seqused_k == nullptr;
+  return !is_even && forward_grid_blocks(a, Traits::kBlockM) > context.multiprocessors;
+}
+
 template <class Traits>
 std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchContext& context) {
-  const int blocks = forward_grid_blocks(params.attention, Traits::kBlockM);
-  return blocks > context.multiprocessors ? sizeof(unsigned) : 0;
+  return needs_counter<Traits>(params.attention, context) ? sizeof(unsigned) : 0;
 }
 
 // softmax_scale is positive. CTAs are persistent, at most one a multiprocessor: a block's first
@@ -71,14 +77,19 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   prepared.blocks = blocks;
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
-  if (blocks > context.multiprocessors) {
+  // Where a mask lets warpgroups skip tiles, turns would make them wait for each other.
+  prepared.ping_pong = !a.window.is_bounded();
+  LaunchOrder order = LaunchOrder::kAfterPrevious;
+  if (needs_counter<Traits>(a, context)) {
     prepared.taken = static_cast<unsigned*>(context.scratch);
     launch<clear_counter>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
+    order = LaunchOrder::kWhenAllowed;
   }
   make_tensor_maps<Traits>(prepared);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(std::min(blocks, context.multiprocessors))),
-      dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared);
+      dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,
+      order);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>

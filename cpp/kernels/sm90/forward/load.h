@@ -37,30 +37,28 @@ class TileLoader {
     prefetch_tensor_map(params.v_map);
   }
 
-  // The first K comes before Q, which may have to wait for the block before.
+  // Q, and the first tile of the block's range. K comes before Q, which may have to wait for the
+  // block before.
   ANYFLASH_DEVICE void load_first(const BlockWork& block) {
     const int tile = block.range.first();
     if (tile >= 0) load_keys(block.tile, tile);
-    load_queries(block);
+    load_queries(block.tile);
+    if (tile >= 0) load_values_of(block, tile);
   }
 
-  // The other tiles of the block's range in its order. K runs one tile ahead of V, as the consumers
-  // do.
+  // The other tiles in the range's order.
   ANYFLASH_DEVICE void load_rest(const BlockWork& block) {
-    const KRange range = block.range;
-    int tile = range.first();
-    while (tile >= 0) {
-      const int next = range.next(tile);
-      if (next >= 0) load_keys(block.tile, next);
-      load_values(block.tile, tile, range.needs_mask(tile));
-      tile = next;
+    const int first = block.range.first();
+    if (first < 0) return;
+    for (int tile = block.range.next(first); tile >= 0; tile = block.range.next(tile)) {
+      load_values_of(block, tile);
     }
   }
 
-  // All warps go home after `none`, which does not exist.
-  ANYFLASH_DEVICE void end(const BlockWork& none) {
+  // Consumers and guard are told of a block that does not exist.
+  ANYFLASH_DEVICE void end() {
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-      tell(none, warpgroup);
+      smem_.q_empty[warpgroup].wait(q_place_.parity() ^ 1);
       smem_.q_full[warpgroup].arrive();
     }
   }
@@ -80,6 +78,13 @@ class TileLoader {
     k_place_.advance();
   }
 
+  // V of a tile, after K of the next: consumers, too, are one tile ahead with K.
+  ANYFLASH_DEVICE void load_values_of(const BlockWork& block, int tile) {
+    const int next = block.range.next(tile);
+    if (next >= 0) load_keys(block.tile, next);
+    load_values(block.tile, tile, block.range.needs_mask(tile));
+  }
+
   // Tiles with hidden keys go to the guard first.
   ANYFLASH_DEVICE void load_values(const ForwardWorkTile& block, int tile, bool masked) {
     const int stage = v_place_.stage();
@@ -92,23 +97,16 @@ class TileLoader {
   }
 
   // Each warpgroup's rows as soon as it has done with those of the block before.
-  ANYFLASH_DEVICE void load_queries(const BlockWork& block) {
+  ANYFLASH_DEVICE void load_queries(const ForwardWorkTile& block) {
     using TileQ = typename Traits::TileQ;
-    const Sequence& sequence = block.tile.sequence;
-    int row = static_cast<int>(sequence.first_q) + block.tile.first_row;
+    int row = static_cast<int>(block.sequence.first_q) + block.first_row;
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, row += TileQ::kRows) {
-      tell(block, warpgroup);
+      smem_.q_empty[warpgroup].wait(q_place_.parity() ^ 1);
       load_tile<TileQ>(smem_.q.data() + warpgroup * TileQ::kSize, params_.q_map,
-                       {0, row, block.tile.head, static_cast<int>(sequence.batch)},
+                       {0, row, block.head, static_cast<int>(block.sequence.batch)},
                        smem_.q_full[warpgroup], L2Hint::kEvictFirst);
     }
     q_place_.advance();
-  }
-
-  // A warpgroup, and with the first one the guard, sees it when its Q is full.
-  ANYFLASH_DEVICE void tell(const BlockWork& block, int warpgroup) {
-    smem_.q_empty[warpgroup].wait(q_place_.parity() ^ 1);
-    smem_.blocks[q_place_.parity()][warpgroup] = block;
   }
 
   const ForwardLaunch& params_;
@@ -124,12 +122,22 @@ template <class Traits>
 ANYFLASH_DEVICE bool clear_values(typename Traits::Element* values, int thread) {
   using namespace cute;
   constexpr int kVector = 8;
+  constexpr int kStep = 32 * Traits::kGuardWarps;
+  constexpr int kVectors = Traits::TileV::kSize / kVector;
+  const auto piece = [&](int i) {
+    return make_tensor(make_smem_ptr(values + i * kVector), Int<kVector>{});
+  };
   bool found = false;
-  for (int i = thread; i < Traits::TileV::kSize / kVector; i += 32 * Traits::kGuardWarps) {
-    auto piece = make_tensor(make_smem_ptr(values + i * kVector), Int<kVector>{});
-    found |= clear_nonfinite(piece);
+#if defined(__CUDACC__)
+#pragma unroll 4  // loads in flight: consumers may be waiting
+#endif
+  for (int i = thread; i < kVectors; i += kStep) found |= !all_finite(piece(i));
+  if (!found) return false;
+  for (int i = thread; i < kVectors; i += kStep) {
+    auto vector = piece(i);
+    clear_nonfinite(vector);
   }
-  return found;
+  return true;
 }
 
 // Three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h): tiles with hidden
@@ -145,13 +153,13 @@ class ValueGuard {
   // All blocks of the CTA, in turn.
   ANYFLASH_DEVICE void guard() {
     for (;;) {
-      smem_.q_full[0].wait(q_place_.parity());
-      const BlockWork& block = smem_.blocks[q_place_.parity()][0];
+      smem_.q_full[0].wait(block_place_.stage() & 1);
+      const BlockWork& block = smem_.blocks[block_place_.stage()];
       if (!block.exists()) return;
       const KRange range = block.range;
       __syncwarp();  // every lane has read it
       if (threadIdx.x % 32 == 0) smem_.q_empty[0].arrive();
-      q_place_.advance();
+      block_place_.advance();
       guard(range);
     }
   }
@@ -181,7 +189,7 @@ class ValueGuard {
 
   typename Traits::SharedStorage& smem_;
   int thread_;
-  RingPlace<1> q_place_;
+  RingPlace<kKnownBlocks> block_place_;
   RingPlace<Traits::kStages> v_place_;
   uint32_t parities_ = 0;  // a bit a stage
 };

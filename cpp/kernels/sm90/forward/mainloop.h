@@ -21,32 +21,54 @@ template <class Traits>
 ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const BlockWork& block,
                                       typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
   const KRange range = uniform(block.range);
+  const int end_key = stages.end_key(block);
   int tile = range.first();
-  for (const int end = stages.end_tile(block); tile >= end;) {
+  // Tiles of which other warpgroups alone see something. Their V may come later than the next K.
+  int skipped = -1;
+  const auto skip_values = [&] {
+    if (skipped >= 0) stages.skip_values(range.needs_mask(skipped));
+  };
+  while (tile >= 0 && tile * Traits::kBlockN >= end_key) {
     const int next = range.next(tile);
-    stages.skip_tile(range.needs_mask(tile), next >= 0);
+    stages.skip_keys(next >= 0);
+    skip_values();
+    skipped = tile;
     tile = next;
   }
   if (tile < 0) {
     stages.release_queries();
+    skip_values();
     return;
   }
-  const VisibleKeys<Traits::kBlockM> visible(block);
+  const VisibleKeys visible(block);
   typename Traits::AccS acc_s;
   typename ForwardStages<Traits>::Probabilities p;
   auto scores = as_matrix(acc_s);
   auto out = as_matrix(acc_o);
   bool was_masked = range.needs_mask(tile);
+  Rescale rescale;
 
+  const auto first_step = [&](auto keys) ANYFLASH_INLINE_LAMBDA {
+    constexpr int kKeys = decltype(keys)::value;
+    auto scores = as_matrix(leading_columns<kKeys>(acc_s));
+    stages.template issue_scores<kKeys>(acc_s);
+    stages.template land_scores<0>(acc_s);
+    if (range.next(tile) < 0) stages.release_queries();
+    if (was_masked) stages.mask_scores(scores, visible, tile);
+    rescale = softmax.move_references(scores);
+    softmax.exponentiate(scores);
+    p.template round<kKeys>(acc_s);
+  };
   stages.wait_keys();
-  stages.issue_scores(acc_s);
-  stages.template land_scores<0>(acc_s);
-  if (range.next(tile) < 0) stages.release_queries();
-  if (was_masked) stages.mask_scores(acc_s, visible, tile);
-  Rescale rescale = softmax.move_references(scores);
+  // Under a causal mask, half of the warpgroups see half of their first tile.
+  if (Traits::kFewKeys < Traits::kBlockN &&
+      tile * Traits::kBlockN + Traits::kFewKeys >= end_key) {
+    first_step(cute::Int<Traits::kFewKeys>{});
+  } else {
+    first_step(cute::Int<Traits::kBlockN>{});
+  }
   rescale.any = false;  // O is 0
-  softmax.exponentiate(scores);
-  p.round(acc_s);
+  skip_values();
   tile = range.next(tile);
   if (tile >= 0) stages.wait_keys();
 
@@ -61,7 +83,7 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Block
     stages.pass_ping_pong();
     stages.template land_scores<1>(acc_s);
     if (next < 0) stages.release_queries();
-    if constexpr (kMasked) stages.mask_scores(acc_s, visible, tile);
+    if constexpr (kMasked) stages.mask_scores(scores, visible, tile);
     rescale = softmax.move_references(scores);
     softmax.exponentiate(scores);
     stages.keep_before_wait(acc_s);

@@ -29,74 +29,91 @@ ANYFLASH_DEVICE auto accumulator_coordinates() {
                                  make_stride(_8{} * E<0>{}, make_stride(E<1>{}, _8{} * E<1>{}))));
 }
 
-// Accumulators rounded in pairs: the registers that the next product wants as its operand A, and
-// stmatrix.
+// The first columns of an accumulator, which lie in its first registers.
+template <int kColumns, class Acc>
+ANYFLASH_DEVICE auto leading_columns(Acc& acc) {
+  return cute::make_tensor(acc.data(), typename Accumulator<kColumns>::layout_type{});
+}
+
+// Accumulators rounded in pairs: the registers that the next product wants as its operand A.
 template <class Element, int kColumns>
 struct RoundedAccumulator {
   static constexpr int kWords = kColumns / 4;
   uint32_t words[kWords];
 
+  // The first kLeading columns, and 0 for the others.
+  template <int kLeading = kColumns>
   ANYFLASH_DEVICE void round(const Accumulator<kColumns>& acc) {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
+      words[i] = 0;
+      if (i >= kLeading / 4) continue;
       const auto pair = round_pair(float2{acc(2 * i), acc(2 * i + 1)}, Element{});
       words[i] = reinterpret_cast<const uint32_t&>(pair);
     }
   }
 };
 
+// One lane's value, so that the compiler knows that a warp does not diverge.
+ANYFLASH_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+ANYFLASH_DEVICE KRange uniform(const KRange& range) {
+  return KRange{uniform(range.begin), uniform(range.unmasked_begin), uniform(range.unmasked_end),
+                uniform(range.end)};
+}
+
 // The bound of row i of a block (BlockWork), of `keys` keys.
 ANYFLASH_DEVICE int key_of(int bound, int i, int keys) { return max(min(bound, keys - i) + i, 0); }
 
-// The keys that this thread's rows see.
-template <int kBlockM>
+// The keys that this thread's rows see, and those that all rows of its warp see.
 struct VisibleKeys {
   int first[kThreadRows];
   int end[kThreadRows];
-  bool any_first;  // some row of the block does not see key 0
+  int first_of_all;
+  int end_of_all;
 
   ANYFLASH_DEVICE explicit VisibleKeys(const BlockWork& block) {
-    const int row0 = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+    constexpr int kWarpRows = 16;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpRows;
     const int keys = block.tile.sequence.seqlen_k;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
-      const int i = row0 + 8 * row;
+      const int i = warp_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * row;
       first[row] = key_of(block.first_key, i, keys);
       end[row] = key_of(block.end_key, i, keys);
     }
-    any_first = __shfl_sync(0xffffffffu, block.first_key > -kBlockM, 0);
+    // Bounds do not decrease from row to row.
+    first_of_all = uniform(key_of(block.first_key, warp_row + kWarpRows - 1, keys));
+    end_of_all = uniform(key_of(block.end_key, warp_row, keys));
   }
 };
 
-// Read from shared memory by one lane, so that the compiler knows that a warp does not diverge.
-ANYFLASH_DEVICE KRange uniform(const KRange& range) {
-  const auto read = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };
-  return KRange{read(range.begin), read(range.unmasked_begin), read(range.unmasked_end),
-                read(range.end)};
-}
+// Bits of the elements that a row of a thread's accumulators has in columns below `end`, if its
+// first one is in column 0: two neighbours in each eight columns.
+ANYFLASH_DEVICE int elements_below(int end) { return end / 8 * 2 + min(end % 8, 2); }
 
 template <class Traits>
 class ForwardStages {
   using Element = typename Traits::Element;
   using AccS = typename Traits::AccS;
   using AccO = typename Traits::AccO;
-  static constexpr bool kPingPong = Traits::kConfig.ping_pong;
 
  public:
   using Probabilities = RoundedAccumulator<Element, Traits::kBlockN>;
 
-  ANYFLASH_DEVICE ForwardStages(typename Traits::SharedStorage& smem, int warpgroup)
-      : smem_(smem), warpgroup_(warpgroup) {
+  ANYFLASH_DEVICE ForwardStages(typename Traits::SharedStorage& smem, int warpgroup, bool ping_pong)
+      : smem_(smem),
+        warpgroup_(warpgroup),
+        ping_pong_(Traits::kConfig.ping_pong && ping_pong) {
     // The first turn.
-    if (kPingPong && warpgroup == 0) arrive_named(ping_pong_barrier(0), kPingPongThreads);
+    if (ping_pong_ && warpgroup == 0) arrive_named(ping_pong_barrier(0), kPingPongThreads);
   }
 
-  // The next block, with its Q. It stays readable until the one after the next comes.
+  // The next block, with its Q. It stays readable until Q of the block after it is released.
   ANYFLASH_DEVICE const BlockWork& wait_block() {
-    const uint32_t parity = q_place_.parity();
-    q_place_.advance();
-    smem_.q_full[warpgroup_].wait(parity);
-    return smem_.blocks[parity][warpgroup_];
+    const int place = block_place_.stage();
+    block_place_.advance();
+    smem_.q_full[warpgroup_].wait(place & 1);
+    return smem_.blocks[place];
   }
   // After the block's last scores.
   ANYFLASH_DEVICE void release_queries() {
@@ -106,7 +123,8 @@ class ForwardStages {
 
   ANYFLASH_DEVICE void wait_keys() { smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity()); }
 
-  // S = Q K^T is on its way, after wait_keys().
+  // S = Q K^T of the tile's first kKeys keys is on its way, after wait_keys().
+  template <int kKeys = Traits::kBlockN>
   ANYFLASH_DEVICE void issue_scores(AccS& acc_s) {
     using TileQ = typename Traits::TileQ;
     using TileK = typename Traits::TileK;
@@ -120,7 +138,7 @@ class ForwardStages {
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int panel = step / 4;
       const int bytes = step % 4 * 32;
-      Wgmma<Element, Traits::kBlockN>::template with_smem<Major::kK>(
+      Wgmma<Element, kKeys>::template with_smem<Major::kK>(
           acc_s.data(), q + (panel * kPanelQ + bytes), k + (panel * kPanelK + bytes), step > 0);
     }
     commit_products();
@@ -164,17 +182,17 @@ class ForwardStages {
     v_place_.advance();
   }
 
-  // This warpgroup's rows see nothing of the tiles from here on. 0 if there are no such rows.
-  ANYFLASH_DEVICE int end_tile(const BlockWork& block) const {
+  // This warpgroup's rows see no keys from here on; 0 if there are no such rows.
+  ANYFLASH_DEVICE int end_key(const BlockWork& block) const {
     const Sequence& sequence = block.tile.sequence;
     const int first = warpgroup_ * Traits::kWarpgroupRows;
     const int rows = min(sequence.seqlen_q - block.tile.first_row, first + Traits::kWarpgroupRows);
-    const int end = rows <= first ? 0 : key_of(block.end_key, rows - 1, sequence.seqlen_k);
-    return __shfl_sync(0xffffffffu, ceil_div(end, Traits::kBlockN), 0);
+    return uniform(rows <= first ? 0 : key_of(block.end_key, rows - 1, sequence.seqlen_k));
   }
 
-  // A tile of which this warpgroup sees nothing. Its turn to issue products passes, if it has one.
-  ANYFLASH_DEVICE void skip_tile(bool masked, bool has_turn) {
+  // K of a tile of which this warpgroup sees nothing. Its turn to issue products passes, if it has
+  // one.
+  ANYFLASH_DEVICE void skip_keys(bool has_turn) {
     if (has_turn) {
       wait_ping_pong();
       pass_ping_pong();
@@ -182,31 +200,30 @@ class ForwardStages {
     wait_keys();
     release(smem_.k_ring.empty[k_place_.stage()]);
     k_place_.advance();
+  }
+  ANYFLASH_DEVICE void skip_values(bool masked) {
     wait_values(masked);
     release(smem_.v_ring.empty[v_place_.stage()]);
     v_place_.advance();
   }
 
-  // -inf over the scores that the mask removes.
-  ANYFLASH_DEVICE void mask_scores(AccS& acc_s, const VisibleKeys<Traits::kBlockM>& visible, int tile) {
-    const int lane_col = tile * Traits::kBlockN + threadIdx.x % 4 * 2;
-    const auto hide = [&](const auto& is_hidden) ANYFLASH_INLINE_LAMBDA {
-      auto scores = as_matrix(acc_s);
+  // -inf over the scores (row, key) that the mask removes.
+  template <class Scores>
+  ANYFLASH_DEVICE void mask_scores(Scores& scores, const VisibleKeys& visible, int tile) {
+    constexpr int kKeys = 4 * decltype(cute::size<1>(scores))::value;
+    const int first_col = tile * Traits::kBlockN;
+    const int lane_col = first_col + threadIdx.x % 4 * 2;
+    if (first_col + kKeys > visible.end_of_all) {
       CUTE_UNROLL
       for (int row = 0; row < kThreadRows; ++row) {
-        const int first = visible.first[row] - lane_col;
-        const int end = visible.end[row] - lane_col;
-        CUTE_UNROLL
-        for (int i = 0; i < Traits::kBlockN / 4; ++i) {
-          if (is_hidden(i / 2 * 8 + i % 2, first, end)) scores(row, i) = -INFINITY;
-        }
+        hide<false>(scores, row, elements_below(max(visible.end[row] - lane_col, 0)));
       }
-    };
-    // The comparisons are most of what a masked tile costs.
-    if (visible.any_first) {
-      hide([](int col, int first, int end) { return col < first || col >= end; });
-    } else {
-      hide([](int col, int, int end) { return col >= end; });
+    }
+    if (first_col < visible.first_of_all) {
+      CUTE_UNROLL
+      for (int row = 0; row < kThreadRows; ++row) {
+        hide<true>(scores, row, elements_below(max(visible.first[row] - lane_col, 0)));
+      }
     }
   }
 
@@ -215,11 +232,11 @@ class ForwardStages {
 
   // Warpgroups issue their products in turns where the schedule is ping-pong.
   ANYFLASH_DEVICE void wait_ping_pong() {
-    if (kPingPong) sync_named(ping_pong_barrier(warpgroup_), kPingPongThreads);
+    if (ping_pong_) sync_named(ping_pong_barrier(warpgroup_), kPingPongThreads);
   }
   ANYFLASH_DEVICE void pass_ping_pong() {
     const int next = warpgroup_ + 1 < Traits::kConsumers ? warpgroup_ + 1 : 0;
-    if (kPingPong) arrive_named(ping_pong_barrier(next), kPingPongThreads);
+    if (ping_pong_) arrive_named(ping_pong_barrier(next), kPingPongThreads);
   }
 
   // After the last block, the first warpgroup takes what the last one passed: no barrier is left in
@@ -245,6 +262,22 @@ class ForwardStages {
     if (threadIdx.x % 32 == 0) empty.arrive();
   }
 
+  // A row's first `elements`, or the others. By bits, which become predicates seven at a time
+  // (R2P): a comparison for each costs twice as much.
+  template <bool kFirst, class Scores>
+  ANYFLASH_DEVICE static void hide(Scores& scores, int row, int elements) {
+    constexpr int kChunk = 16;
+    constexpr int kElements = decltype(cute::size<1>(scores))::value;
+    CUTE_UNROLL
+    for (int begin = 0; begin < kElements; begin += kChunk) {
+      const uint32_t below = (1u << min(max(elements - begin, 0), kChunk)) - 1;
+      CUTE_UNROLL
+      for (int i = begin; i < min(begin + kChunk, kElements); ++i) {
+        if (((below >> (i - begin) & 1) != 0) == kFirst) scores(row, i) = -INFINITY;
+      }
+    }
+  }
+
   ANYFLASH_DEVICE void see_guard(int stage) {
     CUTE_UNROLL
     for (int warp = 0; warp < Traits::kGuardWarps; ++warp) {
@@ -255,9 +288,10 @@ class ForwardStages {
 
   typename Traits::SharedStorage& smem_;
   int warpgroup_;
+  bool ping_pong_;
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
-  RingPlace<1> q_place_;
+  RingPlace<kKnownBlocks> block_place_;
   bool found_nonfinite_ = false;
 };
 

@@ -62,6 +62,9 @@ struct ForwardTraits {
   static constexpr int kGuardWarps = 3;
   static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
+  // A first tile of which a warpgroup sees only so many keys takes less time.
+  static constexpr int kFewKeys = kBlockN == 128 ? 64 : kBlockN;
+
   // A warpgroup's rows.
   static constexpr int kWarpgroupRows = 64;
   using TileQ = PanelTile<Element, kWarpgroupRows, kHeadDim>;
@@ -76,16 +79,15 @@ struct ForwardTraits {
     alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
     alignas(1024) cute::array<Element, kStages * TileV::kSize> v;
 
-    // Of each consumer warpgroup: its rows of Q are there, with `blocks`; they may be overwritten.
+    // Of each consumer warpgroup: its rows of Q are there, as the next of `blocks` says; they may be
+    // overwritten.
     Mbarrier q_full[kConsumers];
     Mbarrier q_empty[kConsumers];
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
     Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
     int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
-    // In turns: a warpgroup may still write the results of one block when the next one's Q comes.
-    BlockWork blocks[2][kConsumers];
-    BlockWork scheduled;  // the scheduler's and loader's
+    BlockWork blocks[kKnownBlocks];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
 };
