@@ -13,7 +13,10 @@ from mutations import Mutation
 
 HOPPER = "sm90_forward_f16_d64"
 KERNEL = "sm90/forward/kernel.h"
+LAUNCH = "sm90/forward/launch.h"
+BLOCKS_OF_ROWS = "sm90/forward/blocks.h"
 LOAD = "sm90/forward/load.h"
+TRAITS = "sm90/forward/traits.h"
 STAGES = "sm90/forward/stages.h"
 MAINLOOP = "sm90/forward/mainloop.h"
 SOFTMAX = "sm90/forward/softmax.h"
@@ -24,11 +27,16 @@ _mutation = partial(Mutation, unit=HOPPER)
 BARRIERS = (
     _mutation("hopper-no-barrier-after-init", KERNEL, "__syncthreads();", ""),
     _mutation(
-        "hopper-guard-does-not-count-for-q", KERNEL, "Traits::kConsumerWarps + Traits::kGuardWarps",
-        "Traits::kConsumerWarps",
+        "hopper-guard-does-not-count-for-q", KERNEL, "(warpgroup == 0 ? Traits::kGuardWarps : 0)", "0"
     ),
-    _mutation("hopper-one-guard-warp-is-enough", KERNEL, "Traits::kGuardWarps", "1",
-              after="smem.v_guarded[stage].init("),
+)  # fmt: skip
+
+BLOCKS = (
+    _mutation("hopper-counter-not-cleared", LAUNCH, "if (threadIdx.x == 0) *counter = 0;"),
+    _mutation("hopper-block-left-out", BLOCKS_OF_ROWS, "next_ = gridDim.x + taken;",
+              "next_ = gridDim.x + taken + 1;"),
+    _mutation("hopper-one-known-block", BLOCKS_OF_ROWS, "kKnownBlocks = 4", "kKnownBlocks = 1",
+              alone=True),
 )  # fmt: skip
 
 LOADS = (
@@ -38,7 +46,7 @@ LOADS = (
     _mutation(
         "hopper-no-wait-for-empty-v", LOAD, "smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);"
     ),
-    _mutation("hopper-no-wait-for-empty-q", LOAD, "smem_.q_empty.wait(q_place_.parity() ^ 1);"),
+    _mutation("hopper-no-wait-for-empty-q", LOAD, "ring.empty[stage].wait(q_place_.parity() ^ 1);"),
     _mutation("hopper-first-phase-of-k", LOAD, "k_place_.parity() ^ 1", "k_place_.parity()"),
     _mutation("hopper-bytes-too-few", LOAD, "Tile::kBytes", "Tile::kBytes - 16"),
     _mutation("hopper-bytes-too-many", LOAD, "Tile::kBytes", "Tile::kBytes + 16"),
@@ -48,27 +56,31 @@ LOADS = (
         LOAD,
         "stage * Traits::TileV::kSize",
         "0",
-        after="void load_values(const ForwardWorkTile& block, int tile) {",
+        after="void load_values(const ForwardWorkTile& block, int tile, bool masked) {",
     ),
+    _mutation("hopper-end-is-not-told", LOAD, "ring.full[q_place_.stage()].arrive();"),
 )
 
 GUARD = (
-    _mutation(
-        "hopper-guard-before-v", LOAD, "smem_.v_ring.full[stage].wait(v_place_.parity());", ""
-    ),
+    _mutation("hopper-masked-v-past-the-guard", LOAD,
+              "masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]",
+              "smem_.v_ring.full[stage]"),
+    _mutation("hopper-guard-before-v", LOAD, "smem_.v_unguarded[stage].wait(parities_ >> stage & 1);"),
+    _mutation("hopper-phase-of-guard", LOAD, "parities_ ^= 1u << stage;"),
     _mutation("hopper-guard-without-fence", LOAD, "if (found) fence_smem_writes();"),
-    _mutation("hopper-guard-tells-nobody", LOAD, "smem_.v_guarded[stage].arrive();"),
-    _mutation("hopper-guard-before-q", LOAD, "smem_.q_full.wait(q_place_.parity());"),
+    _mutation("hopper-guard-warps-do-not-wait", LOAD,
+              "sync_named(static_cast<int>(NamedBarrier::kGuard), kThreads);"),
+    _mutation("hopper-guard-tells-nobody", LOAD,
+              "if (thread_ == 0) smem_.v_ring.full[stage].arrive();"),
+    _mutation("hopper-guard-before-q", LOAD, "queries.full[stage].wait(q_place_.parity());"),
     _mutation(
-        "hopper-guard-keeps-q", LOAD, "if (threadIdx.x % 32 == 0) smem_.q_empty.arrive();"
+        "hopper-guard-keeps-q", LOAD, "if (threadIdx.x % 32 == 0) queries.empty[stage].arrive();"
     ),
     _mutation("hopper-guard-counts-tiles-wrong", LOAD, "v_place_.advance(visits);",
               "v_place_.advance(visits + 1);"),
-    _mutation("hopper-guard-finds-nothing", LOAD, "clear_nonfinite(piece)", "false"),
+    _mutation("hopper-guard-finds-nothing", LOAD, "!all_finite(piece(i))", "false"),
     _mutation("hopper-found-is-forgotten", STAGES,
               "found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;"),
-    _mutation("hopper-no-wait-for-guard", STAGES, "if (masked) wait_guard(stage);"),
-    _mutation("hopper-phase-of-guard", STAGES, "guard_parities_ ^= 1u << stage;"),
     _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked = kMasked;",
               "was_masked = false;"),
     _mutation(
@@ -78,7 +90,8 @@ GUARD = (
 )  # fmt: skip
 
 CONSUMERS = (
-    _mutation("hopper-no-wait-for-q", STAGES, "smem_.q_full.wait(q_place_.parity());"),
+    _mutation("hopper-no-wait-for-q", STAGES,
+              "smem_.q_ring[warpgroup_].full[q_place_.stage()].wait(q_place_.parity());"),
     _mutation(
         "hopper-no-wait-for-k", STAGES,
         "smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity());",
@@ -92,12 +105,24 @@ CONSUMERS = (
               after="void issue_values(AccO& acc_o, const Probabilities& p) {"),
     _mutation("hopper-scores-not-awaited", STAGES, "wait_products<kYounger>();"),
     _mutation("hopper-values-not-awaited", STAGES, "wait_products<0>();", "wait_products<1>();"),
-    _mutation("hopper-k-not-released", STAGES, "release(smem_.k_ring.empty[k_place_.stage()]);"),
-    _mutation("hopper-v-not-released", STAGES, "release(smem_.v_ring.empty[v_place_.stage()]);"),
+    _mutation("hopper-k-not-released", STAGES, "release(smem_.k_ring.empty[k_place_.stage()]);",
+              after="void land_scores(AccS& acc_s) {"),
+    _mutation("hopper-v-not-released", STAGES, "release(smem_.v_ring.empty[v_place_.stage()]);",
+              after="void land_values(AccO& acc_o) {"),
+    _mutation("hopper-skipped-k-not-released", STAGES,
+              "release(smem_.k_ring.empty[k_place_.stage()]);",
+              after="void skip_keys(bool has_turn) {"),
+    _mutation("hopper-skipped-v-not-released", STAGES,
+              "release(smem_.v_ring.empty[v_place_.stage()]);",
+              after="void skip_values(bool masked) {"),
     _mutation("hopper-q-not-released", STAGES,
-              "if (threadIdx.x % 32 == 0) smem_.q_empty.arrive();"),
+              "release(smem_.q_ring[warpgroup_].empty[q_stage]);"),
+    _mutation("hopper-block-forgotten-too-early", STAGES,
+              "__syncwarp(); // every lane has done with it, and with what it knows of the block"
+              " before", sanitizer="tsan"),
     _mutation("hopper-wrong-buffer-of-k", STAGES, "k_place_.stage() * TileK::kSize", "0"),
     _mutation("hopper-wrong-buffer-of-v", STAGES, "v_place_.stage() * TileV::kSize", "0"),
+    _mutation("hopper-wrong-buffer-of-q", TRAITS, "stage * kConsumers + warpgroup", "warpgroup"),
     _mutation("hopper-no-first-turn", STAGES,
               "if (kPingPong && warpgroup == 0) "
               "arrive_named(ping_pong_barrier(0), kPingPongThreads);"),
@@ -106,8 +131,16 @@ CONSUMERS = (
 )  # fmt: skip
 
 ARITHMETIC = (
-    _mutation("hopper-mask-one-key-late", STAGES, "col >= end", "col > end"),
-    _mutation("hopper-mask-one-key-early", STAGES, "col < first", "col <= first"),
+    _mutation("hopper-mask-one-key-late", STAGES, "max(visible.end[row] - lane_col, 0)",
+              "max(visible.end[row] + 1 - lane_col, 0)"),
+    _mutation("hopper-mask-one-key-early", STAGES, "max(visible.first[row] - lane_col, 0)",
+              "max(visible.first[row] + 1 - lane_col, 0)"),
+    _mutation("hopper-warp-without-mask", STAGES, "first_col + kKeys > visible.end_of_all",
+              "first_col + kKeys > visible.end_of_all + 15"),
+    _mutation("hopper-tile-skipped", MAINLOOP, "tile * Traits::kBlockN >= end_key",
+              "(tile + 1) * Traits::kBlockN >= end_key"),
+    _mutation("hopper-too-few-keys", MAINLOOP, "tile * Traits::kBlockN + Traits::kFewKeys >= end_key",
+              "true"),
     _mutation("hopper-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
               after="const auto step = [&]"),
     _mutation("hopper-last-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
@@ -119,8 +152,8 @@ ARITHMETIC = (
 
 OUTPUT = (
     _mutation("hopper-output-without-fence", EPILOGUE, "fence_smem_writes();"),
-    _mutation("hopper-output-over-the-last", EPILOGUE, "wait_read();", "",
-              after="rounded.round(acc_o);"),
+    _mutation("hopper-output-overwritten", STAGES,
+              "if (threadIdx.x % 32 == 0) wait_stores_read();"),
     _mutation("hopper-next-sequence-overwritten", EPILOGUE,
               "rows < kWarpRows && params.attention.cu_seqlens_q != nullptr", "false"),
     _mutation("hopper-restored-before-stored", EPILOGUE,
@@ -131,4 +164,4 @@ OUTPUT = (
     ),
 )  # fmt: skip
 
-HOPPER_MUTATIONS = BARRIERS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT
+HOPPER_MUTATIONS = BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT

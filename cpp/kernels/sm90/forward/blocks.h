@@ -13,7 +13,7 @@
 namespace anyflash::sm90 {
 
 // Blocks that are known at a time: the loader's next one, its present one, and those that consumers
-// still work on. An even number: Q's phase is told from the place.
+// still work on.
 inline constexpr int kKnownBlocks = 4;
 
 // A block of query rows. One thread works it out, and all warps of the CTA read it.
@@ -55,8 +55,9 @@ class BlockScheduler {
 
  private:
   ANYFLASH_DEVICE void advance() {
-    next_ = params_.taken == nullptr ? next_ + gridDim.x
-                                     : gridDim.x + atomicAdd(params_.taken, 1u);
+    const unsigned taken = params_.taken == nullptr ? static_cast<unsigned>(params_.blocks)
+                                                    : atomicAdd(params_.taken, 1u);
+    next_ = gridDim.x + taken;
   }
 
   // A head's last row blocks, which see the most keys, come first.

@@ -11,7 +11,8 @@ struct ForwardConfig {
   int block_m = 128;
   // The keys of a tile decide the order of sums, so they depend on the head dims alone.
   int block_n = 128;
-  int stages = 2;  // buffers of K and of V
+  int stages = 2;    // buffers of K and of V
+  int q_stages = 1;  // of Q: with two, the next block's comes early
   // Whether warpgroups issue their products in turns (FlashAttention-3, arXiv 2407.08608, section
   // 3.1). In any case Q K^T of a tile and P V of the tile before run beside the softmax (3.2).
   bool ping_pong = false;
@@ -25,6 +26,7 @@ constexpr ForwardConfig up_to_64() {
   c.max_head_dim = c.max_head_dim_v = 64;
   c.block_m = 192;
   c.stages = 3;
+  c.q_stages = 2;
   c.ping_pong = true;
   return c;
 }
@@ -32,6 +34,7 @@ constexpr ForwardConfig up_to_64() {
 constexpr ForwardConfig up_to_128() {
   ForwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 128;
+  c.q_stages = 2;
   return c;
 }
 

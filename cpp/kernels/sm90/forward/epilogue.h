@@ -15,44 +15,129 @@
 
 namespace anyflash::sm90 {
 
-// Of two words that each lane holds, the even one of two lanes gets both first ones, the odd one both
-// second ones.
-ANYFLASH_DEVICE uint2 exchange_words(uint32_t first, uint32_t second) {
-  const bool is_odd = threadIdx.x % 2 != 0;
-  const uint32_t got = __shfl_xor_sync(0xffffffffu, is_odd ? first : second, 1);
-  return is_odd ? uint2{got, second} : uint2{first, got};
+// Word j of lane q of each quad becomes word q of lane j.
+ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
+  const auto exchange = [](uint32_t& low, uint32_t& high, int distance) ANYFLASH_INLINE_LAMBDA {
+    const bool is_high = (threadIdx.x & distance) != 0;
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
+    (is_high ? low : high) = got;
+  };
+  exchange(words[0], words[1], 1);
+  exchange(words[2], words[3], 1);
+  exchange(words[0], words[2], 2);
+  exchange(words[1], words[3], 2);
 }
 
-// The rows that exist, rounded. A lane stores 8 bytes, and a quad 32 of a row.
+// The rows that exist, rounded. A lane stores 16 bytes, and a quad 64 of a row.
 template <class Traits>
 ANYFLASH_DEVICE void store_rounded(const ForwardLaunch& params, const ForwardWorkTile& block,
                                    const typename Traits::AccO& acc_o) {
   using Element = typename Traits::Element;
-  constexpr int kColumns = 8;  // that a quad holds side by side
+  constexpr int kLanes = 4;   // of a quad
+  constexpr int kVector = 8;  // elements of 16 bytes
   RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
   rounded.round(acc_o);
   const int row0 = block.first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-  const int col0 = threadIdx.x % 2 * kColumns + threadIdx.x % 4 / 2 * 4;
+  const int col0 = threadIdx.x % kLanes * kVector;
   CUTE_UNROLL
   for (int i = 0; i < kThreadRows; ++i) {
     const int row = row0 + 8 * i;
     Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
                                            block.head, row) + col0;
     CUTE_UNROLL
-    for (int col = 0; col < Traits::kHeadDimV; col += 2 * kColumns) {
-      const uint32_t* const words = rounded.words + col / kColumns * kThreadRows + i;
-      const uint2 pair = exchange_words(words[0], words[kThreadRows]);
+    for (int col = 0; col < Traits::kHeadDimV; col += kLanes * kVector) {
+      uint32_t words[4];
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) words[j] = rounded.words[2 * (col / kVector + j) + i];
+      transpose_quads(words);
       if (row < block.sequence.seqlen_q && col0 + col < params.attention.head_dim_v) {
-        *reinterpret_cast<uint2*>(out + col) = pair;
+        *reinterpret_cast<uint4*>(out + col) = uint4{words[0], words[1], words[2], words[3]};
       }
     }
   }
 }
 
+// A warp's 16 rows of O, in shared memory where its Q was, and on their way to global memory. No
+// other warp has to be waited for.
+template <class Traits>
+class StagedRows {
+  using Element = typename Traits::Element;
+  using TileO = PanelTile<Element, Traits::kWarpgroupRows, Traits::kHeadDimV>;
+  static_assert(TileO::kSize <= Traits::TileQ::kSize, "O lies where Q was");
+  static constexpr int kVector = 8;  // elements of 16 bytes
+  static constexpr int kWarpRows = 16;
+
+ public:
+  // `queries`: of this warpgroup.
+  ANYFLASH_DEVICE explicit StagedRows(Element* queries)
+      : row_(static_cast<int>(threadIdx.x) / 32 * kWarpRows),
+        lane_(threadIdx.x % 32),
+        rows_(queries + row_ % Traits::kWarpgroupRows * kPanelColumns) {}
+
+  ANYFLASH_DEVICE void write(const typename Traits::AccO& acc_o) {
+    RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
+    rounded.round(acc_o);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
+      store_matrices(piece(lane_ % kWarpRows, 2 * i + lane_ / kWarpRows), rounded.words + 4 * i);
+    }
+    fence_smem_writes();
+    __syncwarp();  // all rows are there
+  }
+
+  // Rows at and beyond the sequence's end are not written: by TMA where the tensor ends there.
+  ANYFLASH_DEVICE void store(const ForwardLaunch& params, const ForwardWorkTile& block) {
+    const int rows = block.sequence.seqlen_q - block.first_row - row_;
+    if (rows <= 0) return;
+    if (rows < kWarpRows && params.attention.cu_seqlens_q != nullptr) {
+      copy(params, block, rows);
+      return;
+    }
+    if (lane_ != 0) return;
+    TileCoordinates to{0, static_cast<int>(block.sequence.first_q) + block.first_row + row_,
+                       block.head, static_cast<int>(block.sequence.batch)};
+    CUTE_UNROLL
+    for (int panel = 0; panel < TileO::kPanels; ++panel) {
+      store_box(params.out_map, to, rows_ + panel * TileO::kPanelElements);
+      to.column += kPanelColumns;
+    }
+    commit_stores();
+  }
+
+ private:
+  // Sixteen bytes of a row, as the swizzle places them.
+  ANYFLASH_DEVICE Element* piece(int row, int vector) const {
+    constexpr int kInPanel = kPanelColumns / kVector;
+    return rows_ + vector / kInPanel * TileO::kPanelElements + row * kPanelColumns +
+           (vector % kInPanel ^ row % 8) * kVector;
+  }
+
+  ANYFLASH_DEVICE void copy(const ForwardLaunch& params, const ForwardWorkTile& block, int rows) {
+    constexpr int kVectors = Traits::kHeadDimV / kVector;
+    Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
+                                           block.head, block.first_row + row_);
+    for (int i = lane_; i < rows * kVectors; i += 32) {
+      const int row = i / kVectors;
+      const int vector = i % kVectors;
+      if (vector * kVector >= params.attention.head_dim_v) continue;
+      *reinterpret_cast<uint4*>(out + row * params.out_stride.row + vector * kVector) =
+          *reinterpret_cast<const uint4*>(piece(row, vector));
+    }
+  }
+
+  int row_;  // of the block, this warp's first
+  int lane_;
+  Element* rows_;
+};
+
 // Adds what the guard took out of V, when the whole block is in global memory.
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWorkTile& block,
                                    const Variant& variant) {
+  if (Traits::kOutputInQ) {
+    if (threadIdx.x % 32 == 0) wait_stores();
+    fence_all_writes();
+  }
   sync_named(static_cast<int>(NamedBarrier::kConsumers), Traits::kThreads);
   if (params.out_dtype == DType::kFloat32) {
     restore_values<Traits, float>(params, block, variant);
@@ -79,6 +164,10 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
   }
   if (params.out_dtype == DType::kFloat32) {
     store_float(params, block, out, coordinates, rows);
+  } else if constexpr (Traits::kOutputInQ) {
+    StagedRows<Traits> staged(stages.queries());
+    staged.write(acc_o);
+    staged.store(params, block);
   } else {
     store_rounded<Traits>(params, block, acc_o);
   }

@@ -15,8 +15,7 @@ namespace anyflash::sm90 {
 template <class Traits>
 ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
   for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-    smem.q_full[warpgroup].init(1);
-    smem.q_empty[warpgroup].init(kWarpgroupThreads / 32 + (warpgroup == 0 ? Traits::kGuardWarps : 0));
+    smem.q_ring[warpgroup].init(kWarpgroupThreads / 32 + (warpgroup == 0 ? Traits::kGuardWarps : 0));
   }
   smem.k_ring.init(Traits::kConsumerWarps);
   smem.v_ring.init(Traits::kConsumerWarps);
@@ -49,7 +48,7 @@ ANYFLASH_DEVICE void produce(const ForwardLaunch& params, typename Traits::Share
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::SharedStorage& smem,
                              int warpgroup) {
-  ForwardStages<Traits> stages(smem, warpgroup, params.ping_pong);
+  ForwardStages<Traits> stages(smem, warpgroup);
   for (;;) {
     const BlockWork& block = stages.wait_block();
     if (!block.exists()) break;
@@ -58,6 +57,7 @@ ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::Share
     StagedSoftmax softmax(params.attention.scale_log2);
     forward_mainloop<Traits>(stages, block, acc_o, softmax);
     forward_epilogue<Traits, Variant>(params, block.tile, stages, acc_o, softmax);
+    stages.end_block();
   }
   stages.end_ping_pong();
 }

@@ -45,6 +45,12 @@ void make_tensor_maps(ForwardLaunch& launch) {
     keys.columns = a.head_dim_v;
     launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
   }
+
+  if (!Traits::kOutputInQ || launch.out_dtype == DType::kFloat32) return;
+  TensorMapShape outputs = queries;
+  outputs.columns = a.head_dim_v;
+  outputs.box_rows = 16;
+  launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
 
 inline __global__ void clear_counter(unsigned* counter) {
@@ -52,11 +58,11 @@ inline __global__ void clear_counter(unsigned* counter) {
   if (threadIdx.x == 0) *counter = 0;
 }
 
-// Whether a counter says which block a CTA takes next: where blocks differ in work.
+// Whether a counter says which block a CTA takes next. Blocks differ in work without a mask, too: a
+// head's last one may have few rows, and at a fixed distance the same CTAs would always get it.
 template <class Traits>
 bool needs_counter(const Attention& a, const LaunchContext& context) {
-  const bool is_even = !a.window.is_bounded() && a.cu_seqlens_q == nullptr && a.seqused_k == nullptr;
-  return !is_even && forward_grid_blocks(a, Traits::kBlockM) > context.multiprocessors;
+  return forward_grid_blocks(a, Traits::kBlockM) > context.multiprocessors;
 }
 
 template <class Traits>
@@ -77,8 +83,6 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   prepared.blocks = blocks;
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
-  // Where a mask lets warpgroups skip tiles, turns would make them wait for each other.
-  prepared.ping_pong = !a.window.is_bounded();
   LaunchOrder order = LaunchOrder::kAfterPrevious;
   if (needs_counter<Traits>(a, context)) {
     prepared.taken = static_cast<unsigned*>(context.scratch);

@@ -11,13 +11,13 @@ namespace anyflash::sm90 {
 struct ForwardLaunch : ForwardParams {
   LptTileScheduler scheduler{};  // of (batch, head) pairs; members of a group share K and V
   int blocks = 0;                // of query rows, of all heads
-  // How many blocks have been taken, beyond the one that each CTA begins with. Null where a CTA
-  // takes every gridDim.x-th block.
+  // How many blocks have been taken, beyond the one that each CTA begins with. Null if there are no
+  // more.
   unsigned* taken = nullptr;
-  bool ping_pong = false;  // where the configuration has it
   CUtensorMap q_map;
   CUtensorMap k_map;
   CUtensorMap v_map;
+  CUtensorMap out_map;  // 16-bit outputs by way of shared memory: boxes of a warp's 16 rows
 };
 
 }  // namespace anyflash::sm90

@@ -58,8 +58,9 @@ class TileLoader {
   // Consumers and guard are told of a block that does not exist.
   ANYFLASH_DEVICE void end() {
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-      smem_.q_empty[warpgroup].wait(q_place_.parity() ^ 1);
-      smem_.q_full[warpgroup].arrive();
+      Ring<Traits::kQStages>& ring = smem_.q_ring[warpgroup];
+      ring.empty[q_place_.stage()].wait(q_place_.parity() ^ 1);
+      ring.full[q_place_.stage()].arrive();
     }
   }
 
@@ -101,10 +102,12 @@ class TileLoader {
     using TileQ = typename Traits::TileQ;
     int row = static_cast<int>(block.sequence.first_q) + block.first_row;
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, row += TileQ::kRows) {
-      smem_.q_empty[warpgroup].wait(q_place_.parity() ^ 1);
-      load_tile<TileQ>(smem_.q.data() + warpgroup * TileQ::kSize, params_.q_map,
+      Ring<Traits::kQStages>& ring = smem_.q_ring[warpgroup];
+      const int stage = q_place_.stage();
+      ring.empty[stage].wait(q_place_.parity() ^ 1);
+      load_tile<TileQ>(smem_.queries(stage, warpgroup), params_.q_map,
                        {0, row, block.head, static_cast<int>(block.sequence.batch)},
-                       smem_.q_full[warpgroup], L2Hint::kEvictFirst);
+                       ring.full[stage], L2Hint::kEvictFirst);
     }
     q_place_.advance();
   }
@@ -113,7 +116,7 @@ class TileLoader {
   typename Traits::SharedStorage& smem_;
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
-  RingPlace<1> q_place_;
+  RingPlace<Traits::kQStages> q_place_;
 };
 
 // Writes 0 over NaN and infinity in a tile, all warps of the guard together; returns whether this
@@ -153,12 +156,15 @@ class ValueGuard {
   // All blocks of the CTA, in turn.
   ANYFLASH_DEVICE void guard() {
     for (;;) {
-      smem_.q_full[0].wait(block_place_.stage() & 1);
+      Ring<Traits::kQStages>& queries = smem_.q_ring[0];
+      const int stage = q_place_.stage();
+      queries.full[stage].wait(q_place_.parity());
       const BlockWork& block = smem_.blocks[block_place_.stage()];
       if (!block.exists()) return;
       const KRange range = block.range;
       __syncwarp();  // every lane has read it
-      if (threadIdx.x % 32 == 0) smem_.q_empty[0].arrive();
+      if (threadIdx.x % 32 == 0) queries.empty[stage].arrive();
+      q_place_.advance();
       block_place_.advance();
       guard(range);
     }
@@ -190,6 +196,7 @@ class ValueGuard {
   typename Traits::SharedStorage& smem_;
   int thread_;
   RingPlace<kKnownBlocks> block_place_;
+  RingPlace<Traits::kQStages> q_place_;
   RingPlace<Traits::kStages> v_place_;
   uint32_t parities_ = 0;  // a bit a stage
 };

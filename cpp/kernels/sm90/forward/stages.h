@@ -96,30 +96,33 @@ class ForwardStages {
   using Element = typename Traits::Element;
   using AccS = typename Traits::AccS;
   using AccO = typename Traits::AccO;
+  static constexpr bool kPingPong = Traits::kConfig.ping_pong;
 
  public:
   using Probabilities = RoundedAccumulator<Element, Traits::kBlockN>;
 
-  ANYFLASH_DEVICE ForwardStages(typename Traits::SharedStorage& smem, int warpgroup, bool ping_pong)
-      : smem_(smem),
-        warpgroup_(warpgroup),
-        ping_pong_(Traits::kConfig.ping_pong && ping_pong) {
+  ANYFLASH_DEVICE ForwardStages(typename Traits::SharedStorage& smem, int warpgroup)
+      : smem_(smem), warpgroup_(warpgroup) {
     // The first turn.
-    if (ping_pong_ && warpgroup == 0) arrive_named(ping_pong_barrier(0), kPingPongThreads);
+    if (kPingPong && warpgroup == 0) arrive_named(ping_pong_barrier(0), kPingPongThreads);
   }
 
   // The next block, with its Q. It stays readable until Q of the block after it is released.
   ANYFLASH_DEVICE const BlockWork& wait_block() {
     const int place = block_place_.stage();
     block_place_.advance();
-    smem_.q_full[warpgroup_].wait(place & 1);
+    smem_.q_ring[warpgroup_].full[q_place_.stage()].wait(q_place_.parity());
+    if (Traits::kOutputInQ) release_last_block();
     return smem_.blocks[place];
   }
-  // After the block's last scores.
+  // The block's Q, or what takes its place.
+  ANYFLASH_DEVICE Element* queries() { return smem_.queries(q_place_.stage(), warpgroup_); }
+
+  // After the block's last scores. Where results take Q's place, it is released later.
   ANYFLASH_DEVICE void release_queries() {
-    __syncwarp();  // every lane has done with the block before, too
-    release(smem_.q_empty[warpgroup_]);
+    if (!Traits::kOutputInQ) release_block(q_place_.stage());
   }
+  ANYFLASH_DEVICE void end_block() { q_place_.advance(); }
 
   ANYFLASH_DEVICE void wait_keys() { smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity()); }
 
@@ -130,7 +133,7 @@ class ForwardStages {
     using TileK = typename Traits::TileK;
     constexpr int kPanelQ = TileQ::kPanelElements * sizeof(Element);
     constexpr int kPanelK = TileK::kPanelElements * sizeof(Element);
-    const OperandDescriptor q(smem_.q.data() + warpgroup_ * TileQ::kSize, kPanelQ);
+    const OperandDescriptor q(queries(), kPanelQ);
     const OperandDescriptor k(smem_.k.data() + k_place_.stage() * TileK::kSize, kPanelK);
     pin_registers<size(AccS{})>(acc_s.data());
     fence_products();
@@ -232,11 +235,11 @@ class ForwardStages {
 
   // Warpgroups issue their products in turns where the schedule is ping-pong.
   ANYFLASH_DEVICE void wait_ping_pong() {
-    if (ping_pong_) sync_named(ping_pong_barrier(warpgroup_), kPingPongThreads);
+    if (kPingPong) sync_named(ping_pong_barrier(warpgroup_), kPingPongThreads);
   }
   ANYFLASH_DEVICE void pass_ping_pong() {
     const int next = warpgroup_ + 1 < Traits::kConsumers ? warpgroup_ + 1 : 0;
-    if (ping_pong_) arrive_named(ping_pong_barrier(next), kPingPongThreads);
+    if (kPingPong) arrive_named(ping_pong_barrier(next), kPingPongThreads);
   }
 
   // After the last block, the first warpgroup takes what the last one passed: no barrier is left in
@@ -253,6 +256,18 @@ class ForwardStages {
   }
 
  private:
+  ANYFLASH_DEVICE void release_block(int q_stage) {
+    __syncwarp();  // every lane has done with it, and with what it knows of the block before
+    release(smem_.q_ring[warpgroup_].empty[q_stage]);
+  }
+
+  // When its results have left shared memory. Before the first block, nothing is there to release.
+  ANYFLASH_DEVICE void release_last_block() {
+    if (threadIdx.x % 32 == 0) wait_stores_read();
+    if (has_last_) release_block((q_place_.stage() + Traits::kQStages - 1) % Traits::kQStages);
+    has_last_ = true;
+  }
+
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
   ANYFLASH_DEVICE static int ping_pong_barrier(int warpgroup) {
     return static_cast<int>(NamedBarrier::kPingPong) + warpgroup;
@@ -288,10 +303,11 @@ class ForwardStages {
 
   typename Traits::SharedStorage& smem_;
   int warpgroup_;
-  bool ping_pong_;
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
   RingPlace<kKnownBlocks> block_place_;
+  RingPlace<Traits::kQStages> q_place_;
+  bool has_last_ = false;
   bool found_nonfinite_ = false;
 };
 

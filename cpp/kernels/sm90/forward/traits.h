@@ -53,6 +53,7 @@ struct ForwardTraits {
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.stages;
+  static constexpr int kQStages = kConfig.q_stages;
 
   // Consumers come first, so that what numbers threads by accumulators sees threadIdx.x.
   static constexpr int kConsumers = kBlockM / 64;  // warpgroups
@@ -60,6 +61,8 @@ struct ForwardTraits {
   static constexpr int kConsumerWarps = kThreads / 32;
   static constexpr int kCtaThreads = kThreads + kWarpgroupThreads;
   static constexpr int kGuardWarps = 3;
+  // Rounded results take Q's place on their way out, where the next Q need not come there.
+  static constexpr bool kOutputInQ = kQStages > 1;
   static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
   // A first tile of which a warpgroup sees only so many keys takes less time.
@@ -75,19 +78,22 @@ struct ForwardTraits {
   using AccO = Accumulator<kHeadDimV>;
 
   struct SharedStorage {
-    alignas(1024) cute::array<Element, kConsumers * TileQ::kSize> q;
+    alignas(1024) cute::array<Element, kQStages * kConsumers * TileQ::kSize> q;
     alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
     alignas(1024) cute::array<Element, kStages * TileV::kSize> v;
 
     // Of each consumer warpgroup: its rows of Q are there, as the next of `blocks` says; they may be
     // overwritten.
-    Mbarrier q_full[kConsumers];
-    Mbarrier q_empty[kConsumers];
+    Ring<kQStages> q_ring[kConsumers];
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
     Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
     int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
     BlockWork blocks[kKnownBlocks];
+
+    ANYFLASH_DEVICE Element* queries(int stage, int warpgroup) {
+      return q.data() + (stage * kConsumers + warpgroup) * TileQ::kSize;
+    }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
 };
