@@ -1,0 +1,30 @@
+"""Whether there are DTensors: then their rules are registered."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from anyflash.torch._dispatch_state import PLAIN
+
+_MODULE = "torch.distributed.tensor"
+
+
+def register_rules() -> bool:
+    """Of the operators, where PyTorch's module of DTensors has been imported and takes rules."""
+    if _MODULE not in sys.modules:
+        return False
+    try:
+        from anyflash.torch import _dtensor  # noqa: F401
+    except ImportError:  # PyTorch before 2.5
+        return False
+    return True
+
+
+# A constant for torch.compile, which calls it as it traces.
+register_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_distributed(x: Any) -> bool:
+    """Whether it is a DTensor, by what compilers can follow."""
+    return type(x) not in PLAIN and hasattr(x, "placements")
