@@ -121,7 +121,7 @@ def _rules(arguments: tuple[Any, ...]) -> Iterator[tuple[Problem, _Axes, str | N
     p = Problem(*arguments[:SIZE])
     axes = _Axes(p)
     kinds = set(_divisions(p, axes))
-    # PyTorch takes the first of those that cost least: what is replicated stays so.
+    # In this order, because PyTorch may take the first of those that cost the same.
     for kind in (None, _BATCH, _HEADS):
         if kind in kinds:
             given = [

@@ -239,15 +239,21 @@ def the_gradient_comes_in_another_placement() -> None:
     out = anyflash.torch.attention(*plain)
     dout = randn(*out.shape)
     right = torch.autograd.grad(out, plain, dout)
-    for placement in (Replicate(), Shard(1), Partial()):
-        sharded = [placed(x, LINE, HEADS).requires_grad_() for x in given.values()]
-        if placement.is_partial():
-            whole = DTensor.from_local(dout / 2, LINE, [placement])
+    two = init_device_mesh("cpu", (1, 2))
+    for mesh, where, placements in (
+        (LINE, HEADS, WHOLE),
+        (LINE, HEADS, [Shard(1)]),
+        (LINE, HEADS, [Partial()]),
+        (two, [Replicate(), Shard(2)], [Replicate()] * 2),
+    ):
+        sharded = [placed(x, mesh, where).requires_grad_() for x in given.values()]
+        if placements[0].is_partial():
+            whole = DTensor.from_local(dout / 2, mesh, placements)
         else:
-            whole = placed(dout, LINE, [placement])
+            whole = placed(dout, mesh, placements)
         found = torch.autograd.grad(anyflash.torch.attention(*sharded), sharded, whole)
         for x, wanted in zip(found, right, strict=True):
-            assert x.placements == tuple(HEADS)
+            assert x.placements == tuple(where)
             torch.testing.assert_close(x.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
 
 
