@@ -271,6 +271,19 @@ def as_pytorch_has_it() -> None:
 
 
 @case
+def compiled() -> None:
+    attend = anyflash.torch.attention
+    sharded = [placed(x, LINE, HEADS).requires_grad_() for x in tensors().values()]
+    results = []
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        out = function(*sharded, causal=True)
+        results.append([out, *torch.autograd.grad(out, sharded, torch.cos(out.detach()))])
+    for x, wanted in zip(*results, strict=True):
+        assert x.placements == wanted.placements == tuple(HEADS)
+        assert torch.equal(x.to_local(), wanted.to_local())
+
+
+@case
 def dropout() -> None:
     compare(tensors(), LINE, WHOLE, dropout_p=0.5, seed=3)
     attend = anyflash.torch.attention
