@@ -1,4 +1,5 @@
-"""A small transformer in training: on four ranks, by FSDP2 and tensor parallelism, as on one.
+"""A small transformer in training: on four ranks, by FSDP2 and tensor parallelism, as on one; and
+attention of DTensors that are sharded on two axes of a mesh.
 
 python -m calls.parallel_training FOLDER RANK 4
 """
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from anyflash.torch import attention
+from calls.dtensor_cases import compare, tensors
 from run import ranks
 
 WIDTH, HEADS, HEADS_K, STEPS = 32, 4, 2, 4
@@ -101,6 +104,8 @@ def train(model: Any, part: int, parts: int) -> list[float]:
 def main() -> None:
     _, world_size = ranks.begin()
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    for placements in ([Shard(0), Shard(2)], [Shard(2), Shard(0)], [Replicate(), Shard(2)]):
+        compare(tensors(), mesh, placements, causal=True)
     sharded = distribute(model(), mesh)
     losses = torch.tensor(train(sharded, mesh["dp"].get_local_rank(), 2))
     dist.all_reduce(losses)  # ranks of tensor parallelism have the same
