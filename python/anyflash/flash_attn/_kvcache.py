@@ -11,8 +11,8 @@ import torch
 
 from anyflash._call.parsing import flags
 from anyflash.flash_attn._options import score_options, with_positive_infinity
-from anyflash.flash_attn._paged import split_pages
 from anyflash.torch import attention_with_kvcache
+from anyflash.torch._paged import split_pages
 
 
 def flash_attn_with_kvcache(

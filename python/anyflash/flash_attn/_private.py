@@ -11,9 +11,9 @@ import torch
 
 import anyflash
 from anyflash.flash_attn._options import as_int, score_options, with_positive_infinity
-from anyflash.flash_attn._paged import attention_varlen_paged
 from anyflash.flash_attn._s_dmask import round_multiple, s_dmask
 from anyflash.torch import attention, attention_varlen
+from anyflash.torch._paged import attention_varlen_paged
 
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

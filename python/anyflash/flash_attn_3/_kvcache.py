@@ -11,9 +11,9 @@ import torch
 
 from anyflash.flash_attn._kvcache import rows_in_cache
 from anyflash.flash_attn._options import as_int, score_options
-from anyflash.flash_attn._paged import attention_varlen_paged, split_pages
 from anyflash.flash_attn_3._arguments import refuse
 from anyflash.torch import attention_with_kvcache
+from anyflash.torch._paged import attention_varlen_paged, split_pages
 
 _NAME = "flash_attn_with_kvcache"
 Tensor = torch.Tensor

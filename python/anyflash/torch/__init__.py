@@ -4,6 +4,7 @@ Nothing is compiled against PyTorch: it works with every version from 2.4 on.
 """
 
 from anyflash.torch._attention import attention
+from anyflash.torch._flash_impl import register
 from anyflash.torch._kvcache import attention_with_kvcache
 from anyflash.torch._routing import sdpa_routing
 from anyflash.torch._sdpa import scaled_dot_product_attention
@@ -13,6 +14,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
+    "register",
     "scaled_dot_product_attention",
     "sdpa_routing",
 ]

@@ -23,6 +23,7 @@ from anyflash.torch._dispatch_state import (
 )
 from anyflash.torch._problem import DIFFERENTIABLE, Problem, RequestedOutputs, differentiable
 from anyflash.torch._random import RandomState, random_state
+from anyflash.torch._sharding import is_distributed, register_rules
 
 _DENSE = Packing(None, None, 0, 0, False)
 _FLAGS = ("validate", "causal", "deterministic")
@@ -95,6 +96,11 @@ def _read(
             )
         device = tensors[0].device
         random = random_state(parse, dropout_p > 0, options.seed, options.rng_state, device)
+        if random.tensor is not options.rng_state and is_distributed(tensors[0]):
+            raise ValueError(
+                f"{operation}: dropout_p is {dropout_p} and q is a DTensor, but no seed is given; "
+                "ranks would draw different ones. Pass seed, with Replicate() placements"
+            )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     flags = packing.validate, options.causal, deterministic
@@ -158,6 +164,7 @@ def _with_lse(outputs: RequestedOutputs) -> RequestedOutputs:
 def _run(p: Problem, outputs: RequestedOutputs) -> Any:
     in_functorch = not is_compiling() and is_in_functorch()
     if is_traced(p.q) and not in_functorch:
+        register_rules()
         # With the LSE, which the gradients need.
         return torch.ops.anyflash.forward(*p, *_with_lse(outputs))
     # A Function refuses dual tensors of forward mode.

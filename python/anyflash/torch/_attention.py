@@ -126,6 +126,10 @@ def attention(
 
     Under ``torch.autocast``, q, k and v of 16 and 32 bits are taken in the autocast dtype.
 
+    DTensors may be sharded on batch or heads, q, k and v alike, where the ranks divide ``heads``
+    and ``heads_k``. The output is placed as q, and nothing is communicated. Dropout needs
+    replicated tensors and a ``seed``.
+
     Parameters that are not listed are those of :func:`anyflash.attention`. There, tensors that
     require grad come here.
 
@@ -155,6 +159,8 @@ def attention(
     ------
     TypeError, ValueError, NotImplementedError
         As :func:`anyflash.attention`.
+    RuntimeError
+        DTensors in other placements.
 
     Examples
     --------

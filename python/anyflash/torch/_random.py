@@ -38,5 +38,10 @@ def random_state(
         return RandomState(words, words=words)
     if not drops:
         return RandomState()
-    drawn = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+    drawn = draw(device)
     return RandomState(drawn, tensor=drawn)
+
+
+def draw(device: torch.device) -> Tensor:
+    """(2,) int64 from the device's default generator."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)

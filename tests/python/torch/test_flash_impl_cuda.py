@@ -1,0 +1,148 @@
+"""anyflash.torch.register on a GPU: what PyTorch's dispatcher passes to anyflash there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import anyflash.torch
+
+registry = importlib.import_module("torch.nn.attention")
+functional = importlib.import_module("torch.nn.functional")
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not hasattr(registry, "register_flash_attention_impl"),
+        reason="this PyTorch has no registry",
+    ),
+]
+
+
+def launches(function: Callable[[], Any]) -> tuple[int, Any]:
+    def count() -> int:
+        return sum(kernel["launches"] for kernel in anyflash.build_info()["kernels"])
+
+    before = count()
+    result = function()
+    return count() - before, result
+
+
+def activated(function: Callable[[], Any]) -> tuple[int, Any]:
+    anyflash.torch.register()
+    registry.activate_flash_attention_impl("anyflash")
+    try:
+        return launches(function)
+    finally:
+        registry.restore_flash_attention_impl()
+
+
+@pytest.fixture(autouse=True)
+def flash() -> Iterator[None]:
+    with registry.sdpa_kernel(registry.SDPBackend.FLASH_ATTENTION):
+        yield
+
+
+def random(torch: ModuleType, *shape: int, seed: int = 0) -> Any:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+    return x.requires_grad_()
+
+
+def close(torch: ModuleType, actual: Any, right: Any) -> None:
+    torch.testing.assert_close(actual.float(), right.float(), rtol=3e-2, atol=3e-2)
+
+
+def agree(torch: ModuleType, attend: Callable[[], Any], tensors: Any) -> None:
+    """Output and gradients by anyflash are PyTorch's."""
+    right = attend()
+    dout = torch.randn_like(right)
+    wanted = torch.autograd.grad(right, tensors, dout)
+
+    def both() -> Any:
+        out = attend()
+        return out, torch.autograd.grad(out, tensors, dout)
+
+    count, (out, found) = activated(both)
+    assert count >= 2
+    close(torch, out, right)
+    for x, y in zip(found, wanted, strict=True):
+        close(torch, x, y)
+    assert launches(both)[0] == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 100, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sdpa(torch: ModuleType, head_dim: int, is_causal: bool) -> None:
+    q, k, v = (random(torch, 2, 4, 300, head_dim, seed=i) for i in range(3))
+    attend = functional.scaled_dot_product_attention
+    agree(torch, lambda: attend(q, k, v, is_causal=is_causal), (q, k, v))
+
+
+def test_grouped_heads(torch: ModuleType) -> None:
+    q = random(torch, 2, 8, 200, 64)
+    k, v = (random(torch, 2, 2, 200, 64, seed=i) for i in (1, 2))
+    attend = functional.scaled_dot_product_attention
+    agree(torch, lambda: attend(q, k, v, enable_gqa=True), (q, k, v))
+
+
+def test_compiled(torch: ModuleType) -> None:
+    """Compiled before it is activated: the code calls what is active."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True), fullgraph=True
+    )
+    x = random(torch, 2, 4, 128, 64)
+    agree(torch, lambda: compiled(x), (x,))
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of prototypes
+def test_nested_tensors(torch: ModuleType, layout: str) -> None:
+    parts = [random(torch, n, 4, 64, seed=n) for n in (30, 1, 77)]
+    x = torch.nested.as_nested_tensor(parts, layout=getattr(torch, layout)).transpose(1, 2)
+    attend = functional.scaled_dot_product_attention
+    count, out = activated(lambda: attend(x, x, x))
+    assert count >= 1
+    for actual, p in zip(out.transpose(1, 2).unbind(), parts, strict=True):
+        one = p[None].transpose(1, 2)
+        close(torch, actual, attend(one, one, one)[0].transpose(0, 1))
+
+
+def test_varlen(torch: ModuleType) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if "window_size" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("this PyTorch's varlen_attn has no windows")
+    ends = torch.tensor([0, 30, 31, 108], dtype=torch.int32, device="cuda")
+    q, k, v = (random(torch, 108, 4, 64, seed=i) for i in range(3))
+    agree(
+        torch,
+        lambda: varlen.varlen_attn(q, k, v, ends, ends, 77, 77, window_size=(-1, 0)),
+        (q, k, v),
+    )
+
+
+def test_dropout_in_a_graph(torch: ModuleType) -> None:
+    """Each replay drops something else."""
+    x = random(torch, 2, 4, 128, 64).detach()
+    attend = functional.scaled_dot_product_attention
+
+    def run() -> list[Any]:
+        attend(x, x, x, dropout_p=0.5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend(x, x, x, dropout_p=0.5)
+        results = []
+        for _ in range(2):
+            graph.replay()
+            results.append(out.clone())
+        return results
+
+    count, (first, second) = activated(run)
+    assert count >= 2
+    assert not torch.equal(first, second)
