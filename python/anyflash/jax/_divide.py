@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from anyflash.jax import _partition
 from anyflash.jax._ffi import Arrays
-from anyflash.jax._partition import NOT_DIVIDED, Dims, Plan
+from anyflash.jax._partition import NOT_DIVIDED, Dims, PartitionSpec, Plan
 
 # (operands, results that are to have the digits of float32) -> results
 Run = Callable[[Arrays, frozenset[str]], Arrays]
 _NONE: frozenset[str] = frozenset()
+# JAX does not say their types.
+_custom_partitioning: Any = custom_partitioning
+_psum: Any = jax.lax.psum
 
 
 class Divided:
@@ -33,10 +37,20 @@ class Divided:
         self.result_dims = _partition.factors(operands, results, mapped)
 
     def __call__(self) -> Arrays:
-        mesh, specs = self._explicit()
+        mesh, specs = _types(self.operands)
         if mesh is not None:
             return self._by_types(mesh, specs)
-        call = custom_partitioning(self._whole)
+        mesh = jax.sharding.get_abstract_mesh()
+        manual, automatic = (_axes(mesh, kind) for kind in (AxisType.Manual, AxisType.Auto))
+        if manual and automatic:
+            raise NotImplementedError(
+                f"{self.operation}: it is called within a jax.shard_map over {manual}, and "
+                f"{automatic} is left to the compiler; a jax.shard_map over all axes of the mesh "
+                "is allowed"
+            )
+        if manual:
+            return self.run(self.operands, _NONE)
+        call: Any = _custom_partitioning(self._whole)
         call.def_partition(
             self._on_mesh,
             infer_sharding_from_operands=self._infer,
@@ -66,46 +80,40 @@ class Divided:
             return " ".join(found)
 
         operands, results = (
-            ", ".join(words(one) for one in dims.values())
-            for dims in (self.dims, self.result_dims)
+            ", ".join(words(one) for one in dims.values()) for dims in (self.dims, self.result_dims)
         )
         return f"{operands} -> {results}"
 
-    def _plan(self, mesh: Any, shardings: list[Any]) -> Plan:
-        specs = {
-            name: _partition.spec_axes(sharding.spec, len(self.dims[name]))
-            for name, sharding in self._named(shardings).items()
-        }
+    def _plan(self, mesh: Any, operands: Any) -> Plan:
+        specs = {}
+        for name, x in self._named(operands).items():
+            sharding = x.sharding
+            if hasattr(sharding, "spec"):
+                specs[name] = _partition.spec_axes(sharding.spec, len(x.shape))
+            elif sharding is None or sharding.is_fully_replicated:
+                specs[name] = _partition.spec_axes((), len(x.shape))
+            else:  # as within a jax.shard_map over some of the axes
+                raise ValueError(
+                    f"{self.operation}: {name} is sharded over a mesh that JAX does not name "
+                    "here; give jax.shard_map all axes of the mesh"
+                )
         devices = dict(mesh.shape)
         return _partition.plan(self.operation, self.dims, self.operands, specs, devices)
 
     def _shardings(self, mesh: Any, plan: Plan, dims: dict[str, Dims]) -> tuple[Any, ...]:
         return tuple(NamedSharding(mesh, plan.spec(one)) for one in dims.values())
 
-    def _infer(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-        """For GSPMD, which also asks before it is done: only ``_on_mesh`` may refuse."""
-        shardings = [x.sharding for x in operands]
-        plan = Plan({}, {})
-        if all(isinstance(x, NamedSharding) for x in shardings):
-            try:
-                plan = self._plan(mesh, shardings)
-            except ValueError:
-                pass
-        elif all(x.is_fully_replicated for x in shardings):
-            return (shardings[0],) * len(results)
+    def _infer(self, mesh: Any, operands: Any, _: Any) -> tuple[Any, ...]:
+        """For GSPMD, which asks before all is known, and ends the process where this raises: only
+        ``_on_mesh`` refuses."""
+        try:
+            plan = self._plan(mesh, operands)
+        except ValueError:
+            plan = Plan({}, {})
         return self._shardings(mesh, plan, self.result_dims)
 
-    def _on_mesh(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-        shardings = [x.sharding for x in operands]
-        if not all(isinstance(x, NamedSharding) for x in shardings):
-            # Within a jax.shard_map over some of the axes, JAX does not know the mesh.
-            if not all(x.is_fully_replicated for x in shardings):
-                raise ValueError(
-                    f"{self.operation}: arrays are sharded over a mesh that JAX does not name "
-                    "here; give jax.shard_map all axes of the mesh"
-                )
-            return mesh, self._whole, (shardings[0],) * len(results), tuple(shardings)
-        plan = self._plan(mesh, shardings)
+    def _on_mesh(self, mesh: Any, operands: Any, _: Any) -> tuple[Any, ...]:
+        plan = self._plan(mesh, operands)
 
         def part(*operands: Any) -> tuple[Any, ...]:
             return tuple(self._part(plan, self._named(operands)).values())
@@ -119,41 +127,54 @@ class Divided:
 
     # Where types have shardings -------------------------------------------------------------------
 
-    def _explicit(self) -> tuple[Any, dict[str, Any]]:
-        """The mesh, or None, and each operand's spec."""
-        mesh, specs = None, {}
-        for name, x in self.operands.items():
-            sharding = getattr(jax.typeof(x), "sharding", None)
-            spec = () if sharding is None else sharding.spec
-            specs[name] = _partition.spec_axes(spec, x.ndim)
-            if any(specs[name]):
-                mesh = sharding.mesh
-        return mesh, specs
-
     def _by_types(self, mesh: Any, specs: dict[str, Any]) -> Arrays:
         devices = dict(mesh.shape)
         plan = _partition.plan(self.operation, self.dims, self.operands, specs, devices)
-        for name, dims in self.dims.items():
-            wanted = plan.spec(dims)
-            if _partition.spec_axes(wanted, len(dims)) != specs[name]:
-                raise ValueError(
-                    f"{self.operation}: {name} is sharded by its type as {specs[name]}, beside "
-                    f"what others are; {wanted} is allowed: use jax.sharding.reshard"
-                )
-        explicit = {
-            axis
-            for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == jax.sharding.AxisType.Explicit
-        }
+        automatic = _axes(mesh, AxisType.Auto)
+        if automatic:
+            raise NotImplementedError(
+                f"{self.operation}: an array's type is sharded, and the compiler shards along "
+                f"{automatic}; a mesh whose axes are all explicit, or all automatic, is allowed"
+            )
+        cut = [name for name in self.operands if self._is_cut(name, plan, specs[name])]
+        # No name is all of them, but for those that jax.vmap hides while it traces.
+        names = _axes(mesh, AxisType.Explicit) if _axes(mesh, AxisType.Manual) else ()
+        part = functools.partial(self._part, plan)
         result: Arrays = jax.shard_map(
-            lambda operands: self._part(plan, operands),
+            lambda operands: part(
+                {
+                    name: self._cut(plan, name, x) if name in cut else x
+                    for name, x in operands.items()
+                }
+            ),
             mesh=mesh,
-            in_specs=({name: plan.spec(dims) for name, dims in self.dims.items()},),
+            in_specs=({name: PartitionSpec(*specs[name]) for name in self.operands},),
             out_specs={name: plan.spec(dims) for name, dims in self.result_dims.items()},
-            axis_names=explicit,
+            axis_names=set(names),
             check_vma=False,
         )(self.operands)
         return result
+
+    def _is_cut(self, name: str, plan: Plan, given: Any) -> bool:
+        """Whether every device takes its part of an array that is whole. A gradient has the type of
+        its argument, so that only what has none may be cut."""
+        x, wanted = self.operands[name], plan.spec(self.dims[name])
+        if _partition.spec_axes(wanted, x.ndim) == given:
+            return False
+        if not any(given) and not jnp.issubdtype(x.dtype, jnp.floating):
+            return True
+        raise ValueError(
+            f"{self.operation}: {name} is sharded by its type as {PartitionSpec(*given)}; beside "
+            f"what others are, {wanted} is allowed: reshard it"
+        )
+
+    def _cut(self, plan: Plan, name: str, x: Any) -> Any:
+        for i, factor in enumerate(self.dims[name]):
+            if axes := plan.of(factor):
+                size = x.shape[i] // plan.parts(factor)
+                first = jax.lax.axis_index(axes) * size
+                x = jax.lax.dynamic_slice_in_dim(x, first, size, i)
+        return x
 
     # On one device --------------------------------------------------------------------------------
 
@@ -177,7 +198,7 @@ class Divided:
             if picked is not None and name in ("dk", "dv"):
                 whole = jnp.zeros(shapes[name[1:]], x.dtype)
                 x = whole.at[(slice(None),) * axis + (picked,)].add(x)
-            results[name] = jax.lax.psum(x, axes)
+            results[name] = _psum(x, axes)
         return {name: x.astype(self.results[name].dtype) for name, x in results.items()}
 
     def _key_heads(self, plan: Plan, operands: Arrays) -> Any:
@@ -195,3 +216,23 @@ class Divided:
         if key_heads:
             picked -= jax.lax.axis_index(key_heads) * operands["k"].shape[-2]
         return picked
+
+
+def _axes(mesh: Any, kind: Any) -> tuple[str, ...]:
+    """Those of a mesh that are of a kind and have more than one device."""
+    return tuple(
+        axis
+        for (axis, size), other in zip(mesh.shape.items(), mesh.axis_types or (), strict=False)
+        if other == kind and size > 1
+    )
+
+
+def _types(operands: Arrays) -> tuple[Any, dict[str, Any]]:
+    """The mesh over which types say that arrays are sharded, or None; and each operand's spec."""
+    mesh, specs = None, {}
+    for name, x in operands.items():
+        sharding: Any = getattr(jax.typeof(x), "sharding", None)
+        specs[name] = _partition.spec_axes(() if sharding is None else sharding.spec, x.ndim)
+        if any(specs[name]):
+            mesh = sharding.mesh
+    return mesh, specs

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
+import jax
 
 from anyflash.jax._ffi import Arrays
 
+PartitionSpec: Any = jax.sharding.PartitionSpec  # JAX does not say its types
 Axes = tuple[str, ...]  # of a mesh
 Dims = tuple[str, ...]  # the factor of each axis of an array
 NOT_DIVIDED = "."
@@ -40,7 +41,7 @@ _OF_TOKENS = ("q", "k", "v", "out", "lse")  # packed sequences share an axis
 
 
 def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:
-    """Of ``arrays``, operands or results of the call, whose first ``mapped`` axes are jax.vmap's."""
+    """Of ``arrays``, operands or results, whose first ``mapped`` axes are jax.vmap's."""
     packed = "cu_seqlens_q" in operands
     q, k = (operands[name].shape[-2] for name in ("q", "k"))
     result = {}
@@ -70,7 +71,7 @@ class Plan(NamedTuple):
     def of(self, factor: str) -> Axes:
         return self.axes.get(factor, ())
 
-    def spec(self, dims: Dims) -> PartitionSpec:
+    def spec(self, dims: Dims) -> Any:
         return PartitionSpec(*(self.of(factor) or None for factor in dims))
 
     def parts(self, factor: str) -> int:

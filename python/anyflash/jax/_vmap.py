@@ -24,7 +24,9 @@ def loop(
     return result
 
 
-def foldable(names: tuple[str, ...], mapped: int, batched: dict[str, bool], operands: Arrays) -> bool:
+def foldable(
+    names: tuple[str, ...], mapped: int, batched: dict[str, bool], operands: Arrays
+) -> bool:
     """Whether one call can give the results ``names`` for all parts of the operands that are
     batched. ``mapped``: the axes in front of the arguments that are folded already."""
     if "rng_state" in operands or "cu_seqlens_q" in operands:
