@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from anyflash.jax import _partition
 from anyflash.jax._ffi import Arrays
-from anyflash.jax._partition import NOT_DIVIDED, Dims, PartitionSpec, Plan
+from anyflash.jax._partition import NOT_DIVIDED, OF_RESULTS, Dims, PartitionSpec, Plan
 
 # (operands, results that are to have the digits of float32) -> results
 Run = Callable[[Arrays, frozenset[str]], Arrays]
@@ -54,6 +54,7 @@ class Divided:
         call.def_partition(
             self._on_mesh,
             infer_sharding_from_operands=self._infer,
+            decode_shardings=False,
             sharding_rule=self._rule(),
         )
         return dict(zip(self.results, call(*self.operands.values()), strict=True))
@@ -85,20 +86,31 @@ class Divided:
         return f"{operands} -> {results}"
 
     def _plan(self, mesh: Any, operands: Any) -> Plan:
-        specs = {}
-        for name, x in self._named(operands).items():
-            sharding = x.sharding
-            if hasattr(sharding, "spec"):
-                specs[name] = _partition.spec_axes(sharding.spec, len(x.shape))
-            elif sharding is None or sharding.is_fully_replicated:
-                specs[name] = _partition.spec_axes((), len(x.shape))
-            else:  # as within a jax.shard_map over some of the axes
-                raise ValueError(
-                    f"{self.operation}: {name} is sharded over a mesh that JAX does not name "
-                    "here; give jax.shard_map all axes of the mesh"
-                )
+        specs = {
+            name: self._axes_of(mesh, name, x.sharding) for name, x in self._named(operands).items()
+        }
         devices = dict(mesh.shape)
         return _partition.plan(self.operation, self.dims, self.operands, specs, devices)
+
+    def _axes_of(self, mesh: Any, name: str, sharding: Any) -> Any:
+        shape = self.operands[name].shape
+        if sharding is None or sharding.is_fully_replicated:
+            return _partition.spec_axes((), len(shape))
+        if mesh.empty:
+            raise ValueError(
+                f"{self.operation}: {name} is sharded over devices without a mesh; a "
+                "jax.sharding.NamedSharding is allowed"
+            )
+        axes = _partition.sharding_axes(mesh, sharding, shape)
+        if axes is None and name in OF_RESULTS:
+            return _partition.spec_axes((), len(shape))
+        if axes is None:
+            raise ValueError(
+                f"{self.operation}: {name} of shape {shape} is sharded over parts of an axis of "
+                "the mesh, or into unequal parts; whole axes and equal parts are allowed: say "
+                "which, or replicate it, by jax.lax.with_sharding_constraint"
+            )
+        return axes
 
     def _shardings(self, mesh: Any, plan: Plan, dims: dict[str, Dims]) -> tuple[Any, ...]:
         return tuple(NamedSharding(mesh, plan.spec(one)) for one in dims.values())

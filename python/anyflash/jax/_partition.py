@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from anyflash.jax._ffi import Arrays
 
@@ -37,6 +38,7 @@ _FACTORS = {
     "cu_seqlens_q": ".",
     "cu_seqlens_k": ".",
 }
+OF_RESULTS = ("dout", "out", "dlse", "lse")  # the backward's operands
 _OF_TOKENS = ("q", "k", "v", "out", "lse")  # packed sequences share an axis
 
 
@@ -90,6 +92,42 @@ def spec_axes(spec: Sequence[Any], rank: int) -> tuple[Axes, ...]:
     return (*entries, *((),) * (rank - len(entries)))
 
 
+def sharding_axes(mesh: Any, sharding: Any, shape: tuple[int, ...]) -> tuple[Axes, ...] | None:
+    """The same of the compiler's sharding. None: axes of the mesh cannot say it, as when a part of
+    one is enough. JAX's own decoder then raises where nobody can catch it."""
+    try:
+        places = sharding.devices_indices_map(shape)
+    except ValueError:  # parts of unequal size
+        return None
+    devices = mesh.devices
+    starts = np.array([[x.start or 0 for x in places[device]] for device in devices.flat])
+    coordinates = dict(zip(mesh.axis_names, np.indices(devices.shape), strict=True))
+    return _axes_of_starts(starts.reshape(*devices.shape, len(shape)), coordinates, shape)
+
+
+def _axes_of_starts(
+    starts: Any, coordinates: dict[str, Any], shape: tuple[int, ...]
+) -> tuple[Axes, ...] | None:
+    """``starts``: where each device's part begins; its last axis are the array's axes."""
+    result = []
+    for i, extent in enumerate(shape):
+        steps = {
+            axis: starts[tuple(int(other == axis) for other in coordinates) + (i,)]
+            for axis, x in coordinates.items()
+            if x.max(initial=0) > 0
+        }
+        axes = tuple(sorted((axis for axis in steps if steps[axis]), key=lambda x: -steps[x]))
+        index = np.zeros(starts.shape[:-1], int)
+        parts = 1
+        for axis in axes:
+            size = coordinates[axis].max() + 1
+            index, parts = index * size + coordinates[axis], parts * size
+        if (starts[..., i] != index * (extent // parts)).any():
+            return None
+        result.append(axes)
+    return tuple(result)
+
+
 def plan(
     operation: str,
     dims: dict[str, Dims],
@@ -100,7 +138,9 @@ def plan(
     """Raises ValueError where the operands cannot stay where they are."""
     axes: dict[str, Axes] = {}
     owner: dict[str, str] = {}
-    for name, x in operands.items():
+    for name in operands:
+        if name in OF_RESULTS:
+            continue
         for i, (factor, given) in enumerate(zip(dims[name], specs[name], strict=True)):
             if not given:
                 continue
@@ -112,16 +152,27 @@ def plan(
                     f"{axes[factor]} and {given}; the same axes of the mesh are allowed, or none"
                 )
             owner.setdefault(factor, name)
-            if x.shape[i] % prod(devices[axis] for axis in given):
-                raise ValueError(
-                    f"{operation}: axis {i} of {name} has {x.shape[i]} elements and is sharded "
-                    f"over {given}, with {prod(devices[axis] for axis in given)} devices; parts "
-                    "of equal size are allowed: replicate it, as by "
-                    "jax.lax.with_sharding_constraint"
-                )
+    _follow_results(axes, dims, operands, specs)
     result = Plan(axes, devices)
     _check(operation, result, operands)
     return result
+
+
+def _follow_results(
+    axes: dict[str, Axes],
+    dims: dict[str, Dims],
+    operands: Arrays,
+    specs: dict[str, tuple[Axes, ...]],
+) -> None:
+    """Whoever reads the results may want them elsewhere; so come their cotangents, and are moved.
+    Where the arguments are whole, the work is divided as these are."""
+    if "rng_state" in operands:
+        return
+    for name in OF_RESULTS:
+        for factor, given in zip(dims.get(name, ()), specs.get(name, ()), strict=True):
+            used = [axis for one in axes.values() for axis in one]
+            if factor != NOT_DIVIDED and factor not in axes and not set(given) & set(used):
+                axes[factor] = given
 
 
 def _not_divided(operation: str, name: str, axis: int, given: Axes, operands: Arrays) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyflash
 
-HERE = Path(__file__).parent
+FILES = sorted(map(str, (Path(__file__).parent / "eight_devices").glob("*.py")))
 
 
 def test_on_eight_devices() -> None:
@@ -22,7 +22,7 @@ def test_on_eight_devices() -> None:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / "on_eight_devices.py")],
+        [sys.executable, "-m", "pytest", "-q", "-x", *FILES],
         check=False,
         capture_output=True,
         text=True,
