@@ -112,7 +112,7 @@ def _axes_of_starts(
     result = []
     for i, extent in enumerate(shape):
         steps = {
-            axis: starts[tuple(int(other == axis) for other in coordinates) + (i,)]
+            axis: starts[(*(int(other == axis) for other in coordinates), i)]
             for axis, x in coordinates.items()
             if x.max(initial=0) > 0
         }
@@ -171,7 +171,8 @@ def _follow_results(
     for name in OF_RESULTS:
         for factor, given in zip(dims.get(name, ()), specs.get(name, ()), strict=True):
             used = [axis for one in axes.values() for axis in one]
-            if factor != NOT_DIVIDED and factor not in axes and not set(given) & set(used):
+            free = factor != NOT_DIVIDED and factor not in axes
+            if given and free and not set(given) & set(used):
                 axes[factor] = given
 
 
