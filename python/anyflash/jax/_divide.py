@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
@@ -33,6 +34,7 @@ class Divided:
         self.run = run
         self.operands = operands
         self.results = results
+        self.context: Any = jax.sharding.get_abstract_mesh()
         self.dims = _partition.factors(operands, operands, mapped)
         self.result_dims = _partition.factors(operands, results, mapped)
 
@@ -40,8 +42,7 @@ class Divided:
         mesh, specs = _types(self.operands)
         if mesh is not None:
             return self._by_types(mesh, specs)
-        mesh = jax.sharding.get_abstract_mesh()
-        manual, automatic = (_axes(mesh, kind) for kind in (AxisType.Manual, AxisType.Auto))
+        manual, automatic = (_axes(self.context, kind) for kind in (AxisType.Manual, AxisType.Auto))
         if manual and automatic:
             raise NotImplementedError(
                 f"{self.operation}: it is called within a jax.shard_map over {manual}, and "
@@ -85,12 +86,18 @@ class Divided:
         )
         return f"{operands} -> {results}"
 
-    def _plan(self, mesh: Any, operands: Any) -> Plan:
+    def _plan(self, mesh: Any, operands: Any) -> tuple[Any, Plan]:
+        """The mesh, which JAX leaves out where the context has it and no argument, and the plan."""
+        known = [x for x in operands if x.sharding is not None]
+        if mesh.empty and known and not self.context.empty:
+            devices = np.array(list(known[0].sharding.devices_indices_map(known[0].shape)))
+            shape = self.context.axis_sizes
+            mesh = jax.sharding.Mesh(devices.reshape(shape), self.context.axis_names)
         specs = {
             name: self._axes_of(mesh, name, x.sharding) for name, x in self._named(operands).items()
         }
-        devices = dict(mesh.shape)
-        return _partition.plan(self.operation, self.dims, self.operands, specs, devices)
+        sizes = dict(mesh.shape)
+        return mesh, _partition.plan(self.operation, self.dims, self.operands, specs, sizes)
 
     def _axes_of(self, mesh: Any, name: str, sharding: Any) -> Any:
         shape = self.operands[name].shape
@@ -119,13 +126,13 @@ class Divided:
         """For GSPMD, which asks before all is known, and ends the process where this raises: only
         ``_on_mesh`` refuses."""
         try:
-            plan = self._plan(mesh, operands)
+            mesh, plan = self._plan(mesh, operands)
         except ValueError:
             plan = Plan({}, {})
         return self._shardings(mesh, plan, self.result_dims)
 
     def _on_mesh(self, mesh: Any, operands: Any, _: Any) -> tuple[Any, ...]:
-        plan = self._plan(mesh, operands)
+        mesh, plan = self._plan(mesh, operands)
 
         def part(*operands: Any) -> tuple[Any, ...]:
             return tuple(self._part(plan, self._named(operands)).values())

@@ -75,6 +75,21 @@ def test_other_results(mesh: Mesh) -> None:
     assert actual.sharding.is_equivalent_to(NamedSharding(mesh, P("x", "y")), 2)
 
 
+def test_mesh_of_the_context(mesh: Mesh) -> None:
+    """No argument has it."""
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        q = jax.lax.with_sharding_constraint(q, BOTH)
+        return anyflash.jax.attention(q, k, v)
+
+    right = anyflash.jax.attention(**qkv())
+    modern: Any = getattr(jax, "set_mesh", None)
+    with modern(mesh) if modern else jax.sharding.use_mesh(mesh):
+        out = compiled(f, *qkv().values())
+    same(out, right)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, BOTH), 4)
+
+
 def test_layers(mesh: Mesh) -> None:
     """With tensor parallelism, scanned and recomputed: the weights say where the heads are. Of the
     two key heads every device keeps a copy."""
@@ -99,6 +114,20 @@ def test_layers(mesh: Mesh) -> None:
     right = f(weights, x)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_gradients_of_gradients(mesh: Mesh) -> None:
+    """Of JAX's own operations, which the compiler divides likewise."""
+
+    def loss(arrays: Any) -> Any:
+        gradients = jax.grad(lambda x: (anyflash.jax.attention(**x) ** 2).sum())(arrays)
+        return sum((x**2).sum() for x in gradients.values())
+
+    arrays = qkv()
+    actual = compiled(jax.grad(loss), put(mesh, arrays, alike(BOTH)))
+    for name, x in jax.grad(loss)(arrays).items():
+        bound = 1e-4 * np.abs(x).max()
+        np.testing.assert_allclose(actual[name], x, rtol=1e-4, atol=bound, err_msg=name)
 
 
 def test_results_elsewhere(mesh: Mesh) -> None:

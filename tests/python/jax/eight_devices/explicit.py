@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from calls.sharded import (
     explicit,
     put,
     qkv,
+    random,
     results_and_gradients,
     split,
 )
@@ -68,6 +70,21 @@ def test_explicit_vmap(explicit: Mesh, axis: int) -> None:
     out = compiled(f, *put(explicit, arrays, alike(P("x", None, None, "y"))).values())
     same(out, f(*arrays.values()))
     assert not out.sharding.is_fully_replicated
+
+
+def test_explicit_packed(explicit: Mesh) -> None:
+    """The gradient goes through the LSE alone: zeros stand for dout."""
+    q, ends = random(20, 8, 16), np.array([0, 5, 20], np.int32)
+
+    def loss(q: Any) -> Any:
+        packed = (ends, ends, 15, 15)
+        return (anyflash.jax.attention_varlen(q, q, q, *packed, return_lse=True)[1] ** 2).sum()
+
+    f = jax.grad(loss)
+    spread = put(explicit, {"q": q}, {"q": P(None, ("x", "y"))})["q"]
+    actual = compiled(f, spread)
+    same(actual, f(q))
+    assert actual.sharding.is_equivalent_to(spread.sharding, 3)
 
 
 def test_explicit_refused(explicit: Mesh) -> None:
