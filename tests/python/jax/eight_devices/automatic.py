@@ -140,6 +140,29 @@ def test_results_elsewhere(mesh: Mesh) -> None:
     check(moved(put(mesh, arrays, alike(BOTH)), given), f(arrays, given))
 
 
+def test_cotangents_are_followed(mesh: Mesh) -> None:
+    """Where the arguments are whole, the gradients are divided as dout is."""
+    arrays = qkv()
+    f = functools.partial(results_and_gradients, attend_both)
+    out, lse = cotangents(*attend_both(**arrays))
+    spread = put(mesh, {"out": out}, {"out": BOTH})["out"]
+    check(compiled(f, put(mesh, arrays, {}), (spread, lse)), f(arrays, (out, lse)))
+
+
+def test_cotangents_by_parts_of_an_axis(mesh: Mesh) -> None:
+    """Two heads of 8 on four devices: dout is moved to where the arguments are."""
+    arrays, weights = qkv(2, 2), random(2 * 8, 24)
+
+    def loss(arrays: Any, weights: Any) -> Any:
+        out = anyflash.jax.attention(**arrays)
+        return ((out.reshape(BATCH, ROWS, -1) @ weights) ** 2).mean()
+
+    f = jax.grad(loss)
+    actual = jax.jit(f)(put(mesh, arrays, {}), put(mesh, {"w": weights}, {"w": P("y")})["w"])
+    for name, x in f(arrays, weights).items():
+        np.testing.assert_allclose(actual[name], x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
+
+
 # Packed sequences ---------------------------------------------------------------------------------
 
 PACKED = {
