@@ -2,7 +2,8 @@
 
 The emulator makes asynchronous copies and products happen at any time between their start and the
 wait for them, so most mistakes give wrong results or a deadlock in plain runs. What it cannot see:
-a missing __syncwarp() before a store by TMA, since it runs stmatrix and fences of a warp as one.
+a missing __syncwarp() before a store by TMA, since it runs stmatrix and fences of a warp as one, or
+before Q's place is released.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ _mutation = partial(Mutation, unit=HOPPER)
 
 BARRIERS = (
     _mutation("hopper-no-barrier-after-init", KERNEL, "__syncthreads();", ""),
-    _mutation(
-        "hopper-guard-does-not-count-for-q", KERNEL, "(warpgroup == 0 ? Traits::kGuardWarps : 0)", "0"
-    ),
+    _mutation("hopper-guard-does-not-count-for-q", KERNEL,
+              "(warpgroup == 0 ? Traits::kGuardWarps : 0)", "0"),
 )  # fmt: skip
 
 BLOCKS = (
@@ -65,7 +65,8 @@ GUARD = (
     _mutation("hopper-masked-v-past-the-guard", LOAD,
               "masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]",
               "smem_.v_ring.full[stage]"),
-    _mutation("hopper-guard-before-v", LOAD, "smem_.v_unguarded[stage].wait(parities_ >> stage & 1);"),
+    _mutation("hopper-guard-before-v", LOAD,
+              "smem_.v_unguarded[stage].wait(parities_ >> stage & 1);"),
     _mutation("hopper-phase-of-guard", LOAD, "parities_ ^= 1u << stage;"),
     _mutation("hopper-guard-without-fence", LOAD, "if (found) fence_smem_writes();"),
     _mutation("hopper-guard-warps-do-not-wait", LOAD,
@@ -117,9 +118,6 @@ CONSUMERS = (
               after="void skip_values(bool masked) {"),
     _mutation("hopper-q-not-released", STAGES,
               "release(smem_.q_ring[warpgroup_].empty[q_stage]);"),
-    _mutation("hopper-block-forgotten-too-early", STAGES,
-              "__syncwarp(); // every lane has done with it, and with what it knows of the block"
-              " before", sanitizer="tsan"),
     _mutation("hopper-wrong-buffer-of-k", STAGES, "k_place_.stage() * TileK::kSize", "0"),
     _mutation("hopper-wrong-buffer-of-v", STAGES, "v_place_.stage() * TileV::kSize", "0"),
     _mutation("hopper-wrong-buffer-of-q", TRAITS, "stage * kConsumers + warpgroup", "warpgroup"),
@@ -139,8 +137,8 @@ ARITHMETIC = (
               "first_col + kKeys > visible.end_of_all + 15"),
     _mutation("hopper-tile-skipped", MAINLOOP, "tile * Traits::kBlockN >= end_key",
               "(tile + 1) * Traits::kBlockN >= end_key"),
-    _mutation("hopper-too-few-keys", MAINLOOP, "tile * Traits::kBlockN + Traits::kFewKeys >= end_key",
-              "true"),
+    _mutation("hopper-too-few-keys", MAINLOOP,
+              "tile * Traits::kBlockN + Traits::kFewKeys >= end_key", "true"),
     _mutation("hopper-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
               after="const auto step = [&]"),
     _mutation("hopper-last-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",

@@ -120,9 +120,11 @@ def attention(
     jax.vmap folds its axis into the batch. It is a loop with dropout, so that every part drops what
     it would drop alone, with mapped sinks, and for gradients that the batch shares.
 
-    XLA cannot divide the work by itself: over several devices, wrap it in jax.shard_map, along the
-    batch and the heads. Dropout counts batch and heads within each device's part: give each its
-    own seed.
+    Arrays that are sharded over the batch or the heads stay where they are, also in the backward;
+    nothing is gathered. Where the devices outnumber the key heads, shard q's heads and replicate k
+    and v. A bias, sinks and slopes may be replicated; their gradients are summed over the devices.
+    A sequence stays on one device. Dropout counts the whole batch and all heads, and a device knows
+    its own alone: where these are sharded, it needs jax.shard_map, and a seed for each device.
 
     Parameters that are not listed are those of :func:`anyflash.attention`; arrays may be traced,
     numbers not. There, JAX's arrays on a GPU and tracers come here.
@@ -156,8 +158,11 @@ def attention(
     TypeError, ValueError
         As :func:`anyflash.attention`, when the call is traced.
     NotImplementedError
-        This build has no XLA handlers.
+        This build has no XLA handlers; a mesh, or a jax.shard_map, that leaves some of its axes to
+        the compiler.
     jax.errors.JaxRuntimeError
+        When the call is compiled: shardings that would need a gather, where the compiler made them.
+        Where types have them, it is a ValueError.
         When the work runs: lengths that do not fit (on the CPU), a dtype or head dim that the GPU's
         kernels do not take, or a GPU that this build has no code for.
 
@@ -181,7 +186,8 @@ def attention(
     >>> jax.vmap(anyflash.jax.attention)(*[jnp.stack([q, q, q])] * 3).shape
     (3, 2, 6, 4, 8)
 
-    To export a function, allow its custom call; who runs it must have imported this module:
+    To export a function, allow its custom call; who runs it must have imported this module. For
+    several devices, JAX exports it only within jax.shard_map:
 
     >>> from jax import export
     >>> allowed = [export.DisabledSafetyCheck.custom_call("anyflash_forward")]

@@ -39,7 +39,10 @@ class Call:
                 f"{self.operation}: {name} is {type(x).__name__}; an array of JAX or NumPy is "
                 "allowed"
             )
-        x = jnp.asarray(x)
+        if not isinstance(
+            x, jax.Array
+        ):  # else JAX 0.6 moves what is mapped and sharded by its type
+            x = jnp.asarray(x)
         self.arrays[name] = x.reshape((1,) * (rank - x.ndim) + x.shape)
 
     def parse(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:

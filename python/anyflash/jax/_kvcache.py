@@ -119,7 +119,8 @@ def attention_with_kvcache(
     JAX's arrays are immutable: where ``k`` and ``v`` are given, the result holds new caches. Within
     jax.jit they are the old ones, updated in place, if these are donated to the compiled function,
     or made in it, as the carry of a jax.lax.scan is; else XLA copies the caches first. There is no
-    derivative. Under jax.vmap it is a loop.
+    derivative. Under jax.vmap it is a loop. XLA gathers what is sharded: over several devices, wrap
+    it in jax.shard_map, along the batch and the heads.
 
     Parameters that are not listed are those of :func:`anyflash.attention_with_kvcache`. There,
     JAX's arrays on a GPU and tracers come here.

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from anyflash.jax import _ffi, _formula, _vmap
+from anyflash.jax._divide import Divided
 from anyflash.jax._ffi import Arrays, Numbers
 
 FLOAT32 = "float32"
+_TOGETHER = frozenset(("dq", "dk", "dv"))  # have one dtype
 
 
 class Settings(NamedTuple):
@@ -44,40 +46,72 @@ def forward_results(settings: Settings, names: tuple[str, ...], operands: Arrays
     return {name: struct(*kinds[name]) for name in names}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def run_forward(settings: Settings, names: tuple[str, ...], operands: Arrays) -> Arrays:
+class _Work(NamedTuple):
+    """One call of the core, for every part along the ``mapped`` axes that jax.vmap put in front."""
+
+    function: str  # forward or backward
+    settings: Settings
+    names: tuple[str, ...]  # of the results
+    mapped: int = 0
+
+    def shapes(self, operands: Arrays, wide: frozenset[str] = frozenset()) -> Arrays:
+        """Of the results; the gradients ``wide`` have at least the digits of float32."""
+        sizes = _vmap.sizes(self.mapped, operands)
+        own = {name: struct(x.shape[self.mapped :], x.dtype) for name, x in operands.items()}
+        if self.function == "forward":
+            kinds = forward_results(self.settings, self.names, own)
+        else:
+            kinds = {name: own[name[1:]] for name in self.names}
+        if wide & _TOGETHER:
+            wide |= _TOGETHER
+        dtypes = {
+            name: jnp.promote_types(x.dtype, FLOAT32) if name in wide else x.dtype
+            for name, x in kinds.items()
+        }
+        return {name: struct((*sizes, *x.shape), dtypes[name]) for name, x in kinds.items()}
+
+    def run(self, operands: Arrays, wide: frozenset[str]) -> Arrays:
+        numbers = self.settings.numbers
+        if self.function == "backward":
+            numbers = (*numbers, ("deterministic", self.settings.deterministic))
+        folded = _vmap.fold(self.names, self.mapped, operands)
+        shapes = self._replace(mapped=0).shapes(folded, wide)
+        results = _ffi.call(self.settings.operation, self.function, numbers, folded, shapes)
+        if not self.mapped:
+            return results
+        whole = self.shapes(operands, wide)
+        return {name: x.reshape(whole[name].shape) for name, x in results.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(work: _Work, operands: Arrays) -> Arrays:
     @jax.custom_batching.custom_vmap
     def call(operands: Arrays) -> Arrays:
-        results = forward_results(settings, names, operands)
-        return _ffi.call(settings.operation, "forward", settings.numbers, operands, results)
+        operation, shapes = work.settings.operation, work.shapes(operands)
+        return Divided(operation, work.run, operands, shapes, work.mapped)()
 
     @call.def_vmap
     def _(size: int, batched: Any, operands: Arrays) -> tuple[Arrays, Any]:
-        again = functools.partial(run_forward, settings, names)
-        return _vmap.batch(again, names, size, batched[0], operands), dict.fromkeys(names, True)
+        (batched,) = batched
+        if _vmap.foldable(work.names, work.mapped, batched, operands):
+            parts = {name: x if batched[name] else x[None] for name, x in operands.items()}
+            results = _run(work._replace(mapped=work.mapped + 1), parts)
+        else:
+            results = _vmap.loop(functools.partial(_run, work), batched, operands)
+        return results, dict.fromkeys(work.names, True)
 
     result: Arrays = call(operands)
     return result
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def run_forward(settings: Settings, names: tuple[str, ...], operands: Arrays) -> Arrays:
+    result: Arrays = _run(_Work("forward", settings, names), operands)
+    return result
+
+
 def run_backward(settings: Settings, names: tuple[str, ...], operands: Arrays) -> Arrays:
     """``names``: of the gradients, dq, dk, dv and others."""
-
-    @jax.custom_batching.custom_vmap
-    def call(operands: Arrays) -> Arrays:
-        results = {
-            name: struct(operands[name[1:]].shape, operands[name[1:]].dtype) for name in names
-        }
-        numbers = (*settings.numbers, ("deterministic", settings.deterministic))
-        return _ffi.call(settings.operation, "backward", numbers, operands, results)
-
-    @call.def_vmap
-    def _(size: int, batched: Any, operands: Arrays) -> tuple[Arrays, Any]:
-        again = functools.partial(run_backward, settings, names)
-        return _vmap.batch(again, names, size, batched[0], operands), dict.fromkeys(names, True)
-
-    result: Arrays = call(operands)
+    result: Arrays = _run(_Work("backward", settings, names), operands)
     return result
 
 

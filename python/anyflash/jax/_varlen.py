@@ -147,7 +147,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
 ) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention_varlen` for JAX.
 
-    As :func:`anyflash.jax.attention`; under jax.vmap it is a loop.
+    As :func:`anyflash.jax.attention`; under jax.vmap it is a loop. Its heads may be sharded.
 
     Parameters that are not listed are those of :func:`anyflash.attention_varlen` and
     :func:`anyflash.jax.attention`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +12,6 @@ import jax.numpy as jnp
 from anyflash.jax._ffi import Arrays
 
 _BROADCAST = ("bias", "block_mask")  # their batch may be 1
-
-
-def batch(
-    function: Callable[[Arrays], Arrays],
-    names: tuple[str, ...],
-    size: int,
-    batched: dict[str, bool],
-    operands: Arrays,
-) -> Arrays:
-    """``function``, which gives the results ``names``, for each of ``size`` parts of the operands
-    that are batched, along their first axis."""
-    if _foldable(names, batched, operands):
-        return _fold(function, names, size, batched, operands)
-    return loop(function, batched, operands)
 
 
 def loop(
@@ -37,41 +24,42 @@ def loop(
     return result
 
 
-def _foldable(names: tuple[str, ...], batched: dict[str, bool], operands: Arrays) -> bool:
+def foldable(
+    names: tuple[str, ...], mapped: int, batched: dict[str, bool], operands: Arrays
+) -> bool:
+    """Whether one call can give the results ``names`` for all parts of the operands that are
+    batched. ``mapped``: the axes in front of the arguments that are folded already."""
     if "rng_state" in operands or "cu_seqlens_q" in operands:
         return False  # what is dropped depends on the place in the batch
     if batched.get("sinks") or "dsinks" in names or "dalibi_slopes" in names:
         return False  # they are shared by the whole batch, and so are their gradients
     if "dbias" not in names:
         return True
-    return _rows(operands["bias"], batched["bias"]) == _rows(operands["q"], batched["q"])
+    bias, q = (operands[name].shape[mapped + batched[name]] for name in ("bias", "q"))
+    return bool(bias == q)
 
 
-def _rows(x: Any, batched: bool) -> int:
-    rows: int = x.shape[1 if batched else 0]
-    return rows
+def sizes(mapped: int, operands: Arrays) -> tuple[int, ...]:
+    """Of the mapped axes, where what all parts share has one element."""
+    return tuple(max(x.shape[i] for x in operands.values()) for i in range(mapped))
 
 
-def _fold(
-    function: Callable[[Arrays], Arrays],
-    names: tuple[str, ...],
-    size: int,
-    batched: dict[str, bool],
-    operands: Arrays,
-) -> Arrays:
-    rows = _rows(operands["q"], batched["q"])
+def fold(names: tuple[str, ...], mapped: int, operands: Arrays) -> Arrays:
+    """The operands without their mapped axes, which become parts of the batch."""
+    every = sizes(mapped, operands)
+    rows = operands["q"].shape[mapped]
 
-    def fold(name: str, x: Any) -> Any:
-        if not batched[name]:
-            if name == "sinks" or (name == "alibi_slopes" and x.ndim == 1):
-                return x
-            if name in _BROADCAST and x.shape[0] == 1 and f"d{name}" not in names:
-                return x
-            x = jnp.broadcast_to(x, (size, *x.shape))
-        if name == "alibi_slopes" and x.ndim == 2:
-            x = x[:, None]
-        x = jnp.broadcast_to(x, (size, rows, *x.shape[2:]))
-        return x.reshape(size * rows, *x.shape[2:])
+    def fold_one(name: str, x: Any) -> Any:
+        own = x.shape[mapped:]
+        if math.prod(x.shape[:mapped]) == 1:
+            if name == "sinks" or (name == "alibi_slopes" and len(own) == 1):
+                return x.reshape(own)
+            if name in _BROADCAST and own[0] == 1 and f"d{name}" not in names:
+                return x.reshape(own)
+        if name == "alibi_slopes" and len(own) == 1:
+            own = (1, *own)
+            x = x.reshape(*x.shape[:mapped], *own)
+        x = jnp.broadcast_to(x, (*every, rows, *own[1:]))
+        return x.reshape(math.prod(every) * rows, *own[1:])
 
-    results = function({name: fold(name, x) for name, x in operands.items()})
-    return {name: x.reshape(size, rows, *x.shape[1:]) for name, x in results.items()}
+    return {name: fold_one(name, x) for name, x in operands.items()} if mapped else operands

@@ -243,10 +243,7 @@ print("sharded")
 
 
 def test_shard_map() -> None:
-    """Over batch and heads; the bias, which all sequences share, has one gradient.
-
-    Without it, what is spread over devices is gathered.
-    """
+    """Over batch and heads; the bias, which all sequences share, has one gradient."""
     package = Path(anyflash.__file__).parents[1]
     paths = os.pathsep.join([str(package), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
