@@ -79,9 +79,7 @@ ANYFLASH_DEVICE void allow_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 // The kernel before this one has ended, and its writes are seen.
-ANYFLASH_DEVICE void wait_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+ANYFLASH_DEVICE void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- Tensor memory accelerator
 

@@ -101,7 +101,8 @@ inline double decode_work(const KvCacheParams& p) {
 template <typename E>
 std::size_t decode_scratch_bytes(const KvCacheParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
-  const std::size_t threads = static_cast<std::size_t>(context.num_threads < 1 ? 1 : context.num_threads);
+  const std::size_t threads =
+      static_cast<std::size_t>(context.num_threads < 1 ? 1 : context.num_threads);
   return Scratch<T>::bytes(forward_params(p).attention) * threads +
          PartialResults<T>::carve(p.attention, used_splits(p), nullptr).size;
 }

@@ -42,8 +42,8 @@ ANYFLASH_DEVICE void store_rounded(const ForwardLaunch& params, const ForwardWor
   CUTE_UNROLL
   for (int i = 0; i < kThreadRows; ++i) {
     const int row = row0 + 8 * i;
-    Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
-                                           block.head, row) + col0;
+    Element* const out =
+        first_of<Element>(params.out, params.out_stride, block.sequence, block.head, row) + col0;
     CUTE_UNROLL
     for (int col = 0; col < Traits::kHeadDimV; col += kLanes * kVector) {
       uint32_t words[4];
@@ -148,8 +148,8 @@ ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWor
 
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const ForwardWorkTile& block,
-                                      ForwardStages<Traits>& stages,
-                                      typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
+                                      ForwardStages<Traits>& stages, typename Traits::AccO& acc_o,
+                                      StagedSoftmax& softmax) {
   const int rows = block.sequence.seqlen_q - block.first_row;
   const Variant variant(params.attention, block, Traits::kBlockN);
   auto out = as_matrix(acc_o);

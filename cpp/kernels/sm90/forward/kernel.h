@@ -15,7 +15,8 @@ namespace anyflash::sm90 {
 template <class Traits>
 ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
   for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-    smem.q_ring[warpgroup].init(kWarpgroupThreads / 32 + (warpgroup == 0 ? Traits::kGuardWarps : 0));
+    smem.q_ring[warpgroup].init(kWarpgroupThreads / 32 +
+                                (warpgroup == 0 ? Traits::kGuardWarps : 0));
   }
   smem.k_ring.init(Traits::kConsumerWarps);
   smem.v_ring.init(Traits::kConsumerWarps);

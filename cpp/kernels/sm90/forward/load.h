@@ -90,10 +90,9 @@ class TileLoader {
   ANYFLASH_DEVICE void load_values(const ForwardWorkTile& block, int tile, bool masked) {
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
-    load_tile<typename Traits::TileV>(smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map,
-                                      key_tile(block, tile),
-                                      masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage],
-                                      L2Hint::kEvictLast);
+    load_tile<typename Traits::TileV>(
+        smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, key_tile(block, tile),
+        masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage], L2Hint::kEvictLast);
     v_place_.advance();
   }
 
@@ -184,8 +183,7 @@ class ValueGuard {
   ANYFLASH_DEVICE void guard_tile(int stage) {
     smem_.v_unguarded[stage].wait(parities_ >> stage & 1);
     parities_ ^= 1u << stage;
-    const bool found =
-        clear_values<Traits>(smem_.v.data() + stage * Traits::TileV::kSize, thread_);
+    const bool found = clear_values<Traits>(smem_.v.data() + stage * Traits::TileV::kSize, thread_);
     if (found) fence_smem_writes();
     const bool any = __any_sync(0xffffffffu, found);
     if (thread_ % 32 == 0) smem_.v_cleared[stage][thread_ / 32] = any;

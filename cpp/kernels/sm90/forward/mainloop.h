@@ -11,6 +11,29 @@
 
 namespace anyflash::sm90 {
 
+// V of tile `skipped`, if there is one.
+template <class Traits>
+ANYFLASH_DEVICE void skip_values(ForwardStages<Traits>& stages, const KRange& range, int skipped) {
+  if (skipped >= 0) stages.skip_values(range.needs_mask(skipped));
+}
+
+// Passes over the tiles of which other warpgroups alone see something: this one's rows see nothing
+// from end_key on. Returns the first tile that is left, -1 for none. V of the last one passed over,
+// `skipped`, remains: it may come later than the next K.
+template <class Traits>
+ANYFLASH_DEVICE int skip_tiles(ForwardStages<Traits>& stages, const KRange& range, int end_key,
+                               int& skipped) {
+  int tile = range.first();
+  while (tile >= 0 && tile * Traits::kBlockN >= end_key) {
+    const int next = range.next(tile);
+    stages.skip_keys(next >= 0);
+    skip_values(stages, range, skipped);
+    skipped = tile;
+    tile = next;
+  }
+  return tile;
+}
+
 // acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows. Q K^T of
 // each tile and P V of the tile before run beside the softmax of this one.
 //
@@ -22,22 +45,11 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Block
                                       typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
   const KRange range = uniform(block.range);
   const int end_key = stages.end_key(block);
-  int tile = range.first();
-  // Tiles of which other warpgroups alone see something. Their V may come later than the next K.
   int skipped = -1;
-  const auto skip_values = [&] {
-    if (skipped >= 0) stages.skip_values(range.needs_mask(skipped));
-  };
-  while (tile >= 0 && tile * Traits::kBlockN >= end_key) {
-    const int next = range.next(tile);
-    stages.skip_keys(next >= 0);
-    skip_values();
-    skipped = tile;
-    tile = next;
-  }
+  int tile = skip_tiles(stages, range, end_key, skipped);
   if (tile < 0) {
     stages.release_queries();
-    skip_values();
+    skip_values(stages, range, skipped);
     return;
   }
   const VisibleKeys visible(block);
@@ -61,14 +73,13 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Block
   };
   stages.wait_keys();
   // Under a causal mask, half of the warpgroups see half of their first tile.
-  if (Traits::kFewKeys < Traits::kBlockN &&
-      tile * Traits::kBlockN + Traits::kFewKeys >= end_key) {
+  if (Traits::kFewKeys < Traits::kBlockN && tile * Traits::kBlockN + Traits::kFewKeys >= end_key) {
     first_step(cute::Int<Traits::kFewKeys>{});
   } else {
     first_step(cute::Int<Traits::kBlockN>{});
   }
   rescale.any = false;  // O is 0
-  skip_values();
+  skip_values(stages, range, skipped);
   tile = range.next(tile);
   if (tile >= 0) stages.wait_keys();
 

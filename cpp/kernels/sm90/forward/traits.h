@@ -82,8 +82,8 @@ struct ForwardTraits {
     alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
     alignas(1024) cute::array<Element, kStages * TileV::kSize> v;
 
-    // Of each consumer warpgroup: its rows of Q are there, as the next of `blocks` says; they may be
-    // overwritten.
+    // Of each consumer warpgroup: its rows of Q are there, as the next of `blocks` says; they may
+    // be overwritten.
     Ring<kQStages> q_ring[kConsumers];
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
