@@ -1,4 +1,5 @@
-"""Build backend: scikit-build-core, plus build requirements that depend on the machine.
+"""Build backend: scikit-build-core, plus an SBOM in every wheel (anyflash_sbom.py), plus build
+requirements that depend on the machine.
 
 A pyproject.toml cannot say "the CUDA headers, but only where CUDA kernels are built". This wrapper
 adds
@@ -23,10 +24,12 @@ from pathlib import Path
 from scikit_build_core.build import (
     build_editable,
     build_sdist,
-    build_wheel,
     get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
+)
+from scikit_build_core.build import (
+    build_wheel as _build_wheel,
 )
 from scikit_build_core.build import (
     get_requires_for_build_editable as _requires_editable,
@@ -34,6 +37,8 @@ from scikit_build_core.build import (
 from scikit_build_core.build import (
     get_requires_for_build_wheel as _requires_wheel,
 )
+
+from anyflash_sbom import add_sbom
 
 __all__ = [
     "build_editable",
@@ -113,3 +118,13 @@ def get_requires_for_build_wheel(config_settings: Settings | None = None) -> lis
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
     return [*_requires_editable(config_settings), *requirements(config_settings)]
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, list[str] | str] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    name = _build_wheel(wheel_directory, config_settings, metadata_directory)
+    add_sbom(Path(wheel_directory) / name)
+    return name

@@ -88,6 +88,19 @@ def test_holds(unpacked: Path, pattern: str) -> None:
     assert list(unpacked.glob(pattern))
 
 
+def test_says_what_it_holds(unpacked: Path) -> None:
+    """The SBOM of the build backend, after the repair, which lists what it has added itself."""
+    (path,) = unpacked.glob("anyflash-*.dist-info/sboms/anyflash.cdx.json")
+    versions = {
+        part["name"]: part.get("version") for part in json.loads(path.read_text())["components"]
+    }
+    assert versions.keys() >= {"DLPack", "nanobind", "libstdc++"}
+    assert all(versions.values()), versions
+    (library,) = unpacked.glob("anyflash/lib/libanyflash.so*")
+    has_gpu_code = b".nv_fatbin" in library.read_bytes()
+    assert versions.keys() >= {"CUTLASS", "CUDA"} or not has_gpu_code
+
+
 def test_holds_nothing_else(unpacked: Path) -> None:
     """No sources of kernels, no caches, no tests."""
     for path in unpacked.rglob("*"):
