@@ -21,8 +21,9 @@ from packaging.requirements import Requirement
 FOLDER = Path(__file__).resolve().parent
 LOCKED = FOLDER / "requirements-locked.txt"
 # Where .github/workflows/wheels.yml builds: wheels in manylinux_2_28 with CPython 3.10, and the
-# sdist with 3.12.
-TARGETS = [("3.10", "x86_64"), ("3.10", "aarch64"), ("3.12", "x86_64")]
+# sdist with 3.12. The others are for tests/wheel/steps.py, with the Python that runs it.
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TARGETS = [("3.10", "aarch64"), *[(python, "x86_64") for python in PYTHONS]]
 HEADER = """\
 # Written by third_party/lock.py. Installed with --require-hashes --no-deps --only-binary=:all: by
 # .github/workflows/wheels.yml, on Linux for x86-64 and aarch64.
