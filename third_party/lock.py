@@ -1,10 +1,10 @@
-"""Writes requirements-locked.txt: every package that builds a released wheel, with its hashes.
+"""Writes the lists of packages with hashes that .github/workflows/wheels.yml installs.
 
     python third_party/lock.py
 
-The index says the hashes, through pip, and nothing large is downloaded. Versions come from
-requirements.txt, requirements-headers.txt and requirements-frontend.txt. What these require in turn
-is resolved anew, so that a run may change those versions.
+requirements-locked.txt builds released files; tests/requirements/wheel-locked.txt tests them. The
+index says the hashes, through pip, and nothing large is downloaded. Versions come from the lists
+without hashes. What these require in turn is resolved anew, so that a run may change its versions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from typing import Any
 from packaging.requirements import Requirement
 
 FOLDER = Path(__file__).resolve().parent
-LOCKED = FOLDER / "requirements-locked.txt"
+TESTS = FOLDER.parent / "tests/requirements"
+# Of each list those that it locks, with what they require; and those without.
+LISTS = {
+    FOLDER / "requirements-locked.txt": (
+        [FOLDER / "requirements.txt", FOLDER / "requirements-frontend.txt"],
+        [FOLDER / "requirements-headers.txt"],
+    ),
+    TESTS / "wheel-locked.txt": ([TESTS / "wheel.txt"], []),
+}
 # Where .github/workflows/wheels.yml builds: wheels in manylinux_2_28 with CPython 3.10, and the
 # sdist with 3.12. The others are for tests/wheel/steps.py, with the Python that runs it.
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -75,14 +83,13 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def locked() -> dict[tuple[str, str], set[str]]:
+def locked(whole: list[Path], alone: list[Path]) -> dict[tuple[str, str], set[str]]:
     """The hashes of each package and version."""
     hashes: dict[tuple[str, str], set[str]] = {}
-    packages = ["-r", str(FOLDER / "requirements.txt")]
-    packages += ["-r", str(FOLDER / "requirements-frontend.txt")]
-    headers = ["--no-deps", "-r", str(FOLDER / "requirements-headers.txt")]
     for python, machine in TARGETS:
-        found = resolve_all(python, machine, *packages) + resolve(python, machine, *headers)
+        found = resolve_all(python, machine, *(f"--requirement={path}" for path in whole))
+        for path in alone:
+            found += resolve(python, machine, "--no-deps", f"--requirement={path}")
         for item in found:
             name = canonical(item["metadata"]["name"])
             digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
@@ -91,11 +98,12 @@ def locked() -> dict[tuple[str, str], set[str]]:
 
 
 def main() -> int:
-    lines = [HEADER]
-    for (name, version), digests in sorted(locked().items()):
-        pins = "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(digests))
-        lines.append(f"{name}=={version}{pins}\n")
-    LOCKED.write_text("".join(lines))
+    for path, (whole, alone) in LISTS.items():
+        lines = [HEADER]
+        for (name, version), digests in sorted(locked(whole, alone).items()):
+            pins = "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(digests))
+            lines.append(f"{name}=={version}{pins}\n")
+        path.write_text("".join(lines))
     return 0
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lock
 import pytest
 import steps
 import yaml
@@ -66,13 +67,15 @@ def test_nothing_is_published_with_a_token() -> None:
         assert "password" not in workflow.read_text()
 
 
-def test_the_locked_list_has_every_pin() -> None:
+@pytest.mark.parametrize("locked", lock.LISTS, ids=lambda path: path.name)
+def test_a_locked_list_has_every_pin(locked: Path) -> None:
     """After a change of a version: python third_party/lock.py."""
-    text = (ROOT / "third_party/requirements-locked.txt").read_text()
+    text = locked.read_text()
     found = dict(PIN.findall(text))
-    for name in ("requirements.txt", "requirements-headers.txt", "requirements-frontend.txt"):
-        for package, version in PIN.findall((ROOT / "third_party" / name).read_text()):
-            assert found[package] == version, f"{package} of third_party/{name}"
+    whole, alone = lock.LISTS[locked]
+    for path in whole + alone:
+        for package, version in PIN.findall(path.read_text()):
+            assert found[package] == version, f"{package} of {path.name}"
     for entry in re.split(r"\n(?=\w)", text):
         assert entry.startswith("#") or re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry), entry
 

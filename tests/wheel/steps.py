@@ -22,12 +22,17 @@ import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github/workflows/wheels.yml"
-LOCKED = "--require-hashes --no-deps --only-binary=:all: -r third_party/requirements-locked.txt"
+HASHED = "--require-hashes --no-deps --only-binary=:all:"
+LOCKED = f"{HASHED} -r third_party/requirements-locked.txt"
 # Each with the Python that runs this script, in the repository's root.
 COMMANDS = {
     "locked": f"""
         "$PYTHON" -m venv --clear build/steps/locked
         build/steps/locked/bin/python -m pip install -q {LOCKED}""",
+    "test-tools": f"""
+        "$PYTHON" -m venv --clear build/steps/test-tools
+        build/steps/test-tools/bin/python -m pip install -q {HASHED} \\
+          -r tests/requirements/wheel-locked.txt""",
     # From what is committed, as a checkout has it.
     "sdist": """
         rm -rf build/steps/source build/steps/dist
@@ -61,7 +66,7 @@ RULES = [
     Rule("actions/download-artifact", "", "files stay where they are"),
     Rule("SOURCE_DATE_EPOCH=", "", "this script sets it for every command"),
     Rule("pypa/cibuildwheel", "wheel", "this C library and nvcc, and one kind of machine"),
-    Rule("-r tests/requirements/wheel.txt", "wheel", "part of make check-wheel, one Python"),
+    Rule("tests/requirements/wheel-locked.txt", "test-tools", "one Python"),
     Rule("pytest tests/wheel", "wheel", "part of make check-wheel, one Python"),
     Rule("requirements-locked.txt", "locked", "one Python"),
     Rule("python -m build --sdist", "sdist", "what is committed"),
