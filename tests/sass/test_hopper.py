@@ -136,8 +136,8 @@ def test_registers_are_handed_over(row: dict[str, Any]) -> None:
 
 
 def test_tensors_move_by_tma(row: dict[str, Any]) -> None:
-    """A box for each 64 columns: of each warpgroup's Q; of K, the first tile's, the second's and the
-    others'; of V, the first tile's and the others'; of O, where it has a place to leave from."""
+    """A box for each 64 columns: of each warpgroup's Q; of the first, the second and the other
+    tiles of K; of the first and the other tiles of V; of O, where it has a place to leave from."""
     opcodes = code_of(row).opcodes
     panels, panels_v = -(-row["head_dim"] // 64), -(-row["head_dim_v"] // 64)
     warpgroups = row["block_m"] // 64
