@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 import anyflash.torch
-from anyflash.integrations._hf_masks import is_traced, longest_sequence, pack, read_keys
+from anyflash.integrations._hf_masks import (
+    gathered_sequences,
+    is_traced,
+    longest_sequence,
+    pack,
+    read_keys,
+)
 from anyflash.integrations._hf_paged import Pages, update_cache
 
 # Their arguments are collected in dictionaries here, which a type checker cannot look into.
@@ -69,6 +75,8 @@ def attention_forward(
     mask = attention_mask
     ends = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     packed = all(x is not None for x in ends)
+    if not packed and mask is None and states.q.shape[1] == states.k.shape[1] and _is_wrapped():
+        mask = gathered_sequences(others.get("position_ids"), *states.q.shape[:2])
     if not packed and mask is not None and mask.ndim == 1:
         longest = longest_sequence(mask)
         packed, ends = True, (mask, mask, longest, longest)
@@ -99,6 +107,12 @@ def attention_forward(
     else:
         out = _padded(states, mask.bool(), position_bias, numbers, drop)
     return out if half is None else out.to(query.dtype), None
+
+
+def _is_wrapped() -> bool:
+    """Another function stands in the place of this one, and calls it."""
+    functions: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    return functions.get("anyflash", attention_forward) is not attention_forward
 
 
 def _check(others: dict[str, Any]) -> None:
