@@ -27,6 +27,38 @@ bool device_of(const DLDevice& device, Device& result) {
   }
 }
 
+// Types that DLPack adds later have no name here.
+std::string name_of(DLDeviceType type) {
+  switch (type) {
+    case kDLOpenCL:
+      return "opencl";
+    case kDLVulkan:
+      return "vulkan";
+    case kDLMetal:
+      return "metal";
+    case kDLVPI:
+      return "vpi";
+    case kDLROCM:
+      return "rocm";
+    case kDLROCMHost:
+      return "rocm_host";
+    case kDLExtDev:
+      return "ext_dev";
+    case kDLOneAPI:
+      return "oneapi";
+    case kDLWebGPU:
+      return "webgpu";
+    case kDLHexagon:
+      return "hexagon";
+    case kDLMAIA:
+      return "maia";
+    case kDLTrn:
+      return "trn";
+    default:
+      return "DLPack " + std::to_string(static_cast<int>(type));
+  }
+}
+
 }  // namespace
 
 bool dtype_of(const DLDataType& type, DType& result) {
@@ -84,8 +116,8 @@ TensorView view_of(const DLTensor* tensor, const char* argument, const char* all
     throw Error(ErrorCode::kInvalidType, what + " is " + text_of(tensor->dtype) + "; " + allowed);
   }
   if (!device_of(tensor->device, view.device)) {
-    throw Error(ErrorCode::kInvalidType, what + " is on a device of DLPack type " +
-                                             std::to_string(tensor->device.device_type) +
+    throw Error(ErrorCode::kInvalidType, what + " is on a device of type " +
+                                             name_of(tensor->device.device_type) +
                                              "; CPU and CUDA devices are allowed");
   }
   if (tensor->ndim < 0 || tensor->ndim > kMaxRank) {

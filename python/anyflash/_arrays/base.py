@@ -23,6 +23,20 @@ BYTES = ("uint8", "bool")  # DLPack producers that tell no dtype: bool stands fo
 # DLPack device types.
 _CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 _CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_OTHER_DEVICES = {
+    4: "opencl",
+    7: "vulkan",
+    8: "metal",
+    9: "vpi",
+    10: "rocm",
+    11: "rocm_host",
+    12: "ext_dev",
+    14: "oneapi",
+    15: "webgpu",
+    16: "hexagon",
+    17: "maia",
+    18: "trn",
+}
 
 
 class Device(NamedTuple):
@@ -117,7 +131,8 @@ class Framework:
             return CPU
         if int(kind) in _CUDA_DEVICES:
             return Device("cuda", index)
-        raise TypeError(f"is on a device of DLPack type {int(kind)}; CPU and CUDA are allowed")
+        name = _OTHER_DEVICES.get(int(kind), f"DLPack {int(kind)}")
+        raise TypeError(f"is on a device of type {name}; CPU and CUDA are allowed")
 
     def stream(self, x: Any, device: Device) -> int:
         """The framework's current stream, as cudaStream_t."""

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 import anyflash.torch
-from anyflash.integrations._hf_masks import is_traced, longest_sequence, pack, read_keys
+from anyflash.integrations._hf_masks import (
+    gathered_sequences,
+    is_traced,
+    longest_sequence,
+    pack,
+    read_keys,
+)
+from anyflash.integrations._hf_paged import Pages, update_cache
 
 # Their arguments are collected in dictionaries here, which a type checker cannot look into.
 attention: Any = anyflash.torch.attention
@@ -39,9 +46,10 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
     max_length_q: Any = None,
     max_length_k: Any = None,
+    cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """For transformers' AttentionInterface.
@@ -50,6 +58,12 @@ def attention_forward(
     (batch, seqlen_q, heads, head_dim_v), and None for the weights, which are never made.
     """
     _check(others)
+    pages = None
+    if cache is not None:
+        paged = others | {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
+        key, value = update_cache(cache, module, key, value, paged)
+        cu_seq_lens_k, max_length_k = paged["cu_seq_lens_k"], paged["max_length_k"]
+        pages = Pages.of(paged)
     half = _half(module, query)
     states = States(*(x.to(half or x.dtype).transpose(1, 2) for x in (query, key, value)))
     numbers: Options = {
@@ -61,6 +75,8 @@ def attention_forward(
     mask = attention_mask
     ends = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     packed = all(x is not None for x in ends)
+    if not packed and mask is None and states.q.shape[1] == states.k.shape[1] and _is_wrapped():
+        mask = gathered_sequences(others.get("position_ids"), *states.q.shape[:2])
     if not packed and mask is not None and mask.ndim == 1:
         longest = longest_sequence(mask)
         packed, ends = True, (mask, mask, longest, longest)
@@ -75,7 +91,9 @@ def attention_forward(
     # Where it hides nothing, a kernel without windows serves. transformers counts the query itself.
     if sliding_window is not None and (is_traced() or sliding_window < states.k.shape[1]):
         numbers["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    if packed:
+    if pages is not None:
+        out = pages.attend(*states, numbers)
+    elif packed:
         if position_bias is not None:
             raise NotImplementedError(
                 f"{_NAME}: position_bias is given with packed sequences; only one of the two is "
@@ -91,14 +109,19 @@ def attention_forward(
     return out if half is None else out.to(query.dtype), None
 
 
+def _is_wrapped() -> bool:
+    """Another function stands in the place of this one, and calls it."""
+    functions: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    return functions.get("anyflash", attention_forward) is not attention_forward
+
+
 def _check(others: dict[str, Any]) -> None:
     """What would change the result if it were ignored."""
-    for name, instead in (("head_mask", "eager"), ("cache", "sdpa")):
-        if others.get(name) is not None:
-            raise NotImplementedError(
-                f"{_NAME}: {name} is given, which anyflash does not take; allowed: None "
-                f'(attn_implementation="{instead}" takes it)'
-            )
+    if others.get("head_mask") is not None:
+        raise NotImplementedError(
+            f"{_NAME}: head_mask is given, which anyflash does not take; allowed: None "
+            '(attn_implementation="eager" takes it)'
+        )
     if others.get("output_attentions"):
         _logger.warning_once(
             f"{_NAME}: output_attentions=True has no effect, the weights are never made; "

@@ -141,8 +141,12 @@ def _packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
 def _sequence_ends(numbers: Tensor) -> Tensor:
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return _ends(begins)
+
+
+def _ends(begins: Tensor) -> Tensor:
     starts = begins.flatten().nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
+    return torch.cat([starts, starts.new_tensor([begins.numel()])]).int()
 
 
 def _once(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -159,6 +163,31 @@ def _once(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return found[1]
 
     return wrapped
+
+
+def gathered_sequences(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
+    """Where sequences begin, if there are several in a row, of tokens that no mask was made for.
+
+    Programs that shard sequences (Ulysses) put a function of their own in place of anyflash's. It
+    gathers the tokens of all ranks, and drops the mask, which was made for those of one.
+    """
+    if not isinstance(position_ids, Tensor) or is_traced():
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[1] != seqlen:
+        return None
+    if position_ids.shape[0] != batch:
+        position_ids = position_ids.expand(batch, seqlen)
+    ends: Tensor | None = _begins_at_zero(position_ids)
+    return ends
+
+
+@_once
+def _begins_at_zero(position_ids: Tensor) -> Tensor | None:
+    begins = position_ids == 0
+    if not bool(begins[:, 1:].any()):
+        return None
+    begins[:, 0] = True
+    return _ends(begins)
 
 
 class Keys(NamedTuple):

@@ -11,10 +11,12 @@ import torch
 
 from anyflash.integrations._hf_attention import attention_forward
 from anyflash.integrations._hf_masks import attention_mask
+from anyflash.integrations._hf_paged import admit_pages
 
 __all__ = ["register"]
 
 _NAME = "anyflash"
+_NAMES = (_NAME, f"paged|{_NAME}")
 _OLDEST = (4, 57)
 
 
@@ -43,7 +45,11 @@ def register() -> None:
     Where a model's attention does not go through the interface (in transformers 4 that of BERT,
     before 5.15 that of T5), making the model with the name raises ValueError;
     ``set_attn_implementation`` warns and changes nothing. A call raises NotImplementedError for
-    ``head_mask`` and the paged caches of continuous batching.
+    ``head_mask``.
+
+    Continuous batching (``generate_batch``) works from transformers 5.23 on, also as
+    "paged|anyflash". Where all layers see the whole sequence and ``page_size`` is a power of two,
+    a step of decoding reads the pages where they are; otherwise transformers gathers them.
 
     Raises
     ------
@@ -79,6 +85,7 @@ def register() -> None:
     modeling = import_module("transformers.modeling_utils")
     masking = import_module("transformers.masking_utils")
     _admit(modeling.PreTrainedModel)
+    admit_pages(_NAME)
     modeling.AttentionInterface.register(_NAME, attention_forward)
     masking.AttentionMaskInterface.register(_NAME, attention_mask)
 
@@ -87,7 +94,8 @@ def _admit(model_class: Any) -> None:
     """Models take the name as it is.
 
     transformers 5 holds every name with "flash" in it for a build of flash-attn: it looks for that
-    package, or puts in another name that the model lists.
+    package, or puts in another name that the model lists. From 5.23 on one name stands for pages,
+    too.
     """
     check = model_class._check_and_adjust_attn_implementation
     if hasattr(check, "anyflash"):
@@ -95,7 +103,7 @@ def _admit(model_class: Any) -> None:
 
     @wraps(check)
     def checked(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> Any:
-        if attn_implementation != _NAME:
+        if attn_implementation not in _NAMES:
             return check(self, attn_implementation, *args, **options)
         _refuse_own_attention(self)
         return _NAME

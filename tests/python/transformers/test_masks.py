@@ -175,9 +175,12 @@ def call(module: Any, **options: Any) -> Tensor:
 def test_what_cannot_be_had_is_refused() -> None:
     module = SimpleNamespace(is_causal=True, config=None)
     assert call(module).shape == (1, 3, 2, 8)
-    for name in ("head_mask", "cache"):
-        with pytest.raises(NotImplementedError, match=f"transformers: {name} is given"):
-            call(module, **{name: torch.ones(2)})
+    with pytest.raises(NotImplementedError, match="transformers: head_mask is given"):
+        call(module, head_mask=torch.ones(2))
+    with pytest.raises(NotImplementedError, match="transformers: cache is a SimpleNamespace"):
+        call(module, cache=SimpleNamespace(update=lambda key_states, **kwargs: None))
+    with pytest.raises(NotImplementedError, match="transformers: cache is a Tensor; allowed: None"):
+        call(module, cache=torch.ones(2))
     packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 3]))
     packed |= dict.fromkeys(("max_length_q", "max_length_k"), 3)
     with pytest.raises(NotImplementedError, match="position_bias is given with packed"):
