@@ -53,7 +53,8 @@ void make_tensor_maps(ForwardLaunch& launch) {
   launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
 
-inline __global__ void clear_counter(unsigned* counter) {
+template <class Counter>
+__global__ void clear_counter(Counter* counter) {
   allow_next_kernel();
   if (threadIdx.x == 0) *counter = 0;
 }
@@ -86,7 +87,7 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   LaunchOrder order = LaunchOrder::kAfterPrevious;
   if (needs_counter<Traits>(a, context)) {
     prepared.taken = static_cast<unsigned*>(context.scratch);
-    launch<clear_counter>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
+    launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
     order = LaunchOrder::kWhenAllowed;
   }
   make_tensor_maps<Traits>(prepared);

@@ -13,8 +13,11 @@ namespace anyflash {
 
 inline const void* volatile launched;
 
+enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
+
 template <auto kKernel, class Params>
-void launch(dim3, dim3, std::size_t, void*, const Params&) {
+void launch(dim3, dim3, std::size_t, void*, const Params&,
+            LaunchOrder = LaunchOrder::kAfterPrevious) {
   launched = reinterpret_cast<const void*>(kKernel);
 }
 
