@@ -201,11 +201,13 @@ class ForwardStages {
       pass_ping_pong();
     }
     wait_keys();
+    __syncwarp();  // no lane still waits for a phase that lane 0 lets pass
     release(smem_.k_ring.empty[k_place_.stage()]);
     k_place_.advance();
   }
   ANYFLASH_DEVICE void skip_values(bool masked) {
     wait_values(masked);
+    __syncwarp();
     release(smem_.v_ring.empty[v_place_.stage()]);
     v_place_.advance();
   }
