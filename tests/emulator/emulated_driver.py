@@ -115,6 +115,8 @@ HOPPER_CASES = hopper(
 ) + hopper(
     Case(batch=2, seqlen_q=400, seqlen_k=140, heads=4, heads_k=2),
     Case(seqlen_q=500, seqlen_k=400, causal=1, more="nan=seen out=fp32"),
+    # A CTA that begins late takes a first block whose next sequence has been written.
+    Case(seqlen_q=266, seqlen_k=410, more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410"),
     multiprocessors=3,
 )
 

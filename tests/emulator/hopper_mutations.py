@@ -32,7 +32,7 @@ BARRIERS = (
 )  # fmt: skip
 
 BLOCKS = (
-    _mutation("hopper-counter-not-cleared", LAUNCH, "if (threadIdx.x == 0) *counter = 0;"),
+    _mutation("hopper-counter-begins-late", LAUNCH, "*counter = 0;", "*counter = 1;"),
     _mutation("hopper-block-left-out", BLOCKS_OF_ROWS, "next_ = gridDim.x + taken;",
               "next_ = gridDim.x + taken + 1;"),
     _mutation("hopper-one-known-block", BLOCKS_OF_ROWS, "kKnownBlocks = 4", "kKnownBlocks = 1",
