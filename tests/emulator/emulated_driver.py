@@ -89,7 +89,7 @@ CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
 
 
 def hopper(*cases: Case, multiprocessors: int = 1) -> tuple[Case, ...]:
-    """On an H100 of few multiprocessors: without a mask, CTAs are persistent."""
+    """On an H100 of few multiprocessors, so that a CTA takes several blocks."""
     more = f"gpu=90 smem=232448 multiprocessors={multiprocessors}"
     return tuple(case._replace(more=f"{case.more} {more}") for case in cases)
 
