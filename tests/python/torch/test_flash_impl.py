@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import anyflash.torch
+from calls.launches import launches
 from calls.torch_math import (
     ENDS,
     USED,
@@ -118,15 +119,6 @@ def test_results_are_what_compiled_code_expects(
 
 
 # The registry ---------------------------------------------------------------------------------
-
-
-def launches(function: Callable[[], Any]) -> tuple[int, Any]:
-    def count() -> int:
-        return sum(kernel["launches"] for kernel in anyflash.build_info()["kernels"])
-
-    before = count()
-    result = function()
-    return count() - before, result
 
 
 @pytest.fixture

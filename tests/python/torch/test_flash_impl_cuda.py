@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import anyflash.torch
+from calls.launches import launches
 
 registry = importlib.import_module("torch.nn.attention")
 functional = importlib.import_module("torch.nn.functional")
@@ -22,15 +23,6 @@ pytestmark = [
         reason="this PyTorch has no registry",
     ),
 ]
-
-
-def launches(function: Callable[[], Any]) -> tuple[int, Any]:
-    def count() -> int:
-        return sum(kernel["launches"] for kernel in anyflash.build_info()["kernels"])
-
-    before = count()
-    result = function()
-    return count() - before, result
 
 
 def activated(function: Callable[[], Any]) -> tuple[int, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import anyflash
 from anyflash.torch import scaled_dot_product_attention, sdpa_routing
+from calls.launches import launches
 
 pytestmark = pytest.mark.cuda
 
@@ -24,17 +24,6 @@ Shape = tuple[int, ...]
 def random(torch: ModuleType, *shape: int, dtype: str = "float16", seed: int = 0) -> Any:
     values = np.random.default_rng([len(shape), seed]).standard_normal(shape).astype(np.float32)
     return torch.from_numpy(values).to("cuda", getattr(torch, dtype)).requires_grad_()
-
-
-def launches(function: Callable[[], Any]) -> tuple[int, Any]:
-    """How many of our kernels it launched, and its result."""
-
-    def count() -> int:
-        return sum(kernel["launches"] for kernel in anyflash.build_info()["kernels"])
-
-    before = count()
-    result = function()
-    return count() - before, result
 
 
 def routed(function: Callable[[], Any]) -> tuple[int, Any]:

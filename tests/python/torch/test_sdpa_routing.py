@@ -15,20 +15,10 @@ import pytest
 
 import anyflash
 from anyflash.torch import sdpa_routing
+from calls.launches import launches
 
 functional = importlib.import_module("torch.nn.functional")
 OWN = functional.scaled_dot_product_attention  # PyTorch's
-
-
-def launches(function: Callable[[], Any]) -> tuple[int, Any]:
-    """How many of our kernels it launched, and its result."""
-
-    def count() -> int:
-        return sum(kernel["launches"] for kernel in anyflash.build_info()["kernels"])
-
-    before = count()
-    result = function()
-    return count() - before, result
 
 
 def routed(function: Callable[[], Any]) -> tuple[int, Any]:
