@@ -41,6 +41,10 @@ if(TARGET anyflash_static)
   anyflash_install_library(anyflash_static static)
 endif()
 
+if(TARGET anyflash_tvm_ffi)
+  install(TARGETS anyflash_tvm_ffi LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
+
 install(
   DIRECTORY include/anyflash "${PROJECT_BINARY_DIR}/include/anyflash"
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}

@@ -2,8 +2,7 @@
 # kernels of one (family, operation, dtype, head dims); kernel_table.cpp lists all units.
 #
 # Why this grouping: a unit's kernels share what nvcc's front end takes for the headers and for their
-# layouts. For nvcc, the backward's variants have a unit each, which takes long enough, and memory:
-# after a change of one kernel a build should be done in a minute and a half, and a job in 5 GB.
+# layouts. The backward's variants may have a unit each (SPLIT): they take long enough, and memory.
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
@@ -23,7 +22,7 @@ endfunction()
 #   KERNELS           HEAD_DIMS:SUFFIX:ARGUMENTS. Head dims are a list with commas, or * for all;
 #                     the suffix ends the kernel's name; the arguments are those of
 #                     f::op_descriptor<Element, head dim, head dim of V, ...>, the variant first
-#   UNIT_PER_VARIANT  where nvcc compiles, each variant is a unit of its own
+#   UNIT_PER_VARIANT  where units are split, each variant is a unit of its own
 function(anyflash_kernels)
   cmake_parse_arguments(PARSE_ARGV 0 ARG "UNIT_PER_VARIANT" "FAMILY;OP" "HEAD_DIMS;KERNELS")
   set_property(GLOBAL APPEND PROPERTY ANYFLASH_${ARG_FAMILY}_OPS ${ARG_OP})
@@ -82,13 +81,26 @@ anyflash_kernels(
   HEAD_DIMS 64 96 128 192 192_128 256
   KERNELS "*::PlainForward"
 )
+anyflash_kernels(
+  FAMILY sm90
+  OP backward
+  HEAD_DIMS 64 96 128 192 192_128 256
+  KERNELS "*::PlainBackward"
+)
 
-# The units of a kernel set, as dtype-head_dims. The set for CI has what a GPU's users run most,
-# float16 for head dim 64 alone: a unit takes a minute, and float16 differs from bfloat16 in the name
-# of an instruction. The emulator has more head dims.
+# Kernel sets: regular expressions of the names of kernels. The set for CI has what shows in machine
+# code: the plain kernels of three head dims, and each variant for one of them. float16 differs from
+# bfloat16 in the name of an instruction.
 set(ANYFLASH_KERNEL_SET_full ".*")
-set(ANYFLASH_KERNEL_SET_ci "^(f16-64|bf16-(64|128|256))$")
-set(ANYFLASH_KERNEL_SET_minimal "^bf16-64$")
+set(
+  ANYFLASH_KERNEL_SET_ci
+  "^sm80_(forward|backward|decode)_bf16_d64(_|$)"
+  "^sm80_(forward|backward)_bf16_d128(_compact|_wide)?$"
+  "^sm80_(forward|backward)_bf16_d256$"
+  "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
+  "^sm90_backward_bf16_d(64|128|256)$"
+)
+set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")
 
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
@@ -132,9 +144,20 @@ set(ANYFLASH_CPU_ENUM_amx kAmx)
 set(ANYFLASH_CPU_OPS forward backward decode)
 set(ANYFLASH_CPU_OPS_amx forward backward) # what else there is runs as for AVX-512
 
-# The descriptors of one unit: those of the operation's kernels that are for these head dims and
-# whose variant is the one wanted ("": any). Sets ${output} to their lines, and ${output}_VARIANTS to
-# the variants of the head dims' kernels with the suffix of the first of each: variant=suffix.
+# Whether the name of a kernel matches one of the regular expressions.
+function(anyflash_matches_any output name patterns)
+  set(${output} NO PARENT_SCOPE)
+  foreach(pattern IN LISTS patterns)
+    if(name MATCHES "${pattern}")
+      set(${output} YES PARENT_SCOPE)
+    endif()
+  endforeach()
+endfunction()
+
+# The descriptors of one unit: those of the operation's kernels that are for these head dims, whose
+# names match one of `names`, and whose variant is the one wanted ("": any). Sets ${output} to their
+# lines, and ${output}_VARIANTS to the variants of the head dims' kernels with the suffix of the
+# first of each: variant=suffix.
 function(
   anyflash_descriptors
   output
@@ -142,6 +165,7 @@ function(
   op
   dtype
   head_dims
+  names
   wanted
 )
   get_property(kernels GLOBAL PROPERTY ANYFLASH_${family}_${op}_KERNELS)
@@ -163,7 +187,8 @@ function(
     if(NOT variants MATCHES "(^|;)${variant}=")
       list(APPEND variants "${variant}=${suffix}")
     endif()
-    if(wanted STREQUAL "" OR wanted STREQUAL variant)
+    anyflash_matches_any(named ${unit}${suffix} "${names}")
+    if(named AND (wanted STREQUAL "" OR wanted STREQUAL variant))
       set(element ${ANYFLASH_ELEMENT_${dtype}})
       string(
         APPEND lines
@@ -176,30 +201,35 @@ function(
   set(${output}_VARIANTS "${variants}" PARENT_SCOPE)
 endfunction()
 
-# Writes the units of one family's operation, dtype and head dims; appends the names of the units to
-# ${all_units} and their files to ${all_files}.
+# Writes the units of one family's operation, dtype and head dims with the kernels of these names;
+# appends the names of the units to ${all_units} and their files to ${all_files}.
 function(
   anyflash_write_units
   all_units
   all_files
   folder
   extension
+  split
   family
   op
   dtype
   head_dims
+  names
 )
-  get_property(split GLOBAL PROPERTY ANYFLASH_${family}_${op}_UNIT_PER_VARIANT)
+  get_property(unit_per_variant GLOBAL PROPERTY ANYFLASH_${family}_${op}_UNIT_PER_VARIANT)
   set(written "=") # all variants in one
-  if(split AND extension STREQUAL "cu")
-    anyflash_descriptors(all ${family} ${op} ${dtype} ${head_dims} "")
+  if(split AND unit_per_variant)
+    anyflash_descriptors(all ${family} ${op} ${dtype} ${head_dims} "${names}" "")
     set(written ${all_VARIANTS})
   endif()
   foreach(variant IN LISTS written)
     string(REPLACE "=" ";" variant "${variant};")
     list(GET variant 0 wanted)
     list(GET variant 1 suffix)
-    anyflash_descriptors(descriptors ${family} ${op} ${dtype} ${head_dims} "${wanted}")
+    anyflash_descriptors(descriptors ${family} ${op} ${dtype} ${head_dims} "${names}" "${wanted}")
+    if(descriptors STREQUAL "")
+      continue()
+    endif()
     set(unit ${family}_${op}_${dtype}_d${head_dims}${suffix})
     configure_file("${ANYFLASH_UNIT_TEMPLATES}/gpu_unit.in" "${folder}/${unit}.${extension}" @ONLY)
     list(APPEND ${all_units} ${unit})
@@ -233,28 +263,17 @@ function(anyflash_write_cpu_units all_units all_files folder isas)
   set(${all_files} ${${all_files}} PARENT_SCOPE)
 endfunction()
 
-# Whether a list of units (see below) has the pair, or its operation alone.
-function(anyflash_is_requested output units pair op)
-  set(${output} NO PARENT_SCOPE)
-  foreach(unit IN LISTS units)
-    if(unit STREQUAL pair OR unit STREQUAL "${pair}:${op}")
-      set(${output} YES PARENT_SCOPE)
-    elseif(DEFINED ANYFLASH_KERNEL_SET_${unit} AND pair MATCHES "${ANYFLASH_KERNEL_SET_${unit}}")
-      set(${output} YES PARENT_SCOPE)
-    endif()
-  endforeach()
-endfunction()
-
 # Writes the requested units below `folder`, and the table that lists them.
 #   CPU_ISAS   instruction sets
 #   FAMILIES   of GPU kernels
-#   UNITS      what of these: dtype-head_dims, of one operation alone f16-128:backward; or the name
-#              of a kernel set
+#   KERNELS    which of these: regular expressions of their names
 #   ARCHS      names of the GPU code: sm_80, compute_80, ...
 #   EXTENSION  of the GPU units: cu, or cpp for the emulator
+#   SPLIT      smaller units, for many cores; five variants of the backward in one take nvcc about
+#              half the time of five units, and up to 5 GB
 # Sets ${output} to the table, and ${output}_FAMILY to the source files of each family and of cpu.
 function(anyflash_generate_kernels output folder)
-  cmake_parse_arguments(PARSE_ARGV 2 ARG "" "EXTENSION" "CPU_ISAS;FAMILIES;UNITS;ARCHS")
+  cmake_parse_arguments(PARSE_ARGV 2 ARG "SPLIT" "EXTENSION" "CPU_ISAS;FAMILIES;KERNELS;ARCHS")
   set(units "")
   set(files "")
   anyflash_write_cpu_units(units files "${folder}" "${ARG_CPU_ISAS}")
@@ -266,19 +285,18 @@ function(anyflash_generate_kernels output folder)
       get_property(all_head_dims GLOBAL PROPERTY ANYFLASH_${family}_${op}_HEAD_DIMS)
       foreach(head_dims IN LISTS all_head_dims)
         foreach(dtype IN ITEMS f16 bf16)
-          anyflash_is_requested(requested "${ARG_UNITS}" ${dtype}-${head_dims} ${op})
-          if(requested)
-            anyflash_write_units(
-              units
-              files
-              "${folder}"
-              ${ARG_EXTENSION}
-              ${family}
-              ${op}
-              ${dtype}
-              ${head_dims}
-            )
-          endif()
+          anyflash_write_units(
+            units
+            files
+            "${folder}"
+            ${ARG_EXTENSION}
+            ${ARG_SPLIT}
+            ${family}
+            ${op}
+            ${dtype}
+            ${head_dims}
+            "${ARG_KERNELS}"
+          )
         endforeach()
       endforeach()
     endforeach()

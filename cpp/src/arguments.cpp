@@ -117,6 +117,12 @@ void check_aligned(const TensorView& t, const char* argument) {
                 "multiple of " + std::to_string(bytes) + " bytes");
 }
 
+void check_both(const TensorView* a, const char* name_a, const TensorView* b, const char* name_b) {
+  if ((a == nullptr) == (b == nullptr)) return;
+  invalid_value(std::string(a == nullptr ? name_b : name_a) + " is given without " +
+                (a == nullptr ? name_a : name_b) + "; both or none are allowed");
+}
+
 void check_integers(const TensorView& t, const char* argument, DType dtype, const TensorView& q,
                     int64_t count, const char* layout, const char* why) {
   check_dtype(t, argument, dtype);

@@ -55,6 +55,9 @@ void check_writable(const TensorView& t, const char* argument);
 // The address is a multiple of the element's size.
 void check_aligned(const TensorView& t, const char* argument);
 
+// Of two options, not one without the other.
+void check_both(const TensorView* a, const char* name_a, const TensorView* b, const char* name_b);
+
 // `count` contiguous integers on q's device.
 void check_integers(const TensorView& t, const char* argument, DType dtype, const TensorView& q,
                     int64_t count, const char* layout, const char* why);

@@ -14,6 +14,14 @@
 
 namespace anyflash {
 
+template <class Options>
+bool sets_reserved(const Options& options) {
+  return options.reserved != 0;
+}
+inline bool sets_reserved(const anyflash_forward_options& options) {
+  return options.reserved != 0 || options.reserved2 != 0;
+}
+
 // Reads the fields that the caller knows into `known`, whose others keep their defaults. A caller
 // that is newer than this library may only pass defaults (zeros) in what this library does not
 // know.
@@ -21,7 +29,9 @@ template <class Options>
 void read_options(const Options* given, const char* type, Options& known) {
   if (given == nullptr) return;
   constexpr std::size_t kLargest = 4096;  // more is no size of any version, but no size at all
-  if (given->size < sizeof(given->size) || given->size > kLargest) {
+  // Nor is one that ends within a pointer, of which half would be read.
+  if (given->size < sizeof(given->size) || given->size > kLargest ||
+      given->size % alignof(Options) != 0) {
     throw Error(ErrorCode::kInvalidValue, "options.size is " + std::to_string(given->size) +
                                               "; it must be sizeof(" + type + ")");
   }
@@ -29,7 +39,7 @@ void read_options(const Options* given, const char* type, Options& known) {
   bool unknown = false;
   for (std::size_t i = sizeof(known); i < given->size; ++i) unknown |= bytes[i] != 0;
   std::memcpy(&known, given, std::min(sizeof(known), given->size));
-  if (unknown || known.reserved != 0) {
+  if (unknown || sets_reserved(known)) {
     throw Error(ErrorCode::kUnsupported,
                 "options sets a field that this version of anyflash, " ANYFLASH_VERSION_STRING
                 ", does not know");
@@ -56,6 +66,12 @@ inline ForwardOptions options_of(const anyflash_forward_options& c) {
   options.max_seqlen_q = c.max_seqlen_q;
   options.max_seqlen_k = c.max_seqlen_k;
   options.validate = c.validate != 0;
+  if (c.has_query_start != 0) options.query_start = c.query_start;
+  if (c.has_key_start != 0) options.key_start = c.key_start;
+  if (c.has_diagonal != 0) options.diagonal = c.diagonal;
+  options.batch_start = c.batch_start;
+  options.head_start = c.head_start;
+  options.total_heads = c.total_heads;
   return options;
 }
 
@@ -87,7 +103,10 @@ struct OptionalTensors {
         max_logits(c.max_logits, "max_logits", kMustBeFloat32),
         cu_seqlens_q(c.cu_seqlens_q, "cu_seqlens_q", kMustBeInt32),
         cu_seqlens_k(c.cu_seqlens_k, "cu_seqlens_k", kMustBeInt32),
-        seqused_k(c.seqused_k, "seqused_k", kMustBeInt32) {}
+        seqused_k(c.seqused_k, "seqused_k", kMustBeInt32),
+        query_starts(c.query_starts, "query_starts", kMustBeInt32),
+        key_starts(c.key_starts, "key_starts", kMustBeInt32),
+        diagonals(c.diagonals, "diagonals", kMustBeInt32) {}
 
   void put_into(ForwardOptions& options) const {
     options.alibi_slopes = alibi_slopes.get();
@@ -100,10 +119,14 @@ struct OptionalTensors {
     options.cu_seqlens_q = cu_seqlens_q.get();
     options.cu_seqlens_k = cu_seqlens_k.get();
     options.seqused_k = seqused_k.get();
+    options.query_starts = query_starts.get();
+    options.key_starts = key_starts.get();
+    options.diagonals = diagonals.get();
   }
 
   OptionalView alibi_slopes, bias, block_mask, sinks, rng_state, dropout_mask, max_logits;
   OptionalView cu_seqlens_q, cu_seqlens_k, seqused_k;
+  OptionalView query_starts, key_starts, diagonals;
 };
 
 inline anyflash_forward_options known_options(const anyflash_forward_options* given) {

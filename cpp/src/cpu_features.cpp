@@ -1,7 +1,9 @@
 #include "cpu_features.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -10,6 +12,13 @@ namespace anyflash {
 
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 namespace {
+
+// Asked by number: clang knows no name for it before version 17.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kF16c = 1u << 29;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & kF16c) != 0;
+}
 
 // Whether the processor has AMX with bfloat16 and AVX512_BF16, and Linux lets this process use the
 // tiles' registers. Linux has to be asked for them. It refuses where a thread's alternative signal
@@ -66,8 +75,7 @@ bool cpu_has(CpuIsa isa) {
 #endif
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
     case CpuIsa::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case CpuIsa::kAvx512:
       return cpu_has(CpuIsa::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -2,6 +2,7 @@
 #include "dlpack.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <string>
 
@@ -130,7 +131,9 @@ TensorView view_of(const DLTensor* tensor, const char* argument, const char* all
   }
   view.rank = tensor->ndim;
   if (tensor->data != nullptr) {
-    view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;
+    // As numbers: an offset that no memory is as large as must not be undefined behaviour.
+    const auto address = reinterpret_cast<std::uintptr_t>(tensor->data);
+    view.data = reinterpret_cast<void*>(address + static_cast<std::uintptr_t>(tensor->byte_offset));
   }
   uint64_t contiguous = 1;  // may wrap: the sizes are checked later
   for (int i = view.rank - 1; i >= 0; --i) {

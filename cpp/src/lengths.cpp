@@ -1,6 +1,6 @@
-// The elements of cu_seqlens_q, cu_seqlens_k and seqused_k, and those of a cache's integers. A
-// GPU's kernels clamp them to what the tensors hold (variant/sequence.h, variant/cache.h); here
-// they are refused.
+// The elements of cu_seqlens_q, cu_seqlens_k, seqused_k, query_starts and key_starts, and those of
+// a cache's integers. A GPU's kernels clamp lengths to what the tensors hold (variant/sequence.h,
+// variant/cache.h); here they are refused.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -48,6 +48,18 @@ void check_used(const int32_t* used, const int32_t* cu_k, int64_t batch, int64_t
     if (used[i] >= 0 && used[i] <= keys) continue;
     invalid_value(at("seqused_k", i) + " is " + std::to_string(used[i]) +
                   "; 0 to the sequence's number of keys, " + std::to_string(keys) + ", is allowed");
+  }
+}
+
+// Starts are 0 to 2^30. With dropout, those of keys are multiples of 8.
+void check_starts(const int32_t* starts, const char* argument, int64_t batch, int multiple) {
+  if (starts == nullptr) return;
+  constexpr int32_t kMost = 1 << 30;
+  for (int64_t i = 0; i < batch; ++i) {
+    if (starts[i] >= 0 && starts[i] <= kMost && starts[i] % multiple == 0) continue;
+    invalid_value(at(argument, i) + " is " + std::to_string(starts[i]) + "; 0 to " +
+                  std::to_string(kMost) + (multiple == 1 ? "" : ", with dropout a multiple of 8,") +
+                  " is allowed");
   }
 }
 
@@ -128,7 +140,9 @@ class CacheLengths {
     if (leftpad_.data() != nullptr) {
       first = leftpad_.data()[index];
       if (!is_within(first, filled)) {
-        invalid_element("cache_leftpad", index, first, filled, "the rows that are filled");
+        const char* const source = seqlens_.data() == nullptr ? "" : ", of cache_seqlens";
+        invalid_element("cache_leftpad", index, first, filled,
+                        std::string("the rows that are filled") + source);
       }
     }
     return {first, filled + p_.seqlen_new};
@@ -200,6 +214,11 @@ void check_lengths(const Attention& attention, const LongestSequences& longest,
                      "max_seqlen_k");
   }
   if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, attention.seqlen_k);
+  const Part& part = attention.part;
+  const HostCopy queries(part.query_start.array, batch, device, stream);
+  const HostCopy keys(part.key_start.array, batch, device, stream);
+  check_starts(queries.data(), "query_starts", batch, 1);
+  check_starts(keys.data(), "key_starts", batch, attention.dropout_threshold != 0 ? 8 : 1);
 }
 
 void check_kvcache_lengths(const AppendParams& params, const Device& device, void* stream) {

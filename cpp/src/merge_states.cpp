@@ -16,12 +16,15 @@ namespace {
 
 constexpr char kLayout[] =
     "(batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) for packed sequences";
+constexpr char kLayoutOfA[] =
+    "as out_a, (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) for packed "
+    "sequences";
 
 void check_out(const TensorView& t, const char* argument, const TensorView& out_a) {
   check_float(t, argument, out_a.device.type == DeviceType::kCpu);
   check_device(t, argument, out_a, "out_a");
   check_aligned(t, argument);
-  check_rank(t, argument, out_a.rank, kLayout);
+  check_rank(t, argument, out_a.rank, kLayoutOfA);
   for (int i = 0; i < t.rank; ++i) {
     if (t.shape[i] != out_a.shape[i]) {
       invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected " +
@@ -31,7 +34,8 @@ void check_out(const TensorView& t, const char* argument, const TensorView& out_
 }
 
 void check_lse(const TensorView& t, const char* argument, const TensorView& out_a) {
-  check_dtype(t, argument, DType::kFloat32);
+  const bool wide = t.dtype == DType::kFloat64 && out_a.device.type == DeviceType::kCpu;
+  if (!wide) check_dtype(t, argument, DType::kFloat32);
   check_device(t, argument, out_a, "out_a");
   check_aligned(t, argument);
   const auto& n = out_a.shape;
@@ -57,6 +61,10 @@ MergeParams validate_merge(const TensorView& out_a, const TensorView& lse_a,
   }
   check_lse(lse_a, "lse_a", out_a);
   check_lse(lse_b, "lse_b", out_a);
+  if (lse_b.dtype != lse_a.dtype) {
+    invalid_type(std::string("lse_b is ") + name(lse_b.dtype) + ", but lse_a is " +
+                 name(lse_a.dtype) + "; both must have one dtype");
+  }
   check_writable(out, "out");
   check_threads(options.num_threads);
 
@@ -64,7 +72,8 @@ MergeParams validate_merge(const TensorView& out_a, const TensorView& lse_a,
   if (lse != nullptr) {
     check_lse(*lse, "lse", out_a);
     check_writable(*lse, "lse");
-    params.lse = static_cast<float*>(lse->data);
+    params.lse = lse->data;
+    params.lse_out_dtype = lse->dtype;
     params.lse_stride = lse_strides_of(*lse, packed);
   }
   const TensorView shape = with_batch(out_a, packed);
@@ -80,8 +89,9 @@ MergeParams validate_merge(const TensorView& out_a, const TensorView& lse_a,
   params.out_a_stride = strides_of(shape);
   params.out_b_stride = strides_of(with_batch(out_b, packed));
   params.out_stride = strides_of(with_batch(out, packed));
-  params.lse_a = static_cast<const float*>(lse_a.data);
-  params.lse_b = static_cast<const float*>(lse_b.data);
+  params.lse_a = lse_a.data;
+  params.lse_b = lse_b.data;
+  params.lse_dtype = lse_a.dtype;
   params.lse_a_stride = lse_strides_of(lse_a, packed);
   params.lse_b_stride = lse_strides_of(lse_b, packed);
   return params;

@@ -18,9 +18,11 @@ struct MergeParams {
   Strides out_b_stride;
   Strides out_stride;
 
-  const float* lse_a = nullptr;
-  const float* lse_b = nullptr;
-  float* lse = nullptr;  // null: not wanted
+  const void* lse_a = nullptr;
+  const void* lse_b = nullptr;
+  void* lse = nullptr;                // null: not wanted
+  DType lse_dtype = DType::kFloat32;  // of lse_a and lse_b; on the CPU also kFloat64
+  DType lse_out_dtype = DType::kFloat32;
   Strides lse_a_stride;  // (batch, row, head); col is not used
   Strides lse_b_stride;
   Strides lse_stride;

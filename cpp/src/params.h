@@ -22,12 +22,30 @@ struct BroadcastTensor {
   Strides stride;
 };
 
-// Query i sees the keys j with  i + shift - left <= j <= i + shift + right,  shift = seqlen_k -
-// seqlen_q; negative: no bound.
+// Query i sees the keys j with  i + shift - left <= j <= i + shift + right,  where shift is that of
+// its sequence (variant/sequence.h); negative: no bound.
 struct Window {
   int64_t left = -1;
   int64_t right = -1;
   constexpr bool is_bounded() const { return left >= 0 || right >= 0; }
+};
+
+// A number of each sequence: one for all, or read on the device.
+struct OfEachSequence {
+  int64_t value = 0;
+  const int32_t* array = nullptr;  // (batch,); null: value
+};
+
+// Where a call's rows and keys lie in the attention that it is a part of. Masks and ALiBi are told
+// by the sequence's shift, dropout by all of it.
+struct Part {
+  OfEachSequence query_start;
+  OfEachSequence key_start;
+  OfEachSequence diagonal;
+  bool is_given = false;  // else the whole attention, aligned at the bottom right
+  int64_t batch_start = 0;
+  int64_t head_start = 0;
+  int64_t total_heads = 0;  // of the whole; 0: the call's
 };
 
 // A softcap so large that its 2^-24th part counts.
@@ -77,13 +95,16 @@ struct Attention {
   uint64_t seed = 0;
   uint64_t offset = 0;
   const uint64_t* rng_state = nullptr;  // seed and offset, instead of the two above
+
+  Part part;
 };
 
 struct ForwardParams {
   Attention attention;
   void* out = nullptr;
   DType out_dtype = DType::kFloat32;
-  float* lse = nullptr;         // null: not wanted
+  void* lse = nullptr;                // null: not wanted
+  DType lse_dtype = DType::kFloat32;  // on the CPU also kFloat64
   float* max_logits = nullptr;  // null: not wanted; else filled with -inf before the kernel runs
   Strides out_stride;
   Strides lse_stride;         // (batch, row, head); col is not used

@@ -24,8 +24,9 @@ const KernelDescriptor& select_cpu_kernel(const Problem& problem) {
     if (suits && (best == nullptr || kernel->isa > best->isa)) best = kernel;
   }
   if (best != nullptr) return *best;
-  throw Error(ErrorCode::kUnsupported, std::string("this build has no CPU ") + name(problem.op) +
-                                           " kernels for " + name(wanted));
+  throw Error(ErrorCode::kUnsupported, std::string("cpu_isa is ") + name(wanted) +
+                                           ", for which this build has no CPU " + name(problem.op) +
+                                           " kernels");
 }
 
 }  // namespace anyflash

@@ -90,7 +90,6 @@ void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
 
 void check_lse(const TensorView& q, const TensorView& lse, const Layouts& layouts, bool packed) {
   check_rank(lse, "lse", packed ? 2 : 3, layouts.lse);
-  check_dtype(lse, "lse", DType::kFloat32);
   check_device(lse, "lse", q, "q");
   check_aligned(lse, "lse");
   if (packed) {
@@ -115,7 +114,8 @@ int packed_bound(int64_t given, const char* option, int64_t total) {
 Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& options) {
   const auto& [q, k, v, out, lse] = tensors;
   Attention a;
-  const bool packed = options.cu_seqlens_q != nullptr || options.cu_seqlens_k != nullptr;
+  check_both(options.cu_seqlens_q, "cu_seqlens_q", options.cu_seqlens_k, "cu_seqlens_k");
+  const bool packed = options.cu_seqlens_q != nullptr;
   const Layouts& layouts = packed ? kPacked : kBatched;
   const Axes at(packed);
   check_rank(q, "q", packed ? 3 : 4, layouts.q);
@@ -163,8 +163,12 @@ ForwardParams validate_forward(const ForwardTensors& tensors, const ForwardOptio
   params.out_dtype = out.dtype;
   params.out_stride = strides_of(with_batch(out, packed));
   if (lse != nullptr) {
+    // float64 is the state of a result that is merged with others (merge_states).
+    const bool wide = lse->dtype == DType::kFloat64 && q.device.type == DeviceType::kCpu;
+    if (!wide) check_dtype(*lse, "lse", DType::kFloat32);
     check_writable(*lse, "lse");
-    params.lse = static_cast<float*>(lse->data);
+    params.lse = lse->data;
+    params.lse_dtype = lse->dtype;
     params.lse_stride = lse_strides_of(*lse, packed);
   }
   if (options.max_logits != nullptr) {

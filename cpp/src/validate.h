@@ -31,8 +31,8 @@ struct LongestSequences {
   int64_t k = 0;
 };
 
-// The elements of cu_seqlens_q, cu_seqlens_k and seqused_k. Copies them from a GPU, which waits for
-// the stream.
+// The elements of cu_seqlens_q, cu_seqlens_k, seqused_k and the starts. Copies them from a GPU,
+// which waits for the stream.
 void check_lengths(const Attention& attention, const LongestSequences& longest,
                    const Device& device, void* stream);
 

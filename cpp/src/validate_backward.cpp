@@ -79,6 +79,7 @@ BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions&
   params.out = t.out.data;
   params.out_dtype = t.out.dtype;
   params.out_stride = strides_of(with_batch(t.out, packed));
+  check_dtype(t.lse, "lse", DType::kFloat32);
   params.lse = static_cast<const float*>(t.lse.data);
   params.lse_stride = lse_strides_of(t.lse, packed);
   check_dtype_or_float32(t.dout, "dout", t.q, "q");

@@ -3,6 +3,7 @@
 #include <cfloat>
 #include <climits>
 #include <cmath>
+#include <optional>
 #include <sstream>
 #include <string>
 
@@ -59,6 +60,9 @@ int checked_block(int64_t size, int index) {
                 "; a positive multiple of 64 below 2^31 is allowed");
 }
 
+// The least and the largest that a position may be; variant/sequence.h has room for their sums.
+constexpr int64_t kMaxPosition = int64_t{1} << 30;
+
 class Features {
  public:
   Features(const TensorView& q, const ForwardOptions& options, int64_t seqlen_q, int64_t seqlen_k,
@@ -90,7 +94,9 @@ class Features {
   }
 
   void bias(const TensorView& t) {
-    const char* const layout = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)";
+    const char* const layout =
+        packed() ? "(batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k or 1)"
+                 : "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)";
     if (t.dtype == DType::kBool) {
       check_device(t, "bias", q_, "q");
     } else {
@@ -116,7 +122,8 @@ class Features {
       check_shape(t, "block_mask", axes, layout,
                   ": blocks of " + std::to_string(a_.block_size_q) + " x " +
                       std::to_string(a_.block_size_k) + " of " + std::to_string(seqlen_q_) +
-                      " queries and " + std::to_string(seqlen_k_) + " keys");
+                      " queries and " + std::to_string(seqlen_k_) + " keys" +
+                      (packed() ? ", max_seqlen_q and max_seqlen_k" : ""));
     }
     a_.block_mask =
         auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
@@ -134,7 +141,8 @@ class Features {
   }
 
   void dropout_mask(const TensorView& t) {
-    const char* const layout = "(batch, heads, seqlen_q, seqlen_k)";
+    const char* const layout = packed() ? "(batch, heads, max_seqlen_q, max_seqlen_k)"
+                                        : "(batch, heads, seqlen_q, seqlen_k)";
     check_dtype(t, "dropout_mask", DType::kBool);
     check_device(t, "dropout_mask", q_, "q");
     check_shape(t, "dropout_mask", {{a_.batch}, {a_.heads}, {seqlen_q_}, {seqlen_k_}}, layout);
@@ -162,7 +170,57 @@ class Features {
     check_integers(t, argument, DType::kInt32, q_, count, layout, why);
   }
 
+  // Where the call lies in the attention that it is a part of.
+  void part() {
+    Part& p = a_.part;
+    p.query_start =
+        position(options_.query_start, "query_start", options_.query_starts, "query_starts", 0);
+    p.key_start = position(options_.key_start, "key_start", options_.key_starts, "key_starts", 0);
+    p.diagonal =
+        position(options_.diagonal, "diagonal", options_.diagonals, "diagonals", -kMaxPosition);
+    if (a_.dropout_threshold != 0 && p.key_start.value % 8 != 0) {
+      invalid_value("key_start is " + std::to_string(p.key_start.value) +
+                    "; with dropout a multiple of 8 is allowed");
+    }
+    p.batch_start = checked_start(options_.batch_start, "batch_start");
+    p.head_start = checked_start(options_.head_start, "head_start");
+    const int64_t end = p.head_start + a_.heads;
+    p.total_heads = options_.total_heads == 0 ? a_.heads : options_.total_heads;
+    if (p.total_heads < end || p.total_heads > kMaxExtent) {
+      invalid_value("total_heads is " + std::to_string(options_.total_heads) + "; at least " +
+                    std::to_string(end) + ", head_start and q's heads, is expected, and at most " +
+                    std::to_string(kMaxExtent));
+    }
+  }
+
  private:
+  static int64_t checked_start(int64_t start, const char* option) {
+    if (start >= 0 && start <= kMaxPosition) return start;
+    invalid_value(std::string(option) + " is " + std::to_string(start) + "; 0 to " +
+                  std::to_string(kMaxPosition) + " is allowed");
+  }
+
+  OfEachSequence position(const std::optional<int64_t>& number, const char* option,
+                          const TensorView* array, const char* array_option, int64_t least) {
+    if (number && array != nullptr) {
+      invalid_value(std::string(option) + " is given with " + array_option +
+                    "; only one of both is allowed");
+    }
+    if (!number && array == nullptr) return {};
+    a_.part.is_given = true;
+    if (array != nullptr) {
+      lengths(*array, array_option, a_.batch, "(batch,)", ", one for each sequence");
+      return {0, static_cast<const int32_t*>(array->data)};
+    }
+    if (*number < least || *number > kMaxPosition) {
+      invalid_value(std::string(option) + " is " + std::to_string(*number) + "; " +
+                    std::to_string(least) + " to " + std::to_string(kMaxPosition) + " is allowed");
+    }
+    return {*number, nullptr};
+  }
+
+  bool packed() const { return options_.cu_seqlens_q != nullptr; }
+
   void check_input(const TensorView& t, const char* argument, const char* also = "") {
     check_float(t, argument, q_.device.type == DeviceType::kCpu, also);
     check_device(t, argument, q_, "q");
@@ -181,11 +239,6 @@ class Features {
 void validate_packed(const TensorView& q, const ForwardOptions& options, Attention& attention) {
   const TensorView* const cu_q = options.cu_seqlens_q;
   const TensorView* const cu_k = options.cu_seqlens_k;
-  if (cu_q == nullptr || cu_k == nullptr) {
-    invalid_value(std::string(cu_q == nullptr ? "cu_seqlens_k" : "cu_seqlens_q") +
-                  " is given without " + (cu_q == nullptr ? "cu_seqlens_q" : "cu_seqlens_k") +
-                  "; packed sequences need both");
-  }
   Features features(q, options, 0, 0, attention);
   features.cu_seqlens(*cu_q, "cu_seqlens_q");
   features.cu_seqlens(*cu_k, "cu_seqlens_k");
@@ -202,6 +255,7 @@ void validate_features(const TensorView& q, const ForwardOptions& options, int64
                        int64_t seqlen_k, Attention& attention) {
   Features features(q, options, seqlen_q, seqlen_k, attention);
   features.numbers();
+  features.part();
   if (options.alibi_slopes != nullptr) features.alibi_slopes(*options.alibi_slopes);
   if (options.bias != nullptr) features.bias(*options.bias);
   if (options.block_mask != nullptr) features.block_mask(*options.block_mask);

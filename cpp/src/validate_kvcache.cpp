@@ -22,7 +22,8 @@ void refuse_options(const ForwardOptions& options) {
     if (!given) return;
     invalid_value(std::string(option) +
                   " is given; attention with a KV cache takes no bias, block_mask, dropout_p, "
-                  "rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k and seqused_k");
+                  "rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k, seqused_k, and "
+                  "is no part of a larger attention");
   };
   refuse(options.bias != nullptr, "bias");
   refuse(options.block_mask != nullptr, "block_mask");
@@ -33,13 +34,15 @@ void refuse_options(const ForwardOptions& options) {
   refuse(options.cu_seqlens_q != nullptr, "cu_seqlens_q");
   refuse(options.cu_seqlens_k != nullptr, "cu_seqlens_k");
   refuse(options.seqused_k != nullptr, "seqused_k");
-}
-
-// Of two options, one without the other.
-void check_both(const TensorView* a, const char* name_a, const TensorView* b, const char* name_b) {
-  if ((a == nullptr) == (b == nullptr)) return;
-  invalid_value(std::string(a == nullptr ? name_b : name_a) + " is given without " +
-                (a == nullptr ? name_a : name_b));
+  refuse(options.query_start.has_value(), "query_start");
+  refuse(options.key_start.has_value(), "key_start");
+  refuse(options.diagonal.has_value(), "diagonal");
+  refuse(options.query_starts != nullptr, "query_starts");
+  refuse(options.key_starts != nullptr, "key_starts");
+  refuse(options.diagonals != nullptr, "diagonals");
+  refuse(options.batch_start != 0, "batch_start");
+  refuse(options.head_start != 0, "head_start");
+  refuse(options.total_heads != 0, "total_heads");
 }
 
 // The combinations that are not allowed, whatever the tensors are.
@@ -167,7 +170,7 @@ class KvCacheArguments {
     const int64_t page_size = t_.k_cache.shape[1];
     if (page_size < 1 || (page_size & (page_size - 1)) != 0) {
       invalid_value("k_cache has page_size " + std::to_string(page_size) +
-                    "; a power of two is allowed");
+                    "; with block_table a power of two is allowed");
     }
     checked_extent(page_size, "k_cache", "page_size");
     const char* const layout = "(batch, pages of a sequence)";
@@ -244,8 +247,9 @@ class KvCacheArguments {
     new_rows(v, "v_new", k.shape[1], p_.attention.head_dim_v,
              "(batch, seqlen_new, heads_k, head_dim_v)", ": k_new's, but for v_cache's head_dim");
     if (k.shape[1] > p_.attention.seqlen_k) {
-      invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) +
-                    ", but the cache has room for " + std::to_string(p_.attention.seqlen_k) +
+      const char* const room = c_.block_table == nullptr ? "the cache" : "block_table";
+      invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) + ", but " + room +
+                    " has room for " + std::to_string(p_.attention.seqlen_k) +
                     " rows of a sequence");
     }
     check_writable(t_.k_cache, "k_cache");

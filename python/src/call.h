@@ -13,6 +13,7 @@
 #include "convert.h"
 #include "memory.h"
 #include "options.h"
+#include "released_gil.h"
 
 namespace anyflash::python {
 
@@ -92,7 +93,7 @@ template <class MakePlan, class AllocateGpu>
 void run_plan(const Device& device, void* stream, const MakePlan& make_plan,
               const AllocateGpu& allocate_gpu) {
   CallMemory memory(device);
-  const nb::gil_scoped_release release;
+  const ReleasedGil release;
   const auto plan = make_plan();
   plan.run(memory.get(plan.workspace_bytes(), allocate_gpu), stream);
 }

@@ -21,6 +21,7 @@
 #include "option_names.h"
 #include "options.h"
 #include "prefer_kernel.h"
+#include "released_gil.h"
 #include "xla_ffi.h"
 
 namespace nb = nanobind;
@@ -135,7 +136,7 @@ void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
         return;
       }
       const Array memory = import_array(workspace, "workspace", false, true);
-      const nb::gil_scoped_release release;
+      const ReleasedGil release;
       call.plan().run(workspace_of(memory), call.stream());
     });
   });
@@ -163,7 +164,7 @@ void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a,
     const Array lse_array = import_array(lse, "lse", false, true);
     MergeOptions options;
     options.stream = reinterpret_cast<void*>(stream);
-    const nb::gil_scoped_release release;
+    const ReleasedGil release;
     merge_states(out_a_array.view, lse_a_array.view, out_b_array.view, lse_b_array.view,
                  out_array.view, &lse_array.view, options);
   });
@@ -218,4 +219,5 @@ NB_MODULE(_core, m) {
   m.def("prefer_kernel", &named_prefer_kernel, "name"_a.none());
   m.def("set_work_per_thread", &anyflash::set_work_per_thread, "work"_a);
   m.attr("version") = ANYFLASH_VERSION_STRING;
+  end_calls_at_exit();
 }

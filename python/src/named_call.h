@@ -36,6 +36,9 @@ class NamedCall {
     source.read("max_seqlen_q", forward_.max_seqlen_q);
     source.read("max_seqlen_k", forward_.max_seqlen_k);
     source.read("validate", forward_.validate);
+    source.read("batch_start", forward_.batch_start);
+    source.read("head_start", forward_.head_start);
+    source.read("total_heads", forward_.total_heads);
     source.read("deterministic", backward_.deterministic);
     source.read("rotary_interleaved", cache_.rotary_interleaved);
     source.read("num_splits", cache_.num_splits);

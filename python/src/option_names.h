@@ -28,6 +28,9 @@ inline constexpr TensorOption<ForwardOptions> kForwardTensors[] = {
     {"cu_seqlens_q", &ForwardOptions::cu_seqlens_q, false, 0},
     {"cu_seqlens_k", &ForwardOptions::cu_seqlens_k, false, 0},
     {"seqused_k", &ForwardOptions::seqused_k, false, 0},
+    {"query_start", &ForwardOptions::query_starts, false, 0},
+    {"key_start", &ForwardOptions::key_starts, false, 0},
+    {"diagonal", &ForwardOptions::diagonals, false, 0},
 };
 
 inline constexpr TensorOption<BackwardOptions> kBackwardTensors[] = {

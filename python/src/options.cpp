@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -38,6 +39,21 @@ void read_dropout(nb::handle value, ForwardOptions& options) {
   options.offset = nb::cast<std::uint64_t>(triple[2]);
 }
 
+// (query_start, key_start, diagonal, batch_start, head_start, total_heads); the first three may be
+// None.
+void read_part(nb::handle value, ForwardOptions& options) {
+  const auto part = nb::cast<nb::tuple>(value);
+  const auto read = [&](std::size_t i, std::optional<std::int64_t>& field) {
+    if (!part[i].is_none()) field = nb::cast<std::int64_t>(part[i]);
+  };
+  read(0, options.query_start);
+  read(1, options.key_start);
+  read(2, options.diagonal);
+  options.batch_start = nb::cast<std::int64_t>(part[3]);
+  options.head_start = nb::cast<std::int64_t>(part[4]);
+  options.total_heads = nb::cast<std::int64_t>(part[5]);
+}
+
 void read_number(const char* name, nb::handle value, ForwardOptions& options) {
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("window")) {
@@ -48,6 +64,8 @@ void read_number(const char* name, nb::handle value, ForwardOptions& options) {
     read_pair(value, options.max_seqlen_q, options.max_seqlen_k);
   } else if (is("dropout")) {
     read_dropout(value, options);
+  } else if (is("part")) {
+    read_part(value, options);
   } else if (is("softcap")) {
     options.softcap = nb::cast<double>(value);
   } else if (is("validate")) {

@@ -246,5 +246,10 @@ int main() {
     CHECK_EQ(gqa_splits(2 * group, 2), parts);
   }
   CHECK_EQ(gqa_splits(0, 0), 1);
+  Attention grid = causal_params(2, 3, 3, 129, 64);
+  CHECK_EQ(anyflash::forward_grid_blocks(grid, 128), 12);
+  grid.batch = INT32_MAX;
+  grid.heads = grid.seqlen_q = 1;
+  CHECK_EQ(anyflash::forward_grid_blocks(grid, 128), INT32_MAX);
   return check::report();
 }

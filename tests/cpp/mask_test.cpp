@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <optional>
 #include <vector>
 
 #include "check.h"
@@ -19,18 +20,23 @@ struct Case {
   int seqlen_q;
   int seqlen_k;
   Window window;
+  std::optional<int64_t> shift = {};  // none: aligned at the bottom right
 
-  Mask mask() const { return Mask(seqlen_q, seqlen_k, window); }
+  Mask mask() const {
+    if (shift) return Mask(seqlen_q, seqlen_k, *shift, window);
+    return Mask::at_bottom_right(seqlen_q, seqlen_k, window);
+  }
 
   bool keep(int64_t i, int64_t j) const {
-    const int64_t diagonal = i + seqlen_k - seqlen_q;
+    const int64_t diagonal = i + shift.value_or(int64_t{seqlen_k} - seqlen_q);
     return j >= 0 && j < seqlen_k && (window.left < 0 || j >= diagonal - window.left) &&
            (window.right < 0 || j <= diagonal + window.right);
   }
 
   std::string text() const {
     return "seqlen_q " + std::to_string(seqlen_q) + ", seqlen_k " + std::to_string(seqlen_k) +
-           ", window " + std::to_string(window.left) + ", " + std::to_string(window.right);
+           ", window " + std::to_string(window.left) + ", " + std::to_string(window.right) +
+           (shift ? ", shift " + std::to_string(*shift) : "");
   }
 };
 
@@ -43,6 +49,15 @@ void check_elements(const Case& c) {
       CHECK_MSG(mask.keep(i, j) == c.keep(i, j), c.text());
     }
     CHECK_MSG(std::max(0, mask.end_key(i) - mask.first_key(i)) == visible, c.text());
+  }
+  // The same for rows that exist; those behind the last one see no key behind its last one.
+  const Mask bounded = mask.up_to_last_row();
+  for (int i = 0; i < c.seqlen_q + 3; ++i) {
+    for (int j = 0; j < c.seqlen_k; ++j) {
+      const bool kept = bounded.keep(i, j);
+      if (i < c.seqlen_q) CHECK_MSG(kept == c.keep(i, j), c.text());
+      else CHECK_MSG(!kept || j < mask.end_key(c.seqlen_q - 1), c.text());
+    }
   }
 }
 
@@ -140,6 +155,26 @@ void check_small() {
             for (int block_n = 1; block_n <= kBlocks; ++block_n) {
               check_tiles(c, block_m, block_n);
               check_row_tiles(c, block_m, block_n);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same with the diagonal anywhere.
+void check_shifted() {
+  for (const int seqlen_q : {1, 4, 13}) {
+    for (const int seqlen_k : {1, 5, 12}) {
+      for (const int64_t left : {-1, 0, 2, 13}) {
+        for (const int64_t right : {-1, 0, 3}) {
+          for (const int64_t shift : {-1000, -20, -5, -1, 0, 2, 7, 12, 14, 30, 1 << 30}) {
+            const Case c{seqlen_q, seqlen_k, {left, right}, shift};
+            check_elements(c);
+            for (const int block : {1, 3, 4, 16}) {
+              check_tiles(c, block, 4);
+              check_row_tiles(c, 4, block);
             }
           }
         }
@@ -306,6 +341,7 @@ void check_beyond_the_rows() {
 
 int main() {
   check_small();
+  check_shifted();
   check_large();
   check_right_of_the_keys();
   check_beyond_the_rows();

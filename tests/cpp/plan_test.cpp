@@ -1,7 +1,10 @@
 // What plans of all operations promise: they need no TensorView and no options once they are made,
 // may be copied, and run as often as wanted.
 #include <algorithm>
+#include <cstdint>
+#include <fstream>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "backward_problem.h"
@@ -87,9 +90,53 @@ void check_decoding() {
   });
 }
 
+// How many threads the process has; 0 where that is not known.
+int threads() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("Threads:", 0) == 0) return std::stoi(line.substr(8));
+  }
+  return 0;
+}
+
+// Two threads are worth their while for this much; the caller asks for one.
+void check_one_thread() {
+  const int before = threads();
+  Tensor q(DType::kFloat32, {1, 512, 2, 64}), out(DType::kFloat32, {1, 512, 2, 64});
+  q.fill(1);
+  anyflash::ForwardOptions options;
+  options.num_threads = 1;
+  const auto tensors = test::forward_tensors(q.view, q.view, q.view, out.view);
+  CHECK(test::run_exactly(anyflash::ForwardPlan(tensors, options)));
+  CHECK_EQ(threads(), before);
+}
+
+uint64_t launches() {
+  uint64_t count = 0;
+  for (const auto& kernel : anyflash::kernels()) count += kernel.launches;
+  return count;
+}
+
+// Nothing is launched where nothing is written, and nothing is needed for it.
+void check_empty_backward() {
+  BackwardProblem no_rows({2, 0, 0, 4, 2, 33, 20}, 0, DType::kFloat32, Layout::kContiguous, 1);
+  BackwardProblem no_batch({0, 3, 5, 4, 2, 8, 8}, 0, DType::kFloat32, Layout::kContiguous, 1);
+  test::SmallTensor bias(DType::kFloat32, {0, 4, 3, 5});
+  no_batch.options.bias = no_batch.wanted.dbias = &bias.view;
+  for (BackwardProblem* p : {&no_rows, &no_batch}) {
+    const auto plan = p->backward_plan();
+    CHECK_EQ(plan.workspace_bytes(), std::size_t{0});
+    const uint64_t before = launches();
+    plan.run({});
+    CHECK_EQ(launches(), before);
+  }
+}
+
 }  // namespace
 
 int main() {
+  check_one_thread();
+  check_empty_backward();
   check_forward_and_backward(0);
   check_forward_and_backward(test::kAll & ~test::kPacked);
   check_forward_and_backward(test::kAll);

@@ -175,6 +175,17 @@ void check_output(bool packed) {
   }
 }
 
+// Rows of 9 columns take two pieces of 16 bytes.
+void check_size() {
+  Contiguous t;
+  t.view.shape = {2, 3, 2, 9};
+  std::size_t total = 0;
+  const Repacked repacked = plan_repack(t.view, kRules, total);
+  CHECK(repacked.needed);
+  CHECK_EQ(repacked.columns, 16);
+  CHECK_EQ(total, std::size_t{512});  // 12 rows of 32 bytes, rounded up
+}
+
 // What fits stays where it is.
 void check_not_needed() {
   Contiguous t;
@@ -197,6 +208,7 @@ int main() {
   check_input();
   check_output(/*packed=*/false);
   check_output(/*packed=*/true);
+  check_size();
   check_not_needed();
   return check::report();
 }

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from mutations import BACKWARD, DROPOUT, MASK, ONE_BUFFER, RELOADED_V, ROWS, SCORE_MOD, Mutation
+from feature_mutations import ONE_FEATURE
+from mutations import (
+    BACKWARD,
+    MASK,
+    ONE_BUFFER,
+    PIECES,
+    RELOADED_V,
+    ROWS,
+    SCORE_MOD,
+    STORES,
+    Mutation,
+)
 from pingpong_mutations import PINGPONG_MUTATIONS
 
 MAINLOOP = "sm80/backward/mainloop.h"
 STAGES = "sm80/backward/stages.h"
 LOADS = "sm80/backward/load.h"
+CUDA_EPILOGUE = "cuda/backward_epilogue.h"
+CUDA_PARTS = "cuda/gqa_partials.h"
 VISITS = "cuda/query_tile_iterator.h"
 KERNEL = "sm80/backward/kernel.h"
 PARTS = "sm80/backward/gqa_partials.h"
 EPILOGUE = "sm80/backward/epilogue.h"
 SCORES = "variant/backward_variants.h"
-SCORED = "variant/backward_single_feature.h"
 ROW_PASS = "sm80/backward/deterministic_dq.h"
 DBIAS = "sm80/backward/dbias.h"
 ROW_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
+HIDDEN = "!mask.keep(row, key) || !variant.keep(row, key)"
+OWN_PART = "first_part<Traits>(params, block) + block.gqa_split"
 CLEAR_DO = "if (dout_.clear_nonfinite()) atomicMax(&smem_.nonfinite_dout, 1);"
 LOAD_TILE = (
     "load_tile<true>(load_, load_.get_thread_slice(thread_).partition_S(gX), tXsX_, tXcX_, guard,"
     " rows.count);"
 )
-ORDER = "composition(sX.layout(), make_tile(Order{}, _))"
 BEGIN_STEP = "const auto stats = scores.load_stats(params.lse_delta + stats_row);"
 TILE_THERE = "__syncthreads(); // the tile is there"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
@@ -157,16 +170,25 @@ POSITIONS = (
         "sequence.first_k + block.first_key",
         "block.first_key",
     ),
-    Mutation("rows-of-another-sequence", LOADS, "sequence.first_q + row0", "row0"),
-    Mutation("keys-of-another-sequence", LOADS, "sequence.first_k + col0", "col0"),
-    Mutation("order-of-keys", LOADS, ORDER, "sX.layout()", alone=True),
-    Mutation("order-of-gradient", EPILOGUE, ORDER, "sX.layout()", alone=True),
+    Mutation("rows-of-another-sequence", CUDA_EPILOGUE, "sequence.first_q + row0", "row0"),
+    Mutation("keys-of-another-sequence", CUDA_EPILOGUE, "sequence.first_k + col0", "col0"),
+    Mutation("order-of-keys", LOADS, "make_tile(Order{}, _)", "make_tile(_, _)", alone=True),
+    Mutation(
+        "order-of-gradient", PIECES, "Order{}(first_row + i * kPass)", "first_row + i * kPass"
+    ),
+    Mutation(
+        "order-of-float32-gradient", EPILOGUE, "Order{}(get<0>(places(i)))", "get<0>(places(i))"
+    ),
 )
 
 BOUNDS = (
     Mutation("tile-read-past-end", LOADS, LOAD_TILE, LOAD_TILE.replace("true", "false"), "asan"),
-    Mutation("rows-read-past-end", LOADS, "sequence.seqlen_q - row0", "sequence.seqlen_q", "asan"),
-    Mutation("keys-read-past-end", LOADS, "sequence.seqlen_k - col0", "sequence.seqlen_k", "asan"),
+    Mutation(
+        "rows-read-past-end", CUDA_EPILOGUE, "sequence.seqlen_q - row0", "sequence.seqlen_q", "asan"
+    ),
+    Mutation(
+        "keys-read-past-end", CUDA_EPILOGUE, "sequence.seqlen_k - col0", "sequence.seqlen_k", "asan"
+    ),
     Mutation(
         "float-gradient-past-end",
         EPILOGUE,
@@ -198,22 +220,13 @@ ARITHMETIC = (
         "range.needs_mask(n) || variant.may_hide_anywhere()",
         "false",
     ),
-    Mutation(
-        "restored-where-mask-hides",
-        EPILOGUE,
-        "!mask.keep(row, key) || !variant.keep(row, key)",
-        "!variant.keep(row, key)",
-    ),
-    Mutation(
-        "restored-where-bias-hides",
-        EPILOGUE,
-        "!mask.keep(row, key) || !variant.keep(row, key)",
-        "!mask.keep(row, key)",
-    ),
-    Mutation("dropped-infinity-restored", EPILOGUE, "variant.is_dropped(row, key)", "false"),
+    Mutation("restored-where-mask-hides", CUDA_EPILOGUE, HIDDEN, "!variant.keep(row, key)"),
+    Mutation("restored-where-bias-hides", CUDA_EPILOGUE, HIDDEN, "!mask.keep(row, key)"),
+    Mutation("dropped-infinity-restored", CUDA_EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),
     Mutation("mask-of-first-part", STAGES, "whole.col0 + kKey", "whole.col0"),
+    Mutation("rows-that-round-up-see-all", MASK, "seqlen_q_ + last_", "kFar"),
     Mutation("edge-everywhere", VISITS, "edge_ && m_ == range_.begin", "m_ == range_.begin"),
     Mutation("edge-in-all-tiles", VISITS, "edge_ && m_ == range_.begin", "edge_"),
     Mutation("edge-a-row-early", VISITS, "Traits::kTopRows - 1", "Traits::kTopRows - 2"),
@@ -229,10 +242,7 @@ ARITHMETIC = (
     ),
     Mutation("slope-of-softcap", SCORE_MOD, "1.0f - x * x", "1.0f - x"),
     Mutation(
-        "slope-of-alibi",
-        SCORE_MOD,
-        "-fabsf(static_cast<float>(row - seqlen_q_ + (seqlen_k_ - col)))",
-        "static_cast<float>(row - seqlen_q_ + (seqlen_k_ - col))",
+        "slope-of-alibi", SCORE_MOD, "-fabsf(static_cast<float>(row + shift_ - col))", "row - col"
     ),
     Mutation("delta-forgotten", SCORES, "dp(row, col) - stats(row).delta", "dp(row, col)"),
     Mutation("delta-of-another-row", SCORES, "-stats(2 * m + i / 2).delta", "-stats(2 * m).delta"),
@@ -252,16 +262,14 @@ ARITHMETIC = (
         "return dropout_scale(params.attention.dropout_threshold);",
         "return 1.0f;",
     ),
-    Mutation(
-        "parts-overwritten", PARTS, "first_part<Traits>(params, block) + block.gqa_split", "0"
-    ),
+    Mutation("parts-overwritten", CUDA_PARTS, OWN_PART, "0"),
     Mutation(
         "last-part-forgotten",
-        PARTS,
+        CUDA_PARTS,
         "part < first + params.gqa_splits",
         "part < first + params.gqa_splits - 1",
     ),
-    Mutation("nan-of-parts", PARTS, "nonfinite_dout |= params.gqa_nonfinite_dout[part];"),
+    Mutation("nan-of-parts", CUDA_PARTS, "nonfinite_dout |= params.gqa_nonfinite_dout[part];"),
     Mutation(
         "part-of-keys-not-used-not-written",
         PARTS,
@@ -278,76 +286,12 @@ ARITHMETIC = (
     ),
 )
 
-# Of the kernels with one feature.
-ONE_FEATURE = (
-    Mutation(
-        "tile-on-diagonal-as-beside-it",
-        SCORED,
-        "diagonal > -kBlockM && diagonal < kBlockN",
-        "false",
-    ),
-    Mutation(
-        "first-tile-above-diagonal-as-below",
-        SCORED,
-        "diagonal > -kBlockM && diagonal < kBlockN",
-        "diagonal > 0 && diagonal < kBlockN",
-    ),
-    Mutation("side-of-diagonal", SCORED, "tile.row0 + shift_ > tile.col0", "true"),
-    Mutation("distance-of-another-row", SCORED, "diagonal + row_offset", "diagonal"),
-    Mutation("alibi-mask-forgotten", SCORED, HIDE, "p"),
-    Mutation(
-        "slope-of-alibi-kernel",
-        SCORED,
-        "-fabsf(static_cast<float>(row + shift_ - col))",
-        "static_cast<float>(row + shift_ - col)",
-    ),
-    Mutation("column-forgotten-by-alibi", SCORED, "at_first + offset * slope", "at_first"),
-    Mutation("p-not-4-times", SCORED, "kLog2Of4 - stats(row).lse", "-stats(row).lse"),
-    Mutation(
-        "draws-of-another-run", SCORED, "tile.col0 + get<1>(coordinates(0, run))", "tile.col0"
-    ),
-    Mutation(
-        "dropout-not-scaled-in-ds",
-        SCORED,
-        "return dropout_scale(params.attention.dropout_threshold);",
-        "return 1.0f;",
-        after="static float ds_factor(",
-    ),
-    Mutation(
-        "dropout-kernel-not-scaled-in-dv",
-        SCORED,
-        "return dropout_scale(params.attention.dropout_threshold);",
-        "return 1.0f;",
-        after="static float p_scale(const BackwardScratch& params)",
-    ),
-    Mutation("slope-of-softcap-kernel", SCORED, "t - t * t", "t"),
-    Mutation("capped-p-not-scaled", SCORED, "return 0.25f;", "return 1.0f;"),
-    Mutation("hidden-p-of-softcap", SCORED, "hidden ? kHiddenP : exp2f(p)", "exp2f(p)"),
-    Mutation(
-        "nan-of-hidden-softcap", SCORED, "hidden ? kHiddenP : both[k] * slope", "both[k] * slope"
-    ),
-    Mutation(
-        "dropped-p-stored", SCORED, "round_positive<Element>(p)", "round_fragment<Element>(p)"
-    ),
-    Mutation("dropped-p-not-marked", SCORED, "dropout_.keep(draws[row], i) ? p : -p", "p"),
-    Mutation("draws-of-upper-halves", DROPOUT, "i % 2 == 0 ? word << 16 : word", "word"),
-    Mutation("dropout-delta-not-scaled", SCORED, "init.data()[i] *= kept_;"),
-    Mutation("dropped-delta-not-scaled", SCORED, "stats(row).delta * kept_", "stats(row).delta"),
-    Mutation("nan-of-hidden-dropout", SCORED, "kMasked && p(row, col) == 0.0f ? 0.0f : ds", "ds"),
-    Mutation(
-        "dropped-infinity-of-dropout",
-        SCORED,
-        "!dropout_.keep(dropout_.draws(row, col / 8)[col % 8])",
-        "false",
-    ),
-)
-
 OF_ROWS = (
     Mutation(
         "rows-beyond-not-prepared",
         ROWS_SOURCE,
-        "p.lse_delta[padded + r] = stats;",
-        "if (exists) p.lse_delta[padded + r] = stats;",
+        "p.set_stats(padded + r, stats);",
+        "if (exists) p.set_stats(padded + r, stats);",
     ),
     Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseDelta stats{"),
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
@@ -392,7 +336,7 @@ RELOADED_V_MUTATIONS = (
 )
 
 BACKWARD_MUTATIONS = (
-    *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + ONE_FEATURE),
+    *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + ONE_FEATURE),
     *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
     *_of_unit(ONE_BUFFER, PINGPONG_MUTATIONS),
     *_of_unit(RELOADED_V, RELOADED_V_MUTATIONS),

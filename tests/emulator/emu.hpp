@@ -144,6 +144,10 @@ void mbarrier_arrive_expect(uint64_t* barrier, int bytes);
 // the emulator's cuTensorMapEncodeTiled has written.
 void tma_load(void* shared, const void* map, const int (&at)[4], const uint64_t* barrier);
 void tma_store(const void* map, const int (&at)[4], const void* shared);
+// The same for pieces of memory, whose addresses and sizes are multiples of 16 bytes. The second
+// one adds float32 numbers to those in global memory.
+void bulk_load(void* shared, const void* global, int bytes, const uint64_t* barrier);
+void bulk_add(float* global, const float* shared, int bytes);
 void bulk_commit_group();
 void bulk_wait_all_groups();
 
@@ -155,7 +159,8 @@ void fence_proxy_async();
 struct WgmmaArguments {
   MmaType type;
   int n;
-  bool rows_along_sum;  // of B: it is MN-major
+  bool a_rows_along_sum;  // A in shared memory is MN-major
+  bool rows_along_sum;    // so is B
   bool accumulate;
   float* d;
   const uint32_t* a_registers;  // null: A is in shared memory

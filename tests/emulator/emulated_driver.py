@@ -132,6 +132,8 @@ BACKWARD_PLAIN_CASES = backward(
     Case(seqlen_q=300, seqlen_k=290, causal=1, seed=1, more="dlse=1 det=1"),
     # A row sees one key more than half of a tile has.
     Case(seqlen_q=128, seqlen_k=129, causal=1),
+    # Keys that no row sees, though rows behind the last one would.
+    Case(seqlen_q=150, seqlen_k=140, heads=1, causal=1, more="diagonal=-64 nan=hidden"),
     # All zones of MRange, and of KRange. (Below, left=29 leaves one row in a tile.)
     Case(seqlen_q=700, seqlen_k=260, heads=1, more="left=300 right=100 nan=hidden grad=fp32"),
     Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden det=1"),
@@ -280,11 +282,20 @@ BACKWARD_RACES = backward(
     ),
 )
 
+# Tiles of 128 rows and 128 keys.
+HOPPER_BACKWARD_RACES = hopper(*BACKWARD_RACES[:6])
+HOPPER_BACKWARD_CASES = HOPPER_BACKWARD_RACES + hopper(
+    *(case for case in BACKWARD_PLAIN_CASES if case.scale > 0)
+)
+
 
 def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
     """For kernels of head dim 128, say, instead of 64."""
     return [case._replace(head_dim=case.head_dim + head_dim - 64) for case in cases]
 
+
+# Tiles of 64 rows and 64 keys, in the kernels for wide heads.
+HOPPER_WIDE_CASES = wide(HOPPER_BACKWARD_CASES, 256)
 
 # For the kernel of head dim 128 of which two groups of warps take turns, where 227 KB are: several
 # tiles a group, one, and none; heads in one part and in two; either group's on the edge of a mask.

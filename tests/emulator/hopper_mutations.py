@@ -17,6 +17,7 @@ KERNEL = "sm90/forward/kernel.h"
 LAUNCH = "sm90/forward/launch.h"
 BLOCKS_OF_ROWS = "sm90/forward/blocks.h"
 LOAD = "sm90/forward/load.h"
+PANEL_TILE = "sm90/panel_tile.h"
 TRAITS = "sm90/forward/traits.h"
 STAGES = "sm90/forward/stages.h"
 MAINLOOP = "sm90/forward/mainloop.h"
@@ -48,8 +49,8 @@ LOADS = (
     ),
     _mutation("hopper-no-wait-for-empty-q", LOAD, "ring.empty[stage].wait(q_place_.parity() ^ 1);"),
     _mutation("hopper-first-phase-of-k", LOAD, "k_place_.parity() ^ 1", "k_place_.parity()"),
-    _mutation("hopper-bytes-too-few", LOAD, "Tile::kBytes", "Tile::kBytes - 16"),
-    _mutation("hopper-bytes-too-many", LOAD, "Tile::kBytes", "Tile::kBytes + 16"),
+    _mutation("hopper-bytes-too-few", PANEL_TILE, "Tile::kBytes", "Tile::kBytes - 16"),
+    _mutation("hopper-bytes-too-many", PANEL_TILE, "Tile::kBytes", "Tile::kBytes + 16"),
     _mutation("hopper-k-in-one-buffer", LOAD, "stage * Traits::TileK::kSize", "0"),
     _mutation(
         "hopper-v-in-one-buffer",
@@ -79,7 +80,8 @@ GUARD = (
     ),
     _mutation("hopper-guard-counts-tiles-wrong", LOAD, "v_place_.advance(visits);",
               "v_place_.advance(visits + 1);"),
-    _mutation("hopper-guard-finds-nothing", LOAD, "!all_finite(piece(i))", "false"),
+    _mutation("hopper-guard-finds-nothing", PANEL_TILE,
+              "!all_finite(vector_of<Tile>(tile, i))", "false"),
     _mutation("hopper-found-is-forgotten", STAGES,
               "found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;"),
     _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked = kMasked;",
@@ -162,7 +164,7 @@ OUTPUT = (
               "if (threadIdx.x % 32 == 0) wait_stores();"),
     _mutation(
         "hopper-restored-before-others", EPILOGUE,
-        "sync_named(static_cast<int>(NamedBarrier::kConsumers), Traits::kThreads);",
+        "sync_consumers<Traits::kThreads>();",
     ),
 )  # fmt: skip
 

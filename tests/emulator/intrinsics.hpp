@@ -134,6 +134,10 @@ T atomicMax(T* address, emu::SameType<T> value) {
   return emu::atomic_update(address, [=](T old) { return old < value ? value : old; });
 }
 template <class T>
+T atomicOr(T* address, emu::SameType<T> value) {
+  return emu::atomic_update(address, [=](T old) { return static_cast<T>(old | value); });
+}
+template <class T>
 T atomicMin(T* address, emu::SameType<T> value) {
   return emu::atomic_update(address, [=](T old) { return value < old ? value : old; });
 }

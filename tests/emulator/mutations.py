@@ -43,6 +43,7 @@ EPILOGUE = "sm80/forward/epilogue.h"
 CUDA_EPILOGUE = "cuda/epilogue.h"
 KERNEL = "sm80/forward/kernel.h"
 OPERAND = "sm80/ldmatrix_operand.h"
+PIECES = "sm80/tile_pieces.h"
 SOFTMAX = "common/softmax.h"
 MASK = "variant/mask.h"
 SEQUENCE = "variant/sequence.h"
@@ -179,13 +180,6 @@ BOUNDS = (
     Mutation("v-read-past-end", PIPELINE, LOAD_V, LOAD_V.replace("kGuardKeys", "false"), "asan"),
     Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[panel]", "row_ok"),
     Mutation(
-        "output-written-past-end",
-        "sm80/copy.h",
-        "get<0>(tXcX(0, row, 0)) >= rows",
-        "false",
-        "asan",
-    ),
-    Mutation(
         "float-output-not-guarded",
         CUDA_EPILOGUE,
         "i < rows && x < params.attention.head_dim_v",
@@ -258,7 +252,7 @@ ARITHMETIC = (
     ),
     Mutation("series-of-softcap", SCORE_MOD, "-1.0f / 3", "1.0f / 3"),
     Mutation("sign-of-alibi", SCORE_MOD, "s - fabsf(t)", "s + fabsf(t)"),
-    Mutation("alibi-from-top-left", SCORE_MOD, "(seqlen_k_ - col0)", "(seqlen_q_ - col0)"),
+    Mutation("alibi-from-top-left", SCORE_MOD, "shift_ - col0", "0 - col0"),
     Mutation(
         "bias-leaks-nan",
         SCORE_MOD,
@@ -266,7 +260,12 @@ ARITHMETIC = (
         "scores(i, col) + bias",
     ),
     Mutation("dropout-threshold", DROPOUT, "draw >= threshold_", "draw > threshold_"),
-    Mutation("dropout-of-heads", DROPOUT, "batch * p.heads + head", "batch + head"),
+    Mutation(
+        "dropout-of-heads",
+        DROPOUT,
+        "(p.part.batch_start + batch) * heads_of_whole(p)",
+        "p.part.batch_start + batch",
+    ),
     Mutation(
         "dropout-of-wrong-keys",
         APPLY_DROPOUT,
@@ -292,4 +291,10 @@ ARITHMETIC = (
     Mutation("dropout-not-scaled", EPILOGUE, "variant.dropout_scale()", "1.0f"),
 )
 
-FORWARD_MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC
+# Of results: the forward's and the backward's.
+STORES = (
+    Mutation("rows-written-past-end", PIECES, "if (row >= rows) continue;", ";", "asan"),
+    Mutation("columns-written-past-end", PIECES, "if (column >= columns) continue;", ";", "asan"),
+)
+
+FORWARD_MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES

@@ -27,14 +27,17 @@ from emulated_driver import (
     CASES,
     FORWARD_RACES,
     GROWING_CASES,
+    HOPPER_BACKWARD_CASES,
     HOPPER_CASES,
     HOPPER_RACES,
+    HOPPER_WIDE_CASES,
     PINGPONG_CASES,
     ROOT,
     Case,
     run,
     wide,
 )
+from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_BACKWARD_MUTATIONS, HOPPER_WIDE
 from hopper_mutations import HOPPER, HOPPER_MUTATIONS
 from mutations import (
     BACKWARD,
@@ -47,7 +50,13 @@ from mutations import (
     Mutation,
 )
 
-MUTATIONS = FORWARD_MUTATIONS + BACKWARD_MUTATIONS + DECODE_MUTATIONS + HOPPER_MUTATIONS
+MUTATIONS = (
+    FORWARD_MUTATIONS
+    + BACKWARD_MUTATIONS
+    + DECODE_MUTATIONS
+    + HOPPER_MUTATIONS
+    + HOPPER_BACKWARD_MUTATIONS
+)
 KERNELS = ROOT / "cpp" / "kernels"
 REPORTS = {"": "WRONG", "asan": "heap-buffer-overflow|use-after-poison", "tsan": "data race"}
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
@@ -197,6 +206,10 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         seeds = (0,) if sanitizer else (0, 1, 2)
         cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
         return [case._replace(seed=seed) for seed in seeds for case in cases]
+    if unit == HOPPER_BACKWARD:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_BACKWARD_CASES]
+    if unit == HOPPER_WIDE:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_WIDE_CASES]
     if unit == ONE_BUFFER:
         turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in PINGPONG_CASES]
         return list(PINGPONG_CASES) if sanitizer else turns + wide(BACKWARD_RACES)

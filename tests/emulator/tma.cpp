@@ -28,13 +28,20 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
+enum class CopyOf { kBox, kBytes, kSums };
+
 struct Copy {
-  TensorMap map;
-  std::array<int, kRank> at;
-  unsigned char* shared;
-  Mbarrier* barrier;  // of a load
-  int thread;         // of a store
-  int bytes() const { return static_cast<int>(map.box_rows) * kPanelBytes; }
+  CopyOf what = CopyOf::kBox;
+  unsigned char* shared = nullptr;
+  int bytes = 0;
+  // A box.
+  TensorMap map = {};
+  std::array<int, kRank> at = {};
+  // Bytes, or float32 numbers to add to.
+  unsigned char* global = nullptr;
+
+  Mbarrier* barrier = nullptr;  // of a load
+  int thread = 0;               // of a store
 };
 
 // Of fixed size: fibers do not allocate.
@@ -102,7 +109,17 @@ void for_each_element(const Copy& copy, const Visit& visit) {
   }
 }
 
+void land_bytes(const Copy& copy) {
+  const size_t first = copy.shared - shared_memory();
+  copy_words(shared_memory() + first, copy.global, static_cast<size_t>(copy.bytes));
+  copy_words(g_async_shared + first, copy.global, static_cast<size_t>(copy.bytes));
+}
+
 void land(const Copy& copy) {
+  if (copy.what == CopyOf::kBytes) {
+    land_bytes(copy);
+    return;
+  }
   for_each_element(copy, [](size_t shared, const unsigned char* global) {
     uint16_t value = 0;
     if (global != nullptr) std::memcpy(&value, global, sizeof(value));
@@ -111,7 +128,21 @@ void land(const Copy& copy) {
   });
 }
 
+void add_sums(const Copy& copy) {
+  const size_t first = copy.shared - shared_memory();
+  auto* const sums = reinterpret_cast<float*>(copy.global);
+  for (size_t i = 0; i < copy.bytes / sizeof(float); ++i) {
+    float term;
+    std::memcpy(&term, g_async_shared + first + i * sizeof(float), sizeof(term));
+    sums[i] += term;
+  }
+}
+
 void store(const Copy& copy) {
+  if (copy.what == CopyOf::kSums) {
+    add_sums(copy);
+    return;
+  }
   for_each_element(copy, [](size_t shared, unsigned char* global) {
     if (global != nullptr) std::memcpy(global, g_async_shared + shared, sizeof(uint16_t));
   });
@@ -145,10 +176,42 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
 }
 
 Copy make_copy(const void* map, const int (&at)[kRank], const void* shared) {
-  Copy result = {read_map(map), {at[0], at[1], at[2], at[3]}, nullptr, nullptr, 0};
+  Copy result;
+  result.map = read_map(map);
+  result.at = {at[0], at[1], at[2], at[3]};
   result.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
-  check_shared("TMA", shared, result.bytes(), kPanelBytes);
+  result.bytes = static_cast<int>(result.map.box_rows) * kPanelBytes;
+  check_shared("TMA", shared, result.bytes, kPanelBytes);
   return result;
+}
+
+Copy make_copy(CopyOf what, const void* global, const void* shared, int bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % kChunkBytes != 0 || bytes % kChunkBytes != 0) {
+    fail("TMA: addresses and sizes of pieces are multiples of 16 bytes");
+  }
+  Copy result;
+  result.what = what;
+  result.global = static_cast<unsigned char*>(const_cast<void*>(global));
+  result.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
+  result.bytes = bytes;
+  check_shared("TMA", shared, bytes, kChunkBytes);
+  return result;
+}
+
+void start_load(Copy copy, const uint64_t* barrier) {
+  copy.barrier = reinterpret_cast<Mbarrier*>(const_cast<uint64_t*>(barrier));
+  // From now on nobody may rely on what was here.
+  for (unsigned char* bytes : {shared_memory(), g_async_shared}) {
+    volatile unsigned char* const target = bytes + (copy.shared - shared_memory());
+    for (int i = 0; i < copy.bytes; ++i) target[i] = kPoison;
+  }
+  g_loads.add(copy);
+}
+
+void start_store(Copy copy) {
+  copy.thread = Block::current_thread().index;
+  if (Block::current().random() % 2 == 0) store(copy);
+  else g_stores.add(copy);
 }
 
 }  // namespace
@@ -168,7 +231,7 @@ bool land_tma_load() {
   Block& block = Block::current_block();
   const Copy copy = g_loads.take(static_cast<int>(block.random() % g_loads.count));
   land(copy);
-  block.mbarrier_receive(*copy.barrier, copy.bytes());
+  block.mbarrier_receive(*copy.barrier, copy.bytes);
   return true;
 }
 
@@ -192,21 +255,17 @@ void check_async_copies() {
 }
 
 void tma_load(void* shared, const void* map, const int (&at)[kRank], const uint64_t* barrier) {
-  Copy copy = make_copy(map, at, shared);
-  copy.barrier = reinterpret_cast<Mbarrier*>(const_cast<uint64_t*>(barrier));
-  // From now on nobody may rely on what was here.
-  for (unsigned char* bytes : {shared_memory(), g_async_shared}) {
-    volatile unsigned char* const target = bytes + (copy.shared - shared_memory());
-    for (int i = 0; i < copy.bytes(); ++i) target[i] = kPoison;
-  }
-  g_loads.add(copy);
+  start_load(make_copy(map, at, shared), barrier);
+}
+void bulk_load(void* shared, const void* global, int bytes, const uint64_t* barrier) {
+  start_load(make_copy(CopyOf::kBytes, global, shared, bytes), barrier);
 }
 
 void tma_store(const void* map, const int (&at)[kRank], const void* shared) {
-  Copy copy = make_copy(map, at, shared);
-  copy.thread = Block::current_thread().index;
-  if (Block::current().random() % 2 == 0) store(copy);
-  else g_stores.add(copy);
+  start_store(make_copy(map, at, shared));
+}
+void bulk_add(float* global, const float* shared, int bytes) {
+  start_store(make_copy(CopyOf::kSums, global, shared, bytes));
 }
 
 void bulk_commit_group() {}

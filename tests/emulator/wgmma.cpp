@@ -100,7 +100,9 @@ void read_a(const Product& product, int warp, float (&a)[kRows][kSum]) {
     const Operand operand(product.arguments.a);
     for (int row = 0; row < kRows; ++row) {
       for (int k = 0; k < kSum; ++k) {
-        a[row][k] = widen(type, operand.k_major(warp % 4 * kRows + row, k));
+        const int place = warp % 4 * kRows + row;
+        a[row][k] = widen(type, product.arguments.a_rows_along_sum ? operand.mn_major(place, k)
+                                                                   : operand.k_major(place, k));
       }
     }
     return;

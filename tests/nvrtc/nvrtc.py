@@ -68,14 +68,18 @@ def compile_unit(unit: Path, arch: str | None = None) -> Outcome:
         PACKAGES / "cuda_cccl" / "include",
         PACKAGES / "cuda_runtime" / "include",
     ]
+    # With -rdc ptxas would serialise wgmma; without it, functions of other units need a body.
+    if unit.name.startswith("sm90_"):
+        calls = ["-rdc=false", "-include=host_functions.h"]
+    else:
+        calls = ["-rdc=true"]
     options = [
         f"-arch=sm_{arch or default_arch(unit)}",
         "-std=c++17",
         "-ftz=true",
         "-default-device",
-        # sm80's launches call host functions of other units. With it ptxas would serialise wgmma.
-        f"-rdc={str(not unit.name.startswith('sm90_')).lower()}",
         "-include=prelude.h",
+        *calls,
         *(f"-I{folder}" for folder in folders),
     ]
     program = ctypes.c_void_p()

@@ -68,18 +68,19 @@ def expected_products(row: dict[str, Any]) -> Counter[str]:
 
 
 @cache
-def kernels() -> dict[str, dict[str, Any]]:
+def kernels(op: str = "forward") -> dict[str, dict[str, Any]]:
     info = anyflash.build_info()
     built = info["cuda"] and ARCH in info["cuda"]["archs"]
-    return {row["name"]: row for row in info["kernels"] if built and row["arch"] == "sm90"}
+    rows = (row for row in info["kernels"] if (row["arch"], row["op"]) == ("sm90", op))
+    return {row["name"]: row for row in rows if built}
 
 
 @cache
-def codes() -> dict[tuple[str, int, int], Code]:
+def codes(pattern: re.Pattern[str] = FORWARD) -> dict[tuple[str, int, int], Code]:
     """By dtype and head dims."""
     installed = Path(anyflash.__file__).parent / "lib" / "libanyflash.so"
     disassembler = Disassembler(Path(os.environ.get("ANYFLASH_LIBRARY", installed)), ARCH)
-    names = {name: found for name in disassembler.resources() if (found := FORWARD.search(name))}
+    names = {name: found for name in disassembler.resources() if (found := pattern.search(name))}
     result = {}
     for name, code in disassembler.code(names).items():
         element, head_dim, head_dim_v = names[name].groups()
@@ -88,11 +89,11 @@ def codes() -> dict[tuple[str, int, int], Code]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "row" not in metafunc.fixturenames:
-        return
     absent = pytest.mark.skip(reason=f"a build without kernels for {ARCH}")
-    rows = [pytest.param(row, id=name) for name, row in kernels().items()]
-    metafunc.parametrize("row", rows or [pytest.param({}, id="none", marks=absent)])
+    for fixture, op in (("row", "forward"), ("backward_row", "backward")):
+        if fixture in metafunc.fixturenames:
+            rows = [pytest.param(row, id=name) for name, row in kernels(op).items()]
+            metafunc.parametrize(fixture, rows or [pytest.param({}, id="none", marks=absent)])
 
 
 def code_of(row: dict[str, Any]) -> Code:
@@ -101,7 +102,8 @@ def code_of(row: dict[str, Any]) -> Code:
 
 def test_ci_compiles_them() -> None:
     if os.environ.get("ANYFLASH_EXPECT_CUDA") == "1":
-        assert kernels()
+        assert kernels("forward")
+        assert kernels("backward")
 
 
 def has_few_keys(row: dict[str, Any]) -> bool:
@@ -143,3 +145,88 @@ def test_tensors_move_by_tma(row: dict[str, Any]) -> None:
     warpgroups = row["block_m"] // 64
     assert opcodes["UTMALDG.4D"] == (warpgroups + 3) * panels + 2 * panels_v
     assert opcodes["UTMASTG.4D"] == (panels_v if row["head_dim"] <= 128 else 0)
+
+
+class BackwardPart(NamedTuple):
+    """A kernel of the backward: which one, and how often its text has each group of products."""
+
+    pattern: re.Pattern[str]
+    groups: dict[str, int]
+    waits: int
+
+
+def _pattern(kernel: str, traits: str, end: str) -> re.Pattern[str]:
+    return re.compile(
+        rf"sm90{len(kernel)}{kernel}INS0_{len(traits)}{traits}IN7cutlass\d+(half_t|bfloat16_t)"
+        rf"ELi(\d+)ELi(\d+)EEE{end}"
+    )
+
+
+BACKWARD_PARTS = {
+    # dQ is of the tile before: so the first tile has a dK of its own, and the last one a dQ.
+    "main": BackwardPart(
+        _pattern("backward_kernel", "BackwardTraits", "Lb1E"),
+        {"s": 1, "dp": 1, "dv": 1, "dk": 2, "dq": 2},
+        waits=5,
+    ),
+    "without_dq": BackwardPart(
+        _pattern("backward_kernel", "BackwardTraits", "Lb0E"),
+        {"s": 1, "dp": 1, "dv": 1, "dk": 1},
+        waits=3,
+    ),
+    "dq_by_rows": BackwardPart(
+        _pattern("dq_by_rows_kernel", "DqTraits", ""),
+        {"s_by_rows": 1, "dp_by_rows": 1, "dq_by_rows": 1},
+        waits=3,
+    ),
+    # One warpgroup computes S and dV, the other dP and dK.
+    "wide": BackwardPart(
+        _pattern("wide_backward_kernel", "WideTraits", ""),
+        {"s": 1, "dp": 1, "dv": 1, "dk": 1},
+        waits=4,
+    ),
+}
+DQ_KEYS = 64  # of a tile of dq_by_rows_kernel
+
+
+def backward_parts(row: dict[str, Any]) -> tuple[str, ...]:
+    if max(row["head_dim"], row["head_dim_v"]) > 128:
+        return ("wide", "dq_by_rows")
+    return ("main", "without_dq", "dq_by_rows")
+
+
+def group_products(row: dict[str, Any], group: str) -> Counter[str]:
+    d, dv, rows, keys = (row[name] for name in ("head_dim", "head_dim_v", "block_m", "block_n"))
+    columns, count = {
+        "s": (rows, d // 16),
+        "dp": (rows, dv // 16),
+        "dv": (dv, rows // 16),
+        "dk": (d, rows // 16),
+        "dq": (d if rows == 128 else -(-d // 64) * 32, keys // 16),
+        "s_by_rows": (DQ_KEYS, d // 16),
+        "dp_by_rows": (DQ_KEYS, dv // 16),
+        "dq_by_rows": (d, DQ_KEYS // 16),
+    }[group]
+    dtype = ".BF16" if row["dtype"] == "bfloat16" else ""
+    return Counter({f"HGMMA.64x{columns}x16.F32{dtype}": count})
+
+
+def test_backward(backward_row: dict[str, Any]) -> None:
+    """The products, one fence a group of them, no spills, registers handed over, sums by TMA."""
+    row = backward_row
+    for name in backward_parts(row):
+        part = BACKWARD_PARTS[name]
+        code = codes(part.pattern)[row["dtype"], row["head_dim"], row["head_dim_v"]]
+        expected: Counter[str] = Counter()
+        for group, copies in part.groups.items():
+            for _ in range(copies):
+                expected += group_products(row, group)
+        assert products(code.opcodes) == expected, name
+        assert code.opcodes["WARPGROUP.ARRIVE"] == sum(part.groups.values()), name
+        assert code.opcodes["WARPGROUP.DEPBAR.LE"] == part.waits, name
+        spills = [opcode for opcode in code.opcodes if opcode.startswith(("LDL", "STL"))]
+        assert not spills, name
+        assert code.handed == {"DEALLOC": "0x18", "TRY_ALLOC": "0xf0"}, name
+        assert any(opcode.startswith("UTMALDG.4D") for opcode in code.opcodes), name
+        adds = any(opcode.startswith("UBLKRED") for opcode in code.opcodes)
+        assert adds == (name == "main"), name

@@ -80,6 +80,24 @@ class Parser {
   const char* end_;
 };
 
+// The bytes that tensors lie in. Without this, a small file whose tensors are all the same bytes
+// would take any amount of memory.
+class Places {
+ public:
+  void add(int64_t begin, int64_t end, const std::string& name) {
+    if (begin == end) return;
+    const auto next = ends_.lower_bound(begin);
+    if ((next != ends_.end() && next->first < end) ||
+        (next != ends_.begin() && std::prev(next)->second > begin)) {
+      fail(name + " overlaps another tensor");
+    }
+    ends_[begin] = end;
+  }
+
+ private:
+  std::map<int64_t, int64_t> ends_;  // by beginning
+};
+
 }  // namespace
 
 SafeTensors read_safetensors(const std::string& path) {
@@ -94,6 +112,7 @@ SafeTensors read_safetensors(const std::string& path) {
   const int64_t available = bytes.data() + bytes.size() - data;
 
   SafeTensors result;
+  Places places;
   Parser json(bytes.data() + sizeof header, data);
   json.object([&](const std::string& name) {
     if (name == "__metadata__") {
@@ -124,6 +143,7 @@ SafeTensors read_safetensors(const std::string& path) {
         offsets[1] > available) {
       fail(name + " has data_offsets that do not fit its shape and the file");
     }
+    places.add(offsets[0], offsets[1], name);
     weight.data.resize(static_cast<std::size_t>(size) / sizeof(float));
     std::memcpy(weight.data.data(), data + offsets[0], static_cast<std::size_t>(size));
   });

@@ -87,6 +87,20 @@ typedef struct {
   const DLTensor* seqused_k;
   int32_t validate;
   int32_t reserved; /* 0 */
+
+  int32_t has_query_start; /* these six: else 0, and the bottom right if none is given */
+  int32_t has_key_start;
+  int32_t has_diagonal;
+  int32_t reserved2; /* 0 */
+  int64_t query_start;
+  int64_t key_start;
+  int64_t diagonal;
+  const DLTensor* query_starts;
+  const DLTensor* key_starts;
+  const DLTensor* diagonals;
+  int64_t batch_start;
+  int64_t head_start;
+  int64_t total_heads; /* 0: q's */
 } anyflash_forward_options;
 
 /* clang-format off */
@@ -94,7 +108,8 @@ typedef struct {
   {sizeof(anyflash_forward_options), 0.0, 0, 0, 0, 0, NULL,                                \
    0, 0, 0, 0, 0.0, NULL, NULL, NULL, {0, 0}, NULL,                                        \
    0.0, 0, 0, NULL, NULL, NULL,                                                            \
-   NULL, NULL, 0, 0, NULL, 0, 0}
+   NULL, NULL, 0, 0, NULL, 0, 0,                                                           \
+   0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, 0, 0, 0}
 /* clang-format on */
 
 /* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors'

@@ -51,7 +51,8 @@ struct Workspace {
 //   v    (batch, seqlen_k, heads_k, head_dim_v)
 //   out  (batch, seqlen_q, heads, head_dim_v)
 //   lse  (batch, heads, seqlen_q) float32, the natural logarithm of the softmax's denominator with
-//        the scale (and a sink) included; null where it is not wanted
+//        the scale (and a sink) included; null where it is not wanted. On the CPU the forward also
+//        writes float64, to be merged with others.
 //
 // Packed sequences (options.cu_seqlens_q): q and out (total_q, heads, ...), k and v (total_k,
 // heads_k, ...), lse (heads, total_q).
@@ -76,7 +77,7 @@ class ANYFLASH_API ForwardPlan {
 
  private:
   struct State;
-  alignas(8) std::byte state_[1408];
+  alignas(8) std::byte state_[1536];
 };
 
 // Gradients of a scalar L, given dout = dL/dout (and BackwardOptions::dlse = dL/dlse), by
@@ -146,16 +147,17 @@ class ANYFLASH_API KvCachePlan {
 
  private:
   struct State;
-  alignas(8) std::byte state_[2112];
+  alignas(8) std::byte state_[2304];
 };
 
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:
 //   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 // (Milakov and Gimelshein, arXiv 1805.02867). out_a, out_b and out: (batch, seqlen_q, heads,
 // head_dim_v) or (total_q, heads, head_dim_v), float32, float16, bfloat16 (CPU also float64), out_a
-// and out_b of one type; LSEs: (batch, heads, seqlen_q) or (heads, total_q) float32. An LSE of -inf
-// or +inf (flash-attn's convention) means that the part saw no key. out may be out_a or out_b, lse
-// may be lse_a or lse_b. A sink is one more part: out_b = 0 and lse_b = the sink.
+// and out_b of one type; LSEs: (batch, heads, seqlen_q) or (heads, total_q) float32, on the CPU
+// also float64, lse_a and lse_b of one type. An LSE of -inf or +inf (flash-attn's convention) means
+// that the part saw no key. out may be out_a or out_b, lse may be lse_a or lse_b. A sink is one
+// more part: out_b = 0 and lse_b = the sink.
 ANYFLASH_API void merge_states(const TensorView& out_a, const TensorView& lse_a,
                                const TensorView& out_b, const TensorView& lse_b,
                                const TensorView& out, const TensorView* lse,

@@ -17,13 +17,15 @@ enum class CpuIsa : int { kAuto, kBaseline, kAvx2, kAvx512, kNeon, kAmx };
 //
 //   s = softmax_scale * q_i.k_j
 //   s = softcap * tanh(s / softcap)                              if softcap > 0
-//   s = s + bias_ij - alibi_slope * |i + seqlen_k - seqlen_q - j|
+//   s = s + bias_ij - alibi_slope * |i + shift - j|
 //   s = -inf where a mask hides j from i: window, causal, a boolean bias, block_mask, lengths
 //   p = exp(s) / (exp(sink) + sum_j exp(s))
 //   p = 0 with probability dropout_p, else p / (1 - dropout_p)
 //
-// Rows, columns and blocks count from the beginning of their own sequence. A bias of -inf is a mask
-// too: NaN and infinity in masked keys and values reach nothing.
+// Rows, columns and blocks count from the beginning of their own sequence. Row i and key i + shift
+// are on the diagonal, from which causal masks and windows count, too. shift is seqlen_k -
+// seqlen_q, so that the diagonal ends at the bottom right, unless query_start says otherwise. A
+// bias of -inf is a mask too: NaN and infinity in masked keys and values reach nothing.
 //
 // Tensors are optional (null: not used) and lie on the device of q. They may have any strides, with
 // two exceptions: one-dimensional integers are contiguous, and on a GPU the stride of bias along
@@ -31,10 +33,10 @@ enum class CpuIsa : int { kAuto, kBaseline, kAvx2, kAvx512, kNeon, kAmx };
 struct ForwardOptions {
   // Factor on q.k; any finite number. Not set: 1 / sqrt(head_dim).
   std::optional<double> softmax_scale;
-  // Query i sees keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
+  // Query i sees keys j <= i + shift.
   bool causal = false;
-  // Query i sees keys i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q +
-  // window_right; -1: no bound on that side. causal bounds window_right by 0.
+  // Query i sees keys i + shift - window_left <= j <= i + shift + window_right; -1: no bound on
+  // that side. causal bounds window_right by 0.
   int64_t window_left = -1;
   int64_t window_right = -1;
   // 0: none.
@@ -77,6 +79,25 @@ struct ForwardOptions {
   // (batch,) int32: of a sequence's keys only so many, the first ones, are used. Its queries are
   // aligned (causal, windows, ALiBi) with the last of them.
   const TensorView* seqused_k = nullptr;
+  // A call may be a part of a larger attention: its row i is row query_start + i of the whole, its
+  // key j is key key_start + j, and row r of the whole is on the diagonal with key r + diagonal.
+  // If any of the three is given, also by an array, then
+  //   shift = query_start + diagonal - key_start
+  // and the others are 0; all are at most 2^30, and starts at least 0. Dropout counts rows and keys
+  // from the starts. With dropout, key_start is a multiple of 8.
+  std::optional<int64_t> query_start;
+  std::optional<int64_t> key_start;
+  std::optional<int64_t> diagonal;
+  // (batch,) int32: the same for each sequence, in place of the numbers.
+  const TensorView* query_starts = nullptr;
+  const TensorView* key_starts = nullptr;
+  const TensorView* diagonals = nullptr;
+  // For dropout, the number of the first sequence in the whole batch and of the first head in the
+  // whole's total_heads; 0: as many as q has.
+  int64_t batch_start = 0;
+  int64_t head_start = 0;
+  int64_t total_heads = 0;
+
   // Lengths on a GPU are clamped to what the tensors hold. This checks them, which waits for the
   // device, and is refused while the stream is being captured. On the CPU they are always checked.
   bool validate = false;

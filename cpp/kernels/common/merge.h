@@ -12,18 +12,16 @@ namespace ANYFLASH_SHARED_NAMESPACE {
 template <class T>
 class Merge {
  public:
-  ANYFLASH_HOST_DEVICE Merge(float lse_a, float lse_b)
+  ANYFLASH_HOST_DEVICE Merge(T lse_a, T lse_b)
       : sees_a_(!std::isinf(lse_a)), sees_b_(!std::isinf(lse_b)) {
     if (!sees_a_ && !sees_b_) return;
-    const T a = static_cast<T>(lse_a);
-    const T b = static_cast<T>(lse_b);
-    const T larger = !sees_b_ || (sees_a_ && a > b) ? a : b;
-    weight_a_ = sees_a_ ? std::exp(a - larger) : T(0);
-    weight_b_ = sees_b_ ? std::exp(b - larger) : T(0);
+    const T larger = !sees_b_ || (sees_a_ && lse_a > lse_b) ? lse_a : lse_b;
+    weight_a_ = sees_a_ ? std::exp(lse_a - larger) : T(0);
+    weight_b_ = sees_b_ ? std::exp(lse_b - larger) : T(0);
     const T sum = weight_a_ + weight_b_;
     weight_a_ /= sum;
     weight_b_ /= sum;
-    lse_ = static_cast<float>(larger + std::log(sum));
+    lse_ = larger + std::log(sum);
   }
 
   // What a part that saw no key holds is not looked at: it may be NaN.
@@ -31,14 +29,14 @@ class Merge {
     if (!sees_b_) return sees_a_ ? a : T(0);
     return sees_a_ ? weight_a_ * a + weight_b_ * b : b;
   }
-  ANYFLASH_HOST_DEVICE float lse() const { return lse_; }
+  ANYFLASH_HOST_DEVICE T lse() const { return lse_; }
 
  private:
   bool sees_a_;
   bool sees_b_;
   T weight_a_ = T(0);
   T weight_b_ = T(0);
-  float lse_ = -INFINITY;
+  T lse_ = -INFINITY;
 };
 
 }  // namespace ANYFLASH_SHARED_NAMESPACE

@@ -132,7 +132,13 @@ inline void store_result(const ForwardParams& p, const ResultRow& row, const T* 
   } else {
     store_row(o, p.attention.head_dim_v, static_cast<E*>(p.out) + at, p.out_stride.col);
   }
-  if (p.lse != nullptr) p.lse[row.offset(p.lse_stride)] = static_cast<float>(lse);
+  if (p.lse == nullptr) return;
+  const std::int64_t lse_at = row.offset(p.lse_stride);
+  if (p.lse_dtype == DType::kFloat64) {
+    static_cast<double*>(p.lse)[lse_at] = lse;
+  } else {
+    static_cast<float*>(p.lse)[lse_at] = static_cast<float>(lse);
+  }
 }
 
 inline double read_sink(const ForwardParams& p, int head) {
@@ -163,7 +169,7 @@ class TaskRows {
     task = next;
     rows = count;
     const Sequence& seq = task.sequence;
-    const Mask mask(seq.seqlen_q, seq.seqlen_k, params.attention.window);
+    const Mask mask(seq, params.attention.window);
     int head = task.first_head + static_cast<int>(first_row / seq.seqlen_q);
     int query = static_cast<int>(first_row % seq.seqlen_q);
     const int lanes = task.single_row ? rows : round_up(rows, S::kLanes);
@@ -171,7 +177,7 @@ class TaskRows {
       QueryRow<T>& row = scratch.rows[r];
       row.head = head;
       row.query = query;
-      row.diagonal = std::int64_t{query} + seq.seqlen_k - seq.seqlen_q;
+      row.diagonal = std::int64_t{query} + seq.shift;
       if (modifier.active()) modifier.begin_row(task.index, &row);
       const int first_key = mask.first_key(query);
       const int end_key = mask.end_key(query);

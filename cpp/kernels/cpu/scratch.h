@@ -39,7 +39,7 @@ template <typename T>
 struct QueryRow {
   int head;
   int query;
-  std::int64_t diagonal;  // the key at distance 0: query + seqlen_k - seqlen_q
+  std::int64_t diagonal;  // the key at distance 0: query + shift
   std::int64_t bias;      // element of the bias for key 0
   T slope;                // ALiBi's
 };

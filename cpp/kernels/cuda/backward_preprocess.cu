@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     sum = row_sum(sum);
     if (lane != 0) continue;
-    LseDelta stats{INFINITY, 0.0f};
+    // Beyond a padded tensor's end, no row is read.
+    LseDelta stats{exists || a.cu_seqlens_q != nullptr ? INFINITY : kFarLse, 0.0f};
     if (exists) {
       const float lse = p.lse[offset(p.lse_stride, row)];
       if (fabsf(lse) != INFINITY) {
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
         stats.delta = sum - (p.dlse == nullptr ? 0.0f : p.dlse[offset(p.dlse_stride, row)]);
       }
     }
-    p.lse_delta[padded + r] = stats;
+    p.set_stats(padded + r, stats);
   }
   if (p.slopes_log2 != nullptr && row0 == 0 && threadIdx.x == 0) {
     const Strides& stride = a.alibi_slopes.stride;
@@ -162,10 +163,11 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.0f;
   for (int64_t batch = 0; batch < p.attention.batch; ++batch) {
     const Sequence sequence = sequence_of(p.attention, batch);
-    const LseDelta* const stats = p.lse_delta + p.first_row(sequence, batch, head);
+    const int64_t first = p.first_row(sequence, batch, head);
     for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
-      const float probability = expf(sink - stats[row].lse / p.lse_unit);
-      if (stats[row].lse != INFINITY) sum -= probability * stats[row].delta;
+      const LseDelta stats = p.stats(first + row);
+      const float probability = expf(sink - stats.lse / p.lse_unit);
+      if (stats.lse != INFINITY) sum -= probability * stats.delta;
     }
   }
   sum = block_sum<kThreads>(sum, reinterpret_cast<float*>(anyflash_smem));

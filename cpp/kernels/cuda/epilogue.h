@@ -29,7 +29,7 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
   using Element = typename Traits::Element;
   constexpr int kBlockN = Traits::kBlockN;
   const Sequence& sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+  const Mask mask(sequence, params.attention.window);
   const auto* const v = static_cast<const Element*>(params.attention.v) +
                         sequence.batch * params.attention.v_stride.batch +
                         block.head_k * params.attention.v_stride.head +

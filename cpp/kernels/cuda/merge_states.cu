@@ -26,7 +26,8 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeParams p) {
     const auto offset = [&](const Strides& s) {
       return batch * s.batch + row * s.row + head * s.head;
     };
-    const Merge<float> merge(p.lse_a[offset(p.lse_a_stride)], p.lse_b[offset(p.lse_b_stride)]);
+    const Merge<float> merge(static_cast<const float*>(p.lse_a)[offset(p.lse_a_stride)],
+                             static_cast<const float*>(p.lse_b)[offset(p.lse_b_stride)]);
     const auto* const a = static_cast<const Part*>(p.out_a) + offset(p.out_a_stride);
     const auto* const b = static_cast<const Part*>(p.out_b) + offset(p.out_b_stride);
     auto* const out = static_cast<Out*>(p.out) + offset(p.out_stride);
@@ -37,7 +38,7 @@ __global__ void merge_states_kernel(const __grid_constant__ MergeParams p) {
     }
     if (p.lse == nullptr) continue;
     __syncwarp();  // lse may be lse_a or lse_b, which all lanes have read now
-    if (lane == 0) p.lse[offset(p.lse_stride)] = merge.lse();
+    if (lane == 0) static_cast<float*>(p.lse)[offset(p.lse_stride)] = merge.lse();
   }
 }
 

@@ -7,6 +7,9 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "params.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
 
 namespace anyflash {
 
@@ -59,5 +62,15 @@ class LptTileScheduler {
   cutlass::FastDivmod by_head_;
   cutlass::FastDivmod by_group_head_;
 };
+
+// A CTA's block of query rows: a head's last ones, which see the most keys, come first.
+template <int kBlockM>
+ANYFLASH_DEVICE ForwardWorkTile row_block_at(const LptTileScheduler& scheduler,
+                                             const Attention& attention, int index) {
+  const LptTileScheduler::TileCoord coord = scheduler.tile_at(index);
+  const int row_blocks = (attention.seqlen_q + kBlockM - 1) / kBlockM;
+  return ForwardWorkTile{sequence_of(attention, coord.batch), coord.batch, coord.head, coord.group,
+                         (row_blocks - 1 - coord.block) * kBlockM};
+}
 
 }  // namespace anyflash

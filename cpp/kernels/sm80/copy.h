@@ -1,4 +1,4 @@
-// Copies of (rows, head_dim) tiles between global and shared memory, guarded at the tensor's edges.
+// Loads of (rows, head_dim) tiles from global to shared memory, guarded at the tensor's edges.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -51,22 +51,6 @@ ANYFLASH_DEVICE void load_tile(const CopyAtom& atom, const Gmem& tXgX, Smem&& tX
     CUTE_UNROLL
     for (int panel = 0; panel < kPanels; ++panel) {
       copy(atom.with(row_ok && columns.ok[panel]), tXgX(_, row, panel), tXsX(_, row, panel));
-    }
-  }
-}
-
-// Store of the rows below `rows` and the columns that exist, 16 bytes a thread.
-template <class Fragment, class Gmem, class Coordinates, int kPanels>
-ANYFLASH_DEVICE void store_tile(const Fragment& tXrX, Gmem&& tXgX, const Coordinates& tXcX,
-                                const ColumnGuard<kPanels>& columns, int rows) {
-  using namespace cute;
-  using Vector = Copy_Atom<UniversalCopy<uint128_t>, typename Fragment::value_type>;
-  CUTE_UNROLL
-  for (int row = 0; row < size<1>(tXrX); ++row) {
-    if (get<0>(tXcX(0, row, 0)) >= rows) continue;
-    CUTE_UNROLL
-    for (int panel = 0; panel < kPanels; ++panel) {
-      if (columns.ok[panel]) copy(Vector{}, tXrX(_, row, panel), tXgX(_, row, panel));
     }
   }
 }

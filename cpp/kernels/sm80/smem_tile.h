@@ -1,4 +1,4 @@
-// Tiles in shared memory: their layout, and their copies from and to global memory.
+// Tiles in shared memory: their layout, and their copies from global memory.
 #pragma once
 
 #include <cute/algorithm/copy.hpp>
@@ -9,10 +9,11 @@
 
 namespace anyflash::sm80 {
 
-// A swizzled (kRows, kColumns) tile in shared memory, and its copies from and to global memory.
-template <class Element_, int kThreads, int kRows_, int kColumns_>
+// A swizzled (kRows, kColumns) tile in shared memory, and its copies from global memory.
+template <class Element_, int kThreads_, int kRows_, int kColumns_>
 struct SmemTile {
   using Element = Element_;
+  static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   using Shape = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>;
@@ -50,8 +51,6 @@ struct SmemTile {
   using Load = decltype(cute::make_tiled_copy(
       cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>{}, Threads{},
       Vector{}));
-  using Store = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{}, Threads{}, Vector{}));
 };
 
 }  // namespace anyflash::sm80

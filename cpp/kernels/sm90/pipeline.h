@@ -9,11 +9,12 @@
 
 namespace anyflash::sm90 {
 
-// Named barriers of the forward; 0 is that of __syncthreads().
+// Named barriers; 0 is that of __syncthreads().
 enum class NamedBarrier : int {
   kConsumers = 1,
-  kGuard = 2,
-  kPingPong = 3 /* and one more a warpgroup */
+  kGuard = 2,    // of the forward
+  kStagger = 2,  // of the backward
+  kPingPong = 3  /* and one more a warpgroup */
 };
 
 // In shared memory. Phases count from 0; each ends when all arrivals that init() was told and all
@@ -45,6 +46,16 @@ class Mbarrier {
   uint64_t state_;
 };
 
+// For a warp whose lanes have all done with a buffer.
+ANYFLASH_DEVICE void release(Mbarrier& empty) {
+  if (threadIdx.x % 32 == 0) empty.arrive();
+}
+
+template <int kThreads>
+ANYFLASH_DEVICE void sync_consumers() {
+  sync_named(static_cast<int>(NamedBarrier::kConsumers), kThreads);
+}
+
 // A ring of buffers: the producer waits for `empty` and fills, consumers wait for `full` and
 // release.
 template <int kStages>
@@ -52,10 +63,10 @@ struct Ring {
   Mbarrier full[kStages];
   Mbarrier empty[kStages];
 
-  // One thread fills a buffer; every consumer warp releases it.
-  ANYFLASH_DEVICE void init(int consumer_warps) {
+  // One thread fills a buffer, or so many warps do; every consumer warp releases it.
+  ANYFLASH_DEVICE void init(int consumer_warps, int producers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
-      full[stage].init(1);
+      full[stage].init(producers);
       empty[stage].init(consumer_warps);
     }
   }

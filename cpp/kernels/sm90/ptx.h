@@ -112,6 +112,24 @@ ANYFLASH_DEVICE void load_box(void* to, const CUtensorMap& map, const TileCoordi
       : "memory");
 }
 
+// A piece of memory to shared memory; addresses and size are multiples of 16 bytes.
+ANYFLASH_DEVICE void load_bytes(void* to, const void* from, int bytes, const uint64_t* mbarrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(to)),
+      "l"(from), "r"(bytes), "r"(smem_address(mbarrier))
+      : "memory");
+}
+
+// Adds float32 numbers in shared memory to those in global memory, in any order. It joins this
+// thread's open group; addresses and size are multiples of 16 bytes.
+ANYFLASH_DEVICE void add_floats(float* to, const float* from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(smem_address(from)), "r"(bytes)
+      : "memory");
+}
+
 // One box to global memory, without what does not exist there. It joins this thread's open group.
 ANYFLASH_DEVICE void store_box(const CUtensorMap& map, const TileCoordinates& to,
                                const void* from) {

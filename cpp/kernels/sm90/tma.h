@@ -29,6 +29,26 @@ struct TensorMapShape {
   int box_rows;
 };
 
+// Of Q; with other columns, of whatever has a row for each of its rows.
+inline TensorMapShape query_shape(const Attention& a, DType dtype, int box_rows) {
+  const bool packed = a.cu_seqlens_q != nullptr;
+  TensorMapShape shape{};
+  shape.dtype = dtype;
+  shape.columns = a.head_dim;
+  shape.rows = packed ? a.total_q : a.seqlen_q;
+  shape.heads = a.heads;
+  shape.batch = packed ? 1 : a.batch;
+  shape.box_rows = box_rows;
+  return shape;
+}
+// Of K; with other columns, of V.
+inline TensorMapShape key_shape(const Attention& a, DType dtype, int box_rows) {
+  TensorMapShape shape = query_shape(a, dtype, box_rows);
+  shape.rows = a.cu_seqlens_k != nullptr ? a.total_k : a.seqlen_k;
+  shape.heads = a.heads_k;
+  return shape;
+}
+
 // Strides in elements; of axes that have one element, any.
 inline CUtensorMap make_tensor_map(const void* data, const Strides& stride,
                                    const TensorMapShape& shape) {

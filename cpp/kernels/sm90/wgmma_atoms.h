@@ -21,8 +21,10 @@ struct Wgmma;
 // clang-format off
 #define ANYFLASH_P8(a, b, c, d, e, f, g, h) \
   "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define ANYFLASH_P16 \
+  ANYFLASH_P8(0, 1, 2, 3, 4, 5, 6, 7) "," ANYFLASH_P8(8, 9, 10, 11, 12, 13, 14, 15)
 #define ANYFLASH_P32 \
-  ANYFLASH_P8(0, 1, 2, 3, 4, 5, 6, 7) "," ANYFLASH_P8(8, 9, 10, 11, 12, 13, 14, 15) "," \
+  ANYFLASH_P16 "," \
   ANYFLASH_P8(16, 17, 18, 19, 20, 21, 22, 23) "," ANYFLASH_P8(24, 25, 26, 27, 28, 29, 30, 31)
 #define ANYFLASH_P40 ANYFLASH_P32 "," ANYFLASH_P8(32, 33, 34, 35, 36, 37, 38, 39)
 #define ANYFLASH_P48 ANYFLASH_P40 "," ANYFLASH_P8(40, 41, 42, 43, 44, 45, 46, 47)
@@ -41,7 +43,8 @@ struct Wgmma;
 
 #define ANYFLASH_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define ANYFLASH_D32 ANYFLASH_D8(0), ANYFLASH_D8(8), ANYFLASH_D8(16), ANYFLASH_D8(24)
+#define ANYFLASH_D16 ANYFLASH_D8(0), ANYFLASH_D8(8)
+#define ANYFLASH_D32 ANYFLASH_D16, ANYFLASH_D8(16), ANYFLASH_D8(24)
 #define ANYFLASH_D40 ANYFLASH_D32, ANYFLASH_D8(32)
 #define ANYFLASH_D48 ANYFLASH_D40, ANYFLASH_D8(40)
 #define ANYFLASH_D56 ANYFLASH_D48, ANYFLASH_D8(48)
@@ -53,35 +56,37 @@ struct Wgmma;
 // clang-format on
 
 // I0 to I6: the numbers of the operands that follow the D accumulators.
-#define ANYFLASH_WGMMA_OF(ELEMENT, TYPE, N, D, I0, I1, I2, I3, I4, I5, I6)                    \
-  template <>                                                                                 \
-  struct Wgmma<ELEMENT, N> {                                                                  \
-    template <Major kMajorB>                                                                  \
-    ANYFLASH_DEVICE static void with_smem(float* d, uint64_t a, uint64_t b, int accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                   \
-                   ", 0;\n"                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE            \
-                   " {" ANYFLASH_P##D "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";\n}\n"     \
-                   : ANYFLASH_D##D                                                            \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kMajorB)));        \
-    }                                                                                         \
-    template <Major kMajorB>                                                                  \
-    ANYFLASH_DEVICE static void with_registers(float* d, const uint32_t* a, uint64_t b,       \
-                                               int accumulate) {                              \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                   \
-                   ", 0;\n"                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE            \
-                   " {" ANYFLASH_P##D "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4    \
-                                      ", p, 1, 1, %" #I6 ";\n}\n"                             \
-                   : ANYFLASH_D##D                                                            \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),     \
-                     "n"(static_cast<int>(kMajorB)));                                         \
-    }                                                                                         \
+#define ANYFLASH_WGMMA_OF(ELEMENT, TYPE, N, D, I0, I1, I2, I3, I4, I5, I6)                       \
+  template <>                                                                                    \
+  struct Wgmma<ELEMENT, N> {                                                                     \
+    template <Major kMajorA, Major kMajorB>                                                      \
+    ANYFLASH_DEVICE static void with_smem(float* d, uint64_t a, uint64_t b, int accumulate) {    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                      \
+                   ", 0;\n"                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE               \
+                   " {" ANYFLASH_P##D "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I3 ", %" #I4 ";\n}\n" \
+                   : ANYFLASH_D##D                                                               \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kMajorA)),            \
+                     "n"(static_cast<int>(kMajorB)));                                            \
+    }                                                                                            \
+    template <Major kMajorB>                                                                     \
+    ANYFLASH_DEVICE static void with_registers(float* d, const uint32_t* a, uint64_t b,          \
+                                               int accumulate) {                                 \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                      \
+                   ", 0;\n"                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE               \
+                   " {" ANYFLASH_P##D "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4       \
+                                      ", p, 1, 1, %" #I6 ";\n}\n"                                \
+                   : ANYFLASH_D##D                                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),        \
+                     "n"(static_cast<int>(kMajorB)));                                            \
+    }                                                                                            \
   };
 #define ANYFLASH_WGMMA(N, D, I0, I1, I2, I3, I4, I5, I6)                           \
   ANYFLASH_WGMMA_OF(cutlass::bfloat16_t, "bf16", N, D, I0, I1, I2, I3, I4, I5, I6) \
   ANYFLASH_WGMMA_OF(cutlass::half_t, "f16", N, D, I0, I1, I2, I3, I4, I5, I6)
 
+ANYFLASH_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 ANYFLASH_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 ANYFLASH_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 ANYFLASH_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
@@ -99,6 +104,7 @@ ANYFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef ANYFLASH_D48
 #undef ANYFLASH_D40
 #undef ANYFLASH_D32
+#undef ANYFLASH_D16
 #undef ANYFLASH_D8
 #undef ANYFLASH_P128
 #undef ANYFLASH_P96
@@ -107,6 +113,7 @@ ANYFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef ANYFLASH_P48
 #undef ANYFLASH_P40
 #undef ANYFLASH_P32
+#undef ANYFLASH_P16
 #undef ANYFLASH_P8
 
 // Before a group: what this thread wrote to registers is there for it.

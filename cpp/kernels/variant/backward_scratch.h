@@ -12,6 +12,9 @@
 
 namespace anyflash {
 
+// The LSE of a row that does not exist and is read as zeros: its probabilities are 0.
+inline constexpr float kFarLse = 1e30f;
+
 // Of one query row.
 struct alignas(8) LseDelta {
   float lse;    // times BackwardScratch::lse_unit; +inf where the row sees no key
@@ -24,19 +27,36 @@ struct BackwardScratch : BackwardParams {
   int heads_per_l2_section = 1;   // grid order (grid_heuristics.h)
   int block_m = 0;                // a power of two
   int64_t padded_rows = 0;        // of one head; packed: of all sequences together
-  LseDelta* lse_delta = nullptr;  // (batch or 1, heads, padded_rows)
-  float* dq_accum = nullptr;      // (batch or 1, heads, padded_rows, kernel's head dim); null: none
-  int64_t dq_columns = 0;         // the kernel's head dim
-  void* dout_rounded = nullptr;   // float32 dout as the kernels' type, (batch or 1, padded_rows,
-                                  // heads, head_dim_v rounded up); null: dout is read as it is
-  float* slope_sums = nullptr;    // (batch, heads, row blocks of 64)
-  float* slopes_log2 = nullptr;   // ALiBi's, times log2(e), (batch, heads); null: there are none
+  // (batch or 1, heads, padded_rows): these, or else the two arrays.
+  LseDelta* lse_delta = nullptr;
+  float* lse_rows = nullptr;
+  float* delta_rows = nullptr;
+  float* dq_accum = nullptr;     // (batch or 1, heads, padded_rows, kernel's head dim); null: none
+  int64_t dq_columns = 0;        // the kernel's head dim; 0: it needs no dq_accum
+  void* dout_rounded = nullptr;  // float32 dout as the kernels' type, (batch or 1, padded_rows,
+                                 // heads, head_dim_v rounded up); null: dout is read as it is
+  float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
+  float* slopes_log2 = nullptr;  // ALiBi's, times log2(e), (batch, heads); null: there are none
   // Where groups come in parts (sm80/backward/gqa_partials.h), else null.
   float* gqa_partials = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
   bool* gqa_nonfinite_dout = nullptr;  // of each part, as SharedStorage::nonfinite_dout
   int64_t key_blocks = 0;              // of one head; packed: of all sequences together
   float lse_unit = 1.0f;
   float ds_scale = 1.0f;  // of sums of dS: softmax_scale, and what Scores leave out of dS
+
+  // Of a padded row.
+  ANYFLASH_DEVICE void set_stats(int64_t row, const LseDelta& stats) const {
+    if (lse_delta != nullptr) {
+      lse_delta[row] = stats;
+    } else {
+      lse_rows[row] = stats.lse;
+      delta_rows[row] = stats.delta;
+    }
+  }
+  ANYFLASH_DEVICE LseDelta stats(int64_t row) const {
+    if (lse_delta != nullptr) return lse_delta[row];
+    return {lse_rows[row], delta_rows[row]};
+  }
 
   // Padded row of the sequence's row 0, counted over batch and heads.
   ANYFLASH_HOST_DEVICE int64_t first_row(const Sequence& sequence, int64_t index, int head) const {

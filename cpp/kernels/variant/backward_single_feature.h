@@ -47,13 +47,13 @@ class AlibiBackward : public OneFeatureBackward {
   ANYFLASH_DEVICE AlibiBackward(const BackwardScratch& params, const Sequence& sequence,
                                 int64_t batch, int head, Seed seed)
       : OneFeatureBackward(params, sequence, batch, head, seed),
-        shift_(sequence.seqlen_k - sequence.seqlen_q),
+        shift_(sequence.shift),
         slope_log2_(params.slopes_log2[batch * params.attention.heads + head]) {}
 
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence& sequence,
                                                 int row0, int col0) {
-    const int diagonal = row0 - col0 + sequence.seqlen_k - sequence.seqlen_q;
+    const int diagonal = row0 - col0 + sequence.shift;
     return diagonal > -kBlockM && diagonal < kBlockN;
   }
 

@@ -6,13 +6,16 @@
 //   key     = seed, its upper half XOR the upper half of offset
 // gives 128 bits for eight columns: column c takes the (c % 8)-th 16 bits, lowest first, and is
 // dropped if they are below threshold = round(65536 p). Rows and columns count within their
-// sequence. Kept probabilities are divided by 1 - threshold / 65536, so that there is no bias.
+// sequence. Where a call is a part of an attention (Part in params.h), all four, and heads, are
+// those of the whole; its columns begin at a multiple of 8. Kept probabilities are divided by
+// 1 - threshold / 65536, so that there is no bias.
 #pragma once
 
 #include <cstdint>
 
 #include "common/macros.h"
 #include "params.h"
+#include "variant/sequence.h"
 
 namespace ANYFLASH_SHARED_NAMESPACE {
 
@@ -74,21 +77,29 @@ struct DropoutSeed {
   uint32_t offset;  // its lower half
 };
 
+ANYFLASH_HOST_DEVICE int64_t heads_of_whole(const Attention& p) {
+  return p.part.total_heads == 0 ? p.heads : p.part.total_heads;
+}
+
 class Dropout {
  public:
   ANYFLASH_HOST_DEVICE Dropout(const Attention& p, int64_t batch, int head)
       : Dropout(p, DropoutSeed(p), batch, head) {}
   ANYFLASH_HOST_DEVICE Dropout(const Attention& p, const DropoutSeed& seed, int64_t batch, int head)
       : threshold_(p.dropout_threshold),
-        pair_(static_cast<uint32_t>(batch * p.heads + head)),
+        pair_(static_cast<uint32_t>((p.part.batch_start + batch) * heads_of_whole(p) +
+                                    p.part.head_start + head)),
+        row_start_(static_cast<uint32_t>(number_of(p.part.query_start, batch))),
+        group_start_(static_cast<uint32_t>(number_of(p.part.key_start, batch)) / 8),
         seed_(seed) {}
 
   ANYFLASH_HOST_DEVICE bool active() const { return threshold_ != 0; }
 
   // For the columns [8 * group, 8 * group + 8) of a row; draws[i] belongs to the i-th of them.
   ANYFLASH_HOST_DEVICE Draws draws(int row, int group) const {
-    return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(row), pair_, seed_.offset,
-                  seed_.key0, seed_.key1);
+    return philox(group_start_ + static_cast<uint32_t>(group),
+                  row_start_ + static_cast<uint32_t>(row), pair_, seed_.offset, seed_.key0,
+                  seed_.key1);
   }
   // The same for several rows in step, which then share the rounds' keys.
   template <int kRows>
@@ -96,8 +107,8 @@ class Dropout {
                                   int group) const {
     PhiloxKeys keys{seed_.key0, seed_.key1};
     for (int i = 0; i < kRows; ++i) {
-      results[i] = {
-          {static_cast<uint32_t>(group), static_cast<uint32_t>(rows[i]), pair_, seed_.offset}};
+      results[i] = {{group_start_ + static_cast<uint32_t>(group),
+                     row_start_ + static_cast<uint32_t>(rows[i]), pair_, seed_.offset}};
     }
 #if defined(__CUDACC__)
 #pragma unroll
@@ -127,6 +138,8 @@ class Dropout {
  private:
   uint32_t threshold_;
   uint32_t pair_;
+  uint32_t row_start_;
+  uint32_t group_start_;
   DropoutSeed seed_;
 };
 

@@ -7,6 +7,7 @@
 #include "common/macros.h"
 #include "common/math.h"
 #include "params.h"
+#include "variant/sequence.h"
 
 namespace ANYFLASH_SHARED_NAMESPACE {
 
@@ -65,19 +66,35 @@ struct RowBounds {
   ANYFLASH_HOST_DEVICE bool hides(int col) const { return col < first || col >= end; }
 };
 
-// A window around the diagonal that ends at the bottom right:
-//   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right,
-//   shift = seqlen_k - seqlen_q
+// A window around the diagonal:
+//   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right
 // without a bound where left or right is negative. So each row sees a range of keys, whose ends do
-// not decrease from row to row.
+// not decrease from row to row. The diagonal ends at the bottom right, where shift = seqlen_k -
+// seqlen_q, or anywhere, where the sequence is a part of a longer one: then the first rows, or the
+// last, may see nothing.
 class Mask {
  public:
-  ANYFLASH_HOST_DEVICE Mask(int seqlen_q, int seqlen_k, const Window& window)
+  ANYFLASH_HOST_DEVICE Mask(int seqlen_q, int seqlen_k, int64_t shift, const Window& window)
       : seqlen_q_(seqlen_q),
         seqlen_k_(seqlen_k),
         // Without a bound: as if every row were the first, or the last, to see all.
-        first_(window.left < 0 ? -kFar : int64_t{seqlen_k} - seqlen_q - bounded(window.left)),
-        last_(window.right < 0 ? kFar : int64_t{seqlen_k} - seqlen_q + bounded(window.right)) {}
+        first_(window.left < 0 ? -kFar : shift - bounded(window.left)),
+        last_(window.right < 0 ? kFar : shift + bounded(window.right)) {}
+  ANYFLASH_HOST_DEVICE Mask(const Sequence& sequence, const Window& window)
+      : Mask(sequence.seqlen_q, sequence.seqlen_k, sequence.shift, window) {}
+  ANYFLASH_HOST_DEVICE static Mask at_bottom_right(int seqlen_q, int seqlen_k,
+                                                   const Window& window) {
+    return Mask(seqlen_q, seqlen_k, int64_t{seqlen_k} - seqlen_q, window);
+  }
+
+  // The same, with keys behind those of the last row as if there were none. For sums over rows:
+  // one that only rounds up a tile then sees no key that no row sees.
+  ANYFLASH_HOST_DEVICE Mask up_to_last_row() const {
+    Mask mask = *this;
+    const int64_t seen = seqlen_q_ + last_;
+    mask.seqlen_k_ = seen < 0 ? 0 : seen < seqlen_k_ ? static_cast<int>(seen) : seqlen_k_;
+    return mask;
+  }
 
   // Row i sees the keys [first_key(i), end_key(i)); none where that is empty.
   ANYFLASH_HOST_DEVICE int first_key(int64_t row) const { return clamp(row + first_); }

@@ -28,8 +28,9 @@ enum class ScoreOps {
 // Whether scores may be near the ends of fp32's range: its lowest number is a common bias.
 constexpr bool has_wide_range(ScoreOps ops) { return ops == ScoreOps::kAll; }
 
-// s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + seqlen_k - seqlen_q -
-// j|. A bias of -inf, or a boolean one that says no, hides the key whatever qk is.
+// s = scale * qk;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + shift - j|, with
+// the sequence's shift. A bias of -inf, or a boolean one that says no, hides the key whatever qk
+// is.
 //
 // Scores come in units of their own: `unit` is the natural value of 1, and scale what a product is
 // multiplied by to get there. Tensors of scores are (row, col) views of accumulators, `coordinates`
@@ -47,7 +48,8 @@ class ScoreMod {
         bias_row_bytes_(p.bias.stride.row * bias_bytes()),
         bias_col_stride_(static_cast<int>(p.bias.stride.col)),
         seqlen_q_(sequence.seqlen_q),
-        seqlen_k_(sequence.seqlen_k) {
+        seqlen_k_(sequence.seqlen_k),
+        shift_(sequence.shift) {
     if (p.bias.data != nullptr) {
       const int64_t offset = batch * p.bias.stride.batch + head * p.bias.stride.head;
       bias_ = static_cast<const unsigned char*>(p.bias.data) + offset * bias_bytes();
@@ -70,7 +72,8 @@ class ScoreMod {
         bias_row_bytes_(0),
         bias_col_stride_(0),
         seqlen_q_(0),
-        seqlen_k_(0) {}
+        seqlen_k_(0),
+        shift_(0) {}
 
   // Whether this part of the code, kSlope or kCap, is enough.
   ANYFLASH_DEVICE bool covered_by(ScoreOps part) const {
@@ -157,9 +160,9 @@ class ScoreMod {
   }
   ANYFLASH_DEVICE bool caps() const { return softcap_ > 0.0f; }
 
-  // -|i + seqlen_k - seqlen_q - j|, what a slope is multiplied by.
+  // -|i + shift - j|, what a slope is multiplied by.
   ANYFLASH_DEVICE float slope_factor(int row, int col) const {
-    return -fabsf(static_cast<float>(row - seqlen_q_ + (seqlen_k_ - col)));
+    return -fabsf(static_cast<float>(row + shift_ - col));
   }
 
  private:
@@ -306,8 +309,8 @@ class ScoreMod {
     }
   }
 
-  // combine(s, slope * (i + seqlen_k - seqlen_q - j)): one FFMA and one FADD, which takes the
-  // absolute value for nothing, a score.
+  // combine(s, slope * (i + shift - j)): one FFMA and one FADD, which takes the absolute value for
+  // nothing, a score.
   template <class Scores, class Coordinates, class Combine>
   ANYFLASH_DEVICE void add_slope(Scores& scores, const Coordinates& coordinates, int row0, int col0,
                                  const Combine& combine) const {
@@ -315,8 +318,7 @@ class ScoreMod {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int first = get<1>(coordinates(row, 0));
-      const int diagonal =
-          (row0 + get<0>(coordinates(row, 0)) - seqlen_q_) + (seqlen_k_ - col0) - first;
+      const int diagonal = row0 + get<0>(coordinates(row, 0)) + shift_ - col0 - first;
       const float distance = static_cast<float>(diagonal) * slope_;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
@@ -338,6 +340,7 @@ class ScoreMod {
   bool bias_vectors_ = false;
   int seqlen_q_;
   int seqlen_k_;
+  int shift_;
 };
 
 }  // namespace anyflash

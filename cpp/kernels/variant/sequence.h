@@ -15,16 +15,32 @@ struct Sequence {
   int seqlen_q;
   int seqlen_k;  // keys that are used
   int all_keys;  // keys that the tensors hold
+  int shift;     // row i is on the diagonal of masks and ALiBi with key i + shift
 };
 
 ANYFLASH_HOST_DEVICE int clamp_length(int64_t length, int64_t limit) {
   return static_cast<int>(length < 0 ? 0 : length < limit ? length : limit);
 }
 
+ANYFLASH_HOST_DEVICE int64_t number_of(const OfEachSequence& number, int64_t index) {
+  return number.array == nullptr ? number.value : number.array[index];
+}
+
+// Beyond every row and key, and small enough that a row or a key can be added.
+inline constexpr int64_t kMaxShift = int64_t{1} << 30;
+
+// Of a sequence with these lengths.
+ANYFLASH_HOST_DEVICE int shift_of(const Attention& p, int64_t index, int seqlen_q, int seqlen_k) {
+  if (!p.part.is_given) return seqlen_k - seqlen_q;
+  const int64_t shift = number_of(p.part.query_start, index) + number_of(p.part.diagonal, index) -
+                        number_of(p.part.key_start, index);
+  return static_cast<int>(shift < -kMaxShift ? -kMaxShift : shift < kMaxShift ? shift : kMaxShift);
+}
+
 // Sequence `index` of the batch. Lengths that do not fit the tensors are clamped to what does, so
 // that wrong ones give wrong results, but no access outside.
 ANYFLASH_HOST_DEVICE Sequence sequence_of(const Attention& p, int64_t index) {
-  Sequence s{index, 0, 0, p.seqlen_q, p.seqlen_k, p.seqlen_k};
+  Sequence s{index, 0, 0, p.seqlen_q, p.seqlen_k, p.seqlen_k, 0};
   if (p.cu_seqlens_q != nullptr) {
     s.batch = 0;
     s.first_q = clamp_length(p.cu_seqlens_q[index], p.total_q);
@@ -38,6 +54,7 @@ ANYFLASH_HOST_DEVICE Sequence sequence_of(const Attention& p, int64_t index) {
   }
   s.all_keys = s.seqlen_k;
   if (p.seqused_k != nullptr) s.seqlen_k = clamp_length(p.seqused_k[index], s.seqlen_k);
+  s.shift = shift_of(p, index, s.seqlen_q, s.seqlen_k);
   return s;
 }
 

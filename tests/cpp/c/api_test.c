@@ -40,6 +40,39 @@ static void check_defaults(void) {
   CHECK(memcmp(p.out, same.out, sizeof p.out) == 0);
 }
 
+/* Strides that are not those of a contiguous tensor, and bfloat16: the upper half of a float. */
+static void check_layouts_and_types(void) {
+  Problem p, other;
+  make_problem(&p);
+  CHECK(run(&p, NULL) == ANYFLASH_OK);
+  make_problem(&other);
+  float across[6]; /* (columns, keys) */
+  for (int i = 0; i < 6; ++i) across[i % 2 * 3 + i / 2] = other.v[i];
+  int64_t strides[4] = {6, 1, 6, 3};
+  other.tensor_v.data = across;
+  other.tensor_v.strides = strides;
+  CHECK(run(&other, NULL) == ANYFLASH_OK);
+  CHECK(memcmp(p.out, other.out, sizeof p.out) == 0);
+
+  uint16_t q[4] = {0}, k[6] = {0}, v[6], out[4];
+  for (int i = 0; i < 6; ++i) {
+    uint32_t bits;
+    memcpy(&bits, &p.v[i], sizeof bits);
+    v[i] = (uint16_t)(bits >> 16);
+  }
+  make_problem(&other);
+  DLTensor* const tensors[4] = {&other.tensor_q, &other.tensor_k, &other.tensor_v,
+                                &other.tensor_out};
+  void* const memory[4] = {q, k, v, out};
+  for (int i = 0; i < 4; ++i) {
+    tensors[i]->dtype.code = kDLBfloat;
+    tensors[i]->dtype.bits = 16;
+    tensors[i]->data = memory[i];
+  }
+  CHECK(run(&other, NULL) == ANYFLASH_OK); /* the means 20 and 5 */
+  CHECK(out[0] == 0x41a0 && out[1] == 0x40a0);
+}
+
 static void check_errors(void) {
   Problem p;
   make_problem(&p);
@@ -95,8 +128,7 @@ static void check_option_sizes(void) {
   CHECK(run(&reference, &options) == ANYFLASH_OK);
 
   /* An older caller: what lies behind its struct is not read. */
-  options.size = offsetof(anyflash_forward_options, causal);
-  options.causal = 1;
+  options.size = offsetof(anyflash_forward_options, num_threads);
   options.num_threads = -5;
   options.cpu_isa = 99;
   make_problem(&p);
@@ -120,6 +152,8 @@ static void check_option_sizes(void) {
   options.size = 0; /* not initialised */
   make_problem(&p);
   expect(&p, &options, ANYFLASH_INVALID_VALUE, "options.size is 0");
+  options.size = offsetof(anyflash_forward_options, stream) + 4; /* half a pointer */
+  expect(&p, &options, ANYFLASH_INVALID_VALUE, "options.size is 36; it must be sizeof");
 
   NewerOptions newer = {ANYFLASH_FORWARD_OPTIONS_INIT, 0};
   newer.known.size = sizeof newer;
@@ -141,8 +175,11 @@ int main(void) {
   CHECK(anyflash_kernel_count() > 0);
   CHECK(anyflash_kernel_name(anyflash_kernel_count()) == NULL);
   CHECK(anyflash_kernel_launches(anyflash_kernel_count()) == 0);
+  CHECK(anyflash_kernel_name((size_t)1 << 40) == NULL);
+  CHECK(anyflash_kernel_launches((size_t)1 << 40) == 0);
   check_hand_computed();
   check_defaults();
+  check_layouts_and_types();
   check_errors();
   check_option_sizes();
   if (failures == 0) puts("all checks passed");

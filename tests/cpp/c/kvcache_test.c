@@ -242,6 +242,13 @@ static void check_errors(void) {
   c.tensor_length.dtype.bits = 64;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, "cache_seqlens is int64; it must be int32");
   make_cache(&c, 0);
+  c.p.tensor_lse.dtype.bits = 8;
+  expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, "lse is float8; it must be float32");
+  make_cache(&c, 0);
+  const DLTensor scale = typed(c.length, 1, c.p.q_shape, kDLInt, 16);
+  c.cache.v_scale = &scale;
+  expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, "v_scale is int16; it must be float32");
+  make_cache(&c, 0);
   c.length[0] = 5;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_VALUE, "cache_seqlens[0] is 5; 0 to 4 is allowed");
   make_cache(&c, 0);
@@ -279,6 +286,22 @@ static void check_fields(void) {
     make_cache(&c, 0);
     memcpy((char*)&c.cache + kFields[i].offset, &address, sizeof address);
     expect_cache(&c, &c.cache, ANYFLASH_INVALID_VALUE, kFields[i].words);
+  }
+  /* A type that no tensor may have: the name, and what it may. */
+  static const char* const kTypes[] = {
+      "cache_seqlens is int16; it must be int32",  "cache_batch_idx is int16; it must be int32",
+      "cache_leftpad is int16; it must be int32",  "block_table is int16; it must be int32",
+      "k_new is int16; float64, float32",          "v_new is int16; float64, float32",
+      "rotary_cos is int16; float64, float32",     "rotary_sin is int16; float64, float32",
+      "rotary_seqlens is int16; it must be int32", "tree_mask is int16; it must be bool",
+      "k_scale is int16; it must be float32",      "v_scale is int16; it must be float32"};
+  for (size_t i = 0; i < sizeof kFields / sizeof kFields[0]; ++i) {
+    CacheProblem c;
+    const DLTensor t = typed(data, 3, shape, kDLInt, 16);
+    const DLTensor* const address = &t;
+    make_cache(&c, 0);
+    memcpy((char*)&c.cache + kFields[i].offset, &address, sizeof address);
+    expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, kTypes[i]);
   }
   CacheProblem c;
   make_cache(&c, 0);

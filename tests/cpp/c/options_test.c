@@ -34,6 +34,41 @@ static void check_windows(void) {
   CHECK(near(p.lse[1], log(exp(2 * tanh(log(2))) + 2))); /* scores ln 4, 0, 0 */
 }
 
+/* Positions in a larger attention: two rows and three keys of it. */
+static void check_part(void) {
+  Problem p;
+  anyflash_forward_options options = scale_one();
+  options.causal = 1;
+  options.query_start = 1; /* not set: query 0 sees keys 0 and 1, 1/3 and 2/3 */
+  make_problem(&p);
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(near(p.out[0], -2) && near(p.lse[0], log(3)));
+  options.has_query_start = 1;
+  options.query_start = 0; /* then key 0 alone */
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(near(p.out[0], 6) && near(p.lse[0], 0));
+  options.has_diagonal = 1;
+  options.diagonal = 2;
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(near(p.out[0], 29) && near(p.lse[0], log(6)));
+  options.has_key_start = 1;
+  options.key_start = 3; /* beyond what query 0 sees */
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(p.out[0] == 0 && p.lse[0] == -INFINITY);
+
+  int64_t one[1] = {1};
+  int32_t start = 2;
+  const DLTensor starts = typed(&start, 1, one, kDLInt, 32);
+  options.has_key_start = options.has_query_start = 0;
+  options.diagonal = 0;
+  options.query_starts = &starts;
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(near(p.out[0], 29));
+  options.reserved2 = 1;
+  make_problem(&p);
+  expect(&p, &options, ANYFLASH_UNSUPPORTED, "does not know");
+}
+
 /* Every input tensor of the options, one after the other. */
 static void check_option_tensors(void) {
   Problem p;
@@ -155,7 +190,7 @@ static void check_packed(void) {
   CHECK(strstr(anyflash_last_error(), "max_seqlen_k is 1") != NULL);
   options.cu_seqlens_k = NULL;
   CHECK(run(&p, &options) == ANYFLASH_INVALID_VALUE);
-  CHECK(strstr(anyflash_last_error(), "packed sequences need both") != NULL);
+  CHECK(strstr(anyflash_last_error(), "without cu_seqlens_k; both") != NULL);
 }
 
 /* Weights 1/4 and 3/4. */
@@ -197,6 +232,7 @@ static void check_merge(void) {
 
 int main(void) {
   check_windows();
+  check_part();
   check_option_tensors();
   check_outputs();
   check_packed();

@@ -106,7 +106,7 @@ const Case kShared[] = {
     {"no keys of the other",
      [](Backward& c) { c.options.cu_seqlens_q = &c.used.view; },
      kValue,
-     {"q has 4 dimensions", "expected 3"}},
+     {"cu_seqlens_q is given without cu_seqlens_k"}},
 };
 
 const Case kMain[] = {
@@ -186,6 +186,10 @@ const Case kMain[] = {
      [](Backward& c) { c.dlse.view = on_gpu(c.dlse.view); },
      kValue,
      {"dlse is on cuda:0, but lse is on cpu"}},
+    {"dout address",
+     [](Backward& c) { c.dout.data = static_cast<char*>(c.dout.data) + 2; },
+     kValue,
+     {"dout is float32, but its address is not a multiple of 4 bytes"}},
     {"dlse address",
      [](Backward& c) { c.dlse.view.data = c.dlse.data<char>() + 2; },
      kValue,
@@ -303,7 +307,7 @@ const CaseOf<PackedBackward> kPacked[] = {
     {"only queries",
      [](PackedBackward& c) { c.options.cu_seqlens_k = nullptr; },
      kValue,
-     {"packed sequences need both"}},
+     {"cu_seqlens_q is given without cu_seqlens_k; both"}},
 };
 
 // Lengths, which only run() reads.

@@ -49,6 +49,31 @@ const CaseOf<Full> kNumbers[] = {
      [](Full& c) { c.options.block_size = {64, 0}; },
      kValue,
      {"block_size[1] is 0; a positive multiple of 64"}},
+    {"query_start",
+     [](Full& c) { c.options.query_start = -1; },
+     kValue,
+     {"query_start is -1; 0 to 1073741824 is allowed"}},
+    {"key_start", [](Full& c) { c.options.key_start = INT64_MAX; }, kValue, {"key_start is 9223"}},
+    {"key_start with dropout",
+     [](Full& c) {
+       c.options.dropout_p = 0.5;
+       c.options.key_start = 12;
+     },
+     kValue,
+     {"key_start is 12; with dropout a multiple of 8 is allowed"}},
+    {"diagonal",
+     [](Full& c) { c.options.diagonal = -(int64_t{1} << 31); },
+     kValue,
+     {"diagonal is -2147483648; -1073741824 to 1073741824 is allowed"}},
+    {"batch_start", [](Full& c) { c.options.batch_start = -3; }, kValue, {"batch_start is -3; 0"}},
+    {"head_start", [](Full& c) { c.options.head_start = -3; }, kValue, {"head_start is -3; 0"}},
+    {"total_heads",
+     [](Full& c) {
+       c.options.head_start = 2;
+       c.options.total_heads = 5;
+     },
+     kValue,
+     {"total_heads is 5; at least 6, head_start and q's heads, is expected"}},
     {"large block",
      [](Full& c) { c.options.block_size = {int64_t{1} << 31, 64}; },
      kValue,
@@ -56,6 +81,28 @@ const CaseOf<Full> kNumbers[] = {
 };
 
 const CaseOf<Full> kInputs[] = {
+    {"starts of the wrong type",
+     [](Full& c) {
+       static const test::SmallTensor starts(DType::kInt64, {2});
+       c.options.query_starts = &starts.view;
+     },
+     kType,
+     {"query_starts is int64; it must be int32"}},
+    {"starts of the wrong length",
+     [](Full& c) {
+       static const test::SmallTensor starts(DType::kInt32, {3});
+       c.options.key_starts = &starts.view;
+     },
+     kValue,
+     {"key_starts has shape (3,); expected (2,), one for each sequence"}},
+    {"a number and an array",
+     [](Full& c) {
+       static const test::SmallTensor starts(DType::kInt32, {2});
+       c.options.diagonals = &starts.view;
+       c.options.diagonal = 3;
+     },
+     kValue,
+     {"diagonal is given with diagonals; only one of both is allowed"}},
     {"slopes of no float",
      [](Full& c) { c.slopes.view.dtype = DType::kInt32; },
      kType,

@@ -103,9 +103,9 @@ const Case kOtherCases[] = {
      {"out is bfloat16", "or be float32"}},
     {"integer out", [](Call& c) { c.out.dtype = DType::kInt64; }, kType, {"out is int64"}},
     {"lse dtype",
-     [](Call& c) { c.lse.dtype = DType::kFloat64; },
+     [](Call& c) { c.lse.dtype = DType::kFloat16; },
      kType,
-     {"lse is float64", "must be float32"}},
+     {"lse is float16", "must be float32"}},
     {"k device",
      [](Call& c) { c.k.device = {DeviceType::kCuda, 1}; },
      kValue,
@@ -127,6 +127,25 @@ const Case kOtherCases[] = {
      kValue,
      {"lse has stride 0 in dimension 0", "(2, 4, 5)"}},
     {"threads", [](Call& c) { c.options.num_threads = -3; }, kValue, {"num_threads is -3", "0"}},
+    {"k rank, and heads that do not fit",
+     [](Call& c) {
+       c.k.rank = 3;
+       c.k.shape = {2, 6, 8, 0};
+     },
+     kValue,
+     {"k has 3 dimensions, shape (2, 6, 8); expected 4"}},
+    {"k address",
+     [](Call& c) { c.k.data = static_cast<char*>(c.k.data) + 1; },
+     kValue,
+     {"k is float32, but its address is not a multiple of 4 bytes"}},
+    {"v address",
+     [](Call& c) { c.v.data = static_cast<char*>(c.v.data) + 2; },
+     kValue,
+     {"v is float32, but its address"}},
+    {"out address",
+     [](Call& c) { c.out.data = static_cast<char*>(c.out.data) + 3; },
+     kValue,
+     {"out is float32, but its address"}},
     {"infinite scale",
      [](Call& c) { c.options.softmax_scale = std::numeric_limits<double>::infinity(); },
      kValue,
@@ -210,5 +229,8 @@ int main() {
   check_wide_scale();
   check_no_device();
   check_workspace();
+  Call largest;  // of the scales that float32 kernels take
+  largest.options.softmax_scale = static_cast<double>(std::numeric_limits<float>::max()) / 2;
+  CHECK(largest.plan().workspace_bytes() > 0);
   return check::report();
 }

@@ -43,7 +43,7 @@ const CaseOf<Appending> kLengths[] = {
     {"negative pad",
      [](Appending& c) { c.pads.data<int32_t>()[1] = -1; },
      kValue,
-     {"cache_leftpad[1] is -1; 0 to 4 is allowed: the rows that are filled"}},
+     {"cache_leftpad[1] is -1; 0 to 4 is allowed: the rows that are filled, of cache_seqlens"}},
     {"large pad",
      [](Appending& c) { c.pads.data<int32_t>()[0] = 10; },
      kValue,
@@ -114,6 +114,13 @@ const CaseOf<Paged> kTables[] = {
      {"block_table[1, 1] is -1; the cache has 6 pages"}},
     {"page behind the cache",
      [](Paged& c) { c.table.data<int32_t>()[2] = 6; },
+     kValue,
+     {"block_table[0, 2] is 6; the cache has 6 pages"}},
+    {"page of one row",
+     [](Paged& c) {
+       c.seqlens.data<int32_t>()[0] = 7;  // rows 7 and 8 are appended
+       c.table.data<int32_t>()[2] = 6;
+     },
      kValue,
      {"block_table[0, 2] is 6; the cache has 6 pages"}},
     {"first page",

@@ -105,15 +105,13 @@ constexpr char kRefused[] = "attention with a KV cache takes no bias, block_mask
 
 const Case kRefusedOptions[] = {
     {"bias", [](Appending& c) { c.options.bias = &kAny.view; }, kValue, {"bias is", kRefused}},
-    {"blocks",
-     [](Appending& c) { c.options.block_mask = &kAny.view; },
-     kValue,
-     {"block_mask is g"}},
+    {"map", [](Appending& c) { c.options.block_mask = &kAny.view; }, kValue, {"block_mask is"}},
     {"dropout",
      [](Appending& c) { c.options.dropout_p = 0.5; },
      kValue,
      {"dropout_p is", kRefused}},
     {"no number", [](Appending& c) { c.options.dropout_p = NAN; }, kValue, {"dropout_p is given"}},
+    {"part", [](Appending& c) { c.options.query_start = 0; }, kValue, {"query_start is", kRefused}},
     {"random",
      [](Appending& c) { c.options.rng_state = &kAny.view; },
      kValue,
@@ -330,11 +328,11 @@ const PagedCase kPaged[] = {
     {"page size",
      [](Paged& c) { c.k_cache.shape[1] = c.v_cache.shape[1] = 3; },
      kValue,
-     {"k_cache has page_size 3; a power of two is allowed"}},
+     {"k_cache has page_size 3; with block_table a power of two is allowed"}},
     {"no page size",
      [](Paged& c) { c.k_cache.shape[1] = c.v_cache.shape[1] = 0; },
      kValue,
-     {"k_cache has page_size 0; a power of two"}},
+     {"k_cache has page_size 0; with block_table a power of two"}},
     {"huge pages",
      [](Paged& c) { c.k_cache.shape[1] = c.v_cache.shape[1] = int64_t{1} << 31; },
      kValue,
@@ -383,7 +381,7 @@ const PagedCase kPaged[] = {
     {"more than fits",
      [](Paged& c) { c.table.view.shape[1] = 0; },
      kValue,
-     {"k_new has seqlen_new 2, but the cache has room for 0 rows"}},
+     {"k_new has seqlen_new 2, but block_table has room for 0 rows"}},
 };
 
 }  // namespace

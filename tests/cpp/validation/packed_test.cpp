@@ -62,15 +62,22 @@ const CaseOf<Packed> kPacked[] = {
     {"only queries",
      [](Packed& c) { c.options.cu_seqlens_k = nullptr; },
      kValue,
-     {"cu_seqlens_q is given without cu_seqlens_k; packed sequences need both"}},
+     {"cu_seqlens_q is given without cu_seqlens_k; both or none are allowed"}},
     {"only keys",
      [](Packed& c) { c.options.cu_seqlens_q = nullptr; },
+     kValue,
+     {"cu_seqlens_k is given without cu_seqlens_q"}},
+    {"only keys, and queries as without both",
+     [](Packed& c) {
+       c.options.cu_seqlens_q = nullptr;
+       c.q.rank = 4;
+     },
      kValue,
      {"cu_seqlens_k is given without cu_seqlens_q"}},
     {"q rank",
      [](Packed& c) { c.q.rank = 4; },
      kValue,
-     {"q has 4 dimensions", "expected 3: (total_q, heads, head_dim) with cu_seqlens_q"}},
+     {"q has 4 dimensions, shape (5, 4, 8, ", "expected 3: (total_q, heads, head_dim) with cu_"}},
     {"out rank", [](Packed& c) { c.out.rank = 2; }, kValue, {"out has 2 dim", "expected 3"}},
     {"lse rank",
      [](Packed& c) { c.lse.rank = 3; },
@@ -132,7 +139,16 @@ const CaseOf<Packed> kPacked[] = {
     {"bias of another length",
      [](Packed& c) { c.packed_bias.view.shape[3] = 6; },
      kValue,
-     {"bias has shape (3, 1, 4, 6); expected (3 or 1, 4 or 1, 4 or 1, 7 or 1)"}},
+     {"bias has shape (3, 1, 4, 6); expected (3 or 1, 4 or 1, 4 or 1, 7 or 1): (batch or 1, "
+      "heads or 1, max_seqlen_q or 1, max_seqlen_k or 1)"}},
+    {"dropout mask of another length",
+     [](Packed& c) { c.packed_mask.view.shape[2] = 5; },
+     kValue,
+     {"expected (3, 4, 4, 7): (batch, heads, max_seqlen_q, max_seqlen_k)"}},
+    {"blocks of another length",
+     [](Packed& c) { c.packed_blocks.view.shape[2] = 2; },
+     kValue,
+     {"blocks of 128 x 128 of 4 queries and 7 keys, max_seqlen_q and max_seqlen_k"}},
     {"used of another batch",
      [](Packed& c) { c.packed_used.view.shape[0] = 2; },
      kValue,
@@ -178,6 +194,22 @@ const CaseOf<Packed> kLengths[] = {
      [](Packed& c) { c.packed_used.data<int32_t>()[1] = -1; },
      kValue,
      {"seqused_k[1] is -1; 0 to the sequence's number of keys, 2, is allowed"}},
+    {"a negative start",
+     [](Packed& c) {
+       static SmallTensor starts(DType::kInt32, {3});
+       starts.assign<int32_t>({0, -1, 0});
+       c.options.query_starts = &starts.view;
+     },
+     kValue,
+     {"query_starts[1] is -1; 0 to 1073741824 is allowed"}},
+    {"a start between draws",
+     [](Packed& c) {
+       static SmallTensor starts(DType::kInt32, {3});
+       starts.assign<int32_t>({8, 9, 0});
+       c.options.key_starts = &starts.view;
+     },
+     kValue,
+     {"key_starts[1] is 9; 0 to 1073741824, with dropout a multiple of 8, is allowed"}},
     {"more use than keys",
      [](Packed& c) { c.packed_used.data<int32_t>()[0] = 2; },
      kValue,

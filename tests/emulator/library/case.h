@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -18,6 +19,7 @@ struct Case {
   unsigned seed;
 
   int64_t left = -1, right = -1;
+  std::optional<int64_t> diagonal;
   double softcap = 0, alibi = 0, dropout = 0;
   std::string bias, bias_axes = "bhqk";
   std::vector<int64_t> block;
@@ -69,6 +71,7 @@ struct Case {
     const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
     if (key == "left") left = std::stoll(value);
     else if (key == "right") right = std::stoll(value);
+    else if (key == "diagonal") diagonal = std::stoll(value);
     else if (key == "softcap") softcap = std::stod(value);
     else if (key == "alibi") alibi = std::stod(value);
     else if (key == "shared_slopes") shared_slopes = value == "1";

@@ -8,6 +8,7 @@
 //   left, right         window                  softcap         sink=1     a logit for each head
 //   alibi=SLOPE         of the first head       shared_slopes=1            slopes of all sequences
 //   dropout=P           out=fp32   type of the output
+//   diagonal=N          query 0 and key N are on it
 //   bias=TYPE           fp32, fp16, bf16 (a tenth and every seventh key -inf) or bool
 //   bias_axes=bhqk      with 1 for each axis that is broadcast
 //   block=ROWS,KEYS     random block mask       used=N,N,...    seqused_k

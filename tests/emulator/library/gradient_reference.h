@@ -150,7 +150,7 @@ class GradientReference {
     const double ds_error = float_error * probability * (kept * dp_size + delta_size);
     if (dbias_ != nullptr) dbias_->add(p_.bias->index(b, h, i, j), ds, ds_error);
     if (dslopes_ != nullptr) {
-      const double distance = Reference::distance(s, i, j);
+      const double distance = forward_.distance(s, i, j);
       dslopes_->add(p_.slopes->index(0, 0, b, h), -distance * ds, distance * ds_error);
     }
 

@@ -133,6 +133,7 @@ class Options {
     options_.causal = c.causal != 0;
     options_.window_left = c.left;
     options_.window_right = c.right;
+    options_.diagonal = c.diagonal;
     options_.softcap = c.softcap;
     options_.dropout_p = c.dropout;
     options_.seed = rng[0];

@@ -82,10 +82,13 @@ class Reference {
     return (draws[place / 2] >> (place % 2 * 16) & 0xffff) < threshold_;
   }
 
+  // Query 0 and this key are on the diagonal.
+  int64_t shift(const Sequence& s) const { return c_.diagonal.value_or(s.keys - s.queries); }
+
   // Whether query i sees key j, both counted within sequence b.
   bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (j >= s.keys) return false;
-    const int64_t diagonal = i + s.keys - s.queries;
+    const int64_t diagonal = i + shift(s);
     const int64_t right = c_.causal != 0 ? 0 : c_.right;
     if (c_.left >= 0 && j < diagonal - c_.left) return false;
     if (right >= 0 && j > diagonal + right) return false;
@@ -117,8 +120,8 @@ class Reference {
     return {score + bias - alibi, slope, size + std::abs(bias) + std::abs(alibi)};
   }
 
-  static double distance(const Sequence& s, int64_t i, int64_t j) {
-    return std::abs(static_cast<double>(i + s.keys - s.queries - j));
+  double distance(const Sequence& s, int64_t i, int64_t j) const {
+    return std::abs(static_cast<double>(i + shift(s) - j));
   }
 
   // Of what is not dropped.

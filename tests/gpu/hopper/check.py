@@ -7,43 +7,20 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from typing import Any
 
 import torch
-from isolated import isolated
+from checker import MASKS, Checker, cumulative, run_checks, same_bits
 from library import Library, Problem, output_like, reference
 
 NAN = float("nan")
-MASKS = {
-    "full": (-1, -1),
-    "causal": (-1, 0),
-    "left": (100, -1),
-    "window": (70, 30),
-    "right": (-1, 50),
-    "thin": (0, 0),
-    "far causal": (300, 0),
-}
 
 
-class Checker:
-    def __init__(self, library: Library, dtype: torch.dtype) -> None:
-        self.library = library
-        self.dtype = dtype
-        self.failures: list[str] = []
-        self.count = 0
-        self.worst = 0.0
+class ForwardChecker(Checker):
+    def __init__(self, path: str, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.library = Library(path)
         self.generator = torch.Generator("cuda").manual_seed(1)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        x = torch.randn(*shape, device="cuda", generator=self.generator)
-        return x.to(self.dtype)
-
-    def expect(self, ok: bool, what: str) -> None:
-        self.count += 1
-        if not ok:
-            self.failures.append(what)
-            print("FAILED", what, flush=True)
 
     def run(self, p: Problem, *, ctas: int = 0, float_out: bool = False) -> tuple[Any, Any, Any]:
         out = output_like(p, torch.float32 if float_out else None)
@@ -80,17 +57,10 @@ class Checker:
             self.expect(lse_error < 2e-3, f"{what}: LSE error {lse_error:.2e}")
 
     def same_bits(self, what: str, a: torch.Tensor, b: torch.Tensor) -> None:
-        bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-        same = bool((a.contiguous().view(bits) == b.contiguous().view(bits)).all())
-        self.expect(same, f"{what}: other bits")
+        self.expect(same_bits(a, b), f"{what}: other bits")
 
 
-def cumulative(lengths: list[int]) -> torch.Tensor:
-    sums = [0, *itertools.accumulate(lengths)]
-    return torch.tensor(sums, dtype=torch.int32, device="cuda")
-
-
-def check_lengths(c: Checker, d: int) -> None:
+def check_lengths(c: ForwardChecker, d: int) -> None:
     lengths = (1, 2, 63, 64, 65, 80, 127, 128, 129, 191, 193, 300, 513)
     for i, (sq, sk) in enumerate(itertools.product(lengths, lengths)):
         mask = list(MASKS)[i % len(MASKS)]
@@ -104,7 +74,7 @@ def check_lengths(c: Checker, d: int) -> None:
         c.compare(f"{sq} x {sk}", p)
 
 
-def check_masks(c: Checker, d: int) -> None:
+def check_masks(c: ForwardChecker, d: int) -> None:
     for mask, (left, right) in MASKS.items():
         for sq, sk in ((700, 700), (300, 1000), (1000, 300), (1024, 1024)):
             for heads, heads_k, ctas in ((4, 4, 0), (6, 2, 5), (8, 1, 132)):
@@ -118,7 +88,7 @@ def check_masks(c: Checker, d: int) -> None:
                 c.compare(f"{mask} {sq} x {sk}, {heads}/{heads_k} heads", p, ctas=ctas)
 
 
-def check_features(c: Checker, d: int) -> None:
+def check_features(c: ForwardChecker, d: int) -> None:
     """Other head dims, scales, large scores, sinks, float32 outputs, layouts, max_logits."""
     half = d // 2
     for dk, dv in ((half + 8, half + 8), (d - 8, d), (d, d - 24), (d, 8), (8, 8), (half, d)):
@@ -147,7 +117,7 @@ def check_features(c: Checker, d: int) -> None:
     c.expect(bool((maxima - expected).abs().max() < 1e-2), "max_logits")
 
 
-def check_packed(c: Checker, d: int) -> None:
+def check_packed(c: ForwardChecker, d: int) -> None:
     tables = (
         ([0, 200], [0, 300]),
         ([200, 0], [300, 0]),
@@ -184,7 +154,7 @@ def check_packed(c: Checker, d: int) -> None:
         c.compare(f"seqused {left} {right}", p)
 
 
-def check_poison(c: Checker, d: int) -> None:
+def check_poison(c: ForwardChecker, d: int) -> None:
     """NaN and infinity in K and V reach the rows that see them, and no others."""
     for bad, (left, right), sk in itertools.product(
         (NAN, float("inf")), ((-1, 0), (70, 30), (100, -1)), (300, 389, 640)
@@ -230,7 +200,7 @@ def check_poison(c: Checker, d: int) -> None:
         c.same_bits(f"packed neighbour of {length}", c.run(p)[0][:64], clean[:64])
 
 
-def check_bits(c: Checker, d: int) -> None:
+def check_bits(c: ForwardChecker, d: int) -> None:
     """A sequence's bits do not depend on its batch, its packing, the grid or the run."""
     for mask, (left, right) in MASKS.items():
         lengths = [700, 300, 129, 1]
@@ -253,39 +223,6 @@ def check_bits(c: Checker, d: int) -> None:
 
 
 CHECKS = (check_masks, check_bits, check_lengths, check_features, check_packed, check_poison)
-LIMIT_S = 45.0  # of a group
-
-
-def run_check(path: str, dtype: torch.dtype, d: int, check: Any) -> tuple[int, int, float]:
-    checker = Checker(Library(path), dtype)
-    check(checker, d)
-    return checker.count, len(checker.failures), checker.worst
-
-
-def main() -> int:
-    path, d = sys.argv[1], int(sys.argv[2])
-    dtype = torch.float16 if "float16" in sys.argv else torch.bfloat16
-    checks = CHECKS[:2] if "quick" in sys.argv else CHECKS
-    count, failed, worst, broken = 0, 0, 0.0, []
-    for check in checks:
-        start = time.time()
-        result, problem = isolated(LIMIT_S, run_check, path, dtype, d, check)
-        if result is None:
-            broken.append(f"{check.__name__} {problem}")
-        else:
-            count, failed, worst = count + result[0], failed + result[1], max(worst, result[2])
-        print(
-            f"{check.__name__}: {problem or f'{result[1]} of {result[0]} failed'}, "
-            f"{time.time() - start:.1f} s",
-            flush=True,
-        )
-    print(
-        f"{path}: {count} checks, {failed} failed, worst relative error {worst:.2e}",
-        *broken,
-        sep="; ",
-    )
-    return 1 if failed or broken else 0
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_checks(ForwardChecker, CHECKS))

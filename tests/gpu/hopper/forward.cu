@@ -8,6 +8,7 @@
 
 #include "call.h"
 #include "sm90/forward/launch.h"
+#include "strides.h"
 #include "variant/forward_variants.h"
 
 namespace {
@@ -28,18 +29,6 @@ struct Config {
   static constexpr sm90::ForwardConfig value = make_config();
 };
 using Traits = sm90::ForwardTraits<ELEMENT, HEAD_DIM, HEAD_DIM, Config>;
-
-}  // namespace
-
-namespace {
-
-Strides strides(const int64_t (&of)[3]) {
-  Strides result;
-  result.batch = of[0];
-  result.row = of[1];
-  result.head = of[2];
-  return result;
-}
 
 ForwardParams params_of(const Call& call) {
   ForwardParams params;

@@ -20,16 +20,23 @@ NUMBERS = (
 )  # fmt: skip
 
 
-class Call(ctypes.Structure):
-    """Mirrors forward.cu's."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64 * 3) for name in STRIDES),
+def fields(
+    pointers: tuple[str, ...], strides: tuple[str, ...], numbers: tuple[str, ...]
+) -> list[tuple[str, Any]]:
+    """Those of a call's structure, in the order of call.h and backward_call.h."""
+    return [
+        *((name, ctypes.c_void_p) for name in pointers),
+        *((name, ctypes.c_int64 * 3) for name in strides),
         *((name, ctypes.c_int64) for name in SIZES),
         ("softmax_scale", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in NUMBERS),
+        *((name, ctypes.c_int32) for name in numbers),
     ]
+
+
+class Call(ctypes.Structure):
+    """Mirrors call.h's."""
+
+    _fields_ = fields(POINTERS, STRIDES, NUMBERS)
 
 
 @dataclass
@@ -54,14 +61,45 @@ class Problem:
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     """Those of batch, row and head."""
     strides = x.stride()[:-1]
     return strides if len(strides) == 3 else (0, *strides)
 
 
-def _pointer(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def fill(c: Any, p: Problem, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Writes what the calls of both directions have: pointers, strides, sizes and the stream.
+
+    The structure says which tensors have strides; `lse` is (batch, head, row) or (head, token).
+    """
+    packed = p.cu_q is not None
+    for name, tensor in tensors.items():
+        setattr(c, name, None if tensor is None else tensor.data_ptr())
+        if tensor is None or not hasattr(c, f"{name}_stride"):
+            continue
+        # The LSE's strides are those of (batch, row, head), too, and it has no columns.
+        by_row = tensor.transpose(-1, -2)[..., None] if name == "lse" else tensor
+        setattr(c, f"{name}_stride", (ctypes.c_int64 * 3)(*strides_of(by_row)))
+    c.stream = torch.cuda.current_stream().cuda_stream
+    c.total_q, c.total_k = (p.q.shape[0], p.k.shape[0]) if packed else (0, 0)
+    c.window_left, c.window_right = p.left, p.right
+    c.softmax_scale = p.softmax_scale
+    c.batch = p.cu_q.numel() - 1 if packed else p.q.shape[0]
+    c.heads, c.heads_k = p.q.shape[-2], p.k.shape[-2]
+    c.seqlen_q = p.max_q if packed else p.q.shape[1]
+    c.seqlen_k = p.max_k if packed else p.k.shape[1]
+    c.head_dim = p.q.shape[-1]
+
+
+def launcher(function: Any, c: Any, *keep: Any) -> Any:
+    """Returns a function that launches, and keeps what the call points to."""
+
+    def launch() -> None:
+        if function(ctypes.byref(c)) != 0:
+            raise RuntimeError("the launch failed")
+
+    launch.keep = keep  # type: ignore[attr-defined]
+    return launch
 
 
 class Library:
@@ -80,42 +118,19 @@ class Library:
 
         There are at most `ctas` CTAs, 0: as many as multiprocessors.
         """
-        packed = p.cu_q is not None
-        batch = p.q.shape[0] if not packed else p.cu_q.numel() - 1
         c = Call()
         tensors = {
             "q": p.q, "k": p.k, "v": p.v, "out": out, "lse": lse, "max_logits": max_logits,
             "sinks": p.sinks, "cu_seqlens_q": p.cu_q, "cu_seqlens_k": p.cu_k,
             "seqused_k": p.used_k,
         }  # fmt: skip
-        for name, tensor in tensors.items():
-            setattr(c, name, _pointer(tensor))
-        c.stream = torch.cuda.current_stream().cuda_stream
-        for name in ("q", "k", "v", "out"):
-            setattr(c, f"{name}_stride", (ctypes.c_int64 * 3)(*_strides(tensors[name])))
-        if lse is not None:
-            s = lse.stride()
-            c.lse_stride = (ctypes.c_int64 * 3)(
-                *((0, s[1], s[0]) if packed else (s[0], s[2], s[1]))
-            )
-        c.total_q, c.total_k = (p.q.shape[0], p.k.shape[0]) if packed else (0, 0)
-        c.window_left, c.window_right = p.left, p.right
-        c.softmax_scale = p.softmax_scale
-        c.batch, c.heads, c.heads_k = batch, p.q.shape[-2], p.k.shape[-2]
-        c.seqlen_q = p.max_q if packed else p.q.shape[1]
-        c.seqlen_k = p.max_k if packed else p.k.shape[1]
-        c.head_dim, c.head_dim_v = p.q.shape[-1], p.v.shape[-1]
+        fill(c, p, tensors)
+        c.head_dim_v = p.v.shape[-1]
         c.float_out = out.dtype == torch.float32
         c.multiprocessors = ctas or torch.cuda.get_device_properties(0).multi_processor_count
         scratch = torch.empty(1, dtype=torch.int32, device=p.q.device)
         c.scratch = scratch.data_ptr()
-
-        def launch() -> None:
-            if self._forward(ctypes.byref(c)) != 0:
-                raise RuntimeError("the launch failed")
-
-        launch.keep = (p, out, lse, max_logits, scratch)  # type: ignore[attr-defined]
-        return launch
+        return launcher(self._forward, c, p, out, lse, max_logits, scratch)
 
 
 def output_like(p: Problem, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Blocks {
   }
   std::int64_t index() const { return index_; }
   const Sequence& sequence() const { return sequence_; }
-  Mask mask() const { return Mask(sequence_.seqlen_q, sequence_.seqlen_k, a_.window); }
+  Mask mask() const { return Mask(sequence_, a_.window); }
   int head_k(int head) const { return head / (a_.heads / a_.heads_k); }
 
   void load_rows(int head, int first_row, RowBlock<T>* block) const {
@@ -202,7 +202,7 @@ class Blocks {
       QueryRow<T>& query = block->rows[r];
       query.head = block->head;
       query.query = block->first_row + (exists ? r : block->count - 1);
-      query.diagonal = std::int64_t{query.query} + sequence_.seqlen_k - sequence_.seqlen_q;
+      query.diagonal = std::int64_t{query.query} + sequence_.shift;
       if (modifier_.active()) modifier_.begin_row(index_, &query);
       block->diagonal[r] = static_cast<T>(query.diagonal);
       block->lse[r] = exists ? sums_.lse[offset + r] : T(kInfinity);

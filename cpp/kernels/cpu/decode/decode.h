@@ -61,7 +61,8 @@ class DecodeRunner {
     const int split = static_cast<int>(number % splits_);
     const CachedSequence cached = cached_sequence(p_, task.index);
     task.sequence.seqlen_k = task.sequence.all_keys = cached.seqlen_k;
-    const Mask mask(p_.attention.seqlen_q, cached.seqlen_k, p_.attention.window);
+    task.sequence.shift = cached.seqlen_k - p_.attention.seqlen_q;
+    const Mask mask(task.sequence, p_.attention.window);
     const SplitKeys keys =
         split_keys(p_, split, mask.first_key(0), mask.end_key(p_.attention.seqlen_q - 1), kBlockN);
     task.first_key = keys.begin;

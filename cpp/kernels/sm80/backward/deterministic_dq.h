@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   float slope_sum = 0.0f;
   if (row0 < sequence.seqlen_q) {
     const ScoreGradientTile<Traits> tiles(params, sequence, smem);
-    const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+    const Mask mask(sequence, params.attention.window);
     const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
     const BlockMask blocks(params.attention, batch, head);
     const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head) + row0;

@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/launch.h"
+#include "cuda/backward_grid.h"
 #include "sm80/backward/epilogue.h"
 #include "sm80/backward/gqa_partials.h"
 #include "sm80/backward/mainloop.h"
@@ -14,25 +15,6 @@
 #include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
-
-// Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
-// heads_per_l2_section; within a section the first blocks, which most rows see, start first. (The
-// forward's LptTileScheduler gains nothing here.)
-template <int kBlockN>
-ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
-  const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
-  const int heads = params.attention.heads_k * params.gqa_splits;
-  const int triples = static_cast<int>(params.attention.batch) * heads;
-  const int section = index / (params.heads_per_l2_section * key_blocks);
-  const int first = section * params.heads_per_l2_section;
-  const int section_triples = min(params.heads_per_l2_section, triples - first);
-  const int rest = index - first * key_blocks;
-  const int triple = first + rest % section_triples;
-  const int64_t batch = triple / heads;
-  const int head = triple % heads;
-  return BackwardWorkTile{sequence_of(params.attention, batch), batch, head / params.gqa_splits,
-                          head % params.gqa_splits, rest / section_triples * kBlockN};
-}
 
 template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads)
@@ -78,25 +60,23 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
   using namespace cute;
   using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
   auto& smem = *reinterpret_cast<Buffer*>(anyflash_smem);
-  const int row_blocks = (params.attention.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
-  const int row = static_cast<int>(blockIdx.x) % row_blocks * Traits::kBlockM;
-  const int pair = static_cast<int>(blockIdx.x) / row_blocks;
-  const int64_t batch = pair / params.attention.heads;
-  const int head = pair % params.attention.heads;
-  const Sequence sequence = sequence_of(params.attention, batch);
-  if (row >= sequence.seqlen_q) return;
+  const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params, blockIdx.x);
+  const Sequence& sequence = block.sequence;
+  if (block.first_row >= sequence.seqlen_q) return;
 
   const typename Traits::QueryMma mma;
   auto acc = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
   const float* const tile =
-      params.dq_accum + (params.first_row(sequence, batch, head) + row) * Traits::kHeadDim;
+      params.dq_accum +
+      (params.first_row(sequence, block.batch, block.head) + block.first_row) * Traits::kHeadDim;
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) {
     acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
   }
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(
-        params.dq, params.dq_stride, query_rows(sequence, head, row), params.attention.head_dim);
+        params.dq, params.dq_stride, query_rows(sequence, block.head, block.first_row),
+        params.attention.head_dim);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
   };
   if (params.grad_dtype == DType::kFloat32) store(float{});

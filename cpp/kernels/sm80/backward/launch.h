@@ -18,6 +18,7 @@
 #include "common/launch.h"
 #include "common/math.h"
 #include "common/softmax.h"
+#include "cuda/backward_launch.h"
 #include "cuda/backward_preprocess.h"
 #include "cuda/descriptor.h"
 #include "grid_heuristics.h"
@@ -33,67 +34,6 @@
 #include "variant/backward_variants.h"
 
 namespace anyflash::sm80 {
-
-// Divides `memory` (null: only the size is wanted) among what the kernels need there. Returns the
-// bytes used.
-template <class Traits>
-std::size_t place_scratch(BackwardScratch& p, char* memory) {
-  const Attention& a = p.attention;
-  const bool packed = a.cu_seqlens_q != nullptr;
-  const auto padded = [](int64_t rows) {
-    return (rows + Traits::kBlockM - 1) / Traits::kBlockM * Traits::kBlockM;
-  };
-  const int64_t heads = (packed ? 1 : a.batch) * a.heads;
-  p.gqa_splits = gqa_splits(a.heads, a.heads_k);
-  p.block_m = Traits::kBlockM;
-  p.padded_rows = packed ? padded(a.total_q + a.batch * Traits::kBlockM) : padded(a.seqlen_q);
-  p.dq_columns = Traits::kHeadDim;
-  std::size_t used = 0;
-  const auto take = [&](auto*& at, int64_t count) {
-    constexpr std::size_t kAlignment = 256;
-    if (memory != nullptr) at = reinterpret_cast<decltype(+at)>(memory + used);
-    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(*at);
-    used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  };
-  take(p.lse_delta, heads * p.padded_rows);
-  if (!p.deterministic) take(p.dq_accum, heads * p.padded_rows * p.dq_columns);
-  if (p.dout_dtype == DType::kFloat32) {
-    const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
-    auto* rounded = static_cast<typename Traits::Element*>(nullptr);
-    take(rounded, heads * (packed ? a.total_q : a.seqlen_q) * columns);
-    p.dout_rounded = rounded;
-  }
-  if (a.alibi_slopes.data != nullptr) take(p.slopes_log2, a.batch * a.heads);
-  if (p.gqa_splits > 1) {
-    constexpr int kBlockN = Traits::kBlockN;
-    p.key_blocks = packed ? a.total_k / kBlockN + a.batch : (a.seqlen_k + kBlockN - 1) / kBlockN;
-    const int64_t parts = (packed ? 1 : a.batch) * a.heads_k * p.key_blocks * p.gqa_splits;
-    take(p.gqa_partials, parts * kGqaPartialElements<Traits>);
-    take(p.gqa_nonfinite_dout, parts);
-  }
-  if (p.dalibi_slopes.data != nullptr) {
-    take(p.slope_sums, a.batch * a.heads * ((int64_t{a.seqlen_q} + 63) / 64));
-  }
-  return used;
-}
-
-template <class Traits>
-std::size_t backward_scratch_bytes(const BackwardParams& params, const LaunchContext&) {
-  BackwardScratch scratch{params};
-  return place_scratch<Traits>(scratch, nullptr);
-}
-
-// Runs kKernel on `blocks` CTAs, none where there is nothing to do.
-template <auto kKernel, class Traits, int kThreads = Traits::kThreads>
-void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream,
-                   const BackwardScratch& params) {
-  if (blocks == 0) return;
-  if (blocks > INT32_MAX) {
-    throw Error(ErrorCode::kUnsupported, "the problem needs " + std::to_string(blocks) +
-                                             " CTAs; a CUDA grid holds at most 2147483647");
-  }
-  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params);
-}
 
 template <class Traits, class RowTraits, class Scores>
 void launch_backward(const BackwardParams& params, const LaunchContext& context) {
@@ -112,12 +52,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
   const int64_t pairs = a.batch * a.heads;
   backward_preprocess(p, stream);
-  if (p.dout_rounded != nullptr) {
-    const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
-    const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
-    p.dout = p.dout_rounded;
-    p.dout_stride = Strides{a.heads * rows * columns, columns, rows * columns, 1};
-  }
+  use_rounded_dout(p);
   launch_blocks<backward_kernel<Traits, Scores>, Traits>(
       blocks(a.seqlen_k, Traits::kBlockN) * a.batch * a.heads_k * p.gqa_splits,
       sizeof(typename Traits::SharedStorage), stream, p);

@@ -6,6 +6,7 @@
 
 #include "common/finite.h"
 #include "common/macros.h"
+#include "cuda/backward_epilogue.h"
 #include "sm80/copy.h"
 #include "sm80/tiled_mma.h"
 #include "variant/backward_scratch.h"
@@ -13,20 +14,6 @@
 #include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
-
-// Rows of one head of a tensor, of which so many exist.
-struct TileRows {
-  int64_t batch;
-  int head;
-  int64_t first;
-  int count;
-};
-ANYFLASH_DEVICE TileRows query_rows(const Sequence& sequence, int head, int row0) {
-  return {sequence.batch, head, sequence.first_q + row0, sequence.seqlen_q - row0};
-}
-ANYFLASH_DEVICE TileRows key_rows(const Sequence& sequence, int head_k, int col0) {
-  return {sequence.batch, head_k, sequence.first_k + col0, sequence.seqlen_k - col0};
-}
 
 // What a thread copies of a tile whose row r lies in row Order(r) of shared memory, and where that
 // is in the tile: (VECTOR, ROWS, PANELS).

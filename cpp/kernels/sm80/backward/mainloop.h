@@ -43,7 +43,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
                                        AccV& acc_dv) {
   using namespace cute;
   const typename Traits::SequenceInLoop sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+  const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   QueryTileIterator<Traits, Scores> tiles(params, block, mask);
   if (!tiles.valid()) return;
   RowLoader<Traits> rows(params, sequence, smem);

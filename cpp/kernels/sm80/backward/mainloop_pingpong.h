@@ -25,7 +25,7 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   using namespace cute;
   using Tiles = QueryTileIterator<Traits, Scores>;
   const typename Traits::SequenceInLoop sequence = block.sequence;
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, params.attention.window);
+  const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   Tiles tiles(params, block, mask);
   if (!tiles.valid()) return;
   PingPong<Traits, Tiles> schedule(smem.ping_pong, tiles);

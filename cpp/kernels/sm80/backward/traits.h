@@ -35,6 +35,9 @@ struct BackwardTraits {
   // What an iteration of the loop takes. In ping-pong, that is a tile of rows of each group of
   // warps.
   static constexpr Tile kRound{kPingPong ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
+  // Of the workspace.
+  static constexpr int kDqColumns = kHeadDim;
+  static constexpr bool kStatsByKind = false;
   // Those that share a tile of rows.
   static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;
   static constexpr int kRowWarps = kRowThreads / 32;

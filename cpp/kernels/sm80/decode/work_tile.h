@@ -28,7 +28,7 @@ struct DecodeWorkTile {
   ANYFLASH_DEVICE int query(int row) const { return (first_row + row) / group; }
   ANYFLASH_DEVICE int head(int row) const { return head_k * group + (first_row + row) % group; }
   ANYFLASH_DEVICE Mask mask(const KvCacheParams& p) const {
-    return Mask(p.attention.seqlen_q, sequence.seqlen_k, p.attention.window);
+    return Mask::at_bottom_right(p.attention.seqlen_q, sequence.seqlen_k, p.attention.window);
   }
   // Whether some row does not see some of the keys [begin, end).
   ANYFLASH_DEVICE bool hides(int begin, int end) const {

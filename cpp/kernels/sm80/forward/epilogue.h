@@ -9,6 +9,8 @@
 #include "cuda/epilogue.h"
 #include "params.h"
 #include "sm80/copy.h"
+#include "sm80/tile_pieces.h"
+#include "sm80/tiled_mma.h"
 #include "variant/forward_variants.h"
 #include "variant/mask.h"
 #include "variant/score_mod.h"
@@ -17,35 +19,20 @@
 namespace anyflash::sm80 {
 
 // Rounded, and through shared memory, where Q lay, so that rows are written 16 bytes at a time.
-template <class Traits, class AccO>
+template <class Traits, class AccO, class Places>
 ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardWorkTile& block,
                                    typename Traits::SharedStorage& smem, const AccO& acc_o,
-                                   int rows) {
-  using namespace cute;
+                                   const Places& tOcO, int rows) {
   using Element = typename Traits::Element;
-  using ShapeO = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>;
-  const int thread = threadIdx.x;
-  typename Traits::TiledMma mma;
-  auto rounded = round_fragment<Element>(acc_o);
-  auto sO = make_tensor(make_smem_ptr(smem.q.data()), typename Traits::TileO::Layout{});
-  auto smem_store = make_tiled_copy_C(typename Traits::SmemStore{}, mma);
-  auto thread_store = smem_store.get_thread_slice(thread);
-  auto tOrO_store = thread_store.retile_S(rounded);  // (COPY, MMA_M, MMA_N)
-  auto tOsO_store = thread_store.partition_D(sO);    // (COPY, MMA_M, MMA_N)
-  copy(smem_store, tOrO_store, tOsO_store);
+  using TileO = typename Traits::TileO;
+  accumulator_to_smem<TileO>(smem.q.data(), round_fragment<Element>(acc_o), tOcO);
   __syncthreads();  // the whole tile is in shared memory
-
-  auto gO = gmem_tile<Element>(ShapeO{}, params.out, params.out_stride, block.sequence.batch,
-                               block.head, block.sequence.first_q + block.first_row);
-  typename Traits::TileO::Store store;
-  auto thread_copy = store.get_thread_slice(thread);
-  auto tOgO = thread_copy.partition_D(gO);                              // (VECTOR, ROWS, PANELS)
-  auto tOsO = thread_copy.partition_S(sO);                              // (VECTOR, ROWS, PANELS)
-  auto tOcO = thread_copy.partition_D(make_identity_tensor(ShapeO{}));  // (VECTOR, ROWS, PANELS)
-  auto tOrO = make_fragment_like(tOsO);
-  copy(store, tOsO, tOrO);
-  const ColumnGuard<decltype(size<2>(tOrO))::value> columns(tOcO, params.attention.head_dim_v);
-  store_tile(tOrO, tOgO, tOcO, columns, rows);
+  const auto gO = gmem_tile<Element>(typename TileO::Shape{}, params.out, params.out_stride,
+                                     block.sequence.batch, block.head,
+                                     block.sequence.first_q + block.first_row);
+  store_pieces<TileO, PlainKeyOrder<Traits::kBlockM>>(
+      cute::raw_pointer_cast(gO.data()), static_cast<int>(params.out_stride.row), rows,
+      params.attention.head_dim_v, smem.q.data(), threadIdx.x);
 }
 
 template <class Traits, class Variant, class AccO, class Softmax>
@@ -75,7 +62,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   if (params.lse != nullptr) store_lse(params, block, lse, coordinates, rows);
   const bool float_out = params.out_dtype == DType::kFloat32;
   if (float_out) store_float(params, block, out_matrix, coordinates, rows);
-  else store_rounded<Traits>(params, block, smem, acc_o, rows);
+  else store_rounded<Traits>(params, block, smem, acc_o, tOcO, rows);
 
   if (__syncthreads_or(found_nonfinite)) {  // and the whole tile is in global memory
     if (float_out) restore_values<Traits, float>(params, block, variant);

@@ -21,22 +21,14 @@ struct ForwardLaunch : ForwardParams {
   float q_factor = 1.0f;  // what Q is multiplied by: 1, or the scale's sign or 0 (scale_log2)
 };
 
-// Grid: x = all blocks of query rows, in the order of params.scheduler. A head's last row blocks,
-// which see the most keys, start first.
-template <int kBlockM>
-ANYFLASH_DEVICE ForwardWorkTile forward_block(const ForwardLaunch& params, int index) {
-  const LptTileScheduler::TileCoord coord = params.scheduler.tile_at(index);
-  const int row_blocks = ceil_div(params.attention.seqlen_q, kBlockM);
-  return ForwardWorkTile{sequence_of(params.attention, coord.batch), coord.batch, coord.head,
-                         coord.group, (row_blocks - 1 - coord.block) * kBlockM};
-}
-
+// Grid: x = all blocks of query rows, in the order of params.scheduler.
 template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     forward_kernel(const __grid_constant__ ForwardLaunch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  ForwardWorkTile block = forward_block<Traits::kBlockM>(params, blockIdx.x);
+  ForwardWorkTile block =
+      row_block_at<Traits::kBlockM>(params.scheduler, params.attention, blockIdx.x);
   if (block.first_row >= block.sequence.seqlen_q) return;  // shorter than the longest
   if (threadIdx.x == 0) smem.block = block;
 

@@ -18,7 +18,8 @@ struct KeyTiles {
 
   ANYFLASH_DEVICE KeyTiles(const Attention& attention, const ForwardWorkTile& block, int rows,
                            int keys)
-      : mask(block.sequence.seqlen_q, block.sequence.seqlen_k, attention.window),
+      : mask(block.sequence.seqlen_q, block.sequence.seqlen_k, uniform(block.sequence.shift),
+             attention.window),
         variant(attention, block, keys),
         range(mask.k_range(block.first_row, rows, keys)),
         first(visited(range.first())) {}
@@ -30,6 +31,12 @@ struct KeyTiles {
   }
 
  private:
+  // All lanes have the same: what a reduction makes of it lies in a uniform register. In another
+  // one, kept through the loops, it makes the plain kernel spill.
+  ANYFLASH_DEVICE static int uniform(int x) {
+    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
+  }
+
   ANYFLASH_DEVICE int visited(int n) const {
     while (n >= 0 && !variant.visits(n)) n = range.next(n);
     return n;

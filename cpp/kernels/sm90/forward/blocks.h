@@ -40,10 +40,10 @@ class BlockScheduler {
   // The next block of this CTA that has rows; one that does not exist after the last.
   ANYFLASH_DEVICE void take(BlockWork& block) {
     for (; next_ < static_cast<unsigned>(params_.blocks); advance()) {
-      block.tile = tile_at(static_cast<int>(next_));
+      block.tile =
+          row_block_at<kBlockM>(params_.scheduler, params_.attention, static_cast<int>(next_));
       if (block.tile.first_row >= block.tile.sequence.seqlen_q) continue;
-      const Mask mask(block.tile.sequence.seqlen_q, block.tile.sequence.seqlen_k,
-                      params_.attention.window);
+      const Mask mask(block.tile.sequence, params_.attention.window);
       block.range = mask.k_range(block.tile.first_row, kBlockM, kBlockN);
       block.first_key = mask.unclamped_first_key(block.tile.first_row, kBlockM);
       block.end_key = mask.unclamped_end_key(block.tile.first_row, kBlockM);
@@ -58,14 +58,6 @@ class BlockScheduler {
     const unsigned taken = params_.taken == nullptr ? static_cast<unsigned>(params_.blocks)
                                                     : atomicAdd(params_.taken, 1u);
     next_ = gridDim.x + taken;
-  }
-
-  // A head's last row blocks, which see the most keys, come first.
-  ANYFLASH_DEVICE ForwardWorkTile tile_at(int index) const {
-    const LptTileScheduler::TileCoord place = params_.scheduler.tile_at(index);
-    const int row_blocks = (params_.attention.seqlen_q + kBlockM - 1) / kBlockM;
-    return ForwardWorkTile{sequence_of(params_.attention, place.batch), place.batch, place.head,
-                           place.group, (row_blocks - 1 - place.block) * kBlockM};
   }
 
   const ForwardLaunch& params_;

@@ -1,6 +1,8 @@
 // Tiles and schedules of the Hopper forward: a table.
 #pragma once
 
+#include "sm90/roles.h"
+
 namespace anyflash::sm90 {
 
 struct ForwardConfig {
@@ -72,12 +74,6 @@ constexpr ForwardConfig forward_config(int head_dim, int head_dim_v) {
   }
   return {};
 }
-
-// Of 64 K registers; setmaxnreg hands them from the producer to the consumers.
-struct RegisterSplit {
-  int producer;
-  int consumer;
-};
 
 constexpr RegisterSplit register_split(int consumer_warpgroups) {
   return consumer_warpgroups == 1   ? RegisterSplit{56, 256}

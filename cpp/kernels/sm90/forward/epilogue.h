@@ -15,48 +15,6 @@
 
 namespace anyflash::sm90 {
 
-// Word j of lane q of each quad becomes word q of lane j.
-ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
-  const auto exchange = [](uint32_t& low, uint32_t& high, int distance) ANYFLASH_INLINE_LAMBDA {
-    const bool is_high = (threadIdx.x & distance) != 0;
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
-    (is_high ? low : high) = got;
-  };
-  exchange(words[0], words[1], 1);
-  exchange(words[2], words[3], 1);
-  exchange(words[0], words[2], 2);
-  exchange(words[1], words[3], 2);
-}
-
-// The rows that exist, rounded. A lane stores 16 bytes, and a quad 64 of a row.
-template <class Traits>
-ANYFLASH_DEVICE void store_rounded(const ForwardLaunch& params, const ForwardWorkTile& block,
-                                   const typename Traits::AccO& acc_o) {
-  using Element = typename Traits::Element;
-  constexpr int kLanes = 4;   // of a quad
-  constexpr int kVector = 8;  // elements of 16 bytes
-  RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
-  rounded.round(acc_o);
-  const int row0 = block.first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-  const int col0 = threadIdx.x % kLanes * kVector;
-  CUTE_UNROLL
-  for (int i = 0; i < kThreadRows; ++i) {
-    const int row = row0 + 8 * i;
-    Element* const out =
-        first_of<Element>(params.out, params.out_stride, block.sequence, block.head, row) + col0;
-    CUTE_UNROLL
-    for (int col = 0; col < Traits::kHeadDimV; col += kLanes * kVector) {
-      uint32_t words[4];
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) words[j] = rounded.words[2 * (col / kVector + j) + i];
-      transpose_quads(words);
-      if (row < block.sequence.seqlen_q && col0 + col < params.attention.head_dim_v) {
-        *reinterpret_cast<uint4*>(out + col) = uint4{words[0], words[1], words[2], words[3]};
-      }
-    }
-  }
-}
-
 // A warp's 16 rows of O, in shared memory where its Q was, and on their way to global memory. No
 // other warp has to be waited for.
 template <class Traits>
@@ -79,7 +37,8 @@ class StagedRows {
     rounded.round(acc_o);
     CUTE_UNROLL
     for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
-      store_matrices(piece(lane_ % kWarpRows, 2 * i + lane_ / kWarpRows), rounded.words + 4 * i);
+      store_matrices(piece_of<TileO>(rows_, lane_ % kWarpRows, 2 * i + lane_ / kWarpRows),
+                     rounded.words + 4 * i);
     }
     fence_smem_writes();
     __syncwarp();  // all rows are there
@@ -105,13 +64,6 @@ class StagedRows {
   }
 
  private:
-  // Sixteen bytes of a row, as the swizzle places them.
-  ANYFLASH_DEVICE Element* piece(int row, int vector) const {
-    constexpr int kInPanel = kPanelColumns / kVector;
-    return rows_ + vector / kInPanel * TileO::kPanelElements + row * kPanelColumns +
-           (vector % kInPanel ^ row % 8) * kVector;
-  }
-
   ANYFLASH_DEVICE void copy(const ForwardLaunch& params, const ForwardWorkTile& block, int rows) {
     constexpr int kVectors = Traits::kHeadDimV / kVector;
     Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
@@ -121,7 +73,7 @@ class StagedRows {
       const int vector = i % kVectors;
       if (vector * kVector >= params.attention.head_dim_v) continue;
       *reinterpret_cast<uint4*>(out + row * params.out_stride.row + vector * kVector) =
-          *reinterpret_cast<const uint4*>(piece(row, vector));
+          *reinterpret_cast<const uint4*>(piece_of<TileO>(rows_, row, vector));
     }
   }
 
@@ -138,7 +90,7 @@ ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWor
     if (threadIdx.x % 32 == 0) wait_stores();
     fence_all_writes();
   }
-  sync_named(static_cast<int>(NamedBarrier::kConsumers), Traits::kThreads);
+  sync_consumers<Traits::kThreads>();
   if (params.out_dtype == DType::kFloat32) {
     restore_values<Traits, float>(params, block, variant);
   } else {
@@ -169,7 +121,12 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
     staged.write(acc_o);
     staged.store(params, block);
   } else {
-    store_rounded<Traits>(params, block, acc_o);
+    using Element = typename Traits::Element;
+    store_rows<Element, Traits::kHeadDimV>(
+        first_of<Element>(params.out, params.out_stride, block.sequence, block.head,
+                          block.first_row),
+        params.out_stride.row, static_cast<int>(threadIdx.x) / 32 * 16, rows,
+        params.attention.head_dim_v, acc_o);
   }
   if (params.lse != nullptr) store_lse(params, block, lse, coordinates, rows);
   if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant);

@@ -24,20 +24,11 @@ namespace anyflash::sm90 {
 template <class Traits>
 void make_tensor_maps(ForwardLaunch& launch) {
   const Attention& a = launch.attention;
-  const bool packed = a.cu_seqlens_q != nullptr;
-  TensorMapShape queries{};
-  queries.dtype = kElementType<typename Traits::Element>;
-  queries.columns = a.head_dim;
-  queries.rows = packed ? a.total_q : a.seqlen_q;
-  queries.heads = a.heads;
-  queries.batch = packed ? 1 : a.batch;
-  queries.box_rows = Traits::kWarpgroupRows;
+  constexpr DType kType = kElementType<typename Traits::Element>;
+  const TensorMapShape queries = query_shape(a, kType, Traits::kWarpgroupRows);
   launch.q_map = make_tensor_map(a.q, a.q_stride, queries);
 
-  TensorMapShape keys = queries;
-  keys.rows = packed ? a.total_k : a.seqlen_k;
-  keys.heads = a.heads_k;
-  keys.box_rows = Traits::kBlockN;
+  TensorMapShape keys = key_shape(a, kType, Traits::kBlockN);
   if (keys.rows == 0) {  // nothing is loaded, and pointers and strides may be anything
     launch.k_map = launch.v_map = launch.q_map;
   } else {

@@ -3,28 +3,16 @@
 
 #include <cstdint>
 
-#include "common/finite.h"
 #include "common/macros.h"
 #include "sm90/forward/blocks.h"
 #include "sm90/forward/launch_params.h"
+#include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
-
-// All panels of a tile of `Tile::kRows` rows from `first` on.
-template <class Tile>
-ANYFLASH_DEVICE void load_tile(typename Tile::Element* to, const CUtensorMap& map,
-                               TileCoordinates first, Mbarrier& full, L2Hint hint) {
-  full.arrive_expect(Tile::kBytes);
-  CUTE_UNROLL
-  for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    load_box(to + panel * Tile::kPanelElements, map, first, full.state(), hint);
-    first.column += kPanelColumns;
-  }
-}
 
 // One thread.
 template <class Traits>
@@ -118,30 +106,6 @@ class TileLoader {
   RingPlace<Traits::kQStages> q_place_;
 };
 
-// Writes 0 over NaN and infinity in a tile, all warps of the guard together; returns whether this
-// thread found any.
-template <class Traits>
-ANYFLASH_DEVICE bool clear_values(typename Traits::Element* values, int thread) {
-  using namespace cute;
-  constexpr int kVector = 8;
-  constexpr int kStep = 32 * Traits::kGuardWarps;
-  constexpr int kVectors = Traits::TileV::kSize / kVector;
-  const auto piece = [&](int i) {
-    return make_tensor(make_smem_ptr(values + i * kVector), Int<kVector>{});
-  };
-  bool found = false;
-#if defined(__CUDACC__)
-#pragma unroll 4  // loads in flight: consumers may be waiting
-#endif
-  for (int i = thread; i < kVectors; i += kStep) found |= !all_finite(piece(i));
-  if (!found) return false;
-  for (int i = thread; i < kVectors; i += kStep) {
-    auto vector = piece(i);
-    clear_nonfinite(vector);
-  }
-  return true;
-}
-
 // Three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h): tiles with hidden
 // keys, which are the first of a range, come to the guard, which hands them on to the consumers.
 template <class Traits>
@@ -183,7 +147,8 @@ class ValueGuard {
   ANYFLASH_DEVICE void guard_tile(int stage) {
     smem_.v_unguarded[stage].wait(parities_ >> stage & 1);
     parities_ ^= 1u << stage;
-    const bool found = clear_values<Traits>(smem_.v.data() + stage * Traits::TileV::kSize, thread_);
+    const bool found = clear_nonfinite_tile<typename Traits::TileV, kThreads>(
+        smem_.v.data() + stage * Traits::TileV::kSize, thread_);
     if (found) fence_smem_writes();
     const bool any = __any_sync(0xffffffffu, found);
     if (thread_ % 32 == 0) smem_.v_cleared[stage][thread_ / 32] = any;

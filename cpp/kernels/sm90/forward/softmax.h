@@ -5,10 +5,9 @@
 
 #include "common/macros.h"
 #include "common/softmax.h"
+#include "sm90/accumulator.h"
 
 namespace anyflash::sm90 {
-
-inline constexpr int kThreadRows = 2;  // of a warpgroup's 64 rows
 
 // What O has to be multiplied with before the next product is added.
 struct Rescale {

@@ -17,45 +17,6 @@
 
 namespace anyflash::sm90 {
 
-// Row and column of each of this thread's accumulators, as accumulator_as_matrix() orders them: row
-// within the block, column within the tile.
-template <int kColumns>
-ANYFLASH_DEVICE auto accumulator_coordinates() {
-  using namespace cute;
-  const int row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-  const int col = threadIdx.x % 4 * 2;
-  return make_tensor(make_inttuple_iter(make_tuple(row, col)),
-                     make_layout(make_shape(_2{}, make_shape(_2{}, Int<kColumns / 8>{})),
-                                 make_stride(_8{} * E<0>{}, make_stride(E<1>{}, _8{} * E<1>{}))));
-}
-
-// The first columns of an accumulator, which lie in its first registers.
-template <int kColumns, class Acc>
-ANYFLASH_DEVICE auto leading_columns(Acc& acc) {
-  return cute::make_tensor(acc.data(), typename Accumulator<kColumns>::layout_type{});
-}
-
-// Accumulators rounded in pairs: the registers that the next product wants as its operand A.
-template <class Element, int kColumns>
-struct RoundedAccumulator {
-  static constexpr int kWords = kColumns / 4;
-  uint32_t words[kWords];
-
-  // The first kLeading columns, and 0 for the others.
-  template <int kLeading = kColumns>
-  ANYFLASH_DEVICE void round(const Accumulator<kColumns>& acc) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = 0;
-      if (i >= kLeading / 4) continue;
-      const auto pair = round_pair(float2{acc(2 * i), acc(2 * i + 1)}, Element{});
-      words[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-  }
-};
-
-// One lane's value, so that the compiler knows that a warp does not diverge.
-ANYFLASH_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 ANYFLASH_DEVICE KRange uniform(const KRange& range) {
   return KRange{uniform(range.begin), uniform(range.unmasked_begin), uniform(range.unmasked_end),
                 uniform(range.end)};
@@ -86,10 +47,6 @@ struct VisibleKeys {
     end_of_all = uniform(key_of(block.end_key, warp_row, keys));
   }
 };
-
-// Bits of the elements that a row of a thread's accumulators has in columns below `end`, if its
-// first one is in column 0: two neighbours in each eight columns.
-ANYFLASH_DEVICE int elements_below(int end) { return end / 8 * 2 + min(end % 8, 2); }
 
 template <class Traits>
 class ForwardStages {
@@ -141,7 +98,7 @@ class ForwardStages {
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int panel = step / 4;
       const int bytes = step % 4 * 32;
-      Wgmma<Element, kKeys>::template with_smem<Major::kK>(
+      Wgmma<Element, kKeys>::template with_smem<Major::kK, Major::kK>(
           acc_s.data(), q + (panel * kPanelQ + bytes), k + (panel * kPanelK + bytes), step > 0);
     }
     commit_products();
@@ -273,10 +230,6 @@ class ForwardStages {
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
   ANYFLASH_DEVICE static int ping_pong_barrier(int warpgroup) {
     return static_cast<int>(NamedBarrier::kPingPong) + warpgroup;
-  }
-
-  ANYFLASH_DEVICE void release(Mbarrier& empty) {
-    if (threadIdx.x % 32 == 0) empty.arrive();
   }
 
   // A row's first `elements`, or the others. By bits, which become predicates seven at a time

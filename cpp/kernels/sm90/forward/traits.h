@@ -9,32 +9,14 @@
 
 #include "common/macros.h"
 #include "common/math.h"
+#include "sm90/accumulator.h"
 #include "sm90/forward/blocks.h"
 #include "sm90/forward/config.h"
+#include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
-#include "sm90/tma.h"
 #include "sm90/wgmma.h"
 
 namespace anyflash::sm90 {
-
-// A tile of at least kMinColumns columns in shared memory: panels of 64, each row 128 bytes,
-// swizzled.
-template <class Element_, int kRows_, int kMinColumns>
-struct PanelTile {
-  using Element = Element_;
-  static constexpr int kRows = kRows_;
-  static constexpr int kPanels = ceil_div(kMinColumns, kPanelColumns);
-  static constexpr int kColumns = kPanels * kPanelColumns;
-  static constexpr int kPanelElements = kRows * kPanelColumns;
-  static constexpr int kSize = kRows * kColumns;
-  static constexpr int kBytes = kSize * static_cast<int>(sizeof(Element));
-  static_assert(kPanelElements * sizeof(Element) % 1024 == 0, "whole swizzle atoms");
-};
-
-// A warpgroup's accumulators for 64 rows and kColumns columns: (MMA, MMA_M, MMA_N) of m16n8 blocks.
-template <int kColumns>
-using Accumulator =
-    decltype(cute::make_tensor<float>(cute::Shape<cute::_4, cute::_1, cute::Int<kColumns / 8>>{}));
 
 // What ForwardTraits takes from the table; benchmarks try others.
 template <int kHeadDim, int kHeadDimV>

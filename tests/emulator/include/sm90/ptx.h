@@ -64,6 +64,10 @@ inline void load_box(void* to, const CUtensorMap& map, const TileCoordinates& fr
 inline void store_box(const CUtensorMap& map, const TileCoordinates& to, const void* from) {
   emu::tma_store(&map, {to.column, to.row, to.head, to.batch}, from);
 }
+inline void load_bytes(void* to, const void* from, int bytes, const uint64_t* mbarrier) {
+  emu::bulk_load(to, from, bytes, mbarrier);
+}
+inline void add_floats(float* to, const float* from, int bytes) { emu::bulk_add(to, from, bytes); }
 inline void commit_stores() { emu::bulk_commit_group(); }
 inline void wait_stores_read() { emu::bulk_wait_all_groups(); }
 inline void wait_stores() { emu::bulk_wait_all_groups(); }

@@ -18,13 +18,14 @@ struct Wgmma {
   static constexpr emu::MmaType kType =
       std::is_same_v<Element, cutlass::half_t> ? emu::MmaType::kHalf : emu::MmaType::kBfloat16;
 
-  template <Major kMajorB>
+  template <Major kMajorA, Major kMajorB>
   static void with_smem(float* d, uint64_t a, uint64_t b, int accumulate) {
-    emu::wgmma({kType, kN, kMajorB == Major::kMN, accumulate != 0, d, nullptr, a, b});
+    emu::wgmma({kType, kN, kMajorA == Major::kMN, kMajorB == Major::kMN, accumulate != 0, d,
+                nullptr, a, b});
   }
   template <Major kMajorB>
   static void with_registers(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-    emu::wgmma({kType, kN, kMajorB == Major::kMN, accumulate != 0, d, a, 0, b});
+    emu::wgmma({kType, kN, false, kMajorB == Major::kMN, accumulate != 0, d, a, 0, b});
   }
 };
 

@@ -37,7 +37,7 @@ ANYFLASH_DEVICE void attend(const ForwardParams& p, const Sequence& s, int head,
   const Element* const q = at(a.q, a.q_stride, s.first_q + row, head);
   const Element* const k = at(a.k, a.k_stride, s.first_k, head_k);
   const Element* const v = at(a.v, a.v_stride, s.first_k, head_k);
-  const Mask mask(s.seqlen_q, s.seqlen_k, a.window);
+  const Mask mask(s, a.window);
   const auto score = [&](int key) {
     float sum = 0.0f;
     for (int x = 0; x < a.head_dim; ++x) {

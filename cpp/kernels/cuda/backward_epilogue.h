@@ -1,0 +1,92 @@
+// Where the backward's gradients go, and what NaN containment took out of dO.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/finite.h"
+#include "common/macros.h"
+#include "variant/backward_scratch.h"
+#include "variant/block_mask.h"
+#include "variant/mask.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
+
+namespace anyflash {
+
+// Rows of one head of a tensor, of which so many exist.
+struct TileRows {
+  int64_t batch;
+  int head;
+  int64_t first;
+  int count;
+};
+ANYFLASH_DEVICE TileRows query_rows(const Sequence& sequence, int head, int row0) {
+  return {sequence.batch, head, sequence.first_q + row0, sequence.seqlen_q - row0};
+}
+ANYFLASH_DEVICE TileRows key_rows(const Sequence& sequence, int head_k, int col0) {
+  return {sequence.batch, head_k, sequence.first_k + col0, sequence.seqlen_k - col0};
+}
+
+// Where a tile of a gradient goes: its first row, of which `rows` and `columns` exist.
+template <class Out>
+struct GradientTile {
+  Out* data;
+  const Strides& stride;
+  int rows;
+  int columns;
+};
+
+template <class Out>
+ANYFLASH_DEVICE GradientTile<Out> gradient_tile(void* data, const Strides& stride,
+                                                const TileRows& rows, int columns) {
+  Out* const first = static_cast<Out*>(data) + rows.batch * stride.batch + rows.head * stride.head +
+                     rows.first * stride.row;
+  return {first, stride, rows.count, columns};
+}
+
+// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it: a sum with NaN or
+// infinity in it does not depend on its finite terms and weights. Rare: plain loops over global
+// memory.
+template <class Traits, class Scores, class Out>
+ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const BackwardWorkTile& block,
+                                       const GradientTile<Out>& dv) {
+  using Element = typename Traits::Element;
+  constexpr int kBlockM = Traits::kBlockM;
+  const Sequence& sequence = block.sequence;
+  const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
+  const MRange range = mask.m_range(block.first_key, Traits::kBlockN, kBlockM);
+  const int keys = min(Traits::kBlockN, sequence.seqlen_k - block.first_key);
+  const int group = params.attention.heads / params.attention.heads_k;
+  for (int head = block.head_k * group; head < (block.head_k + 1) * group; ++head) {
+    const Scores variant(params, sequence, block.batch, head,
+                         typename Scores::Seed(params.attention));
+    const BlockMask blocks(params.attention, block.batch, head);
+    const auto* const dout =
+        static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
+        head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
+    for (int m = range.begin; m < range.end; ++m) {
+      const bool cleared = range.needs_mask(m) || (m + 1) * kBlockM > sequence.seqlen_q ||
+                           Scores::template needs_masked_loop<kBlockM, Traits::kBlockN>(
+                               params, sequence, m * kBlockM, block.first_key);
+      if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
+      const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
+      for (int x = threadIdx.x; x < params.attention.head_dim_v; x += Traits::kThreads) {
+        for (int row = m * kBlockM; row < end; ++row) {
+          const Element value = dout[row * params.dout_stride.row + x];
+          if (is_finite(value)) continue;
+          for (int i = 0; i < keys; ++i) {
+            const int key = block.first_key + i;
+            if (!mask.keep(row, key) || !variant.keep(row, key)) continue;
+            // A dropped probability is 0, and 0 * infinity is NaN.
+            const float term = variant.is_dropped(row, key) ? NAN : static_cast<float>(value);
+            Out& result = dv.data[i * dv.stride.row + x * dv.stride.col];
+            result = Out(static_cast<float>(result) + term);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace anyflash

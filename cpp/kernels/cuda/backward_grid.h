@@ -1,0 +1,54 @@
+// Which block of keys, or of query rows, a CTA of the backward has.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "variant/backward_scratch.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
+
+namespace anyflash {
+
+// Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
+// heads_per_l2_section; within a section the first blocks, which most rows see, start first. (The
+// forward's LptTileScheduler gains nothing here.)
+template <int kBlockN>
+ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
+  const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
+  const int heads = params.attention.heads_k * params.gqa_splits;
+  const int triples = static_cast<int>(params.attention.batch) * heads;
+  const int section = index / (params.heads_per_l2_section * key_blocks);
+  const int first = section * params.heads_per_l2_section;
+  const int section_triples = min(params.heads_per_l2_section, triples - first);
+  const int rest = index - first * key_blocks;
+  const int triple = first + rest % section_triples;
+  const int64_t batch = triple / heads;
+  const int head = triple % heads;
+  return BackwardWorkTile{sequence_of(params.attention, batch), batch, head / params.gqa_splits,
+                          head % params.gqa_splits, rest / section_triples * kBlockN};
+}
+
+// Grid: x = all blocks of keys of all (batch, K/V head) pairs.
+template <int kBlockN>
+ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int index) {
+  const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
+  const int pair = index / key_blocks;
+  const int64_t batch = pair / params.attention.heads_k;
+  return BackwardWorkTile{sequence_of(params.attention, batch), batch,
+                          pair % params.attention.heads_k, 0, index % key_blocks * kBlockN};
+}
+
+// Grid: x = all blocks of query rows of all (batch, head) pairs.
+template <int kBlockM>
+ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int index) {
+  const int row_blocks = (params.attention.seqlen_q + kBlockM - 1) / kBlockM;
+  const int pair = index / row_blocks;
+  const int64_t batch = pair / params.attention.heads;
+  const int head = pair % params.attention.heads;
+  const int group = params.attention.heads / params.attention.heads_k;
+  return ForwardWorkTile{sequence_of(params.attention, batch), batch, head, head / group,
+                         index % row_blocks * kBlockM};
+}
+
+}  // namespace anyflash

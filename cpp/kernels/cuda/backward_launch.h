@@ -1,0 +1,94 @@
+// What the backward's launches of all families have in common.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "anyflash/error.h"
+#include "common/launch.h"
+#include "cuda/gqa_partials.h"
+#include "grid_heuristics.h"
+#include "kernel_descriptor.h"
+#include "variant/backward_scratch.h"
+
+namespace anyflash {
+
+// Divides `memory` (null: only the size is wanted) among what the kernels need there. Returns the
+// bytes used.
+template <class Traits>
+std::size_t place_scratch(BackwardScratch& p, char* memory) {
+  const Attention& a = p.attention;
+  const bool packed = a.cu_seqlens_q != nullptr;
+  const auto padded = [](int64_t rows) {
+    return (rows + Traits::kBlockM - 1) / Traits::kBlockM * Traits::kBlockM;
+  };
+  const int64_t heads = (packed ? 1 : a.batch) * a.heads;
+  p.gqa_splits = gqa_splits(a.heads, a.heads_k);
+  p.block_m = Traits::kBlockM;
+  p.padded_rows = packed ? padded(a.total_q + a.batch * Traits::kBlockM) : padded(a.seqlen_q);
+  p.dq_columns = Traits::kDqColumns;
+  std::size_t used = 0;
+  const auto take = [&](auto*& at, int64_t count) {
+    constexpr std::size_t kAlignment = 256;
+    if (memory != nullptr) at = reinterpret_cast<decltype(+at)>(memory + used);
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(*at);
+    used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  if constexpr (Traits::kStatsByKind) {
+    take(p.lse_rows, heads * p.padded_rows);
+    take(p.delta_rows, heads * p.padded_rows);
+  } else {
+    take(p.lse_delta, heads * p.padded_rows);
+  }
+  if (!p.deterministic && p.dq_columns > 0) {
+    take(p.dq_accum, heads * p.padded_rows * p.dq_columns);
+  }
+  if (p.dout_dtype == DType::kFloat32) {
+    const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
+    auto* rounded = static_cast<typename Traits::Element*>(nullptr);
+    take(rounded, heads * (packed ? a.total_q : a.seqlen_q) * columns);
+    p.dout_rounded = rounded;
+  }
+  if (a.alibi_slopes.data != nullptr) take(p.slopes_log2, a.batch * a.heads);
+  if (p.gqa_splits > 1) {
+    constexpr int kBlockN = Traits::kBlockN;
+    p.key_blocks = packed ? a.total_k / kBlockN + a.batch : (a.seqlen_k + kBlockN - 1) / kBlockN;
+    const int64_t parts = (packed ? 1 : a.batch) * a.heads_k * p.key_blocks * p.gqa_splits;
+    take(p.gqa_partials, parts * kGqaPartialElements<Traits>);
+    take(p.gqa_nonfinite_dout, parts);
+  }
+  if (p.dalibi_slopes.data != nullptr) {
+    take(p.slope_sums, a.batch * a.heads * ((int64_t{a.seqlen_q} + 63) / 64));
+  }
+  return used;
+}
+
+template <class Traits>
+std::size_t backward_scratch_bytes(const BackwardParams& params, const LaunchContext&) {
+  BackwardScratch scratch{params};
+  return place_scratch<Traits>(scratch, nullptr);
+}
+
+// After the preprocessing: kernels read what it has made of a float32 dO.
+inline void use_rounded_dout(BackwardScratch& p) {
+  if (p.dout_rounded == nullptr) return;
+  const Attention& a = p.attention;
+  const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
+  const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
+  p.dout = p.dout_rounded;
+  p.dout_stride = Strides{a.heads * rows * columns, columns, rows * columns, 1};
+}
+
+// Runs kKernel on `blocks` CTAs, none where there is nothing to do.
+template <auto kKernel, class Traits, int kThreads = Traits::kThreads, class Params>
+void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream, const Params& params) {
+  if (blocks == 0) return;
+  if (blocks > INT32_MAX) {
+    throw Error(ErrorCode::kUnsupported, "the problem needs " + std::to_string(blocks) +
+                                             " CTAs; a CUDA grid holds at most 2147483647");
+  }
+  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params);
+}
+
+}  // namespace anyflash

@@ -1,0 +1,66 @@
+// A result's way from an accumulator through shared to global memory, where it is written by pieces
+// of 16 bytes.
+//
+// CuTe's partitions by TiledCopy are the same pieces, by thousands of instantiations each: stores
+// of gradients by them were a third of what the compiler's front end did for a backward kernel.
+#pragma once
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+
+namespace anyflash::sm80 {
+
+// Writes a rounded accumulator to a SmemTile at `smem`. `places` are the coordinates of its
+// elements, of which each two are neighbouring columns.
+template <class Tile, class Rounded, class Places>
+ANYFLASH_DEVICE void accumulator_to_smem(typename Tile::Element* smem, const Rounded& rounded,
+                                         const Places& places) {
+  const auto pairs = cute::recast<const uint32_t>(rounded);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(pairs); ++i) {
+    const auto place = places(2 * i);
+    auto* const at = smem + Tile::offset(cute::get<0>(place), cute::get<1>(place));
+    *reinterpret_cast<uint32_t*>(at) = pairs(i);
+  }
+}
+
+// What one thread stores of a SmemTile at `smem` to a tile in global memory at `gmem`, of which so
+// many rows and columns exist. Row r lies in row Order(r) of shared memory.
+template <class Tile, class Order>
+ANYFLASH_DEVICE void store_pieces(typename Tile::Element* gmem, int row_stride, int rows,
+                                  int columns, const typename Tile::Element* smem, int thread) {
+  using Vector = cute::uint128_t;
+  // All threads together store so many rows of a panel at once, neighbours side by side.
+  constexpr int kPass = Tile::kThreads / Tile::kThreadsPerRow;
+  constexpr int kRows = Tile::kRows / kPass;
+  constexpr int kPanels = Tile::kColumns / Tile::kPanelColumns;
+  static_assert(Tile::kRows % kPass == 0);
+  const int first_row = thread / Tile::kThreadsPerRow;
+  const int first_column = thread % Tile::kThreadsPerRow * Tile::kVector;
+
+  Vector pieces[kRows][kPanels];
+  CUTE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const int row = Order{}(first_row + i * kPass);
+    CUTE_UNROLL
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const int column = first_column + panel * Tile::kPanelColumns;
+      pieces[i][panel] = *reinterpret_cast<const Vector*>(smem + Tile::offset(row, column));
+    }
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first_row + i * kPass;
+    if (row >= rows) continue;
+    CUTE_UNROLL
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const int column = first_column + panel * Tile::kPanelColumns;
+      if (column >= columns) continue;
+      *reinterpret_cast<Vector*>(gmem + row * row_stride + column) = pieces[i][panel];
+    }
+  }
+}
+
+}  // namespace anyflash::sm80

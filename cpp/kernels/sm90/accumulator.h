@@ -1,0 +1,139 @@
+// A warpgroup's accumulators: what they are, where their elements lie, and how they are rounded.
+#pragma once
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/convert.h"
+#include "common/macros.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// A warpgroup's accumulators for 64 rows and kColumns columns: (MMA, MMA_M, MMA_N) of m16n8 blocks.
+template <int kColumns>
+using Accumulator =
+    decltype(cute::make_tensor<float>(cute::Shape<cute::_4, cute::_1, cute::Int<kColumns / 8>>{}));
+
+inline constexpr int kThreadRows = 2;  // of these 64 rows
+
+// Row and column of each of this thread's accumulators, as accumulator_as_matrix() orders them: row
+// within the block, column within the tile.
+template <int kColumns>
+ANYFLASH_DEVICE auto accumulator_coordinates() {
+  using namespace cute;
+  const int row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+  const int col = threadIdx.x % 4 * 2;
+  return make_tensor(make_inttuple_iter(make_tuple(row, col)),
+                     make_layout(make_shape(_2{}, make_shape(_2{}, Int<kColumns / 8>{})),
+                                 make_stride(_8{} * E<0>{}, make_stride(E<1>{}, _8{} * E<1>{}))));
+}
+
+// Bits of the elements that a row of a thread's accumulators has in columns below `end`, if its
+// first one is in column 0: two neighbours in each eight columns.
+ANYFLASH_DEVICE int elements_below(int end) { return end / 8 * 2 + min(end % 8, 2); }
+
+// Bits of the elements that a row has in the columns [first, end) of at most 128, if its first one
+// is in column 0.
+ANYFLASH_DEVICE uint32_t element_bits(int first, int end) {
+  const auto below = [](int column) {
+    const int elements = elements_below(max(column, 0));
+    return elements < 32 ? (1u << elements) - 1 : 0xffffffffu;
+  };
+  return below(end) & ~below(first);
+}
+
+// Writes 0 over a row's elements without a bit. Bits become predicates seven at a time (R2P).
+template <class Acc>
+ANYFLASH_DEVICE void hide(Acc& acc, const uint32_t (&seen)[kThreadRows]) {
+  constexpr int kElements = decltype(cute::size(acc))::value / kThreadRows;
+  constexpr int kChunk = 16;
+  static_assert(kElements % kChunk == 0 && kElements <= 32);
+  CUTE_UNROLL
+  for (int row = 0; row < kThreadRows; ++row) {
+    CUTE_UNROLL
+    for (int begin = 0; begin < kElements; begin += kChunk) {
+      const uint32_t bits = seen[row] >> begin;
+      CUTE_UNROLL
+      for (int i = begin; i < begin + kChunk; ++i) {
+        if ((bits >> (i - begin) & 1) == 0) acc(i / 2 * 4 + 2 * row + i % 2) = 0.0f;
+      }
+    }
+  }
+}
+
+// The first columns of an accumulator, which lie in its first registers.
+template <int kColumns, class Acc>
+ANYFLASH_DEVICE auto leading_columns(Acc& acc) {
+  return cute::make_tensor(acc.data(), typename Accumulator<kColumns>::layout_type{});
+}
+
+// The compiler may not move reads or writes of these past this place.
+template <class Acc>
+ANYFLASH_DEVICE void pin(Acc& acc) {
+  pin_registers<decltype(cute::size(acc))::value>(acc.data());
+}
+
+// Accumulators rounded in pairs: the registers that the next product wants as its operand A.
+template <class Element, int kColumns>
+struct RoundedAccumulator {
+  static constexpr int kWords = kColumns / 4;
+  uint32_t words[kWords];
+
+  // The first kLeading columns, and 0 for the others.
+  template <int kLeading = kColumns>
+  ANYFLASH_DEVICE void round(const Accumulator<kColumns>& acc) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = 0;
+      if (i >= kLeading / 4) continue;
+      const auto pair = round_pair(float2{acc(2 * i), acc(2 * i + 1)}, Element{});
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+};
+
+// One lane's value, so that the compiler knows that a warp does not diverge.
+ANYFLASH_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Word j of lane q of each quad becomes word q of lane j.
+ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
+  const auto exchange = [](uint32_t& low, uint32_t& high, int distance) ANYFLASH_INLINE_LAMBDA {
+    const bool is_high = (threadIdx.x & distance) != 0;
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
+    (is_high ? low : high) = got;
+  };
+  exchange(words[0], words[1], 1);
+  exchange(words[2], words[3], 1);
+  exchange(words[0], words[2], 2);
+  exchange(words[1], words[3], 2);
+}
+
+// The warp's 16 rows from `warp_row` on, rounded, as far as there are so many rows and columns;
+// `first` is element (0, 0). A lane stores 16 bytes, and a quad 64 of a row.
+template <class Element, int kColumns>
+ANYFLASH_DEVICE void store_rows(Element* first, int64_t row_stride, int warp_row, int rows,
+                                int columns, const Accumulator<kColumns>& acc) {
+  constexpr int kLanes = 4;   // of a quad
+  constexpr int kVector = 8;  // elements of 16 bytes
+  RoundedAccumulator<Element, kColumns> rounded;
+  rounded.round(acc);
+  const int col0 = threadIdx.x % kLanes * kVector;
+  CUTE_UNROLL
+  for (int i = 0; i < kThreadRows; ++i) {
+    const int row = warp_row + static_cast<int>(threadIdx.x % 32 / 4) + 8 * i;
+    Element* const out = first + row * row_stride + col0;
+    CUTE_UNROLL
+    for (int col = 0; col < kColumns; col += kLanes * kVector) {
+      uint32_t words[4];
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) words[j] = rounded.words[2 * (col / kVector + j) + i];
+      transpose_quads(words);
+      if (row < rows && col0 + col < columns) {
+        *reinterpret_cast<uint4*>(out + col) = uint4{words[0], words[1], words[2], words[3]};
+      }
+    }
+  }
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,52 @@
+// Tiles of the Hopper backward's main kernel: a table.
+#pragma once
+
+namespace anyflash::sm90 {
+
+struct BackwardConfig {
+  // Which kernels have it: those with head dims of at most so much.
+  int max_head_dim = 0;
+  int max_head_dim_v = 0;
+
+  int block_m = 64;                 // query rows of a step
+  int block_n = 128;                // keys of a CTA, 64 of each consumer warpgroup
+  int stages = 2;                   // buffers of Q and of dO
+  bool stagger = false;             // the second warpgroup begins part of a tile later
+  bool store_ds_before_dv = false;  // dS goes to shared memory before P^T dO is issued
+};
+
+namespace backward_configs {
+
+constexpr BackwardConfig up_to_64() {
+  BackwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 64;
+  c.block_m = 128;
+  return c;
+}
+
+constexpr BackwardConfig up_to_128() {
+  BackwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 128;
+  c.stagger = true;
+  c.store_ds_before_dv = true;
+  return c;
+}
+
+inline constexpr BackwardConfig kTable[] = {up_to_64(), up_to_128()};
+
+}  // namespace backward_configs
+
+// The first row of the table that serves the head dims; max_head_dim is 0 if there is none.
+constexpr BackwardConfig backward_config(int head_dim, int head_dim_v) {
+  for (const BackwardConfig& config : backward_configs::kTable) {
+    if (head_dim <= config.max_head_dim && head_dim_v <= config.max_head_dim_v) return config;
+  }
+  return {};
+}
+
+// Whether a kernel of its own has the head dims (wide_kernel.h).
+constexpr bool is_wide(int head_dim, int head_dim_v) {
+  return backward_config(head_dim, head_dim_v).max_head_dim == 0;
+}
+
+}  // namespace anyflash::sm90

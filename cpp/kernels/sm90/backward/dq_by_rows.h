@@ -1,0 +1,313 @@
+// dQ by rows: a CTA sums what all keys give to its rows, in registers and in the order of the keys.
+// So its bits depend neither on the run nor on the batch. It computes S and dP again: with dK and
+// dV, seven products instead of five, but no sums in the workspace.
+#pragma once
+
+#include <cstdint>
+#include <cute/container/array.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/finite.h"
+#include "common/launch.h"
+#include "common/macros.h"
+#include "cuda/backward_epilogue.h"
+#include "cuda/tile_scheduler.h"
+#include "sm90/accumulator.h"
+#include "sm90/backward/config.h"
+#include "sm90/backward/epilogue.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/products.h"
+#include "sm90/roles.h"
+#include "sm90/tma.h"
+#include "variant/backward_scratch.h"
+#include "variant/mask.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm90 {
+
+struct DqByRowsLaunch : BackwardScratch {
+  LptTileScheduler scheduler{};  // of (batch, head) pairs; members of a group share K and V
+  CUtensorMap q_map;
+  CUtensorMap k_map;
+  CUtensorMap v_map;
+  CUtensorMap dout_map;
+};
+
+// A tile of keys, as the producer tells the consumers.
+struct KeyTile {
+  int first_key;
+  bool exists;
+  bool needs_mask;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_>
+struct DqTraits : Warpgroups<2> {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = 128;  // 64 of each consumer warpgroup
+  static constexpr int kBlockN = 64;
+  static constexpr int kStages = 2;  // of K
+  // Of V, as many as there is room for: its next tile is wanted later than the next K.
+  static constexpr int kStagesV = kHeadDim + kHeadDimV > 384 ? 1 : 2;
+  static constexpr RegisterSplit kRegisters = {24, 240};
+
+  using TileQ = PanelTile<Element, 64, kHeadDim>;
+  using TileDO = PanelTile<Element, 64, kHeadDimV>;
+  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
+  using TileV = PanelTile<Element, kBlockN, kHeadDimV>;
+  using AccS = Accumulator<kBlockN>;
+  using AccQ = Accumulator<kHeadDim>;
+
+  struct SharedStorage {
+    alignas(1024) cute::array<Element, kConsumers * TileQ::kSize> q;
+    alignas(1024) cute::array<Element, kConsumers * TileDO::kSize> dout;
+    alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
+    alignas(1024) cute::array<Element, kStagesV * TileV::kSize> v;
+    Mbarrier q_full;
+    Mbarrier dout_full;
+    Ring<kStages> k_ring;  // K, and `tiles`
+    Ring<kStagesV> v_ring;
+    KeyTile tiles[kStages];
+    int k_is_nonfinite[2][kConsumerWarps];  // of a partly hidden tile, and of the one before
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+};
+
+// One thread: Q and dO of the block, then its tiles of K and V.
+template <class Traits>
+ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWorkTile& block,
+                                  typename Traits::SharedStorage& smem) {
+  using TileQ = typename Traits::TileQ;
+  using TileDO = typename Traits::TileDO;
+  using TileK = typename Traits::TileK;
+  using TileV = typename Traits::TileV;
+  const Sequence& sequence = block.sequence;
+  const int batch = static_cast<int>(sequence.batch);
+  const Mask mask(sequence, params.attention.window);
+  const KRange range = mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN);
+  RingPlace<Traits::kStages> place;
+  RingPlace<Traits::kStagesV> v_place;
+  bool is_first = true;
+  for (int tile = range.first(); tile >= 0; tile = range.next(tile)) {
+    const int stage = place.stage();
+    const int first_key = tile * Traits::kBlockN;
+    const TileCoordinates keys{0, static_cast<int>(sequence.first_k) + first_key, block.head_k,
+                               batch};
+    smem.k_ring.empty[stage].wait(place.parity() ^ 1);
+    smem.tiles[stage] = KeyTile{first_key, true, range.needs_mask(tile)};
+    load_tile<TileK>(smem.k.data() + stage * TileK::kSize, params.k_map, keys,
+                     smem.k_ring.full[stage], L2Hint::kEvictLast);
+    if (is_first) {
+      TileCoordinates rows{0, static_cast<int>(sequence.first_q) + block.first_row, block.head,
+                           batch};
+      smem.q_full.arrive_expect(Traits::kConsumers * TileQ::kBytes);
+      smem.dout_full.arrive_expect(Traits::kConsumers * TileDO::kBytes);
+      for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, rows.row += 64) {
+        load_panels<TileQ>(smem.q.data() + warpgroup * TileQ::kSize, params.q_map, rows,
+                           smem.q_full, L2Hint::kEvictFirst);
+        load_panels<TileDO>(smem.dout.data() + warpgroup * TileDO::kSize, params.dout_map, rows,
+                            smem.dout_full, L2Hint::kEvictFirst);
+      }
+      is_first = false;
+    }
+    smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);
+    load_tile<TileV>(smem.v.data() + v_place.stage() * TileV::kSize, params.v_map, keys,
+                     smem.v_ring.full[v_place.stage()], L2Hint::kEvictLast);
+    place.advance();
+    v_place.advance();
+  }
+  smem.k_ring.empty[place.stage()].wait(place.parity() ^ 1);
+  smem.tiles[place.stage()] = KeyTile{0, false, false};
+  smem.k_ring.full[place.stage()].arrive();
+}
+
+// A consumer warpgroup's stages.
+template <class Traits>
+class DqStages {
+  using Element = typename Traits::Element;
+  using TileQ = typename Traits::TileQ;
+  using TileDO = typename Traits::TileDO;
+  using TileK = typename Traits::TileK;
+  using TileV = typename Traits::TileV;
+  using AccS = typename Traits::AccS;
+
+ public:
+  using Rounded = RoundedAccumulator<Element, Traits::kBlockN>;
+
+  ANYFLASH_DEVICE DqStages(const DqByRowsLaunch& params, const ForwardWorkTile& block,
+                           typename Traits::SharedStorage& smem, int warpgroup)
+      : smem_(smem), warpgroup_(warpgroup), scale_log2_(params.attention.scale_log2) {
+    const Sequence& sequence = block.sequence;
+    const Mask mask(sequence, params.attention.window);
+    const int64_t padded = params.first_row(sequence, block.batch, block.head) + block.first_row;
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+      const bool exists = block.first_row + row < sequence.seqlen_q;
+      first_key_[i] = exists ? mask.first_key(block.first_row + row) : 0;
+      end_key_[i] = exists ? mask.end_key(block.first_row + row) : 0;
+      lse_[i] = exists ? params.lse_rows[padded + row] : INFINITY;
+      delta_[i] = exists ? params.delta_rows[padded + row] : 0.0f;
+    }
+  }
+
+  // Goes on to the next tile, with its K; false if there is none.
+  ANYFLASH_DEVICE bool wait_keys() {
+    smem_.k_ring.full[place_.stage()].wait(place_.parity());
+    needs_mask_ = uniform(tile().needs_mask);
+    return uniform(tile().exists) != 0;
+  }
+
+  ANYFLASH_DEVICE void issue_scores(AccS& acc_s) {
+    smem_.q_full.wait(0);
+    issue_transposed<TileQ, TileK, Traits::kHeadDim>(
+        acc_s, smem_.q.data() + warpgroup_ * TileQ::kSize, keys());
+  }
+  ANYFLASH_DEVICE void issue_dp(AccS& acc_dp) {
+    const int stage = v_place_.stage();
+    smem_.dout_full.wait(0);
+    smem_.v_ring.full[stage].wait(v_place_.parity());
+    issue_transposed<TileDO, TileV, Traits::kHeadDimV>(
+        acc_dp, smem_.dout.data() + warpgroup_ * TileDO::kSize,
+        smem_.v.data() + stage * TileV::kSize);
+  }
+  ANYFLASH_DEVICE void issue_dq(typename Traits::AccQ& acc_dq, const Rounded& ds) {
+    issue_accumulation<TileK>(acc_dq, ds, keys());
+  }
+
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(AccS{}); ++i) {
+      acc_s(i) = exp2f(acc_s(i) * scale_log2_ - lse_[i / 2 % 2]);
+    }
+  }
+  // dS in place of dP; 0 where hidden.
+  ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(AccS{}); ++i) acc_dp(i) = p(i) * (acc_dp(i) - delta_[i / 2 % 2]);
+    if (!needs_mask_) return;
+    const int first = tile().first_key + static_cast<int>(threadIdx.x) % 4 * 2;
+    uint32_t seen[kThreadRows];
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) {
+      seen[i] = element_bits(first_key_[i] - first, end_key_[i] - first);
+    }
+    hide(acc_dp, seen);
+  }
+
+  // Takes NaN and infinity out of K of a partly hidden tile, after S and dP of this warpgroup: 0 *
+  // NaN is NaN. Where a row sees such a key, its LSE is NaN, or the score is -inf.
+  ANYFLASH_DEVICE void clear_keys() {
+    if (!needs_mask_) return;
+    int (&slots)[Traits::kConsumerWarps] = smem_.k_is_nonfinite[masked_tiles_++ % 2];
+    const bool found = has_nonfinite_tile<TileK, Traits::kThreads>(keys(), threadIdx.x);
+    const bool any = __any_sync(0xffffffffu, found);
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = any;
+    sync_consumers<Traits::kThreads>();  // all have reported, and have done with K
+    int any_warp = 0;
+    CUTE_UNROLL
+    for (const int warp : slots) any_warp |= warp;
+    if (any_warp == 0) return;
+    clear_nonfinite_tile<TileK, Traits::kThreads>(keys(), threadIdx.x);
+    fence_smem_writes();
+    sync_consumers<Traits::kThreads>();
+  }
+
+  ANYFLASH_DEVICE void release_values() {
+    release(smem_.v_ring.empty[v_place_.stage()]);
+    v_place_.advance();
+  }
+  ANYFLASH_DEVICE void release_keys() {
+    __syncwarp();  // every lane has done with `tiles`
+    release(smem_.k_ring.empty[place_.stage()]);
+    place_.advance();
+  }
+
+ private:
+  ANYFLASH_DEVICE const KeyTile& tile() const { return smem_.tiles[place_.stage()]; }
+  ANYFLASH_DEVICE Element* keys() const { return smem_.k.data() + place_.stage() * TileK::kSize; }
+
+  typename Traits::SharedStorage& smem_;
+  int warpgroup_;
+  float scale_log2_;
+  int first_key_[kThreadRows];
+  int end_key_[kThreadRows];
+  float lse_[kThreadRows];
+  float delta_[kThreadRows];
+  RingPlace<Traits::kStages> place_;  // of K
+  RingPlace<Traits::kStagesV> v_place_;
+  bool needs_mask_ = false;
+  uint32_t masked_tiles_ = 0;
+};
+
+// acc_dq += dS K over all tiles of keys, without the scale of dS.
+template <class Traits>
+ANYFLASH_DEVICE void dq_mainloop(DqStages<Traits>& stages, typename Traits::AccQ& acc_dq) {
+  typename Traits::AccS acc_s;   // S, then P
+  typename Traits::AccS acc_dp;  // dP, then dS
+  typename DqStages<Traits>::Rounded ds;
+  while (stages.wait_keys()) {
+    stages.issue_scores(acc_s);
+    stages.issue_dp(acc_dp);
+    wait_products<1>();
+    pin(acc_s);
+    stages.compute_p(acc_s);
+    wait_products<0>();
+    pin(acc_dp);
+    stages.release_values();
+    stages.clear_keys();
+    stages.compute_ds(acc_dp, acc_s);
+    ds.round(acc_dp);
+    stages.issue_dq(acc_dq, ds);
+    wait_products<0>();
+    pin(acc_dq);
+    stages.release_keys();
+  }
+}
+
+template <class Traits>
+ANYFLASH_DEVICE void consume_keys(const DqByRowsLaunch& params, const ForwardWorkTile& block,
+                                  typename Traits::SharedStorage& smem, int warpgroup) {
+  typename Traits::AccQ acc_dq;
+  cute::clear(acc_dq);
+  DqStages<Traits> stages(params, block, smem, warpgroup);
+  dq_mainloop<Traits>(stages, acc_dq);
+  scale(acc_dq, params.ds_scale);
+  visit_gradient_type<Traits>(params, [&](auto type) {
+    using Out = decltype(type);
+    store_gradient<Out, Traits::kHeadDim>(
+        gradient_tile<Out>(params.dq, params.dq_stride,
+                           query_rows(block.sequence, block.head, block.first_row),
+                           params.attention.head_dim),
+        static_cast<int>(threadIdx.x) / 32 * 16, acc_dq);
+  });
+}
+
+// dQ of a block of rows. Grid: x = all blocks of all (batch, head) pairs; a head's last rows, which
+// see the most keys, come first.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kCtaThreads, 1)
+    dq_by_rows_kernel(const __grid_constant__ DqByRowsLaunch params) {
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params.scheduler, params.attention,
+                                                              static_cast<int>(blockIdx.x));
+  if (block.first_row >= block.sequence.seqlen_q) return;
+  if (threadIdx.x == 0) {
+    smem.q_full.init(1);
+    smem.dout_full.init(1);
+    smem.k_ring.init(Traits::kConsumerWarps);
+    smem.v_ring.init(Traits::kConsumerWarps);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  run_roles<Traits>(
+      [&] {
+        if (is_loading_thread<Traits>()) produce_keys<Traits>(params, block, smem);
+      },
+      [&](int warpgroup) { consume_keys<Traits>(params, block, smem, warpgroup); });
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,90 @@
+// The ends of the Hopper backward's kernels: gradients are scaled, rounded, and written by rows.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "cuda/backward_epilogue.h"
+#include "sm90/accumulator.h"
+#include "sm90/pipeline.h"
+#include "variant/backward_scratch.h"
+#include "variant/backward_variants.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm90 {
+
+// The warp's 16 rows from `warp_row` of the target on, as far as they exist: in 16 bits by rows, in
+// float32 element by element.
+template <class Out, int kColumns>
+ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, int warp_row,
+                                    const Accumulator<kColumns>& acc) {
+  if constexpr (sizeof(Out) == 2) {
+    store_rows<Out, kColumns>(target.data, target.stride.row, warp_row, target.rows, target.columns,
+                              acc);
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(acc); ++i) {
+      const int row = warp_row + static_cast<int>(threadIdx.x % 32 / 4) + i / 2 % 2 * 8;
+      const int col = i / 4 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + i % 2;
+      if (row < target.rows && col < target.columns) {
+        target.data[row * target.stride.row + col * target.stride.col] = acc(i);
+      }
+    }
+  }
+}
+
+template <class Acc>
+ANYFLASH_DEVICE void scale(Acc& acc, float factor) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc); ++i) acc(i) *= factor;
+}
+
+// Calls visit() with a value of the gradients' type.
+template <class Traits, class Visit>
+ANYFLASH_DEVICE void visit_gradient_type(const BackwardScratch& params, const Visit& visit) {
+  if (params.grad_dtype == DType::kFloat32) visit(float{});
+  else visit(typename Traits::Element{});
+}
+
+// The CTA's keys in dK and dV, also those that are not used.
+ANYFLASH_DEVICE TileRows all_key_rows(const BackwardWorkTile& block) {
+  return {block.sequence.batch, block.head_k, block.sequence.first_k + block.first_key,
+          block.sequence.all_keys - block.first_key};
+}
+template <class Out>
+ANYFLASH_DEVICE GradientTile<Out> dk_tile(const BackwardScratch& params,
+                                          const BackwardWorkTile& block) {
+  return gradient_tile<Out>(params.dk, params.dk_stride, all_key_rows(block),
+                            params.attention.head_dim);
+}
+template <class Out>
+ANYFLASH_DEVICE GradientTile<Out> dv_tile(const BackwardScratch& params,
+                                          const BackwardWorkTile& block) {
+  return gradient_tile<Out>(params.dv, params.dv_stride, all_key_rows(block),
+                            params.attention.head_dim_v);
+}
+
+// What was taken out of dO, when all consumers have stored their part of dV.
+template <class Traits, class Out>
+ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWorkTile& block) {
+  sync_consumers<Traits::kThreads>();
+  restore_nonfinite<Traits, PlainBackward>(params, block, dv_tile<Out>(params, block));
+}
+
+// Scales acc_dk, and writes both in the dtype that is wanted.
+template <class Traits>
+ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
+                                         const BackwardWorkTile& block, bool nonfinite_dout,
+                                         typename Traits::AccK& acc_dk,
+                                         const typename Traits::AccV& acc_dv) {
+  scale(acc_dk, params.ds_scale);
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+  visit_gradient_type<Traits>(params, [&](auto type) {
+    using Out = decltype(type);
+    store_gradient<Out, Traits::kHeadDim>(dk_tile<Out>(params, block), warp_row, acc_dk);
+    store_gradient<Out, Traits::kHeadDimV>(dv_tile<Out>(params, block), warp_row, acc_dv);
+    if (nonfinite_dout) restore_dv<Traits, Out>(params, block);
+  });
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,117 @@
+// The Hopper backward's main kernel, with TMA, wgmma and warpgroups of different roles: dK and dV
+// of one block of keys a CTA, and what it adds to dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/launch.h"
+#include "cuda/backward_grid.h"
+#include "cuda/gqa_partials.h"
+#include "sm90/backward/epilogue.h"
+#include "sm90/backward/launch_params.h"
+#include "sm90/backward/load.h"
+#include "sm90/backward/mainloop.h"
+#include "sm90/backward/traits.h"
+#include "sm90/pipeline.h"
+#include "sm90/roles.h"
+#include "variant/backward_scratch.h"
+#include "variant/sequence.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm90 {
+
+template <class Traits>
+ANYFLASH_DEVICE void init_backward(typename Traits::SharedStorage& smem) {
+  smem.k_full.init(1);
+  smem.v_full.init(1);
+  smem.q_ring.init(Traits::kConsumerWarps);
+  smem.dout_ring.init(Traits::kConsumerWarps);
+  smem.ds_ring.init(Traits::kConsumerWarps, Traits::kConsumerWarps);
+  for (uint32_t& keys : smem.nonfinite_keys) keys = 0;
+  for (int& found : smem.dout_was_nonfinite) found = 0;
+  fence_barrier_init();
+}
+
+template <class Traits, bool kAddsToDq>
+ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params, const BackwardWorkTile& block,
+                                  typename Traits::SharedStorage& smem, int warpgroup) {
+  typename Traits::AccK acc_dk;
+  typename Traits::AccV acc_dv;
+  cute::clear(acc_dk);
+  cute::clear(acc_dv);
+  BackwardStages<Traits> stages(smem, warpgroup, params.attention.scale_log2);
+  backward_mainloop<Traits, kAddsToDq>(stages, acc_dk, acc_dv);
+  const bool nonfinite_dout = stages.dout_was_nonfinite();
+  if (params.gqa_partials != nullptr) {
+    store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
+  } else {
+    write_key_gradients<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
+  }
+}
+
+template <class Traits, bool kAddsToDq>
+__global__ void __launch_bounds__(Traits::kCtaThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardLaunch params) {
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  if (block.first_key >= block.sequence.all_keys) return;  // shorter than the longest
+  if (threadIdx.x == 0) init_backward<Traits>(smem);
+  find_visible_rows<Traits>(params, block, smem);
+  __syncthreads();
+  run_roles<Traits>(
+      [&] {
+        if (is_loading_thread<Traits>()) produce_rows<Traits>(params, block, smem);
+      },
+      [&](int warpgroup) { consume_rows<Traits, kAddsToDq>(params, block, smem, warpgroup); });
+}
+
+// dK and dV of a block of keys from the sums of parts of their query heads. Grid: x = all blocks of
+// keys of all (batch, K/V head) pairs.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
+  const BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  if (block.first_key >= block.sequence.all_keys) return;
+  typename Traits::AccK acc_dk;
+  typename Traits::AccV acc_dv;
+  cute::clear(acc_dk);
+  cute::clear(acc_dv);
+  const bool nonfinite_dout = add_parts<Traits>(params, block, acc_dk, acc_dv);
+  write_key_gradients<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
+}
+
+// dQ = ds_scale * dq_accum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)
+// pairs.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    postprocess_dq_kernel(const __grid_constant__ BackwardScratch params) {
+  const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params, blockIdx.x);
+  const Sequence& sequence = block.sequence;
+  if (block.first_row >= sequence.seqlen_q) return;
+
+  typename Traits::AccQ acc;
+  const int64_t first_row = params.first_row(sequence, block.batch, block.head) + block.first_row;
+  const float* const sums =
+      params.dq_accum + first_row * Traits::kDqColumns + threadIdx.x / 32 * Traits::kDqWarpElements;
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc); i += 4) {
+    const float4 four = reinterpret_cast<const float4*>(sums + 32 * i)[threadIdx.x % 32];
+    acc(i) = four.x * params.ds_scale;
+    acc(i + 1) = four.y * params.ds_scale;
+    acc(i + 2) = four.z * params.ds_scale;
+    acc(i + 3) = four.w * params.ds_scale;
+  }
+  const int warp = threadIdx.x / 32;
+  const int first_column = Traits::kSplitsDqRows ? 0 : warp / 4 * Traits::kDqPartColumns;
+  const int warp_row = (Traits::kSplitsDqRows ? warp : warp % 4) * 16;
+  visit_gradient_type<Traits>(params, [&](auto type) {
+    auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride,
+                                                query_rows(sequence, block.head, block.first_row),
+                                                params.attention.head_dim);
+    target.data += first_column * target.stride.col;
+    target.columns -= first_column;
+    store_gradient<decltype(type), Traits::kDqPartColumns>(target, warp_row, acc);
+  });
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,128 @@
+// The producer: one thread has TMA bring K and V once, and Q and dO by tiles of rows.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "cuda/query_tile_iterator.h"
+#include "sm90/backward/launch_params.h"
+#include "sm90/backward/row_tile.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/tma.h"
+#include "variant/backward_variants.h"
+#include "variant/mask.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm90 {
+
+template <class Traits>
+class BackwardLoader {
+ public:
+  ANYFLASH_DEVICE BackwardLoader(const BackwardLaunch& params, const BackwardWorkTile& block,
+                                 typename Traits::SharedStorage& smem)
+      : params_(params), block_(block), smem_(smem) {
+    prefetch_tensor_map(params.k_map);
+    prefetch_tensor_map(params.q_map);
+    prefetch_tensor_map(params.v_map);
+    prefetch_tensor_map(params.dout_map);
+  }
+
+  ANYFLASH_DEVICE void load_keys() {
+    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, keys(), smem_.k_full,
+                                      L2Hint::kEvictFirst);
+  }
+  ANYFLASH_DEVICE void load_values() {
+    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, keys(), smem_.v_full,
+                                      L2Hint::kEvictFirst);
+  }
+
+  // Q, LSE and delta of a tile.
+  template <class Tiles>
+  ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {
+    using TileQ = typename Traits::TileQ;
+    constexpr int kStatsBytes = Traits::kBlockM * static_cast<int>(sizeof(float));
+    const int stage = q_place_.stage();
+    const int64_t row =
+        params_.first_row(block_.sequence, block_.batch, tiles.head()) + tiles.row();
+    Mbarrier& full = smem_.q_ring.full[stage];
+    smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
+    smem_.tiles[stage] =
+        RowTile{params_.dq_accum + row * Traits::kDqColumns, tiles.row(), flags_of(tiles, mask)};
+    full.arrive_expect(TileQ::kBytes + 2 * kStatsBytes);
+    load_panels<TileQ>(smem_.q.data() + stage * TileQ::kSize, params_.q_map,
+                       rows(tiles.head(), tiles.row()), full, L2Hint::kEvictLast);
+    load_bytes(smem_.lse[stage], params_.lse_rows + row, kStatsBytes, full.state());
+    load_bytes(smem_.delta[stage], params_.delta_rows + row, kStatsBytes, full.state());
+    q_place_.advance();
+  }
+  // Consumers are told that there are no more.
+  ANYFLASH_DEVICE void end() {
+    const int stage = q_place_.stage();
+    smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
+    smem_.tiles[stage].flags = 0;
+    smem_.q_ring.full[stage].arrive();
+  }
+
+  template <class Tiles>
+  ANYFLASH_DEVICE void load_dout(const Tiles& tiles) {
+    using TileDO = typename Traits::TileDO;
+    const int stage = dout_place_.stage();
+    smem_.dout_ring.empty[stage].wait(dout_place_.parity() ^ 1);
+    load_tile<TileDO>(smem_.dout.data() + stage * TileDO::kSize, params_.dout_map,
+                      rows(tiles.head(), tiles.row()), smem_.dout_ring.full[stage],
+                      L2Hint::kEvictLast);
+    dout_place_.advance();
+  }
+
+ private:
+  template <class Tiles>
+  ANYFLASH_DEVICE int flags_of(const Tiles& tiles, const Mask& mask) const {
+    const int end = tiles.row() + Traits::kBlockM;
+    const int seqlen_q = block_.sequence.seqlen_q;
+    const auto is_unseen = [&](int row) { return mask.first_key(row) >= mask.end_key(row); };
+    int flags = RowTile::kExists;
+    // Rows beyond the sequence's end may be another one's.
+    if (tiles.needs_mask() || end > seqlen_q) flags |= RowTile::kNeedsMask;
+    // Such rows are a sequence's first ones and its last ones.
+    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1)) flags |= RowTile::kHasUnseen;
+    return flags;
+  }
+
+  ANYFLASH_DEVICE TileCoordinates keys() const {
+    return {0, static_cast<int>(block_.sequence.first_k) + block_.first_key, block_.head_k,
+            static_cast<int>(block_.sequence.batch)};
+  }
+  ANYFLASH_DEVICE TileCoordinates rows(int head, int row) const {
+    return {0, static_cast<int>(block_.sequence.first_q) + row, head,
+            static_cast<int>(block_.sequence.batch)};
+  }
+
+  const BackwardLaunch& params_;
+  const BackwardWorkTile& block_;
+  typename Traits::SharedStorage& smem_;
+  RingPlace<Traits::kStages> q_place_;
+  RingPlace<Traits::kStages> dout_place_;
+};
+
+// One thread. Q and dO come in the order in which consumers visit the tiles.
+template <class Traits>
+ANYFLASH_DEVICE void produce_rows(const BackwardLaunch& params, const BackwardWorkTile& block,
+                                  typename Traits::SharedStorage& smem) {
+  const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
+  QueryTileIterator<Traits, PlainBackward> tiles(params, block, mask);
+  BackwardLoader<Traits> loader(params, block, smem);
+  if (tiles.valid()) {
+    loader.load_keys();
+    loader.load_queries(tiles, mask);
+    loader.load_values();
+    loader.load_dout(tiles);
+    for (tiles.advance(); tiles.valid(); tiles.advance()) {
+      loader.load_queries(tiles, mask);
+      loader.load_dout(tiles);
+    }
+  }
+  loader.end();
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,79 @@
+// The consumers' loop over the tiles of query rows that see a block of keys.
+#pragma once
+
+#include "common/macros.h"
+#include "sm90/accumulator.h"
+#include "sm90/backward/stages.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scale of dS; with kAddsToDq, dS
+// K to dq_accum, a tile later: by then the other warpgroup's dS is there.
+//
+//   tensor cores   S | dP | dV         | dQ of the tile before | dK
+//   registers           P  dS   to smem                          dQ to dq_accum
+//
+// No product is under way from one tile to the next: nvcc 13.0's ptxas would then wait for each.
+template <class Traits, bool kAddsToDq>
+ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
+                                       typename Traits::AccK& acc_dk,
+                                       typename Traits::AccV& acc_dv) {
+  typename Traits::AccS acc_s;   // S^T, then P^T
+  typename Traits::AccS acc_dp;  // dP^T, then dS^T, then dQ
+  typename BackwardStages<Traits>::RowNumbers numbers;
+  typename BackwardStages<Traits>::Rounded p;
+  typename BackwardStages<Traits>::Rounded ds;
+  constexpr bool kStoresFirst = Traits::kConfig.store_ds_before_dv;
+  while (stages.wait_rows()) {
+    if (kAddsToDq) stages.wait_stagger();
+    stages.issue_scores(acc_s);
+    stages.issue_dp(acc_dp);
+    const bool clears_rows = stages.look_at_rows();
+    if (kAddsToDq) stages.look_at_keys();
+    stages.load_lse(numbers);
+    wait_products<1>();
+    pin(acc_s);
+    stages.compute_p(acc_s, numbers);
+    if (kAddsToDq) stages.pass_stagger();
+    stages.load_delta(numbers);
+    wait_products<0>();
+    pin(acc_dp);
+    if (clears_rows) stages.clear_rows();
+    stages.compute_ds(acc_dp, acc_s, numbers);
+    ds.round(acc_dp);
+    p.round(acc_s);
+    if constexpr (kAddsToDq && kStoresFirst) stages.store_ds(ds);
+    stages.issue_dv(acc_dv, p);
+    if constexpr (kAddsToDq) {
+      if constexpr (!kStoresFirst) stages.store_ds(ds);
+      stages.pass_ds();
+    }
+    if (kAddsToDq && !stages.is_first()) {
+      stages.wait_ds();
+      stages.clear_keys();
+      stages.issue_dq(acc_dp);
+      stages.issue_dk(acc_dk, ds);
+      wait_products<1>();
+      pin(acc_dp);
+      stages.add_dq(acc_dp);
+    } else {
+      stages.issue_dk(acc_dk, ds);
+    }
+    wait_products<0>();
+    pin(acc_dv);
+    pin(acc_dk);
+    stages.release_rows();
+  }
+  if (kAddsToDq && !stages.is_first()) {
+    stages.wait_ds();
+    stages.clear_keys();
+    stages.issue_dq(acc_dp);
+    wait_products<0>();
+    pin(acc_dp);
+    stages.add_dq(acc_dp);
+    stages.end_dq();
+  }
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,211 @@
+// What every consumer warpgroup of the backward does with a tile of query rows. Scores are
+// transposed: a warpgroup has 64 keys, and all rows.
+#pragma once
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "sm90/accumulator.h"
+#include "sm90/backward/row_tile.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/products.h"
+#include "sm90/tma.h"
+#include "variant/backward_scratch.h"
+#include "variant/mask.h"
+#include "variant/work_tile.h"
+
+namespace anyflash::sm90 {
+
+template <class Traits>
+ANYFLASH_DEVICE void find_visible_rows(const BackwardScratch& params, const BackwardWorkTile& block,
+                                       typename Traits::SharedStorage& smem) {
+  const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
+  for (int i = threadIdx.x; i < Traits::kBlockN; i += Traits::kCtaThreads) {
+    const MRange rows = mask.m_range(block.first_key + i, 1, 1);
+    smem.visible[i] = VisibleRows{rows.begin, rows.end};
+  }
+}
+
+template <class Traits>
+class RowStages {
+  using Element = typename Traits::Element;
+  using TileQ = typename Traits::TileQ;
+  using TileK = typename Traits::TileK;
+  using TileV = typename Traits::TileV;
+  using TileDO = typename Traits::TileDO;
+  using AccS = typename Traits::AccS;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kPairs = kBlockM / 8;  // of neighbouring rows, in a thread's accumulators
+  static constexpr uint32_t kAllSeen = 0xffffffffu >> (32 - kBlockM / 4);
+
+ public:
+  using Rounded = RoundedAccumulator<Element, kBlockM>;
+
+  // `key_warpgroup`: which 64 of the CTA's keys the warpgroup has.
+  ANYFLASH_DEVICE RowStages(typename Traits::SharedStorage& smem, int key_warpgroup,
+                            float scale_log2)
+      : smem_(smem), key_warpgroup_(key_warpgroup), thread_(threadIdx.x), scale_log2_(scale_log2) {}
+
+  // Goes on to the next tile, with its Q; false if there is none.
+  ANYFLASH_DEVICE bool wait_rows() {
+    smem_.q_ring.full[place_.stage()].wait(place_.parity());
+    flags_ = uniform(tile().flags);
+    return (flags_ & RowTile::kExists) != 0;
+  }
+
+  // S^T = K Q^T is on its way.
+  ANYFLASH_DEVICE void issue_scores(AccS& acc_s) {
+    const int stage = place_.stage();
+    if (is_first_) smem_.k_full.wait(0);
+    issue_transposed<TileK, TileQ, Traits::kHeadDim>(acc_s, smem_.k.data() + first_key(),
+                                                     smem_.q.data() + stage * TileQ::kSize);
+  }
+  ANYFLASH_DEVICE void wait_dout() { smem_.dout_ring.full[place_.stage()].wait(place_.parity()); }
+  // dP^T = V dO^T is on its way.
+  ANYFLASH_DEVICE void issue_dp(AccS& acc_dp) {
+    const int stage = place_.stage();
+    if (is_first_) smem_.v_full.wait(0);
+    wait_dout();
+    issue_transposed<TileV, TileDO, Traits::kHeadDimV>(acc_dp, smem_.v.data() + first_key(),
+                                                       smem_.dout.data() + stage * TileDO::kSize);
+  }
+  // dV += P^T dO is on its way.
+  ANYFLASH_DEVICE void issue_dv(typename Traits::AccV& acc_dv, const Rounded& p) {
+    issue_accumulation<TileDO>(acc_dv, p, smem_.dout.data() + place_.stage() * TileDO::kSize);
+  }
+  // dK += dS^T Q is on its way.
+  ANYFLASH_DEVICE void issue_dk(typename Traits::AccK& acc_dk, const Rounded& ds) {
+    issue_accumulation<TileQ>(acc_dk, ds, smem_.q.data() + place_.stage() * TileQ::kSize);
+  }
+
+  // Of the tile: which elements are seen. Returns whether Q or dO may hold NaN or infinity: of a
+  // row that sees keys, LSE or delta tells. All warps see the same rows.
+  ANYFLASH_DEVICE bool look_at_rows() {
+    hides_any_ = false;
+    if (!needs_mask()) return false;
+    const int row = tile().row;
+    uint32_t seen_by_all = kAllSeen;
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) {
+      seen_[i] = smem_.visible[thread_key(i)].bits(row);
+      seen_by_all &= seen_[i];
+    }
+    hides_any_ = __any_sync(0xffffffffu, seen_by_all != kAllSeen);
+    float zero = 0.0f;  // NaN, if anything is not finite
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 lse = pair_of(smem_.lse, i);
+      const float2 delta = pair_of(smem_.delta, i);
+      zero = fmaf(lse.x, 0.0f, fmaf(lse.y, 0.0f, zero));
+      zero = fmaf(delta.x, 0.0f, fmaf(delta.y, 0.0f, zero));
+    }
+    return __any_sync(0xffffffffu, zero != 0.0f) || (flags_ & RowTile::kHasUnseen) != 0;
+  }
+
+  // LSE, or delta, of this thread's rows: the first ones are loaded before they are needed.
+  struct RowNumbers {
+    static constexpr int kLoaded = 4;  // of pairs: registers are few
+    float2 first[kLoaded];
+  };
+  ANYFLASH_DEVICE void load_lse(RowNumbers& numbers) const { load(numbers, smem_.lse); }
+  ANYFLASH_DEVICE void load_delta(RowNumbers& numbers) const { load(numbers, smem_.delta); }
+
+  // P^T in place of S^T; 0 where hidden.
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse) const {
+    for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
+      acc_s(i) = exp2f(acc_s(i) * scale_log2_ - row_lse);
+    });
+    if (hides_any_) hide(acc_s, seen_);
+  }
+
+  // dS^T in place of dP^T; 0 where hidden.
+  ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p, const RowNumbers& delta) const {
+    for_each_element(delta, smem_.delta, [&](int i, float row_delta) ANYFLASH_INLINE_LAMBDA {
+      acc_dp(i) = p(i) * (acc_dp(i) - row_delta);
+    });
+    if (hides_any_) hide(acc_dp, seen_);
+  }
+
+  // Takes NaN and infinity out of the tile's Q and dO, when no product that reads them is under
+  // way. Rare.
+  ANYFLASH_DEVICE void clear_rows() {
+    const int stage = place_.stage();
+    sync_consumers<Traits::kThreads>();
+    clear_nonfinite_tile<TileQ, Traits::kThreads>(smem_.q.data() + stage * TileQ::kSize, thread_);
+    const bool found = clear_nonfinite_tile<TileDO, Traits::kThreads>(
+        smem_.dout.data() + stage * TileDO::kSize, thread_);
+    fence_smem_writes();
+    if (__any_sync(0xffffffffu, found) && thread_ % 32 == 0) {
+      smem_.dout_was_nonfinite[thread_ / 32] = 1;
+    }
+    sync_consumers<Traits::kThreads>();
+  }
+
+  // After the last tile: whether clear_rows() has found anything in dO.
+  ANYFLASH_DEVICE bool dout_was_nonfinite() const {
+    int any = 0;
+    for (const int found : smem_.dout_was_nonfinite) any |= found;
+    return any != 0;
+  }
+
+  // Q and dO of the tile are not needed any more.
+  ANYFLASH_DEVICE void release_rows() {
+    __syncwarp();  // every lane has done with `tiles`
+    release(smem_.q_ring.empty[place_.stage()]);
+    release(smem_.dout_ring.empty[place_.stage()]);
+    is_first_ = false;
+    place_.advance();
+  }
+
+ protected:
+  ANYFLASH_DEVICE const RowTile& tile() const { return smem_.tiles[place_.stage()]; }
+  ANYFLASH_DEVICE bool needs_mask() const { return (flags_ & RowTile::kNeedsMask) != 0; }
+  // The i-th of this thread's keys, in the CTA's block.
+  ANYFLASH_DEVICE int thread_key(int i) const {
+    constexpr int kKeyThreads = 2 * Traits::kBlockN;
+    const int thread = kKeyThreads == Traits::kThreads ? thread_ : thread_ % kKeyThreads;
+    return thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+  }
+
+  typename Traits::SharedStorage& smem_;
+  int key_warpgroup_;
+  int thread_;
+  RingPlace<Traits::kStages> place_;  // of Q and dO
+  int flags_ = 0;                     // of the tile
+  bool is_first_ = true;
+
+ private:
+  // Where this warpgroup's keys begin in a panel of K or V.
+  ANYFLASH_DEVICE int first_key() const { return key_warpgroup_ * 64 * kPanelColumns; }
+
+  // Numbers of the i-th pair of rows of this thread.
+  template <class Numbers>
+  ANYFLASH_DEVICE float2 pair_of(const Numbers& numbers, int i) const {
+    return *reinterpret_cast<const float2*>(numbers[place_.stage()] + 8 * i + thread_ % 4 * 2);
+  }
+
+  template <class Numbers>
+  ANYFLASH_DEVICE void load(RowNumbers& numbers, const Numbers& from) const {
+    CUTE_UNROLL
+    for (int i = 0; i < RowNumbers::kLoaded; ++i) numbers.first[i] = pair_of(from, i);
+  }
+  // Calls visit(element, number of its row) for all accumulators of S^T or dP^T.
+  template <class Numbers, class Visit>
+  ANYFLASH_DEVICE void for_each_element(const RowNumbers& loaded, const Numbers& all,
+                                        const Visit& visit) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 pair = i < RowNumbers::kLoaded ? loaded.first[i] : pair_of(all, i);
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) visit(4 * i + j, j % 2 == 0 ? pair.x : pair.y);
+    }
+  }
+
+  float scale_log2_;
+  uint32_t seen_[kThreadRows];  // look_at_rows(): a bit for each of a key's elements
+  bool hides_any_ = false;      // of the warp's
+};
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,33 @@
+// What is known of a tile of query rows, and of the rows that see a key.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "sm90/accumulator.h"
+
+namespace anyflash::sm90 {
+
+// The rows that see a key. The loop needs its registers: these numbers lie in shared memory.
+struct VisibleRows {
+  int first;
+  int end;
+
+  // Which of a thread's elements of the key are seen, in the tile that begins at `row`: a bit each.
+  ANYFLASH_DEVICE uint32_t bits(int row) const {
+    const int first_row = row + static_cast<int>(threadIdx.x) % 4 * 2;
+    return element_bits(first - first_row, end - first_row);
+  }
+};
+
+// A tile of query rows, as the producer tells the consumers.
+struct RowTile {
+  static constexpr int kExists = 1;     // not after the last one
+  static constexpr int kNeedsMask = 2;  // some row may not see some key
+  static constexpr int kHasUnseen = 4;  // some row sees no key at all
+  float* dq;                            // its place in dq_accum
+  int row;                              // its first one, of the sequence
+  int flags;
+};
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,190 @@
+// What a consumer warpgroup of the main kernel does beside what all have in common: the exchange of
+// dS, and dQ. mainloop.h puts these in order.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/finite.h"
+#include "common/macros.h"
+#include "sm90/accumulator.h"
+#include "sm90/backward/row_stages.h"
+#include "sm90/backward/traits.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/tma.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+template <class Traits>
+class BackwardStages : public RowStages<Traits> {
+  using Element = typename Traits::Element;
+  using TileK = typename Traits::TileK;
+  using TileDS = typename Traits::TileDS;
+  using AccS = typename Traits::AccS;
+  using AccQ = typename Traits::AccQ;
+  using Rows = RowStages<Traits>;
+  using Rows::is_first_;
+  using Rows::needs_mask;
+  using Rows::smem_;
+  using Rows::thread_;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr bool kStagger = Traits::kConfig.stagger;
+  static constexpr int kStaggerBarrier = static_cast<int>(NamedBarrier::kStagger);
+
+ public:
+  using typename Rows::Rounded;
+  using typename Rows::RowNumbers;
+  // What is known of NaN and infinity in K; kReported: all warps' findings come with the last dS.
+  enum class KeyState { kNotLookedAt, kLookedAt, kReported, kFinite, kCleared };
+
+  ANYFLASH_DEVICE BackwardStages(typename Traits::SharedStorage& smem, int warpgroup,
+                                 float scale_log2)
+      : Rows(smem, warpgroup, scale_log2), warpgroup_(warpgroup) {}
+
+  // P^T in place of S^T; 0 where hidden.
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse) const {
+    if (keys_ == KeyState::kCleared) forbid_nonfinite_keys(acc_s);
+    Rows::compute_p(acc_s, lse);
+  }
+
+  // dQ = dS K of the tile before is on its way: this warpgroup's part of it, of all keys. In the
+  // first registers of `acc`, so that these need not be kept for it: the first product reads them,
+  // though it does not add to them.
+  ANYFLASH_DEVICE void issue_dq(AccS& acc) {
+    static_assert(size(AccQ{}) <= size(AccS{}));
+    constexpr int kPanelBytesK = TileK::kPanelElements * static_cast<int>(sizeof(Element));
+    const Element* ds = smem_.ds.data() + dq_place_.stage() * TileDS::kSize;
+    const Element* k = smem_.k.data();
+    if (Traits::kSplitsDqRows) ds += warpgroup_ * TileDS::kPanelElements;
+    else k += warpgroup_ * (Traits::kDqPartColumns / kPanelColumns) * TileK::kPanelElements;
+    const OperandDescriptor a(ds, kPanelBytesK);
+    const OperandDescriptor b(k, kPanelBytesK);
+    pin(acc);
+    fence_products();
+    CUTE_UNROLL
+    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+      constexpr int kStepBytes = 16 * kPanelBytes;
+      Wgmma<Element, Traits::kDqPartColumns>::template with_smem<Major::kMN, Major::kMN>(
+          acc.data(), a + step * kStepBytes, b + step * kStepBytes, step > 0);
+    }
+    commit_products();
+  }
+
+  // dS^T in shared memory, for dQ of all warpgroups.
+  ANYFLASH_DEVICE void store_ds(const Rounded& ds) {
+    constexpr int kWarpKeys = 16;
+    const int lane = thread_ % 32;
+    const int stage = ds_place_.stage();
+    smem_.ds_ring.empty[stage].wait(ds_place_.parity() ^ 1);
+    Element* const keys =
+        smem_.ds.data() + stage * TileDS::kSize + thread_ / 32 * kWarpKeys * kPanelColumns;
+    CUTE_UNROLL
+    for (int i = 0; i < kBlockM / 16; ++i) {
+      store_matrices(piece_of<TileDS>(keys, lane % kWarpKeys, 2 * i + lane / kWarpKeys),
+                     ds.words + 4 * i);
+    }
+  }
+  ANYFLASH_DEVICE void pass_ds() {
+    fence_smem_writes();
+    __syncwarp();  // all lanes' pieces are there
+    release(smem_.ds_ring.full[ds_place_.stage()]);
+    ds_place_.advance();
+  }
+  // Of the tile before.
+  ANYFLASH_DEVICE void wait_ds() { smem_.ds_ring.full[dq_place_.stage()].wait(dq_place_.parity()); }
+
+  // Adds this warp's part of dQ to the tile before in dq_accum, by way of shared memory.
+  ANYFLASH_DEVICE void add_dq(const AccS& acc_dq) {
+    const int warp = thread_ / 32;
+    const int lane = thread_ % 32;
+    float* const sums = smem_.dq[warp];
+    release(smem_.ds_ring.empty[dq_place_.stage()]);
+    dq_place_.advance();
+    if (lane == 0) wait_stores_read();  // of the sums before
+    __syncwarp();
+    CUTE_UNROLL
+    for (int i = 0; i < size(AccQ{}); i += 4) {
+      reinterpret_cast<float4*>(sums + 32 * i)[lane] =
+          float4{acc_dq(i), acc_dq(i + 1), acc_dq(i + 2), acc_dq(i + 3)};
+    }
+    fence_smem_writes();
+    __syncwarp();  // all lanes' sums are there
+    if (lane == 0) {
+      add_floats(last_dq_ + warp * Traits::kDqWarpElements, sums, Traits::kDqWarpElements * 4);
+      commit_stores();
+    }
+  }
+  ANYFLASH_DEVICE void end_dq() const {
+    if (thread_ % 32 == 0) wait_stores_read();
+  }
+
+  // Warpgroups work part of a tile apart, so that one's products run beside the other's softmax:
+  // the second one begins when the first one has computed its first P. Whoever is behind stays so,
+  // because each waits for the other's dS.
+  ANYFLASH_DEVICE void wait_stagger() const {
+    if (kStagger && is_first_ && warpgroup_ == 1) sync_named(kStaggerBarrier, Traits::kThreads);
+  }
+  ANYFLASH_DEVICE void pass_stagger() const {
+    if (kStagger && is_first_ && warpgroup_ == 0) arrive_named(kStaggerBarrier, Traits::kThreads);
+  }
+
+  // Before the first dS of a partly hidden tile is passed: this warp's share of K is looked at.
+  ANYFLASH_DEVICE void look_at_keys() {
+    if (!needs_mask() || keys_ != KeyState::kNotLookedAt) return;
+    const bool found = has_nonfinite_tile<TileK, Traits::kThreads>(smem_.k.data(), thread_);
+    const bool any = __any_sync(0xffffffffu, found);
+    if (thread_ % 32 == 0) smem_.k_is_nonfinite[thread_ / 32] = any;
+    keys_ = KeyState::kLookedAt;
+  }
+  // After wait_ds() for that tile: takes NaN and infinity out of K, if the warps have found any.
+  // Where a row sees such a key, its LSE is NaN, or the score is -inf: so scores of such keys are
+  // -inf from now on. No product that reads K is under way.
+  ANYFLASH_DEVICE void clear_keys() {
+    if (keys_ != KeyState::kReported) return;
+    int any = 0;
+    CUTE_UNROLL
+    for (int warp = 0; warp < Traits::kConsumerWarps; ++warp) any |= smem_.k_is_nonfinite[warp];
+    keys_ = any == 0 ? KeyState::kFinite : KeyState::kCleared;
+    if (any == 0) return;
+    sync_consumers<Traits::kThreads>();
+    for (int i = thread_; i < TileK::kSize / 8; i += Traits::kThreads) {
+      auto vector = vector_of<TileK>(smem_.k.data(), i);
+      const int key = i / (kPanelColumns / 8) % Traits::kBlockN;
+      if (clear_nonfinite(vector)) atomicOr(&smem_.nonfinite_keys[key / 32], 1u << key % 32);
+    }
+    fence_smem_writes();
+    sync_consumers<Traits::kThreads>();
+  }
+  ANYFLASH_DEVICE bool is_first() const { return is_first_; }
+
+  // Q and dO of the tile are not needed any more.
+  ANYFLASH_DEVICE void release_rows() {
+    last_dq_ = this->tile().dq;
+    if (keys_ == KeyState::kLookedAt) keys_ = KeyState::kReported;
+    Rows::release_rows();
+  }
+
+ private:
+  ANYFLASH_DEVICE void forbid_nonfinite_keys(AccS& acc_s) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int key = this->thread_key(i);
+      if ((smem_.nonfinite_keys[key / 32] >> key % 32 & 1) == 0) continue;
+      CUTE_UNROLL
+      for (int element = 0; element < kBlockM / 4; ++element) {
+        acc_s(element / 2 * 4 + 2 * i + element % 2) = -INFINITY;
+      }
+    }
+  }
+
+  int warpgroup_;
+  RingPlace<Traits::kDsStages> ds_place_;  // of dS that is written
+  RingPlace<Traits::kDsStages> dq_place_;  // of dS that dQ reads
+  float* last_dq_ = nullptr;               // the tile before in dq_accum
+  KeyState keys_ = KeyState::kNotLookedAt;
+};
+
+}  // namespace anyflash::sm90

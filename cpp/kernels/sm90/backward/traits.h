@@ -1,0 +1,91 @@
+// Types and shared memory of the Hopper backward's main kernel.
+#pragma once
+
+#include <cstdint>
+#include <cute/container/array.hpp>
+#include <cute/tensor.hpp>
+
+#include "sm90/accumulator.h"
+#include "sm90/backward/config.h"
+#include "sm90/backward/row_tile.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/roles.h"
+
+namespace anyflash::sm90 {
+
+template <class Element_, int kHeadDim_, int kHeadDimV_>
+struct BackwardTraits : Warpgroups<2> {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr BackwardConfig kConfig = backward_config(kHeadDim, kHeadDimV);
+  static_assert(kConfig.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
+  static constexpr int kBlockM = kConfig.block_m;
+  static constexpr int kBlockN = kConfig.block_n;
+  static constexpr int kStages = kConfig.stages;
+  // dS of a tile is written while that of the one before is read.
+  static constexpr int kDsStages = 2;
+
+  static constexpr int kWarpgroupKeys = 64;
+  static_assert(kBlockN == kConsumers * kWarpgroupKeys, "each warpgroup has 64 keys");
+  static constexpr RegisterSplit kRegisters = {24, 240};
+
+  // Under a causal mask a CTA's first rows see the first half of its keys alone
+  // (QueryTileIterator).
+  static constexpr int kTopRows = kBlockM;
+  static constexpr int kTopKeys = kWarpgroupKeys;
+
+  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
+  using TileV = PanelTile<Element, kBlockN, kHeadDimV>;
+  using TileQ = PanelTile<Element, kBlockM, kHeadDim>;
+  using TileDO = PanelTile<Element, kBlockM, kHeadDimV>;
+  using TileDS = PanelTile<Element, kBlockN, kBlockM>;  // dS^T: a row is a key
+
+  using AccS = Accumulator<kBlockM>;  // of S^T and dP^T
+  using AccK = Accumulator<kHeadDim>;
+  using AccV = Accumulator<kHeadDimV>;
+
+  // Warpgroups share a tile of dQ by rows or, if it has no more than 64, by panels of columns.
+  static constexpr int kDqColumns = TileK::kColumns;
+  static constexpr bool kSplitsDqRows = kBlockM == 128;
+  static constexpr int kDqPartColumns = kSplitsDqRows ? kDqColumns : kDqColumns / kConsumers;
+  static_assert(kBlockM == 64 || kSplitsDqRows, "64 rows of dQ a warpgroup");
+  static_assert(kDqPartColumns % kPanelColumns == 0, "whole panels of K");
+  using AccQ = Accumulator<kDqPartColumns>;
+  static constexpr int kDqWarpElements = kBlockM * kDqColumns / kConsumerWarps;
+
+  static constexpr bool kIsWide = false;
+
+  // Of the workspace.
+  static constexpr bool kStatsByKind = true;
+
+  struct SharedStorage {
+    alignas(1024) cute::array<Element, TileK::kSize> k;
+    alignas(1024) cute::array<Element, TileV::kSize> v;
+    alignas(1024) cute::array<Element, kStages * TileQ::kSize> q;
+    alignas(1024) cute::array<Element, kStages * TileDO::kSize> dout;
+    alignas(1024) cute::array<Element, kDsStages * TileDS::kSize> ds;
+    // Each warp's sums, in the order of its accumulators, on their way to dq_accum.
+    alignas(128) float dq[kConsumerWarps][kDqWarpElements];
+    alignas(16) float lse[kStages][kBlockM];
+    alignas(16) float delta[kStages][kBlockM];
+
+    Mbarrier k_full;
+    Mbarrier v_full;
+    Ring<kStages> q_ring;  // Q, with LSE and delta of its rows, and `tiles`
+    RowTile tiles[kStages];
+    Ring<kStages> dout_ring;
+    Ring<kDsStages> ds_ring;  // filled and read by all consumers
+
+    VisibleRows visible[kBlockN];
+    // Of the keys: NaN or infinity was in K. A bit each.
+    uint32_t nonfinite_keys[kBlockN / 32];
+    // What each warp has found: in its share of K, and of partly hidden tiles of dO.
+    int k_is_nonfinite[kConsumerWarps];
+    int dout_was_nonfinite[kConsumerWarps];
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+};
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,109 @@
+// The consumers' loops of the kernel for wide heads: one warpgroup sums dV, and the other dK.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "sm90/accumulator.h"
+#include "sm90/backward/row_stages.h"
+#include "sm90/backward/wide_traits.h"
+#include "sm90/pipeline.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// P goes from each thread of the first warpgroup to the same thread of the second.
+template <class Traits>
+class WideStages : public RowStages<Traits> {
+  using AccS = typename Traits::AccS;
+  using RowStages<Traits>::smem_;
+  static constexpr int kWarps = kWarpgroupThreads / 32;
+
+ public:
+  ANYFLASH_DEVICE WideStages(typename Traits::SharedStorage& smem, float scale_log2)
+      : RowStages<Traits>(smem, 0, scale_log2) {}
+
+  ANYFLASH_DEVICE void pass_p(const AccS& p) {
+    smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kPiecesOfP; ++i) {
+      smem_.p[i][thread()] = float4{p(4 * i), p(4 * i + 1), p(4 * i + 2), p(4 * i + 3)};
+    }
+    __syncwarp();  // all lanes' P is there
+    release(smem_.p_ring.full[0]);
+    p_place_.advance();
+  }
+  ANYFLASH_DEVICE void take_p(AccS& p) {
+    smem_.p_ring.full[0].wait(p_place_.parity());
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kPiecesOfP; ++i) {
+      const float4 piece = smem_.p[i][thread()];
+      p(4 * i) = piece.x;
+      p(4 * i + 1) = piece.y;
+      p(4 * i + 2) = piece.z;
+      p(4 * i + 3) = piece.w;
+    }
+    __syncwarp();  // all lanes have theirs
+    release(smem_.p_ring.empty[0]);
+    p_place_.advance();
+  }
+
+ private:
+  ANYFLASH_DEVICE static int thread() { return threadIdx.x % kWarpgroupThreads; }
+
+  RingPlace<1> p_place_;
+};
+
+// acc_dv += P^T dO over all tiles of rows.
+//
+//   tensor cores, for this warpgroup   S |     | dV |
+//   for the other one                      dP  |    | dK
+//   registers                              P     dS
+template <class Traits>
+ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& acc_dv) {
+  typename Traits::AccS acc_s;  // S^T, then P^T
+  typename WideStages<Traits>::RowNumbers lse;
+  typename WideStages<Traits>::Rounded p;
+  while (stages.wait_rows()) {
+    stages.issue_scores(acc_s);
+    const bool clears_rows = stages.look_at_rows();
+    stages.load_lse(lse);
+    wait_products<0>();
+    pin(acc_s);
+    stages.wait_dout();
+    if (clears_rows) stages.clear_rows();
+    stages.compute_p(acc_s, lse);
+    stages.pass_p(acc_s);
+    p.round(acc_s);
+    stages.issue_dv(acc_dv, p);
+    wait_products<0>();
+    pin(acc_dv);
+    stages.release_rows();
+  }
+}
+
+// acc_dk += dS^T Q over all tiles of rows, without the scale of dS.
+template <class Traits>
+ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& acc_dk) {
+  typename Traits::AccS acc_p;
+  typename Traits::AccS acc_dp;  // dP^T, then dS^T
+  typename WideStages<Traits>::RowNumbers delta;
+  typename WideStages<Traits>::Rounded ds;
+  while (stages.wait_rows()) {
+    stages.issue_dp(acc_dp);
+    const bool clears_rows = stages.look_at_rows();
+    stages.load_delta(delta);
+    wait_products<0>();
+    pin(acc_dp);
+    if (clears_rows) stages.clear_rows();
+    stages.take_p(acc_p);
+    stages.compute_ds(acc_dp, acc_p, delta);
+    ds.round(acc_dp);
+    stages.issue_dk(acc_dk, ds);
+    wait_products<0>();
+    pin(acc_dk);
+    stages.release_rows();
+  }
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,71 @@
+// Types and shared memory of the Hopper backward's kernel for wide heads.
+#pragma once
+
+#include <cstdint>
+#include <cute/container/array.hpp>
+#include <cute/tensor.hpp>
+
+#include "sm90/accumulator.h"
+#include "sm90/backward/row_tile.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/roles.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// The first consumer warpgroup is for dV and the second for dK, of the same keys.
+template <class Element_, int kHeadDim_, int kHeadDimV_>
+struct WideTraits : Warpgroups<2> {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = 64;
+  static constexpr int kBlockN = 64;
+  static constexpr int kStages = 2;
+
+  static constexpr RegisterSplit kRegisters = {24, 240};
+
+  // Of QueryTileIterator: no half of a tile is left out.
+  static constexpr int kTopRows = kBlockM;
+  static constexpr int kTopKeys = kBlockN;
+
+  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
+  using TileV = PanelTile<Element, kBlockN, kHeadDimV>;
+  using TileQ = PanelTile<Element, kBlockM, kHeadDim>;
+  using TileDO = PanelTile<Element, kBlockM, kHeadDimV>;
+  using AccS = Accumulator<kBlockM>;  // of S^T and dP^T
+  using AccK = Accumulator<kHeadDim>;
+  using AccV = Accumulator<kHeadDimV>;
+  static constexpr int kPiecesOfP = decltype(cute::size(AccS{}))::value / 4;
+
+  static constexpr bool kIsWide = true;
+
+  // Of the workspace.
+  static constexpr bool kStatsByKind = true;
+  static constexpr int kDqColumns = 0;
+
+  struct SharedStorage {
+    alignas(1024) cute::array<Element, TileK::kSize> k;
+    alignas(1024) cute::array<Element, TileV::kSize> v;
+    alignas(1024) cute::array<Element, kStages * TileQ::kSize> q;
+    alignas(1024) cute::array<Element, kStages * TileDO::kSize> dout;
+    // P^T of a tile, as the threads of the first warpgroup have it and those of the second want it.
+    float4 p[kPiecesOfP][kWarpgroupThreads];
+    alignas(16) float lse[kStages][kBlockM];
+    alignas(16) float delta[kStages][kBlockM];
+
+    Mbarrier k_full;
+    Mbarrier v_full;
+    Ring<kStages> q_ring;  // Q, with LSE and delta of its rows, and `tiles`
+    RowTile tiles[kStages];
+    Ring<kStages> dout_ring;
+    Ring<1> p_ring;  // filled by the first warpgroup, read by the second
+
+    VisibleRows visible[kBlockN];
+    int dout_was_nonfinite[kConsumerWarps];  // what each warp has found in partly hidden tiles
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+};
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,55 @@
+// Products of whole tiles in shared memory (PanelTile), or of registers and a tile: each is a group
+// of wgmma that is on its way afterwards.
+#pragma once
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/macros.h"
+#include "sm90/accumulator.h"
+#include "sm90/panel_tile.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// acc = A B^T of 64 rows of TileA, from `a` on, and all rows of TileB; sums over kColumns columns.
+template <class TileA, class TileB, int kColumns, class Acc>
+ANYFLASH_DEVICE void issue_transposed(Acc& acc, const typename TileA::Element* a,
+                                      const typename TileB::Element* b) {
+  using Element = typename TileA::Element;
+  constexpr int kPanelA = TileA::kPanelElements * static_cast<int>(sizeof(Element));
+  constexpr int kPanelB = TileB::kPanelElements * static_cast<int>(sizeof(Element));
+  const OperandDescriptor rows_a(a, kPanelA);
+  const OperandDescriptor rows_b(b, kPanelB);
+  pin(acc);
+  fence_products();
+  CUTE_UNROLL
+  for (int step = 0; step < kColumns / 16; ++step) {
+    const int panel = step / 4;
+    const int bytes = step % 4 * 32;
+    Wgmma<Element, TileB::kRows>::template with_smem<Major::kK, Major::kK>(
+        acc.data(), rows_a + (panel * kPanelA + bytes), rows_b + (panel * kPanelB + bytes),
+        step > 0);
+  }
+  commit_products();
+}
+
+// acc += A B, where A is 64 rows of rounded accumulators, a column for each row of TileB.
+template <class TileB, class Acc, class Rounded>
+ANYFLASH_DEVICE void issue_accumulation(Acc& acc, const Rounded& a,
+                                        const typename TileB::Element* b) {
+  using Element = typename TileB::Element;
+  constexpr int kPanelB = TileB::kPanelElements * static_cast<int>(sizeof(Element));
+  constexpr int kColumns = decltype(cute::size(acc))::value * 2;
+  const OperandDescriptor rows_b(b, kPanelB);
+  pin(acc);
+  fence_products();
+  CUTE_UNROLL
+  for (int step = 0; step < TileB::kRows / 16; ++step) {
+    Wgmma<Element, kColumns>::template with_registers<Major::kMN>(
+        acc.data(), a.words + 4 * step, rows_b + step * 16 * kPanelBytes, 1);
+  }
+  commit_products();
+}
+
+}  // namespace anyflash::sm90

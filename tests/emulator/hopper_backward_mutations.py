@@ -1,0 +1,77 @@
+"""What test_mutations.py breaks in Hopper's backward: waits, fences, and what is hidden.
+
+Tried, and noticed by no case: the loader's wait for an empty buffer of dO, which that for Q
+implies; consumers' waits for the first V and for dO, which have landed by then on the emulated
+GPU; and what pytest's table of cases has instead: NaN in rows that see no key beside a sink, and
+behind the end of a packed sequence.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mutations import Mutation
+
+HOPPER_BACKWARD = "sm90_backward_f16_d64"
+HOPPER_WIDE = "sm90_backward_f16_d256"
+KERNEL = "sm90/backward/kernel.h"
+LOAD = "sm90/backward/load.h"
+ROW_STAGES = "sm90/backward/row_stages.h"
+STAGES = "sm90/backward/stages.h"
+WIDE = "sm90/backward/wide_mainloop.h"
+MAINLOOP = "sm90/backward/mainloop.h"
+DQ = "sm90/backward/dq_by_rows.h"
+
+_mutation = partial(Mutation, unit=HOPPER_BACKWARD)
+
+BARRIERS = (
+    _mutation("hopper-backward-no-barrier-after-init", KERNEL, "__syncthreads();", ""),
+    _mutation(
+        "hopper-backward-no-wait-for-empty-q",
+        LOAD,
+        "smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);",
+        after="ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {",
+    ),
+    _mutation("hopper-backward-bytes-too-few", LOAD, "TileQ::kBytes + 2 * kStatsBytes",
+              "TileQ::kBytes + kStatsBytes"),
+    _mutation("hopper-backward-no-wait-for-k", ROW_STAGES, "if (is_first_) smem_.k_full.wait(0);"),
+)  # fmt: skip
+
+DS = (
+    _mutation("hopper-backward-no-fence-after-ds", STAGES, "fence_smem_writes();",
+              after="ANYFLASH_DEVICE void pass_ds() {"),
+    _mutation("hopper-backward-no-wait-for-ds", STAGES,
+              "smem_.ds_ring.full[dq_place_.stage()].wait(dq_place_.parity());"),
+    _mutation("hopper-backward-no-fence-after-dq", STAGES, "fence_smem_writes();",
+              after="ANYFLASH_DEVICE void add_dq(const AccS& acc_dq) {"),
+    _mutation("hopper-backward-sums-overwritten", STAGES, "if (lane == 0) wait_stores_read();"),
+    _mutation("hopper-backward-last-dq-left-out", MAINLOOP,
+              "kAddsToDq && !stages.is_first()", "false",
+              after="stages.release_rows();"),
+)  # fmt: skip
+
+HIDDEN = (
+    _mutation("hopper-backward-p-not-hidden", ROW_STAGES, "if (hides_any_) hide(acc_s, seen_);"),
+    _mutation("hopper-backward-ds-not-hidden", ROW_STAGES, "if (hides_any_) hide(acc_dp, seen_);"),
+    _mutation("hopper-backward-rows-not-cleared", MAINLOOP,
+              "if (clears_rows) stages.clear_rows();"),
+    _mutation("hopper-backward-keys-not-cleared", STAGES, "keys_ != KeyState::kNotLookedAt",
+              "true"),
+    _mutation("hopper-dq-keys-not-cleared", DQ, "stages.clear_keys();"),
+    _mutation("hopper-dq-not-hidden", DQ, "hide(acc_dp, seen);"),
+    _mutation("hopper-dq-no-fence-after-clearing", DQ, "fence_smem_writes();"),
+)  # fmt: skip
+
+# Of the kernels for wide heads.
+WIDE_HEADS = (
+    Mutation("hopper-wide-no-wait-for-p", WIDE,
+             "smem_.p_ring.full[0].wait(p_place_.parity());", unit=HOPPER_WIDE),
+    Mutation("hopper-wide-p-overwritten", WIDE,
+             "smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);", unit=HOPPER_WIDE),
+    Mutation("hopper-wide-scale-left-out", "sm90/backward/wide_kernel.h",
+             "scale(acc, params.ds_scale);", unit=HOPPER_WIDE),
+    Mutation("hopper-dq-v-overwritten", DQ,
+             "smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);", unit=HOPPER_WIDE),
+)  # fmt: skip
+
+HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + HIDDEN + WIDE_HEADS
