@@ -10,13 +10,15 @@ from anyflash._api.kvcache import attention_with_kvcache, kvcache_workspace_size
 from anyflash._api.merge import merge_states
 from anyflash._api.varlen import attention_varlen
 from anyflash._arrays.base import Array
+from anyflash._call.options import Part
 from anyflash._call.results import AttentionGrads, AttentionResult
-from anyflash._embedding import get_cmake_dir, get_include
+from anyflash._embedding import get_cmake_dir, get_include, get_tvm_ffi_library
 
 __all__ = [
     "Array",
     "AttentionGrads",
     "AttentionResult",
+    "Part",
     "__version__",
     "attention",
     "attention_backward",
@@ -28,6 +30,7 @@ __all__ = [
     "expand_block_mask",
     "get_cmake_dir",
     "get_include",
+    "get_tvm_ffi_library",
     "kvcache_workspace_size",
     "merge_states",
 ]

@@ -40,3 +40,31 @@ def get_cmake_dir() -> str:
         'anyflash'
     """
     return str(_folder() / "lib" / "cmake" / "anyflash")
+
+
+def get_tvm_ffi_library() -> str:
+    """The library with the functions of the C ABI in tvm-ffi's calling convention, for
+    ``tvm_ffi.load_module`` or the same in another language.
+
+    Returns:
+        An absolute path.
+
+    Raises:
+        FileNotFoundError: This build has no such library.
+
+    Example:
+        >>> import anyflash, numpy as np, tvm_ffi
+        >>> functions = tvm_ffi.load_module(anyflash.get_tvm_ffi_library())
+        >>> q, out = np.ones((1, 4, 2, 8), np.float32), np.zeros((1, 4, 2, 8), np.float32)
+        >>> functions.forward(q, q, q, out, None, "causal", True)
+        >>> bool((out == 1).all())
+        True
+    """
+    library = _folder() / "lib" / "libanyflash_tvm_ffi.so"
+    if not library.exists():
+        raise FileNotFoundError(
+            f"anyflash.get_tvm_ffi_library: this build has no {library.name}; build it where the "
+            "package apache-tvm-ffi is installed, or with ANYFLASH_DLPACK_INCLUDE_DIR set to its "
+            "include folder"
+        )
+    return str(library)

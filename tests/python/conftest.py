@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` is every backend, with `case` each of its cases, with `gradient_case` each of the
     backward's, with `cache_case` each with a cache; `cpu` and `gpu` are some backends."""
     names = capi.backend_names()
-    if not metafunc.definition.get_closest_marker("forward"):
+    if not metafunc.definition.get_closest_marker("hopper"):
         names = [name for name in names if name != "emulated-sm90"]
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]

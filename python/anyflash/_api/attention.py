@@ -13,6 +13,7 @@ from anyflash._call.options import (
     UNBOUNDED,
     AttentionOptions,
     OutputRequest,
+    Part,
     given_options,
 )
 from anyflash._call.results import ArrayT, AttentionResult
@@ -36,6 +37,7 @@ def attention(
     k: Any,
     v: Any,
     *,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[Plain[Any, int]],
@@ -46,6 +48,7 @@ def attention(
     k: Any,
     v: Any,
     *,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithLse[Any, int]],
@@ -56,6 +59,7 @@ def attention(
     k: Any,
     v: Any,
     *,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithResult[Any, int]],
@@ -66,6 +70,7 @@ def attention(
     k: Any,
     v: Any,
     *,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithMaxLogits[Any, int]],
@@ -76,6 +81,7 @@ def attention(
     k: Any,
     v: Any,
     *,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithDropoutMask[Any, int]],
@@ -86,6 +92,7 @@ def attention(
     k: Any,
     v: Any,
     *,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[Unknown[Any, int]],
@@ -108,6 +115,7 @@ def attention(
     seed: int | None = None,
     rng_state: Any = None,
     seqused_k: Any = None,
+    part: Part | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     return_dropout_mask: bool = False,
@@ -177,6 +185,9 @@ def attention(
     seqused_k : (batch,) int32, optional
         Of a sequence's keys only so many, the first ones, are used. Masks and ALiBi are aligned
         with the last of them.
+    part : Part, optional
+        The call computes a part of a larger attention: :class:`Part` says which rows, keys and
+        heads of it. Masks, ALiBi and dropout are the whole's, bias and block_mask are the part's.
     return_lse : bool
         Return ``(out, lse)``.
     return_max_logits, return_dropout_mask : bool
@@ -254,6 +265,7 @@ def attention(
         seed,
         rng_state,
         seqused_k,
+        part,
     )
     if (
         options is out is out_dtype is stream is None
@@ -275,6 +287,6 @@ def attention(
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
-        refuse("anyflash.attention", out=out, stream=stream)
+        refuse("anyflash.attention", out=out, stream=stream, part=part)
         return adapter.attend(tensors, options, None, outputs)
     return Forward("anyflash.attention", tensors, options).run(outputs)

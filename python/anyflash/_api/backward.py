@@ -13,6 +13,7 @@ from anyflash._call.options import (
     AttentionOptions,
     GradientRequest,
     Packing,
+    Part,
 )
 from anyflash._call.results import ArrayT, AttentionGrads
 
@@ -38,6 +39,7 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     seed: int | None = None,
     rng_state: Any = None,
     seqused_k: Any = None,
+    part: Part | None = None,
     dlse: Any = None,
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -76,7 +78,7 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     lse : (batch, heads, seqlen_q), float32
         The forward's ``lse``. -inf or +inf (flash-attn's convention): the row saw no key.
     softmax_scale, causal, window_size, softcap, alibi_slopes, bias, block_mask, block_size, \
-sinks, seqused_k
+sinks, seqused_k, part
         What the forward was given.
     dropout_p, seed, rng_state
         What the forward was given; where it drew the seed itself, ``rng_state`` of its
@@ -159,6 +161,7 @@ sinks, seqused_k
         seed,
         rng_state,
         seqused_k,
+        part,
     )
     request = GradientRequest(
         deterministic,
@@ -201,6 +204,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
     rng_state: Any = None,
+    part: Part | None = None,
     dlse: Any = None,
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -272,6 +276,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
         seed,
         rng_state,
         seqused_k,
+        part,
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     request = GradientRequest(

@@ -106,6 +106,10 @@ def create_block_mask(  # noqa: PLR0917
     import numpy as np
 
     name = "anyflash.create_block_mask"
+    if not callable(predicate):
+        raise TypeError(
+            f"{name}: predicate is {type(predicate).__name__}; a function of b, h, i, j is allowed"
+        )
     batch = 1 if batch is None else _read(name, "batch", parsing.length, batch)
     heads = 1 if heads is None else _read(name, "heads", parsing.length, heads)
     seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
@@ -213,7 +217,7 @@ def expand_block_mask(
     if mask.shape[-2:] != blocks:
         raise ValueError(
             f"{name}: block_mask has shape {mask.shape}; expected (..., {blocks[0]}, {blocks[1]}) "
-            f"for {seqlen_q} queries and {seqlen_k} keys in blocks of {size_q} x {size_k}"
+            f"for seqlen_q {seqlen_q} and seqlen_k {seqlen_k} in blocks of {size_q} x {size_k}"
         )
     rows: npt.NDArray[np.bool_] = mask.repeat(size_q, -2)[..., :seqlen_q, :]
     return rows.repeat(size_k, -1)[..., :seqlen_k]

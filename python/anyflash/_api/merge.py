@@ -10,6 +10,8 @@ from anyflash._call import parsing
 from anyflash._call.operands import Operands
 from anyflash._call.results import ArrayT
 
+_LSE = ("float32", "float64")
+
 
 def merge_states(
     out_a: ArrayT,
@@ -30,14 +32,14 @@ def merge_states(
 
     The parts are computed without sinks; a sink is one more part, with ``out_b`` 0 and ``lse_b``
     the sink. Dropout is drawn by a key's number in its own part: parts that drop out need
-    different seeds.
+    different seeds, or a :class:`Part` that says where each one lies.
 
     Parameters
     ----------
     out_a, out_b : (batch, seqlen_q, heads, head_dim_v) or (total_q, heads, head_dim_v)
         Of one dtype: float32, float16, bfloat16; CPU also float64.
-    lse_a, lse_b : (batch, heads, seqlen_q) or (heads, total_q), float32
-        -inf or +inf (flash-attn's convention): the part saw no key.
+    lse_a, lse_b : (batch, heads, seqlen_q) or (heads, total_q), float32; CPU also float64
+        Of one dtype. -inf or +inf (flash-attn's convention): the part saw no key.
     out, lse : arrays, optional
         Where to write the results; may be ``out_a`` or ``out_b`` and ``lse_a`` or ``lse_b``.
     out_dtype : optional
@@ -73,9 +75,9 @@ def merge_states(
     operands = Operands("anyflash.merge_states", "out_a", out_a)
     framework, device = operands.framework, operands.device
     shape, dtype = operands.read("out_a", out_a)
-    lse_shape, _ = operands.read("lse_a", lse_a, ("float32",))
+    lse_shape, lse_dtype = operands.read("lse_a", lse_a, _LSE)
     _, dtype_b = operands.read("out_b", out_b)
-    operands.read("lse_b", lse_b, ("float32",))
+    operands.read("lse_b", lse_b, (lse_dtype,))
     if dtype_b != dtype:
         raise TypeError(
             f"anyflash.merge_states: out_b is {dtype_b}, but out_a is {dtype}; both must have one "
@@ -91,10 +93,10 @@ def merge_states(
     else:
         kind = dtype if out_dtype is None else allowed[0]
     if lse is not None:
-        operands.output("lse", lse, ("float32",))
+        operands.output("lse", lse, _LSE)
 
     result = operands.empty(shape, kind) if out is None else out
-    result_lse = operands.empty(lse_shape, "float32") if lse is None else lse
+    result_lse = operands.empty(lse_shape, lse_dtype) if lse is None else lse
     _core.merge_states(
         operands.operation,
         framework.export(out_a, device, stream),

@@ -14,6 +14,7 @@ from anyflash._call.options import (
     AttentionOptions,
     OutputRequest,
     Packing,
+    Part,
 )
 from anyflash._call.results import ArrayT, AttentionResult
 
@@ -41,6 +42,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     validate: bool = ...,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[Plain[Any, int]],
@@ -56,6 +58,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     validate: bool = ...,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithLse[Any, int]],
@@ -71,6 +74,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     validate: bool = ...,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithResult[Any, int]],
@@ -86,6 +90,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     validate: bool = ...,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithMaxLogits[Any, int]],
@@ -101,6 +106,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     validate: bool = ...,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[WithDropoutMask[Any, int]],
@@ -116,6 +122,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     validate: bool = ...,
+    part: Part | None = ...,
     out: Any = ...,
     stream: int | None = ...,
     **options: Unpack[Unknown[Any, int]],
@@ -143,6 +150,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
     rng_state: Any = None,
+    part: Part | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     return_dropout_mask: bool = False,
@@ -219,6 +227,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
         seed,
         rng_state,
         seqused_k,
+        part,
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     outputs = OutputRequest(
@@ -228,6 +237,6 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     targets = out is not None or stream is not None
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
-        refuse("anyflash.attention_varlen", out=out, stream=stream)
+        refuse("anyflash.attention_varlen", out=out, stream=stream, part=part)
         return adapter.attend(tensors, options, packing, outputs)
     return Forward("anyflash.attention_varlen", tensors, options, packing).run(outputs)

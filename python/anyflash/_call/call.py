@@ -14,6 +14,7 @@ from anyflash._call.options import (
     UNBOUNDED,
     AttentionOptions,
     Packing,
+    Part,
 )
 from anyflash._call.results import ArrayT
 
@@ -114,7 +115,9 @@ class Call(Generic[ArrayT]):
 
     def _read_options(self, options: AttentionOptions) -> None:
         parse = self._operands.parse
-        _, _, window, softcap, slopes, bias, blocks, size, sinks, p, seed, state, used = options
+        _, _, window, softcap, slopes, bias, blocks, size, sinks, p, seed, state, used, part = (
+            options
+        )
         if window is not UNBOUNDED:
             self._options["window"] = parse("window_size", parsing.window, window)
         if softcap is not NO_SOFTCAP:
@@ -132,6 +135,27 @@ class Call(Generic[ArrayT]):
             self._array("seqused_k", used, INT32)
         if p is not NO_DROPOUT or seed is not None or state is not None:
             self._read_dropout(p, seed, state)
+        if part is not None:
+            self._read_part(part)
+
+    def _read_part(self, part: Any) -> None:
+        operands = self._operands
+        if not isinstance(part, Part):
+            raise TypeError(
+                f"{operands.operation}: part is {type(part).__name__}; an anyflash.Part is allowed"
+            )
+        numbers: dict[str, int | None] = {}
+        for name, value in zip(Part._fields, part, strict=True):
+            if value is None or isinstance(value, int):
+                numbers[name] = operands.parse(name, parsing.integer, value or 0)
+                if value is None:
+                    numbers[name] = None
+            elif name in Part._fields[:3]:
+                numbers[name] = None
+                self._array(name, value, INT32)
+            else:
+                numbers[name] = operands.parse(name, parsing.integer, value)
+        self._options["part"] = tuple(numbers.values())
 
     def _read_dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
         operands = self._operands

@@ -19,7 +19,9 @@ class Forward(Call[ArrayT]):
     def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream = outputs
+        lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream, wide = (
+            outputs
+        )
         flags = self._given.causal, lse_wanted, max_logits_wanted, mask_wanted, all_wanted
         causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
             parsing.flag_values(operands.operation, _FLAGS, flags)
@@ -37,7 +39,7 @@ class Forward(Call[ArrayT]):
             dropout_mask = self._output("dropout_mask", (batch, heads, *self._lengths), "bool")
         whole = return_result or return_max_logits or return_dropout_mask
         if return_lse or whole:
-            lse = self._new_lse()
+            lse = self._new_lse("float64" if wide else "float32")
             lse_target = framework.export_out(lse, device)
 
         q, k, v = self._tensors
@@ -83,9 +85,9 @@ class Forward(Call[ArrayT]):
         operands.output("out", out, allowed)
         return out
 
-    def _new_lse(self) -> Any:
+    def _new_lse(self, dtype: str = "float32") -> Any:
         length, heads = self._out_shape[-3:-1]
-        return self._operands.empty((*self._out_shape[:-3], heads, length), "float32")
+        return self._operands.empty((*self._out_shape[:-3], heads, length), dtype)
 
     def _output(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array that is written besides the result."""

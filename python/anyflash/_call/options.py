@@ -16,6 +16,57 @@ NO_SOFTCAP = 0.0
 NO_DROPOUT = 0.0
 
 
+class Part(NamedTuple):
+    """Which part of a larger attention a call computes.
+
+    Its query row i is row ``query_start + i`` of the whole, its key j is key ``key_start + j``, and
+    row r of the whole is on the diagonal with key ``r + diagonal``. Causal masks, windows and ALiBi
+    count from that diagonal, so that key i + shift is at distance 0 from row i, with ``shift =
+    query_start + diagonal - key_start``. Dropout drops what it drops in the whole.
+
+    Attributes
+    ----------
+    query_start, key_start, diagonal : int or (batch,) int32, optional
+        At most 2**30; starts are at least 0. An array has a number for each sequence and lies on
+        q's device. What is None is 0, but if all three are None, the diagonal ends at the bottom
+        right of the call's own scores. With dropout, ``key_start`` is a multiple of 8.
+    batch_start, head_start : int
+        The whole's numbers of the first sequence and of q's first head. For dropout.
+    total_heads : int
+        Query heads of the whole; 0: q's. For dropout.
+
+    Examples
+    --------
+    The last two of four rows, and the first three keys:
+
+    >>> import numpy as np
+    >>> import anyflash
+    >>> q = np.ones((1, 4, 2, 8), np.float32)
+    >>> out, lse = anyflash.attention(
+    ...     q[:, 2:], q[:, :3], q[:, :3], causal=True, return_lse=True,
+    ...     part=anyflash.Part(query_start=2),
+    ... )
+    >>> rest, rest_lse = anyflash.attention(
+    ...     q[:, 2:], q[:, 3:], q[:, 3:], causal=True, return_lse=True,
+    ...     part=anyflash.Part(query_start=2, key_start=3),
+    ... )
+    >>> out, lse = anyflash.merge_states(out, lse, rest, rest_lse)
+    >>> bool(np.allclose(out, anyflash.attention(q, q, q, causal=True)[:, 2:]))
+    True
+    """
+
+    query_start: Any = None
+    key_start: Any = None
+    diagonal: Any = None
+    batch_start: int = 0
+    head_start: int = 0
+    total_heads: int = 0
+
+
+# Where pickle looks for it, wherever this file lies.
+Part.__module__ = "anyflash"
+
+
 class AttentionOptions(NamedTuple):
     """How scores are made and hidden, and what dropout drops: what a forward is given besides its
     tensors, and its backward again."""
@@ -33,6 +84,7 @@ class AttentionOptions(NamedTuple):
     seed: Any = None
     rng_state: Any = None
     seqused_k: Any = None
+    part: Part | None = None
 
 
 def given_options(  # noqa: PLR0917 (in the order of the fields)
@@ -49,11 +101,20 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
     seed: Any,
     rng_state: Any,
     seqused_k: Any,
+    part: Part | None = None,
 ) -> AttentionOptions | None:
     """The object; None where nothing but softmax_scale and causal is asked for, since to make one
     and to ask it takes 0.3 us, and the smallest calls 3 us."""
     if (
-        alibi_slopes is bias is block_mask is sinks is seed is rng_state is seqused_k is None
+        alibi_slopes
+        is bias
+        is block_mask
+        is sinks
+        is seed
+        is rng_state
+        is seqused_k
+        is part
+        is None
         and (window_size is UNBOUNDED or _is_unbounded(window_size))
         and (softcap is NO_SOFTCAP or _is_zero(softcap))
         and (dropout_p is NO_DROPOUT or _is_zero(dropout_p))
@@ -73,6 +134,7 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
         seed,
         rng_state,
         seqused_k,
+        part,
     )
 
 
@@ -104,6 +166,7 @@ class OutputRequest(NamedTuple):
     out_dtype: Any = None
     out: Any = None
     stream: Any = None
+    wide_lse: bool = False  # float64, on the CPU: a state that others are merged with
 
 
 class GradientRequest(NamedTuple):

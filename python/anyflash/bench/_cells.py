@@ -43,6 +43,7 @@ class Cell:
     packing: str = ""
     page_size: int = 0
     framework: str = ""
+    model: str = ""  # whose block's attention it is
     timing: str = "events"  # or "graph": replayed from a CUDA graph; "memory": bytes, not seconds
     unit: str = "TFLOP/s"  # or "GFLOP/s", "ms", "us", "MiB"
     d_v: int = 0  # of v; 0: as q's
@@ -66,6 +67,7 @@ class Cell:
         labels = {
             "op": self.op,
             "framework": self.framework,
+            "model": self.model,
             "dtype": self.dtype,
             "feature": self.feature,
             "heads": f"{self.heads}/{self.kv_heads}" if grouped else str(self.heads),

@@ -15,6 +15,8 @@ FEATURES = (
     "plain", "causal", "window 512", "packed", "sinks", "max_logits", "softcap", "alibi", "bias",
     "keep-mask", "block mask, half", "dropout", "everything, window 512",
 )  # fmt: skip
+# Heads and head dims of FlashAttention-2's last table (arXiv 2307.08691).
+MODELS = {"GPT 1.3B": (16, 128), "GPT 2.7B": (32, 80)}
 DECODE_SHAPES = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (8, 1, 128), (16, 16, 256))
 LARGEST_CACHE = 24 * 2**30
 FRAMEWORK_CALLS = ("numpy", "torch", "torch recorded", "torch with backward", "jax jit")
@@ -66,6 +68,16 @@ def paper(wanted: Wanted) -> Iterator[Cell]:
     axes = itertools.product(ops, wanted.dtypes, head_dims, MASKS, wanted.up_to_tokens(*seqlens))
     for op, dtype, d, causal, seqlen in axes:
         yield Cell(op, tokens // seqlen, seqlen, hidden // d, d, dtype, causal=causal)
+
+
+def training(wanted: Wanted) -> Iterator[Cell]:
+    part = 1 if wanted.backend == "cuda" else 4  # of the heads
+    seqlens = wanted.up_to_tokens(2048) if wanted.quick else wanted.up_to_tokens(2048, 8192)
+    for dtype, (model, (heads, d)), seqlen in itertools.product(
+        wanted.dtypes, MODELS.items(), seqlens
+    ):
+        batch = wanted.tokens // seqlen
+        yield Cell("both", batch, seqlen, heads // part, d, dtype, causal=True, model=model)
 
 
 def gqa(wanted: Wanted) -> Iterator[Cell]:
@@ -172,6 +184,12 @@ def overhead(wanted: Wanted) -> Iterator[Cell]:
 PRESETS = {
     "paper": Preset(
         "FlashAttention-2's grid: 16k tokens, hidden size 2048, 512 to 16k long", paper
+    ),
+    "training": Preset(
+        "attention of a GPT's block, forward and backward through autograd, 2k and 8k long",
+        training,
+        row="model",
+        column="heads",
     ),
     "gqa": Preset("grouped and multi-query heads", gqa, column="heads"),
     "varlen": Preset("packed sequences of equal, random and uneven lengths", varlen, x=""),

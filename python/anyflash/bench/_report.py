@@ -99,6 +99,9 @@ def names_of(entries: Iterable[Entry]) -> list[str]:
 
 def _extra_columns(document: dict[str, Any], entries: list[Entry]) -> dict[str, list[str]]:
     columns: dict[str, list[str]] = {}
+    if any("model" in entry["labels"] for entry in entries):
+        times = [cost(entry, OWN) for entry in entries]
+        columns["ms"] = [number(1e3 * s) if s else "" for s in times]
     if any(entry["bytes"] for entry in entries):
         seconds = [cost(entry, OWN) for entry in entries]
         pairs = list(zip(entries, seconds, strict=True))

@@ -114,7 +114,14 @@ def rows_in_cache(
         return None
     if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
+    if not (isinstance(cache_seqlens, int) and 0 <= cache_seqlens < 1 << 31 and is_tensor(q)):
+        return None  # which attention_with_kvcache refuses
     return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def is_tensor(x: Any) -> bool:
+    """One that has rows."""
+    return isinstance(x, torch.Tensor) and x.dim() > 1
 
 
 def _bounds(
@@ -124,6 +131,11 @@ def _bounds(
     block_table: torch.Tensor | None,
 ) -> tuple[int, int]:
     """A bound that no score can meet is none, which is what rotates all queries alike."""
+    # What is not as it should be, attention_with_kvcache says.
+    if not all(is_tensor(x) for x in (q, k_cache)) or not (
+        block_table is None or is_tensor(block_table)
+    ):
+        return window
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     left, right = window
     return (

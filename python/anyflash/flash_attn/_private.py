@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 import anyflash
-from anyflash.flash_attn._options import as_int, score_options, with_positive_infinity
+from anyflash.flash_attn._options import (
+    packing_of,
+    probability,
+    score_options,
+    with_positive_infinity,
+)
 from anyflash.flash_attn._s_dmask import round_multiple, s_dmask
 from anyflash.torch import attention, attention_varlen
 from anyflash.torch._paged import attention_varlen_paged
@@ -33,7 +38,7 @@ def attend(
     **further: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, the LSE as flash-attn gives it, S_dmask, and the state that dropout was done with."""
-    dropped = return_softmax and dropout_p > 0
+    dropped = return_softmax and probability(dropout_p) > 0
     function: Any = attention_varlen if packing else attention
     result = function(
         *(q, k, v, *packing),
@@ -137,7 +142,7 @@ def _flash_attn_varlen_forward(
         )
     window = (window_size_left, window_size_right)
     options = score_options(softmax_scale, causal, window, softcap, alibi_slopes)
-    packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     result: tuple[Any, ...]
     with torch.no_grad():
         if block_table is None:
@@ -255,7 +260,7 @@ def _flash_attn_varlen_backward(
     """
     window = (window_size_left, window_size_right)
     options = score_options(softmax_scale, causal, window, softcap, alibi_slopes)
-    packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors, gradients = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
     with torch.no_grad():
         if zero_tensors:

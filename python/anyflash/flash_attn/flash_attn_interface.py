@@ -16,7 +16,7 @@ import torch
 
 from anyflash.flash_attn import flash_attn_2_cuda as flash_attn_gpu
 from anyflash.flash_attn._kvcache import flash_attn_with_kvcache
-from anyflash.flash_attn._options import as_int, read_flags, score_options
+from anyflash.flash_attn._options import check_pages, packing_of, read_flags, score_options
 from anyflash.flash_attn._packed import attend_packed
 from anyflash.flash_attn._paged import ForwardOnly
 from anyflash.flash_attn._private import (
@@ -195,8 +195,9 @@ def flash_attn_varlen_func(
     """
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
-    packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
+        dropout_p = check_pages((q, k, v, *packing, block_table), dropout_p)
 
         def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             return attend_paged(q, k, v, packing, options, dropout_p, block_table)[:3]
@@ -278,8 +279,7 @@ def flash_attn_varlen_qkvpacked_func(
     """:func:`flash_attn_varlen_func` of ``qkv`` (total, 3, heads, head_dim)."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
-    length = as_int(max_seqlen)
-    packing = (cu_seqlens, cu_seqlens, length, length)
+    packing = packing_of(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, "max_seqlen")
     results = attend_packed(
         None, qkv, packing, options, dropout_p, deterministic, return_attn_probs
     )
@@ -305,7 +305,7 @@ def flash_attn_varlen_kvpacked_func(
     """:func:`flash_attn_varlen_func` of q and ``kv`` (total_k, 2, heads_k, head_dim)."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
-    packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     results = attend_packed(q, kv, packing, options, dropout_p, deterministic, return_attn_probs)
     return results if return_attn_probs else results[0]
 

@@ -117,7 +117,12 @@ def flash_attn_with_kvcache(
                     f"anyflash.flash_attn_3.{_NAME}: max_seqlen_q is None; with cu_seqlens_q it is "
                     "needed: an upper bound of the numbers of queries"
                 )
-            lengths = (cu_seqlens_q, cache_seqlens, as_int(max_seqlen_q), page_table)
+            lengths = (
+                cu_seqlens_q,
+                cache_seqlens,
+                as_int(max_seqlen_q, "max_seqlen_q"),
+                page_table,
+            )
             out, lse = attention_varlen_paged(q, k_cache, v_cache, *lengths, options)
         else:
             k_cache, v_cache, table = split_pages(k_cache, v_cache, page_table)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyflash.flash_attn._options import as_int, score_options
+from anyflash.flash_attn._options import packing_of, score_options
 from anyflash.flash_attn_3._arguments import refuse
 from anyflash.flash_attn_3._kvcache import flash_attn_with_kvcache
 from anyflash.torch import attention, attention_varlen
@@ -174,7 +174,7 @@ def flash_attn_varlen_func(
                 "packs q, k and v alike"
             )
     options = score_options(softmax_scale, causal, window_size, softcap, None)
-    packing = (cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attention_varlen(
         *(q, k, v, *packing),
         **options,

@@ -4,6 +4,7 @@ The work is done by handlers of XLA's foreign function interface, which this mod
 """
 
 from anyflash.jax._attention import attention
+from anyflash.jax._context_parallel import context_parallel_attention, zigzag_order
 from anyflash.jax._dot_product_attention import dot_product_attention
 from anyflash.jax._kvcache import attention_with_kvcache
 from anyflash.jax._varlen import attention_varlen
@@ -12,5 +13,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
+    "context_parallel_attention",
     "dot_product_attention",
+    "zigzag_order",
 ]

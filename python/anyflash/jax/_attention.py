@@ -123,8 +123,8 @@ def attention(
     Arrays that are sharded over the batch or the heads stay where they are, also in the backward;
     nothing is gathered. Where the devices outnumber the key heads, shard q's heads and replicate k
     and v. A bias, sinks and slopes may be replicated; their gradients are summed over the devices.
-    A sequence stays on one device. Dropout counts the whole batch and all heads, and a device knows
-    its own alone: where these are sharded, it needs jax.shard_map, and a seed for each device.
+    A sequence stays on one device. Dropout drops what it drops of the whole; within jax.shard_map a
+    device counts its own part alone, and needs a seed of its own.
 
     Parameters that are not listed are those of :func:`anyflash.attention`; arrays may be traced,
     numbers not. There, JAX's arrays on a GPU and tracers come here.

@@ -13,11 +13,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from anyflash.jax import _partition
-from anyflash.jax._ffi import Arrays
+from anyflash.jax._ffi import Arrays, Numbers
 from anyflash.jax._partition import NOT_DIVIDED, OF_RESULTS, Dims, PartitionSpec, Plan
 
-# (operands, results that are to have the digits of float32) -> results
-Run = Callable[[Arrays, frozenset[str]], Arrays]
+# (operands, results that are to have the digits of float32, more numbers) -> results
+Run = Callable[[Arrays, frozenset[str], Numbers], Arrays]
 _NONE: frozenset[str] = frozenset()
 # JAX does not say their types.
 _custom_partitioning: Any = custom_partitioning
@@ -50,7 +50,7 @@ class Divided:
                 "is allowed"
             )
         if manual:
-            return self.run(self.operands, _NONE)
+            return self.run(self.operands, _NONE, ())
         call: Any = _custom_partitioning(self._whole)
         call.def_partition(
             self._on_mesh,
@@ -61,7 +61,7 @@ class Divided:
         return dict(zip(self.results, call(*self.operands.values()), strict=True))
 
     def _whole(self, *operands: Any) -> tuple[Any, ...]:
-        return tuple(self.run(self._named(operands), _NONE).values())
+        return tuple(self.run(self._named(operands), _NONE, ()).values())
 
     def _named(self, operands: Any) -> Arrays:
         return dict(zip(self.operands, operands, strict=True))
@@ -199,6 +199,8 @@ class Divided:
 
     def _part(self, plan: Plan, operands: Arrays) -> Arrays:
         """Gradients of what others have, too, are summed, in float32."""
+        if "k_cache" in operands:
+            return self.run(operands, _NONE, ())
         operands = dict(operands)
         shapes = {name: operands[name].shape for name in ("k", "v")}
         picked = self._key_heads(plan, operands)
@@ -211,14 +213,46 @@ class Divided:
             for name, dims in self.result_dims.items()
             if name.startswith("d") and name[1:] in operands and (axes := plan.lacks(dims))
         }
-        results = self.run(operands, frozenset(summed))
+        results = self._run_part(plan, operands, frozenset(summed))
         for name, axes in summed.items():
             x = results[name]
             if picked is not None and name in ("dk", "dv"):
                 whole = jnp.zeros(shapes[name[1:]], x.dtype)
                 x = whole.at[(slice(None),) * axis + (picked,)].add(x)
             results[name] = _psum(x, axes)
-        return {name: x.astype(self.results[name].dtype) for name, x in results.items()}
+        # In this order: a branch sorts them.
+        return {name: results[name].astype(x.dtype) for name, x in self.results.items()}
+
+    def _run_part(self, plan: Plan, operands: Arrays, wide: frozenset[str]) -> Arrays:
+        """Dropout is told which batch entries and heads are here. A call's numbers are constants,
+        so that there is a branch for each device's."""
+        parts = self._parts(plan) if "rng_state" in operands else [()]
+        if len(parts) == 1:
+            return self.run(operands, wide, parts[0])
+
+        def branch(numbers: Numbers) -> Callable[[Arrays], Arrays]:
+            return lambda operands: self.run(operands, wide, numbers)
+
+        index = jax.lax.axis_index((*plan.of("b"), *plan.of("h")))
+        result: Arrays = jax.lax.switch(index, [branch(numbers) for numbers in parts], operands)
+        return result
+
+    def _parts(self, plan: Plan) -> list[Numbers]:
+        """From where every device's dropout counts, in the order of the batch's axes, then of the
+        heads'."""
+        q, batches, heads = self.operands["q"], plan.parts("b"), plan.parts("h")
+        if batches * heads == 1:
+            return [()]
+        entries = q.shape[0] // batches if batches > 1 else 0  # packed sequences stay together
+        return [
+            (
+                ("batch_start", batch * entries),
+                ("head_start", head * (q.shape[-2] // heads)),
+                ("total_heads", q.shape[-2]),
+            )
+            for batch in range(batches)
+            for head in range(heads)
+        ]
 
     def _key_heads(self, plan: Plan, operands: Arrays) -> Any:
         """Which of the key heads that are here the query heads that are here need: None where it is

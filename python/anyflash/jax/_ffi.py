@@ -95,6 +95,11 @@ def vary_alike(arrays: Arrays) -> Arrays:
     return {name: _vary(x, tuple(every - axes[name])) for name, x in arrays.items()}
 
 
+def vary_as(x: Any, other: Any) -> Any:
+    """The same along the axes of the mesh that another array varies along."""
+    return _vary(x, tuple(_axes(other) - _axes(x)))
+
+
 def _axes(x: Any) -> frozenset[Any]:
     kind: Any = jax.typeof(x)
     kind = getattr(kind, "mat", kind)

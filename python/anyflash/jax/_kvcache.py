@@ -19,15 +19,15 @@ from anyflash._call.options import (
 )
 from anyflash.jax import _ffi, _vmap
 from anyflash.jax._call import Call
+from anyflash.jax._divide import Divided
 from anyflash.jax._ffi import Arrays
 from anyflash.jax._operations import FLOAT32, Settings, struct
+from anyflash.jax._partition import CACHES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from anyflash._api.keywords import KvCacheKeywords
-
-_CACHES = ("k_cache", "v_cache")
 
 
 @overload
@@ -119,8 +119,12 @@ def attention_with_kvcache(
     JAX's arrays are immutable: where ``k`` and ``v`` are given, the result holds new caches. Within
     jax.jit they are the old ones, updated in place, if these are donated to the compiled function,
     or made in it, as the carry of a jax.lax.scan is; else XLA copies the caches first. There is no
-    derivative. Under jax.vmap it is a loop. XLA gathers what is sharded: over several devices, wrap
-    it in jax.shard_map, along the batch and the heads.
+    derivative. Under jax.vmap it is a loop.
+
+    Arrays that are sharded over the batch or the heads stay where they are, caches included: each
+    device appends to its own. Heads of the caches lie where q's do; a single one may be replicated.
+    Pages, and places by ``cache_batch_idx``, belong to the whole batch: where that is sharded they
+    are replicated, and only read.
 
     Parameters that are not listed are those of :func:`anyflash.attention_with_kvcache`. There,
     JAX's arrays on a GPU and tracers come here.
@@ -201,7 +205,7 @@ def attend_with_kvcache(
     options: AttentionOptions,
     outputs: OutputRequest,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    names = ("q", *_CACHES)
+    names = ("q", *CACHES)
     call = Call("anyflash.jax.attention_with_kvcache", **dict(zip(names, tensors, strict=True)))
     call.scores(options)
     call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
@@ -244,7 +248,7 @@ def _attend(
     call: Call, return_lse: Any, out_dtype: Any, appends: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
     q, k_cache = call.arrays["q"], call.arrays["k_cache"]
-    names = ("out", *(("lse",) if return_lse else ()), *(_CACHES if appends else ()))
+    names = ("out", *(("lse",) if return_lse else ()), *(CACHES if appends else ()))
     settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)
     shapes = _results(settings, call.arrays)
     _ffi.check(call.operation, "forward_with_kvcache", call.arrays | shapes, settings.numbers)
@@ -259,7 +263,7 @@ def _results(settings: Settings, operands: Arrays) -> Arrays:
         "out": ((*q.shape[:-1], v_cache.shape[-1]), settings.out_dtype),
         "lse": ((q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
     }
-    kinds |= {name: (operands[name].shape, operands[name].dtype) for name in _CACHES}
+    kinds |= {name: (operands[name].shape, operands[name].dtype) for name in CACHES}
     return {name: struct(*kinds[name]) for name in settings.results}
 
 
@@ -267,16 +271,19 @@ def _results(settings: Settings, operands: Arrays) -> Arrays:
 def _run(settings: Settings, operands: Arrays) -> Arrays:
     names = settings.results
 
-    @jax.custom_batching.custom_vmap
-    def call(operands: Arrays) -> Arrays:
+    def run(operands: Arrays, *_: Any) -> Arrays:
         return _ffi.call(
             settings.operation,
             "forward_with_kvcache",
             settings.numbers,
             operands,
             _results(settings, operands),
-            {name: name for name in _CACHES if name in names},
+            {name: name for name in CACHES if name in names},
         )
+
+    @jax.custom_batching.custom_vmap
+    def call(operands: Arrays) -> Arrays:
+        return Divided(settings.operation, run, operands, _results(settings, operands), 0)()
 
     @call.def_vmap
     def _(size: int, batched: Any, operands: Arrays) -> tuple[Arrays, Any]:

@@ -70,8 +70,8 @@ class _Work(NamedTuple):
         }
         return {name: struct((*sizes, *x.shape), dtypes[name]) for name, x in kinds.items()}
 
-    def run(self, operands: Arrays, wide: frozenset[str]) -> Arrays:
-        numbers = self.settings.numbers
+    def run(self, operands: Arrays, wide: frozenset[str], more: Numbers) -> Arrays:
+        numbers = (*self.settings.numbers, *more)
         if self.function == "backward":
             numbers = (*numbers, ("deterministic", self.settings.deterministic))
         folded = _vmap.fold(self.names, self.mapped, operands)

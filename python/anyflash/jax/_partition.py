@@ -37,7 +37,24 @@ _FACTORS = {
     "rng_state": ".",
     "cu_seqlens_q": ".",
     "cu_seqlens_k": ".",
+    "k_cache": "b.g.",
+    "v_cache": "b.g.",
+    "k_new": "b.g.",
+    "v_new": "b.g.",
+    "rotary_cos": "..",
+    "rotary_sin": "..",
+    "rotary_seqlens": "b",
+    "cache_seqlens": "b",
+    "cache_batch_idx": "b",
+    "cache_leftpad": "b",
+    "block_table": "b.",
+    "tree_mask": "b..",
+    "k_scale": "bg",
+    "v_scale": "bg",
 }
+CACHES = ("k_cache", "v_cache")
+# Their places count along the first axis, as the batch's entries do, if no other argument says so.
+_OF_PLACES = (*CACHES, "k_scale", "v_scale")
 OF_RESULTS = ("dout", "out", "dlse", "lse")  # the backward's operands
 _OF_TOKENS = ("q", "k", "v", "out", "lse")  # packed sequences share an axis
 
@@ -45,13 +62,16 @@ _OF_TOKENS = ("q", "k", "v", "out", "lse")  # packed sequences share an axis
 def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:
     """Of ``arrays``, operands or results, whose first ``mapped`` axes are jax.vmap's."""
     packed = "cu_seqlens_q" in operands
-    q, k = (operands[name].shape[-2] for name in ("q", "k"))
+    q, k = operands["q"].shape[-2], _keys(operands).shape[-2]
+    apart = _has_places(operands)
     result = {}
     for name, x in arrays.items():
         key = name if name in _FACTORS else name[1:]
         letters = _FACTORS[key]
         if packed:
             letters = letters.replace("b", "" if key in _OF_TOKENS else NOT_DIVIDED)
+        if apart and key in _OF_PLACES:
+            letters = letters.replace("b", NOT_DIVIDED)
         if q == k:
             letters = letters.replace("g", "h")
         letters = letters[len(letters) - (len(x.shape) - mapped) :]
@@ -62,6 +82,19 @@ def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:
             for factor, extent in zip(dims, x.shape, strict=True)
         )
     return result
+
+
+def _keys(operands: Arrays) -> Any:
+    return operands["k_cache" if "k_cache" in operands else "k"]
+
+
+def _has_places(operands: Arrays) -> bool:
+    """Whether a cache's first axis counts something else than the batch."""
+    if "k_cache" not in operands:
+        return False
+    if "block_table" in operands or "cache_batch_idx" in operands:
+        return True
+    return bool(operands["k_cache"].shape[0] != operands["q"].shape[0])
 
 
 class Plan(NamedTuple):
@@ -166,8 +199,6 @@ def _follow_results(
 ) -> None:
     """Whoever reads the results may want them elsewhere; so come their cotangents, and are moved.
     Where the arguments are whole, the work is divided as these are."""
-    if "rng_state" in operands:
-        return
     for name in OF_RESULTS:
         for factor, given in zip(dims.get(name, ()), specs.get(name, ()), strict=True):
             used = [axis for one in axes.values() for axis in one]
@@ -199,9 +230,33 @@ def _check(operation: str, made: Plan, operands: Arrays) -> None:
             f"{operation}: the batch and the heads are sharded over {used}; each axis of the mesh "
             "is allowed once"
         )
-    if "rng_state" in operands and used:
+    if "k_cache" in operands:
+        _check_caches(operation, made, operands)
+
+
+def _check_caches(operation: str, made: Plan, operands: Arrays) -> None:
+    """Key heads are not picked of caches, which are written, or large."""
+    batch, heads, key_heads = made.of("b"), made.of("h"), made.of("g")
+    q, k = operands["q"].shape[-2], operands["k_cache"].shape[-2]
+    if k not in (1, q) and key_heads != heads:
         raise ValueError(
-            f"{operation}: dropout_p is given and the batch or the heads are sharded over {used}; "
-            "a device cannot count those of others, so that it would drop something else: "
-            "replicate q, k and v, or use jax.shard_map with a seed for each device"
+            f"{operation}: q's {q} heads are sharded over {heads}, and the {k} heads of the caches "
+            f"over {key_heads}; the same axes of the mesh are allowed: shard the caches' heads, or "
+            "replicate q's"
         )
+    if not batch or not _has_places(operands):
+        return
+    named = [name for name in ("block_table", "cache_batch_idx") if name in operands]
+    if named and "k_new" not in operands:
+        return
+    why = (
+        f"{named[0]} is given, and so is k: devices would append to different places of a cache "
+        "that all of them have"
+        if named
+        else f"the caches have {operands['k_cache'].shape[0]} places, and the batch is "
+        f"{operands['q'].shape[0]}"
+    )
+    raise ValueError(
+        f"{operation}: the batch is sharded over {batch}, and {why}; shard the heads alone, or use "
+        "jax.shard_map with a cache of each device's own"
+    )

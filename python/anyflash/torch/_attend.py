@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from anyflash._call import parsing
-from anyflash._call.options import UNBOUNDED, AttentionOptions, OutputRequest, Packing
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    Packing,
+)
 from anyflash._call.results import AttentionResult, Returned
 from anyflash.torch import _problem
 from anyflash.torch._autograd import Attention, TransformedAttention, apply
@@ -23,7 +29,7 @@ from anyflash.torch._dispatch_state import (
 )
 from anyflash.torch._problem import DIFFERENTIABLE, Problem, RequestedOutputs, differentiable
 from anyflash.torch._random import RandomState, random_state
-from anyflash.torch._sharding import is_distributed, register_rules
+from anyflash.torch._sharding import WHOLE, is_distributed, part_of, register_rules
 
 _DENSE = Packing(None, None, 0, 0, False)
 _FLAGS = ("validate", "causal", "deterministic")
@@ -39,7 +45,7 @@ def attend(
 ) -> Returned[Tensor]:
     operation = _problem.name(packing is not None)
     check_tensor(operation, tensors[0])
-    tensors = _autocast(tensors)
+    tensors = autocast(tensors)
     p, random = _read(operation, tensors, options, packing or _DENSE, deterministic)
     return_lse, return_max_logits, return_dropout_mask, return_result = parsing.flag_values(
         operation, OutputRequest._fields[:4], outputs[:4]
@@ -85,9 +91,11 @@ def _read(
         left, right = UNBOUNDED
     else:
         left, right = parse("window_size", parsing.window, window)
-    if options.block_mask is not None:
+    if options.block_mask is not None or block_size is not BLOCK_SIZE:
         block_size = parse("block_size", parsing.block_size, block_size)
     random = RandomState()
+    if type(dropout_p) is not float:  # an array cannot be compared
+        dropout_p = parse("dropout_p", parsing.probability, dropout_p)
     if dropout_p != 0 or options.seed is not None or options.rng_state is not None:
         dropout_p = parse("dropout_p", parsing.probability, dropout_p)
         if options.seed is not None and options.rng_state is not None:
@@ -99,12 +107,13 @@ def _read(
         if random.tensor is not options.rng_state and is_distributed(tensors[0]):
             raise ValueError(
                 f"{operation}: dropout_p is {dropout_p} and q is a DTensor, but no seed is given; "
-                "ranks would draw different ones. Pass seed, with Replicate() placements"
+                "ranks would draw different ones. Pass seed, the same on every rank"
             )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     flags = packing.validate, options.causal, deterministic
     validate, causal, deterministic = parsing.flag_values(operation, _FLAGS, flags)
+    drops_sharded = dropout_p != 0 and is_distributed(tensors[0])
     p = Problem(
         *tensors,
         options.bias,
@@ -128,6 +137,7 @@ def _read(
         dropout_p,
         _problem.to_int64(random.words[0]),
         _problem.to_int64(random.words[1]),
+        *(part_of(tensors[0]) if drops_sharded else WHOLE),
         deterministic,
     )
     return p, random
@@ -143,7 +153,7 @@ def as_dtype(dtype: Any) -> Any:
     return getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
 
 
-def _autocast(tensors: tuple[Tensor, ...]) -> Any:
+def autocast(tensors: tuple[Tensor, ...]) -> Any:
     """q, k and v as ``torch.autocast`` wants them."""
     if not is_compiling() and not is_any_autocast_enabled():
         return tensors  # the question that costs least

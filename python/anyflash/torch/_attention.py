@@ -127,8 +127,8 @@ def attention(
     Under ``torch.autocast``, q, k and v of 16 and 32 bits are taken in the autocast dtype.
 
     DTensors may be sharded on batch or heads, q, k and v alike, where the ranks divide ``heads``
-    and ``heads_k``. The output is placed as q, and nothing is communicated. Dropout needs
-    replicated tensors and a ``seed``.
+    and ``heads_k``. The output is placed as q, and nothing is communicated. Dropout drops what it
+    drops of the whole tensors, and needs a ``seed``, the same on every rank.
 
     Parameters that are not listed are those of :func:`anyflash.attention`. There, tensors that
     require grad come here.

@@ -106,12 +106,12 @@ def _check_sizes(p: Problem, axes: _Axes, kinds: list[str | None]) -> None:
             f"the batch of {p.q.shape[0]} is sharded over {ranks[_BATCH]} ranks; each needs an "
             "entry. Fewer ranks, or Replicate(), work",
         )
-    if p.dropout_p > 0 and any(kinds):
+    if p.dropout_p > 0 and any(kinds) and p.total_heads != heads:
         _refuse(
             p,
-            f"dropout_p is {p.dropout_p}, and q is sharded; what dropout drops depends on the "
-            "numbers of batch entry and head in the whole tensor, which a rank does not know. "
-            "Use dropout_p=0, Replicate(), or local tensors with a seed of each rank's own",
+            f"dropout_p is {p.dropout_p}, q is sharded, and total_heads is {p.total_heads}; "
+            f"{heads} is allowed, with the batch_start and head_start of this rank. "
+            f"{operation(p)} knows them, the operator does not",
         )
 
 

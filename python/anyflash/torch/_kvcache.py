@@ -18,6 +18,7 @@ from anyflash._call.options import (
 from anyflash.torch._attend import as_dtype, check_tensor
 from anyflash.torch._dispatch_state import is_traced
 from anyflash.torch._ops import define, lse_shape, or_empty
+from anyflash.torch._sharding import is_distributed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,6 +144,10 @@ def attention_with_kvcache(
     The caches are written in place where k and v are given. There is no backward: tensors that
     require grad are refused where gradients are recorded.
 
+    DTensors may be sharded on batch or heads: q, k and v, and the caches likewise. Nothing is
+    communicated. Pages, and caches with ``cache_batch_idx``, belong to the whole batch: where that
+    is sharded they are replicated, and only read.
+
     Parameters that are not listed are those of :func:`anyflash.attention_with_kvcache`.
 
     Parameters
@@ -238,8 +243,13 @@ def attend_with_kvcache(
     }
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": cache.k, "v": cache.v}
     _refuse_gradients({**arguments, **given})
-    run: Any = torch.ops.anyflash.attention_with_kvcache_
+    operator: Any = torch.ops.anyflash.attention_with_kvcache_
     if cache.k is None and cache.v is None:
-        run = torch.ops.anyflash.attention_with_kvcache
-    out, lse = run(*arguments.values(), **given)
+        operator = torch.ops.anyflash.attention_with_kvcache
+    if is_distributed(q):
+        from anyflash.torch import _dtensor_kvcache
+
+        out, lse = _dtensor_kvcache.attend(_OPERATION, arguments, given, operator)
+    else:
+        out, lse = operator(*arguments.values(), **given)
     return (out, lse) if outputs.return_lse else out

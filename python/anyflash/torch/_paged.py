@@ -14,10 +14,15 @@ def split_pages(
     k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """anyflash's pages have a power of two of rows: a page of 768 rows is three of 256."""
+    tensors = (k_cache, v_cache, block_table)
+    # What is not as it should be, attention_with_kvcache says.
+    if not all(isinstance(x, Tensor) and x.dim() > 1 for x in tensors):
+        return tensors
+    assert block_table is not None
     size = k_cache.shape[1]
     part = size & -size
-    if block_table is None or part == size:
-        return k_cache, v_cache, block_table
+    if part == size:
+        return tensors
     count = size // part
     parts = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
     table = (block_table[..., None] * count + parts).flatten(1)

@@ -17,6 +17,7 @@ from anyflash._call.options import (
     GradientRequest,
     OutputRequest,
     Packing,
+    Part,
 )
 from anyflash.torch import _fast_path
 from anyflash.torch._dispatch_state import is_plain
@@ -51,6 +52,10 @@ class Problem(NamedTuple):
     dropout_p: float
     seed: int  # where there is no rng_state; as int64
     offset: int
+    # Which part of a larger batch and of more heads this is, for dropout; 0 heads: all there are.
+    batch_start: int
+    head_start: int
+    total_heads: int
     deterministic: bool
 
 
@@ -61,7 +66,7 @@ SCHEMA = (
     "Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, bool validate, "
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
     "SymInt block_m, SymInt block_n, float dropout_p, SymInt seed, SymInt offset, "
-    "bool deterministic"
+    "SymInt batch_start, SymInt head_start, SymInt total_heads, bool deterministic"
 )
 DIFFERENTIABLE = 6
 SIZE = len(Problem._fields)
@@ -119,7 +124,14 @@ def _options_of(p: Problem) -> AttentionOptions:
         None,
         words if dropout else None,
         p.seqused_k,
+        _part_of(p) if dropout else None,
     )
+
+
+def _part_of(p: Problem) -> Part | None:
+    if p.batch_start == p.head_start == p.total_heads == 0:
+        return None
+    return Part(None, None, None, p.batch_start, p.head_start, p.total_heads)
 
 
 def _packing_of(p: Problem) -> Packing | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anyflash._call import parsing
 from anyflash._call.options import NO_DROPOUT, UNBOUNDED
 from anyflash._call.parsing import flags
 from anyflash.torch import _fast_path
@@ -23,6 +25,7 @@ from anyflash.torch._dispatch_state import (
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
+_LARGE_SCALE = torch.finfo(torch.float32).max / 2
 
 
 def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
@@ -93,6 +96,10 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 16]))
     """
     is_causal, enable_gqa = flags(_NAME, is_causal=is_causal, enable_gqa=enable_gqa)
+    if type(dropout_p) is not float and not isinstance(dropout_p, numbers.Real | torch.SymFloat):
+        raise TypeError(f"{_NAME}: dropout_p is {type(dropout_p).__name__}; a number is allowed")
+    if scale is not None and (type(scale) is not float or not abs(scale) < _LARGE_SCALE):
+        scale = _read_scale(scale, query)
     lower_right = False
     if attn_mask is not None and is_causal_bias(attn_mask):
         lower_right = is_lower_right(attn_mask)
@@ -138,6 +145,16 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     if dropout_p == 1:
         out = torch.nn.functional.dropout(out, 1.0)
     return out if leading is None else out.view(*leading, *out.shape[2:])
+
+
+def _read_scale(scale: Any, query: Any) -> float:
+    try:
+        result = parsing.scale(scale)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_NAME}: scale {error}") from None
+    if abs(result) > _LARGE_SCALE and getattr(query, "dtype", None) != torch.float64:
+        raise ValueError(f"{_NAME}: scale is {result}; at most half of float32's range is allowed")
+    return result
 
 
 def _is_regular(

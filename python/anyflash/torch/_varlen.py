@@ -17,7 +17,7 @@ from anyflash._call.options import (
     Packing,
 )
 from anyflash._call.results import AttentionResult
-from anyflash.torch._attend import attend
+from anyflash.torch._attend import attend, check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,4 +198,10 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     outputs = OutputRequest(
         return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
+    check_tensor("anyflash.torch.attention_varlen", q)
+    if cu_seqlens_q is None or cu_seqlens_k is None:  # which would mean no packed sequences
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(
+            f"anyflash.torch.attention_varlen: {name} is None; a tensor of int32 is allowed"
+        )
     return attend((q, k, v), options, packing, outputs, deterministic)

@@ -151,8 +151,8 @@ def test_create_refuses(wrong: str) -> None:
         (
             np.ones((1, 3), bool),
             ValueError,
-            r"block_mask has shape \(1, 3\); expected \(..., 1, 2\) for 100 queries and 200 keys "
-            "in blocks of 128 x 128",
+            r"block_mask has shape \(1, 3\); expected \(..., 1, 2\) for seqlen_q 100 and "
+            "seqlen_k 200 in blocks of 128 x 128",
         ),
         (np.ones(2, bool), ValueError, r"block_mask has shape \(2,\); expected \(..., 1, 2\)"),
     ],

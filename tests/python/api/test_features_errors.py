@@ -92,6 +92,57 @@ ATTENTION: dict[str, Wrong] = {
     "out-dtype-type": ({"out_dtype": 32}, TypeError, "out_dtype is 32; None, float32 is allowed"),
     "stream": ({"stream": "0"}, TypeError, "stream is str; None or the address"),
     "stream-negative": ({"stream": -1}, ValueError, "stream is -1; the address"),
+    "part-tuple": ({"part": (1, 2)}, TypeError, "part is tuple; an anyflash.Part is allowed"),
+    "part-float": (
+        {"part": anyflash.Part(query_start=1.0)},
+        TypeError,
+        "query_start is float; arrays",
+    ),
+    "part-negative": (
+        {"part": anyflash.Part(query_start=-1)},
+        ValueError,
+        "query_start is -1; 0 to 1073741824 is allowed",
+    ),
+    "part-far": (
+        {"part": anyflash.Part(diagonal=1 << 62)},
+        ValueError,
+        "diagonal is 4611686018427387904; -1073741824 to 1073741824 is allowed",
+    ),
+    "part-int64": (
+        {"part": anyflash.Part(key_start=np.zeros(2, np.int64))},
+        TypeError,
+        r"key_start is int64; int32 is allowed: pass key_start\.astype\('int32'\)",
+    ),
+    "part-shape": (
+        {"part": anyflash.Part(query_start=ends(1))},
+        ValueError,
+        r"query_starts has shape \(1,\); .*\(2,\)",
+    ),
+    "part-element": (
+        {"part": anyflash.Part(query_start=ends(1, -1))},
+        ValueError,
+        r"query_starts\[1\] is -1; 0 to 1073741824 is allowed",
+    ),
+    "part-draws": (
+        {"part": anyflash.Part(key_start=4), "dropout_p": 0.1, "seed": 1},
+        ValueError,
+        "key_start is 4; with dropout a multiple of 8 is allowed",
+    ),
+    "part-heads": (
+        {"part": anyflash.Part(head_start=1, total_heads=8)},
+        ValueError,
+        "total_heads is 8; at least 9, head_start and q's heads, is expected",
+    ),
+    "part-batch": (
+        {"part": anyflash.Part(batch_start=-2)},
+        ValueError,
+        "batch_start is -2; 0 to 1073741824 is allowed",
+    ),
+    "part-batch-array": (
+        {"part": anyflash.Part(batch_start=ends(1, 2))},
+        TypeError,
+        "batch_start is ndarray; an int is allowed",
+    ),
     "rank": ({"q": ones(5, 8, 16)}, ValueError, "q has 3 dimensions, shape .*; expected 4"),
 }
 VARLEN: dict[str, Wrong] = {
@@ -136,6 +187,11 @@ MERGE_STATES: dict[str, Wrong] = {
         r"lse_a has shape .*; expected \(2, 8, 5\)",
     ),
     "lse-dtype": ({"lse_b": ones(2, 8, 5, dtype=float)}, TypeError, "lse_b is float64; float32 is"),
+    "lse-half": (
+        {"lse_a": ones(2, 8, 5, dtype=np.float16)},
+        TypeError,
+        "lse_a is float16; float32 and float64 are allowed",
+    ),
     "lse-list": ({"lse_b": []}, TypeError, "lse_b is list; arrays"),
     "int": ({"out_a": ends(0)}, TypeError, f"out_a is int32; {FLOATS}"),
     "out-shape": (

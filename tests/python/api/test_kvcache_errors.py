@@ -233,7 +233,7 @@ WRONG_PAGED: dict[str, Wrong] = {
     "page-size": (
         {"k_cache": ones(7, 3, 4, 16), "v_cache": ones(7, 3, 4, 24)},
         ValueError,
-        "k_cache has page_size 3; a power of two",
+        "k_cache has page_size 3; with block_table a power of two",
     ),
     "places": (
         {"cache_batch_idx": ends(0, 1)},

@@ -25,7 +25,8 @@ ADAPTERS = {
     if importlib.util.find_spec(name)
 }
 NAMES = ["attention", "attention_varlen", "attention_with_kvcache"]
-TARGETS = {"out", "stream", "workspace"}  # an adapter's machinery decides where and when
+# An adapter's machinery decides where and when; a part of an attention is for those who join parts.
+NOT_OF_ADAPTERS = {"out", "stream", "workspace", "part"}
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "validate"}
 DEFAULTS = options.AttentionOptions()._asdict()
 
@@ -39,7 +40,9 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def test_adapters_take_the_same(adapter: Any, name: str) -> None:
     """But for where results go, and whether gradients are deterministic."""
     ours, theirs = parameters(getattr(anyflash, name)), parameters(getattr(adapter, name))
-    assert [x for x in ours if x not in TARGETS] == [x for x in theirs if x != "deterministic"]
+    assert [x for x in ours if x not in NOT_OF_ADAPTERS] == [
+        x for x in theirs if x != "deterministic"
+    ]
     for x in set(ours) & set(theirs):
         assert (ours[x].kind, ours[x].default) == (theirs[x].kind, theirs[x].default), x
 
@@ -133,7 +136,7 @@ def test_results_of_python_3_10(monkeypatch: pytest.MonkeyPatch) -> None:
         assert older._fields == kind._fields
 
 
-@pytest.mark.parametrize("kind", [anyflash.AttentionResult, anyflash.AttentionGrads])
+@pytest.mark.parametrize("kind", [anyflash.AttentionResult, anyflash.AttentionGrads, anyflash.Part])
 def test_results_are_pickled_by_their_public_names(kind: Any) -> None:
     result = kind(*range(len(kind._fields)))
     text = pickle.dumps(result, protocol=0)

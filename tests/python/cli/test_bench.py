@@ -37,6 +37,16 @@ def test_the_paper_has_flash_attention_2s_grid():
     assert {cell.op for cell in cells} == {"forward", "backward", "both"}
 
 
+def test_training_has_the_models_of_flash_attention_2s_last_table():
+    cells = cells_of("training", ON_GPU, {})
+    assert {(cell.model, cell.heads * cell.d) for cell in cells} == {
+        ("GPT 1.3B", 2048),
+        ("GPT 2.7B", 2560),
+    }
+    assert {(cell.seqlen, cell.batch) for cell in cells} == {(2048, 8), (8192, 2)}
+    assert all(cell.op == "both" and cell.causal for cell in cells)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("quick", [False, True])

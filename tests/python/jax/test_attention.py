@@ -222,7 +222,10 @@ def test_no_forward_mode() -> None:
         jax.jvp(lambda q: anyflash.jax.attention(q, given["k"], given["v"]), *[(given["q"],)] * 2)
 
 
-@pytest.mark.parametrize("name", ["_attention", "_varlen", "_kvcache", "_dot_product_attention"])
+EXAMPLES = ["_attention", "_varlen", "_kvcache", "_dot_product_attention", "_context_parallel"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name: str) -> None:
     module = importlib.import_module(f"anyflash.jax.{name}")
     assert doctest.testmod(module).failed == 0

@@ -21,13 +21,15 @@ from oracle.problem import DTYPES
 from run.backward import run_call, supports_backward, verify_backward
 from run.forward import run
 
+pytestmark = pytest.mark.hopper
+
 
 def test_case(backend: Backend, gradient_case: GradientCase) -> None:
     verify_backward(backend, gradient_case)
 
 
 def test_random(backend: Backend) -> None:
-    examples = {"emulated-sm80": 40, "cuda": 500}.get(backend.name, 100)
+    examples = {"emulated-sm80": 40, "emulated-sm90": 40, "cuda": 500}.get(backend.name, 100)
     dtypes = sorted({row.dtype for row in backend.rows("backward")})
     able = random_gradient_cases(dtypes).filter(lambda case: supports_backward(backend.name, case))
 

@@ -30,6 +30,8 @@ CASES = {
     "packed": replace(BASE, features=Features(packed=Packed((70, 0, 33), (100, 9, 64)))),
 }
 
+pytestmark = pytest.mark.hopper
+
 
 def gradient_case(name: str, backend: Backend, **changes: Any) -> GradientCase:
     """Deterministic."""

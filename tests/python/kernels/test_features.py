@@ -18,7 +18,7 @@ from oracle import philox
 from oracle.attention import DTYPES, Array, check, reference
 from run.forward import assert_same_bits, bits, call, expected_row, run
 
-pytestmark = pytest.mark.forward
+pytestmark = pytest.mark.hopper
 
 BASE = Case("feature", sq=131, sk=200, heads=4, heads_k=2, batch=2)
 

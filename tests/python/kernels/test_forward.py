@@ -19,7 +19,7 @@ from cases.random_cases import random_cases
 from oracle.attention import DTYPES, check
 from run.forward import assert_same_bits, bits, run, supports, verify
 
-pytestmark = pytest.mark.forward
+pytestmark = pytest.mark.hopper
 
 
 def test_case(backend: Backend, case: Case) -> None:

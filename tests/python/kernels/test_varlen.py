@@ -16,7 +16,7 @@ from cases.features import EVERYTHING
 from oracle.attention import DTYPES, Array
 from run.forward import bits, call, run
 
-pytestmark = pytest.mark.forward
+pytestmark = pytest.mark.hopper
 
 # Dropout is left out: its mask depends on the place in the batch.
 INVARIANT = {

@@ -21,7 +21,7 @@ from oracle.gradients import (
     naive_gradients,
     true_gradients,
 )
-from oracle.problem import DTYPES, Array, Batch, Problem, batches, distances
+from oracle.problem import DTYPES, Array, Batch, Problem, batches
 
 SMALL = {"dropout_p": 0.3, "window": (9, 5), "softcap": 1.5}
 FEATURES = {
@@ -110,7 +110,7 @@ def torch_loss(torch: ModuleType, given: Given, batch: Batch, leaves: dict[str, 
         scores = scores + torch.where(bias.isinf(), 0, bias)
     if "alibi_slopes" in leaves:
         slopes = part(torch.atleast_2d(leaves["alibi_slopes"])[..., None, None])
-        scores = scores - slopes * torch.from_numpy(distances(*scores.shape[2:]))
+        scores = scores - slopes * torch.from_numpy(batch.distances)
     columns = [torch.where(hidden, -np.inf, scores)]
     if "sinks" in leaves:
         columns.append(leaves["sinks"][:, None, None].expand(*scores.shape[:3], 1))

@@ -284,6 +284,9 @@ def problem(grad: bool, **options: Any) -> Problem:
         **{"max_seqlen_q": 0, "max_seqlen_k": 0, "validate": False, "softmax_scale": None},
         **{"causal": True, "window_left": 2, "window_right": -1, "softcap": 0.7},
         **{"block_m": 128, "block_n": 128, "dropout_p": 0.0, "seed": -3, "offset": 0},
+        batch_start=0,
+        head_start=0,
+        total_heads=0,
         deterministic=False,
     )
     return defaults._replace(**options)

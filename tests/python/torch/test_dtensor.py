@@ -1,12 +1,14 @@
-"""DTensors on two ranks: each computes what it holds, and nothing is communicated.
+"""DTensors on two or four ranks: each computes what it holds, and nothing is communicated.
 
-The cases are in support/calls/dtensor_cases.py; one program on each rank runs them all.
+The cases are in support/calls/dtensor_*.py; one program of each file runs them all on each rank.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,26 +17,42 @@ import pytest
 
 from run import ranks
 
-CASES = Path(ranks.__file__).parents[1] / "calls" / "dtensor_cases.py"
-NAMES = re.findall(r"^@case\ndef (\w+)", CASES.read_text(), re.MULTILINE)
+CALLS = Path(ranks.__file__).parents[1] / "calls"
+PROGRAMS = {"dtensor_cases": (2,), "dtensor_dropout": (2, 4), "dtensor_kvcache": (2, 4)}
+
+
+def names_of(program: str) -> list[str]:
+    text = (CALLS / f"{program}.py").read_text()
+    return re.findall(r"^@case\ndef (\w+)", text, re.MULTILINE)
+
+
+RUNS = [(program, size) for program, sizes in PROGRAMS.items() for size in sizes]
+CASES = [(*run, name) for run in RUNS for name in names_of(run[0])]
+Results = Callable[[str, int], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     tensor = pytest.importorskip("torch.distributed.tensor.experimental")
     if not hasattr(tensor, "register_sharding"):
         pytest.skip("this PyTorch takes no rules of custom operators")
-    return ranks.run("calls.dtensor_cases", 2, tmp_path_factory.mktemp("ranks"))
+
+    @functools.cache
+    def run(program: str, size: int) -> list[Any]:
+        return ranks.run(f"calls.{program}", size, tmp_path_factory.mktemp("ranks"))
+
+    return run
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks(results: list[Any], name: str) -> None:
-    for rank, found in enumerate(results):
+@pytest.mark.parametrize(("program", "size", "name"), CASES)
+def test_ranks(results: Results, program: str, size: int, name: str) -> None:
+    for rank, found in enumerate(results(program, size)):
         assert not found[name], f"rank {rank}:\n{found[name]}"
 
 
-def test_no_case_is_left_out(results: list[Any]) -> None:
-    assert sorted(results[0]) == sorted(NAMES)
+@pytest.mark.parametrize(("program", "size"), RUNS)
+def test_no_case_is_left_out(results: Results, program: str, size: int) -> None:
+    assert sorted(results(program, size)[0]) == sorted(names_of(program))
 
 
 def test_rules_wait_for_dtensors(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

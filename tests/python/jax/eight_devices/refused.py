@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import anyflash.jax
-from calls.jax_calls import same
 from calls.sharded import (
     BATCH,
     BATCHES,
@@ -40,11 +39,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         f"axis 3 of bias.*{STAYS}",
     ),
     "key-heads": (qkv(8, 4), {"k": P(None, None, "y")}, "heads of k and v are sharded over"),
-    "dropout": (
-        qkv() | {"dropout_p": 0.5, "seed": 1},
-        alike(BATCHES),
-        "a device cannot count those of others",
-    ),
 }
 
 
@@ -88,9 +82,3 @@ def test_two_kinds_of_axes_are_refused(mesh: Mesh, kind: str) -> None:
         message = "a mesh whose axes are all explicit, or all automatic, is allowed"
     with pytest.raises(NotImplementedError, match=message):
         jax.jit(f)(*put(mesh, qkv(), alike(BOTH)).values())
-
-
-def test_dropout_of_what_is_whole(mesh: Mesh) -> None:
-    """Every device draws what one alone would."""
-    f = jax.jit(lambda arrays: anyflash.jax.attention(**arrays, dropout_p=0.5, seed=1))
-    same(f(put(mesh, qkv(), {})), f(qkv()))

@@ -67,6 +67,19 @@ class Options(ctypes.Structure):
         ("seqused_k", ctypes.POINTER(DLTensor)),
         ("validate", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        ("has_query_start", ctypes.c_int32),
+        ("has_key_start", ctypes.c_int32),
+        ("has_diagonal", ctypes.c_int32),
+        ("reserved2", ctypes.c_int32),
+        ("query_start", ctypes.c_int64),
+        ("key_start", ctypes.c_int64),
+        ("diagonal", ctypes.c_int64),
+        ("query_starts", ctypes.POINTER(DLTensor)),
+        ("key_starts", ctypes.POINTER(DLTensor)),
+        ("diagonals", ctypes.POINTER(DLTensor)),
+        ("batch_start", ctypes.c_int64),
+        ("head_start", ctypes.c_int64),
+        ("total_heads", ctypes.c_int64),
     )
 
 

@@ -5,7 +5,6 @@ python -m calls.dtensor_cases FOLDER RANK 2
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -284,18 +283,6 @@ def compiled() -> None:
 
 
 @case
-def dropout() -> None:
-    compare(tensors(), LINE, WHOLE, dropout_p=0.5, seed=3)
-    attend = anyflash.torch.attention
-    for placements in (BATCH, HEADS):
-        given = {name: placed(x, LINE, placements) for name, x in tensors().items()}
-        refused(
-            "dropout_p is 0.5, and q is sharded", lambda g=given: attend(**g, dropout_p=0.5, seed=3)
-        )
-        refused("but no seed is given", lambda g=given: attend(**g, dropout_p=0.5))
-
-
-@case
 def what_is_refused() -> None:
     attend = anyflash.torch.attention
 
@@ -322,14 +309,7 @@ def main() -> None:
     global LINE  # noqa: PLW0603
     _, world_size = ranks.begin()
     LINE = init_device_mesh("cpu", (world_size,))
-    results = {}
-    for name, function in CASES.items():
-        try:
-            function()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    ranks.finish(results)
+    ranks.run_cases(CASES)
 
 
 if __name__ == "__main__":

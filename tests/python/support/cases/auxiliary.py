@@ -13,7 +13,7 @@ from backends.tensors import Tensor, empty, place
 from oracle.attention import DTYPES, Array
 
 if TYPE_CHECKING:
-    from cases.case import Case, Features
+    from cases.case import Case, Features, Part
 
 OUTPUTS = ("dropout_mask", "max_logits")
 UINT64 = (1 << 64) - 1
@@ -53,6 +53,8 @@ def options_of(case: Case) -> dict[str, Any]:
     if features.seqused_k:
         options["seqused_k"] = int32_tensor(features.seqused_k)
     options |= _randomness(case, features)
+    if features.part:
+        options |= _part(case, features.part)
     if features.max_logits:
         shape = (case.batch, case.heads)
         options["max_logits"] = empty(shape, DTYPES["fp32"], features.outputs, "bh")
@@ -69,6 +71,17 @@ def _randomness(case: Case, features: Features) -> dict[str, Any]:
     if features.rng_state:
         options["rng_state"] = place(np.array([seed, offset], np.uint64).view(np.int64), axes="b")
         options["seed"], options["offset"] = 99, 99  # the tensor counts
+    return options
+
+
+def _part(case: Case, part: Part) -> dict[str, Any]:
+    names = ("query_start", "key_start", "diagonal")
+    numbers: dict[str, Any] = dict(zip(names, part[:3], strict=True))
+    arrays = {f"{n}s": int32_tensor(x) for n, x in numbers.items() if isinstance(x, tuple)}
+    options = {n: x for n, x in numbers.items() if isinstance(x, int)} | arrays
+    options["batch_start"], options["head_start"] = part.batch, part.head
+    if part.head or part.other_heads:
+        options["total_heads"] = part.head + case.heads + part.other_heads
     return options
 
 

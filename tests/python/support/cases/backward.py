@@ -18,6 +18,7 @@ from cases.features import FEATURE_CASES, HIDING, SINGLE
 from cases.forward import FORWARD_CASES
 from cases.gradient_case import GradientCase, GradientLayouts, make
 from cases.one_feature import one_feature
+from cases.positions import positions
 
 
 def _lengths() -> Iterator[GradientCase]:
@@ -386,7 +387,7 @@ def _of_the_forward() -> Iterator[GradientCase]:
 
 
 GROUPS = (
-    *(_smoke, _lengths, _dims, _heads, _parts, _features, _biases, _varlen, _leaks),
+    *(_smoke, _lengths, _dims, _heads, _parts, _features, _biases, _varlen, _leaks, positions),
     *(_blocks_and_dropout, one_feature, _dtypes, _layouts, _everything, _many, _of_the_forward),
 )
 BACKWARD_CASES = tuple(itertools.chain.from_iterable(group() for group in GROUPS))

@@ -63,6 +63,17 @@ class Packed(NamedTuple):
     spare: int = 0  # by which max_seqlen_q and max_seqlen_k are larger than need be
 
 
+class Part(NamedTuple):
+    """Which part of a larger attention a case is; tuples are for each sequence, in an array."""
+
+    query: int | tuple[int, ...] | None = None
+    key: int | tuple[int, ...] | None = None
+    diagonal: int | tuple[int, ...] | None = None
+    batch: int = 0
+    head: int = 0
+    other_heads: int = 0  # of the whole
+
+
 LARGE_SOFTCAP = 256.0  # above it, the backward's own kernel for softcaps would be too imprecise
 
 
@@ -83,6 +94,7 @@ class Features:
     outputs: str = "contiguous"  # layout of max_logits and dropout_mask
     packed: Packed | None = None
     seqused_k: tuple[int, ...] = ()
+    part: Part | None = None
     poison: bool = True  # keys and values that no query sees are NaN and infinity
 
     @property

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cases.case import Bias, Blocks, Case, Features, Layouts, Packed
+from cases.case import Bias, Blocks, Case, Features, Layouts, Packed, Part
 
 FLOATS = ("fp16", "bf16", "fp32")
 FAR = 1 << 62
+FAR_AWAY = 1 << 30  # the largest position
 
 # One of each, as changes to a case. Pairs of them are joined: they must not touch the same field.
 SINGLE: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.2, "seed": 1234567890123, "offset": 5},
     "seqused": {"seqused_k": (130, 51)},
     "packed": {"packed": Packed((30, 131), (151, 90))},
+    "part": {"part": Part((200, 9), 16, -8, 3, 1, 2)},
     "out32": {"out_dtype": "fp32"},
     "thin": {"sq": 1, "packed": Packed((1, 1), (151, 90))},
     "gqa": {"heads": 4, "heads_k": 1},
@@ -132,6 +134,35 @@ def _windows() -> Iterator[Case]:
     for sq, sk, window in ((300, 40, (10, None)), (10, 300, (0, 0)), (400, 3, (None, 0))):
         case = Case("", "fp16", 1, sq, sk, features=Features(window=window, sinks="normal"))
         yield replace(case, id=f"window-keyless-{sq}x{sk}-sinks")
+
+
+def _parts() -> Iterator[Case]:
+    """The diagonal lies anywhere: rows at both ends may see nothing, or everything."""
+    windows: tuple[tuple[int | None, int | None], ...] = (
+        *((None, 0), (40, None), (30, 20), (0, 0), (64, 0), (130, 63)),
+    )
+    shifts = (-200, -129, -64, -1, 0, 1, 63, 64, 128, 190, 300, FAR_AWAY, -FAR_AWAY)
+    for (left, right), shift, dtype in itertools.product(windows, shifts, ("bf16", "fp32")):
+        query, diagonal = (shift, None) if shift >= 0 else (None, shift)
+        features = Features(window=(left, right), part=Part(query, None, diagonal))
+        case = Case("", dtype, 1, 150, 140, 2, 1, features=features)
+        yield replace(case, id=f"part-window{left}_{right}-shift{shift}-{dtype}")
+    for shift, dtype in itertools.product((-150, -3, 0, 70, 200), ("bf16", "fp32", "fp64")):
+        part = Part(max(shift, 0), max(-shift, 0))
+        case = Case("", dtype, 1, 150, 140, features=Features(alibi="h", part=part))
+        yield replace(case, id=f"part-alibi-shift{shift}-{dtype}", causal=dtype == "fp32")
+    for dtype, key in itertools.product((*FLOATS, "fp64"), (0, 8, 72, FAR_AWAY)):
+        part = Part(1000, (key, 0), 0, 7, 2, 3)
+        features = Features(dropout_p=0.3, seed=77, offset=FAR, part=part)
+        case = Case("", dtype, 2, 90, 150, 4, 2, features=features)
+        yield replace(case, id=f"part-dropout-key{key}-{dtype}")
+    everything = replace(EVERYTHING, part=Part((50, 3, 100), (8, 0, 64), (-1, 60, 10), 2, 3, 1))
+    packed = replace(EVERYTHING_PACKED, part=Part(30, (0, 80, 16), 40))
+    for dtype, causal in itertools.product((*FLOATS, "fp64"), (False, True)):
+        case = Case("", dtype, 3, 133, 200, 4, 2, causal=causal, features=everything)
+        name = f"{dtype}-{'causal' if causal else 'full'}"
+        yield replace(case, id=f"part-everything-{name}")
+        yield replace(case, id=f"part-everything-packed-{name}", features=packed)
 
 
 def _scores() -> Iterator[Case]:
@@ -307,5 +338,17 @@ def _smoke() -> Iterator[Case]:
     yield Case("smoke-192-128", sq=70, sk=131, d=192, dv=128, smoke=True)
 
 
-GROUPS = (_smoke, _pairs, _everything, _windows, _scores, _biases, _blocks, _leaks, _dropout, _dims)
+GROUPS = (
+    _smoke,
+    _pairs,
+    _everything,
+    _windows,
+    _parts,
+    _scores,
+    _biases,
+    _blocks,
+    _leaks,
+    _dropout,
+    _dims,
+)
 FEATURE_CASES = tuple(itertools.chain.from_iterable(group() for group in GROUPS))

@@ -21,7 +21,6 @@ from oracle.problem import (
     Batch,
     Problem,
     batches,
-    distances,
     rows_of,
     select,
     unseen_keys,
@@ -98,7 +97,7 @@ def final_scores(problem: Problem, batch: Batch, scores: Array, precision: Preci
     if problem.alibi_slopes is not None:
         slopes = np.atleast_2d(problem.alibi_slopes)[:, :, None, None]
         slopes = select(slopes, batch.sequences, (1, 1)).astype(precision.compute)
-        distance = distances(*scores.shape[2:]).astype(precision.compute)
+        distance = batch.distances.astype(precision.compute)
         scores = rounded(scores - slopes * distance)
     return np.where(batch.hidden, number(-np.inf), scores)
 

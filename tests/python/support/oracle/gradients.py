@@ -25,7 +25,7 @@ from oracle.attention import (
     softmax,
     truth,
 )
-from oracle.problem import Array, Batch, Problem, batches, distances, rows_of
+from oracle.problem import Array, Batch, Problem, batches, rows_of
 
 NAMES = ("dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes")
 
@@ -183,7 +183,7 @@ class Sums:
         if terms.sink_p is not None:
             self.gradients["dsinks"] += sign * (terms.sink_p * terms.delta).sum((0, 2, 3))
         if "dalibi_slopes" in self.gradients:
-            distance = distances(*terms.ds.shape[2:]).astype(self.precision.compute)
+            distance = batch.distances.astype(self.precision.compute)
             part = sign * rounded(terms.ds * distance).sum((2, 3))
             slopes = self.gradients["dalibi_slopes"]
             if slopes.ndim == 2 and len(slopes) > 1:

@@ -50,6 +50,15 @@ class Problem:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     seqused_k: Array | None = None
+    query_start: int | None = None
+    key_start: int | None = None
+    diagonal: int | None = None
+    query_starts: Array | None = None
+    key_starts: Array | None = None
+    diagonals: Array | None = None
+    batch_start: int = 0
+    head_start: int = 0
+    total_heads: int = 0
     out_dtype: np.dtype[Any] | None = None  # None: q's
 
     @property
@@ -74,16 +83,41 @@ class Problem:
         return self.q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
     def dropout_mask(self) -> Array:
-        return philox.kept(self.shape, self.dropout_p, self.seed, self.offset)
+        rows, columns = (self.position(name) for name in ("query_start", "key_start"))
+        total_heads = self.total_heads or self.shape[1]
+        origin = philox.Origin(rows, columns, self.batch_start, self.head_start, total_heads)
+        return philox.kept(self.shape, self.dropout_p, self.seed, self.offset, origin)
+
+    def position(self, name: str) -> Array:
+        """query_start, key_start or diagonal of each sequence, 0 where it is not given."""
+        array, number = getattr(self, f"{name}s"), getattr(self, name)
+        given = array if array is not None else number or 0
+        return np.broadcast_to(np.asarray(given, np.int64), (self.shape[0],))
+
+    def shifts(self, lengths: Array) -> Array:
+        """Of the sequences with these (seqlen_q, seqlen_k): row i and key i + shift are on the
+        diagonal."""
+        names = ("query_start", "key_start", "diagonal")
+        if all(getattr(self, x) is None and getattr(self, f"{x}s") is None for x in names):
+            return lengths[:, 1] - lengths[:, 0]
+        queries, keys, diagonals = map(self.position, names)
+        return queries + diagonals - keys
 
 
 class Batch(NamedTuple):
-    """Some equally long sequences of a problem; rows count in q, k and v without a batch axis."""
+    """Some sequences of a problem with equal lengths and shifts; rows count in q, k and v without a
+    batch axis."""
 
     sequences: Array  # (n,)
     rows_q: Array  # (n, seqlen_q)
     rows_k: Array  # (n, seqlen_k)
+    shift: int  # row i and key i + shift are on the diagonal
     hidden: Array  # (n or 1, heads or 1, seqlen_q, seqlen_k)
+
+    @property
+    def distances(self) -> Array:
+        position = np.arange(self.hidden.shape[2])[:, None] + self.shift
+        return np.abs(position - np.arange(self.hidden.shape[3]))
 
 
 def select(x: Array, sequences: Array, shape: tuple[int, ...]) -> Array:
@@ -92,13 +126,8 @@ def select(x: Array, sequences: Array, shape: tuple[int, ...]) -> Array:
     return x[:, :, : shape[0], : shape[1]]
 
 
-def distances(seqlen_q: int, seqlen_k: int) -> Array:
-    position = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
-    return np.abs(position - np.arange(seqlen_k))
-
-
-def _hidden(problem: Problem, sequences: Array, seqlen_q: int, seqlen_k: int) -> Array:
-    last = np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+def _hidden(problem: Problem, sequences: Array, seqlen_q: int, seqlen_k: int, shift: int) -> Array:
+    last = np.arange(seqlen_q)[:, None] + shift
     key = np.arange(seqlen_k)
     hidden = np.zeros((1, 1, seqlen_q, seqlen_k), bool)
     right = 0 if problem.causal else problem.window_right
@@ -128,11 +157,14 @@ def batches(problem: Problem) -> Iterator[Batch]:
         lengths = np.tile([seqlen_q, seqlen_k], (count, 1))
     if problem.seqused_k is not None:
         lengths[:, 1] = np.minimum(lengths[:, 1], problem.seqused_k)
-    for pair in np.unique(lengths, axis=0):
-        sequences = np.nonzero((lengths == pair).all(1))[0]
-        rows_q = first_q[sequences, None] + np.arange(pair[0])
-        rows_k = first_k[sequences, None] + np.arange(pair[1])
-        yield Batch(sequences, rows_q, rows_k, _hidden(problem, sequences, *map(int, pair)))
+    kinds = np.column_stack([lengths, problem.shifts(lengths)])
+    for kind in np.unique(kinds, axis=0):
+        seqlen_q, seqlen_k, shift = map(int, kind)
+        sequences = np.nonzero((kinds == kind).all(1))[0]
+        rows_q = first_q[sequences, None] + np.arange(seqlen_q)
+        rows_k = first_k[sequences, None] + np.arange(seqlen_k)
+        hidden = _hidden(problem, sequences, seqlen_q, seqlen_k, shift)
+        yield Batch(sequences, rows_q, rows_k, shift, hidden)
 
 
 def rows_of(x: Array) -> Array:

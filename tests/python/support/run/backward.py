@@ -9,7 +9,7 @@ from backends.capi import Backend
 from backends.tensors import Tensor
 from cases.gradient_case import EMULATED_TILES, Call, GradientCase
 from oracle.gradients import check_gradients
-from run.forward import OTHER_ISA_SCORES, bits
+from run.forward import LEAST_SCALE, OTHER_ISA_SCORES, bits
 
 
 def backward(backend: Backend, case: GradientCase, **changes: Any) -> Call:
@@ -39,13 +39,21 @@ def supports_backward(name: str, case: GradientCase) -> bool:
         row = backward_row(capi.backend(name), case)
     except capi.Unavailable:
         return True  # the test then fails and says what to do
-    return row is not None and case.everywhere and forward.tiles <= EMULATED_TILES
+    if row is None or not case.everywhere or forward.tiles > EMULATED_TILES:
+        return False
+    return name != "emulated-sm90" or row.arch == "sm90"  # what else it runs is emulated-sm80's
 
 
 def backward_row(backend: Backend, case: GradientCase) -> capi.Row | None:
     forward = case.forward
-    variant = forward.features.backward_variant
-    return backend.row(forward.dtype, forward.d, forward.head_dim_v, variant, op="backward")
+    return backend.row(
+        forward.dtype,
+        forward.d,
+        forward.head_dim_v,
+        forward.features.backward_variant,
+        op="backward",
+        positive_scale=forward.scale is None or forward.scale >= LEAST_SCALE,
+    )
 
 
 def verify_backward(backend: Backend, case: GradientCase) -> None:

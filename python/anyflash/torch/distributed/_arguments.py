@@ -1,0 +1,144 @@
+"""The arguments of ContextParallel, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anyflash._call import parsing
+from anyflash._call.options import AttentionOptions, OutputRequest, Packing
+from anyflash.torch.distributed._layout import Layout
+from anyflash.torch.distributed._pieces import NAME
+from anyflash.torch.distributed._problem import Given, Packed, Whole
+
+_T = TypeVar("_T")
+
+
+def group_of(name: str, group: Any) -> Any:
+    if not dist.is_initialized():
+        raise RuntimeError(f"{name}: torch.distributed.init_process_group() comes first")
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{name}: group is a mesh of {group.ndim} axes; one of its axes, mesh[name], is "
+                "allowed"
+            )
+        return group.get_group()
+    raise TypeError(
+        f"{name}: group is {type(group).__name__}; a DeviceMesh of one axis or a "
+        "ProcessGroup is allowed"
+    )
+
+
+def parse(argument: str, function: Callable[[Any], _T], value: Any) -> _T:
+    try:
+        return function(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{NAME}: {argument} {error}") from None
+
+
+def four_axes(name: str, x: Tensor | None) -> Tensor | None:
+    """With missing leading axes, which are broadcast."""
+    if x is None:
+        return None
+    if x.ndim > 4:
+        raise ValueError(f"{NAME}: {name} has {x.ndim} dimensions; at most 4 are allowed")
+    return x[(None,) * (4 - x.ndim)]
+
+
+def check(layout: Layout, whole: Whole, given: Given, rows: int) -> None:
+    """Shapes that only the whole tells; ``rows`` are this rank's."""
+    bias = given.bias
+    if bias is not None and (
+        bias.shape[2] not in (1, rows) or bias.shape[3] not in (1, whole.seqlen_k)
+    ):
+        raise ValueError(
+            f"{NAME}: bias has shape {tuple(bias.shape)}; expected (batch or 1, heads or 1, "
+            f"{rows} or 1, {whole.seqlen_k} or 1): this rank's rows, and all keys"
+        )
+    if given.block_mask is None:
+        return
+    expected = tuple(
+        -(-n // size)
+        for n, size in zip((whole.seqlen_q, whole.seqlen_k), whole.block_size, strict=True)
+    )
+    if tuple(given.block_mask.shape[2:]) != expected:
+        raise ValueError(
+            f"{NAME}: block_mask has shape {tuple(given.block_mask.shape)}; expected (batch or "
+            f"1, heads or 1, {expected[0]}, {expected[1]}), the blocks of the whole"
+        )
+    multiple = layout.multiple
+    if any(multiple % size for size in whole.block_size):
+        raise ValueError(
+            f"{NAME}: block_size is {whole.block_size}, and chunks have a multiple of "
+            f"{multiple} rows; ContextParallel(multiple=...) must be a multiple of both sizes"
+        )
+
+
+def check_ranks(q: Any, k: Any, v: Any, rank: int) -> None:
+    """Whether all are tensors of so many axes."""
+    layout = "(batch, rows, heads, head_dim)" if rank == 4 else "(rows, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{NAME}: {name} is {type(x).__name__}; a torch.Tensor is allowed")
+        if x.ndim != rank:
+            raise ValueError(f"{NAME}: {name} has shape {tuple(x.shape)}; expected {layout}")
+
+
+def refuse_outputs(outputs: OutputRequest) -> None:
+    for name in ("return_max_logits", "return_dropout_mask", "return_result"):
+        if getattr(outputs, name):
+            raise NotImplementedError(
+                f"{NAME}: {name} is set; of other results than out, lse alone (return_lse) is given"
+            )
+
+
+def read_whole(
+    options: AttentionOptions, lengths: tuple[int, int], deterministic: bool | None
+) -> Whole:
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    flags = {"causal": options.causal, "deterministic": deterministic}
+    causal, deterministic = parsing.flags(NAME, **flags)
+    scale = options.softmax_scale
+    return Whole(
+        None if scale is None else parse("softmax_scale", parsing.scale, scale),
+        causal,
+        parse("window_size", parsing.window, options.window_size),
+        parse("softcap", parsing.softcap, options.softcap),
+        parse("block_size", parsing.block_size, options.block_size),
+        parse("dropout_p", parsing.probability, options.dropout_p),
+        deterministic,
+        *lengths,
+    )
+
+
+def read_packing(packing: Packing, options: AttentionOptions) -> Packed:
+    for name in ("bias", "block_mask"):
+        if getattr(options, name) is not None:
+            raise NotImplementedError(
+                f"{NAME}_varlen: {name} is given, which is not supported with packed sequences"
+            )
+    ends = packing.cu_seqlens_q, packing.cu_seqlens_k
+    for name, x in zip(Packing._fields, ends, strict=False):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{NAME}_varlen: {name} is {type(x).__name__}; a torch.Tensor is allowed"
+            )
+        if x.dtype != torch.int32 or x.ndim != 1 or not len(x):
+            raise ValueError(
+                f"{NAME}_varlen: {name} is {str(x.dtype)[6:]} of shape {tuple(x.shape)}; int32 of "
+                "shape (batch + 1,) is allowed"
+            )
+    lengths = (
+        parse("max_seqlen_q", parsing.length, packing.max_seqlen_q),
+        parse("max_seqlen_k", parsing.length, packing.max_seqlen_k),
+    )
+    on_host = all(x.device.type == "cpu" for x in ends)
+    return Packed(*ends, *lengths, (ends[0].tolist(), ends[1].tolist()) if on_host else None)

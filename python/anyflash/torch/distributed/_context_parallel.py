@@ -1,0 +1,323 @@
+"""anyflash.torch.distributed.ContextParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anyflash._call.options import (
+    BLOCK_SIZE,
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    OutputRequest,
+    Packing,
+)
+from anyflash.torch.distributed._arguments import check_ranks, group_of, read_packing
+from anyflash.torch.distributed._attend import METHODS, Ranks, attend, check_rows, summed
+from anyflash.torch.distributed._autograd import Unshard
+from anyflash.torch.distributed._layout import LAYOUTS, Layout
+from anyflash.torch.distributed._transport import Axis, Group
+
+
+class ContextParallel:
+    """Attention over sequences that the ranks of a process group share: each has some of the rows,
+    keys and values.
+
+    Exact: partial results are float32 (float64 for float64 tensors) until the last one is joined,
+    and dropout drops what it drops on one device. Communication is torch.distributed's, over NCCL
+    or gloo.
+
+    Parameters
+    ----------
+    group : DeviceMesh of one axis, or ProcessGroup, optional
+        The ranks that share sequences; default: all.
+    method : "ring", "gather", "ulysses" or "auto"
+        Ring: keys and values travel from rank to rank, behind the computation; memory is linear in
+        a rank's rows. Gather: every rank gets all keys and values. Ulysses: rows are exchanged for
+        heads, which the ranks must divide. Auto: ulysses where the ranks divide heads and heads_k,
+        else gather where all keys and values are at most 64 MiB, else ring.
+    layout : "zigzag" or "contiguous"
+        Which rows a rank has: with zigzag one chunk from the front and one from the back, so that
+        all have the same work under a causal mask.
+    multiple : int
+        Chunks have a multiple of so many rows, but for the last one: a multiple of 8, for dropout.
+        A block_mask needs chunks of whole blocks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments that are not allowed.
+    RuntimeError
+        torch.distributed has no process group.
+
+    Examples
+    --------
+    On one rank, where nothing is exchanged:
+
+    >>> import tempfile, torch, anyflash.torch, torch.distributed as dist
+    >>> from anyflash.torch.distributed import ContextParallel
+    >>> store = tempfile.mkdtemp() + "/store"
+    >>> dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    >>> cp = ContextParallel(method="ring")
+    >>> q, k, v = (torch.randn(1, 100, 2, 8) for _ in range(3))
+    >>> mine = [cp.shard(x) for x in (q, k, v)]
+    >>> out = cp.unshard(cp.attention(*mine, causal=True))
+    >>> bool(torch.allclose(out, anyflash.torch.attention(q, k, v, causal=True), atol=1e-6))
+    True
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        method: str = "auto",
+        layout: str = "zigzag",
+        multiple: int = 64,
+    ) -> None:
+        name = "anyflash.torch.distributed.ContextParallel"
+        for argument, value, allowed in (
+            ("method", method, (*METHODS, "auto")),
+            ("layout", layout, LAYOUTS),
+        ):
+            if value not in allowed:
+                raise ValueError(
+                    f"{name}: {argument} is {value!r}; {', '.join(allowed)} are allowed"
+                )
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise ValueError(f"{name}: multiple is {multiple!r}; a multiple of 8 is allowed")
+        if multiple % 8:
+            raise ValueError(f"{name}: multiple is {multiple}; a multiple of 8 is allowed")
+        handle = group_of(name, group)
+        ranks = Group(handle, dist.get_rank(handle), dist.get_world_size(handle))
+        self._ranks = Ranks(ranks, Layout(layout, ranks.size, multiple), method)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a tensor that every rank has whole, along axis ``dim``.
+
+        Parameters
+        ----------
+        x : tensor of any shape and dtype
+        dim : int
+            The axis that counts the sequence's rows.
+
+        Returns
+        -------
+        The rows in order; a copy, through which gradients flow.
+        """
+        runs = self._ranks.runs(x.shape[dim])
+        parts = [x.narrow(dim, run.start, run.rows) for run in runs]
+        return torch.cat(parts or [x.narrow(dim, 0, 0)], dim)
+
+    def unshard(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
+        """The whole of a tensor of which every rank has its rows; the reverse of :meth:`shard`.
+
+        Parameters
+        ----------
+        x : tensor of any shape, the same on all ranks but for axis ``dim``
+        dim : int
+        length : int, optional
+            Rows of the whole; default: the ranks tell one another, and the host waits for it.
+
+        Returns
+        -------
+        The whole, on every rank. The gradient of a rank's rows is the sum of what all ranks have
+        for them.
+        """
+        if length is None:
+            (length,) = summed(self._ranks.group, (x.shape[dim],), x.device)
+        check_rows(self._ranks, "x", x.shape[dim], length)
+        axis = Axis(self._ranks.layout, length, dim % x.ndim)
+        whole: Tensor = Unshard.apply(x, self._ranks.group, axis)  # type: ignore[no-untyped-call]
+        return whole
+
+    def positions(self, length: int, device: Any = None) -> Tensor:
+        """Where this rank's rows lie in the whole: (rows,) int64, as rotary embeddings want it.
+
+        Parameters
+        ----------
+        length : int
+            Rows of the whole.
+        device : torch.device, optional
+        """
+        runs = self._ranks.runs(length)
+        ranges = [torch.arange(run.start, run.stop, device=device) for run in runs]
+        return torch.cat([torch.arange(0, device=device), *ranges])
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqlen: int | tuple[int, int] | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = UNBOUNDED,
+        softcap: float = NO_SOFTCAP,
+        alibi_slopes: Tensor | None = None,
+        bias: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        block_size: tuple[int, int] = BLOCK_SIZE,
+        sinks: Tensor | None = None,
+        dropout_p: float = NO_DROPOUT,
+        seed: int | None = None,
+        rng_state: Tensor | tuple[int, int] | None = None,
+        seqused_k: Tensor | None = None,
+        deterministic: bool | None = None,
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+        return_dropout_mask: bool = False,
+        return_result: bool = False,
+        out_dtype: torch.dtype | str | None = None,
+    ) -> Any:
+        """:func:`anyflash.torch.attention` of the whole sequence, for this rank's rows.
+
+        Options are those of :func:`anyflash.torch.attention`, and the same on every rank. Every
+        rank of the group calls it, in the same order. Gradients flow to q, k, v, bias, sinks and
+        alibi_slopes; there are none of gradients.
+
+        Parameters
+        ----------
+        q : (batch, rows, heads, head_dim)
+        k : (batch, keys, heads_k, head_dim)
+        v : (batch, keys, heads_k, head_dim_v)
+            What :meth:`shard` gives of the whole.
+        seqlen : int or (seqlen_q, seqlen_k), optional
+            Of the whole; default: the ranks tell one another, and the host waits for it.
+        bias : (batch or 1, heads or 1, rows or 1, seqlen_k or 1), optional
+            This rank's rows, and all keys in their order.
+        block_mask, seqused_k, sinks, alibi_slopes : optional
+            Of the whole, on every rank. A rank's gradient of sinks, of slopes and of a bias with
+            one row is its share: their sum over the ranks is the gradient.
+        dropout_p, seed, rng_state
+            Where dropout is given neither seed nor state, the group's first rank draws one.
+        return_max_logits, return_dropout_mask, return_result : bool
+            Not supported.
+
+        Returns
+        -------
+        out : (batch, rows, heads, head_dim_v)
+        lse : (batch, heads, rows), float32, only with ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`anyflash.torch.attention`; lengths that the layout does not give; heads that
+            method "ulysses" cannot divide; blocks that chunks cut.
+        NotImplementedError
+            Results that are not supported.
+        RuntimeError
+            A rank did not send what this one waited for, within the group's timeout.
+        """
+        options = AttentionOptions(
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            bias,
+            block_mask,
+            block_size,
+            sinks,
+            dropout_p,
+            seed,
+            rng_state,
+            seqused_k,
+        )
+        outputs = OutputRequest(
+            return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
+        )
+        check_ranks(q, k, v, 4)
+        return attend(self._ranks, (q, k, v), options, outputs, (seqlen, None, deterministic))
+
+    def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        seqlen: int | tuple[int, int] | None = None,
+        seqused_k: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = UNBOUNDED,
+        softcap: float = NO_SOFTCAP,
+        alibi_slopes: Tensor | None = None,
+        bias: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        block_size: tuple[int, int] = BLOCK_SIZE,
+        sinks: Tensor | None = None,
+        dropout_p: float = NO_DROPOUT,
+        seed: int | None = None,
+        rng_state: Tensor | tuple[int, int] | None = None,
+        deterministic: bool | None = None,
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+        return_dropout_mask: bool = False,
+        return_result: bool = False,
+        out_dtype: torch.dtype | str | None = None,
+    ) -> Any:
+        """:func:`anyflash.torch.attention_varlen` of all packed rows, for this rank's.
+
+        The packed rows as a whole are shared among the ranks: chunks may cut sequences. Lengths on
+        a GPU are not read by the host, so that there no chunk is left out. Parameters that are not
+        listed are those of :meth:`attention`.
+
+        Parameters
+        ----------
+        q : (rows, heads, head_dim)
+        k : (keys, heads_k, head_dim)
+        v : (keys, heads_k, head_dim_v)
+            What :meth:`shard` gives of the whole, with ``dim=0``.
+        cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
+        max_seqlen_q, max_seqlen_k : int
+        seqused_k : (batch,) int32, optional
+            Of the whole, on every rank, as in :func:`anyflash.torch.attention_varlen`.
+        seqlen : int or (total_q, total_k), optional
+            Rows of the whole; default: the ranks tell one another, and the host waits for it.
+        dropout_p : float
+            Not with method "ring", whose chunks would cut the draws of eight keys.
+        bias, block_mask
+            Not supported.
+
+        Returns
+        -------
+        out : (rows, heads, head_dim_v)
+        lse : (heads, rows), float32, only with ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, RuntimeError
+            As :meth:`attention`.
+        """
+        options = AttentionOptions(
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            bias,
+            block_mask,
+            block_size,
+            sinks,
+            dropout_p,
+            seed,
+            rng_state,
+            seqused_k,
+        )
+        outputs = OutputRequest(
+            return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
+        )
+        check_ranks(q, k, v, 3)
+        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, False)
+        others = seqlen, read_packing(packing, options), deterministic
+        return attend(self._ranks, (q[None], k[None], v[None]), options, outputs, others)

@@ -1,0 +1,48 @@
+"""Every rank gets all keys and values, in the order of the whole, and computes its own rows. Each
+row is one piece, as on a single device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anyflash.torch.distributed._layout import Layout, Run
+from anyflash.torch.distributed._pieces import BackwardSums, ForwardSums, Keys, Pieces, Results
+from anyflash.torch.distributed._transport import Axis, Group, all_gather_rows, sum_of_rows
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Gather:
+    def __init__(self, group: Group, layout: Layout, pieces: Pieces, k: Tensor, v: Tensor) -> None:
+        self.group, self.pieces = group, pieces
+        length = pieces.whole.seqlen_k
+        self.axis = Axis(layout, length, 1)
+        joined = torch.cat([k.flatten(2), v.flatten(2)], 2)
+        whole = all_gather_rows(group, "gathering k and v", self.axis, joined)
+        tensors = _apart(whole, (k.shape[2:], v.shape[2:]))
+        runs = (Run(0, length, 0),) if length else ()
+        self.keys = Keys(tensors[0], tensors[1], runs)
+
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        sums = ForwardSums(self.pieces, self.keys.v.shape[-1])
+        sums.add(self.keys)
+        return sums.finish(dtype)
+
+    def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
+        """Of q, k, v, bias, sinks and slopes."""
+        sums = BackwardSums(self.pieces, results, wanted)
+        joined = torch.cat([x.flatten(2) for x in sums.add(self.keys)], 2)
+        own = sum_of_rows(self.group, "summing dk and dv", self.axis, joined)
+        dk, dv = _apart(own, (self.keys.k.shape[2:], self.keys.v.shape[2:]))
+        return sums.dq, dk, dv, sums.dbias, sums.dsinks, sums.dslopes
+
+
+def _apart(joined: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+    """Two tensors (batch, rows, *shape) that lie side by side in one (batch, rows, columns)."""
+    columns = shapes[0].numel()
+    first, second = joined[..., :columns], joined[..., columns:]
+    rows = joined.shape[:2]
+    return first.reshape(*rows, *shapes[0]), second.reshape(*rows, *shapes[1])

@@ -1,0 +1,183 @@
+"""The kernels' calls: one for each pair of a run of rows and a run of keys that see each other, and
+the sums that these are joined in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyflash._api.merge import merge_states
+from anyflash._call.backward import Backward
+from anyflash._call.forward import Forward
+from anyflash._call.options import GradientRequest, OutputRequest
+from anyflash.torch.distributed._layout import Run
+from anyflash.torch.distributed._problem import Given, Heads, Packed, Whole, bias_of, piece_options
+
+NAME = "anyflash.torch.distributed.ContextParallel.attention"
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """In which results and gradients are summed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class Keys(NamedTuple):
+    """Some keys and their values; ``runs`` say which."""
+
+    k: Tensor
+    v: Tensor
+    runs: Sequence[Run]
+
+
+class Pieces:
+    """Attention of a rank's rows, piece by piece. Packed sequences are a batch of one."""
+
+    def __init__(
+        self,
+        whole: Whole,
+        given: Given,
+        packed: Packed | None,
+        heads: Heads,
+        rows: tuple[Tensor, Sequence[Run]],
+    ) -> None:
+        """``rows``: q, and which rows of the whole it has."""
+        self.whole, self.given, self.packed, self.heads = whole, given, packed, heads
+        self.q, self.rows = rows
+
+    def sees(self, rows: Run, keys: Run) -> bool:
+        """Whether there is such a piece."""
+        seqused = self.given.seqused_k is not None
+        if self.packed is not None:
+            return self.packed.see(self.whole, rows, keys, seqused)
+        return self.whole.sees(rows, keys, seqused)
+
+    def pairs(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+        for rows in self.rows:
+            for keys in runs:
+                if self.sees(rows, keys):
+                    yield rows, keys
+
+    def arguments(self, keys: Keys, runs: tuple[Run, Run]) -> Any:
+        """Tensors, options and packing of a piece's calls."""
+        rows, columns = runs
+        tensors = self.q[:, rows.own], keys.k[:, columns.own], keys.v[:, columns.own]
+        options = piece_options(self.whole, self.given, self.packed, self.heads, runs)
+        if self.packed is None:
+            return tensors, options, None
+        return tuple(x[0] for x in tensors), options, self.packed.of_piece(rows, columns)
+
+    def given_rows(self, x: Tensor) -> Tensor:
+        """What a piece's calls take of a tensor with a batch axis."""
+        return x if self.packed is None else x[0]
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """The reverse."""
+        return x if self.packed is None else x[None]
+
+
+class ForwardSums:
+    """The result and its LSE, which every piece is joined with; on the CPU the LSE is float64."""
+
+    def __init__(self, pieces: Pieces, columns: int) -> None:
+        q = pieces.q
+        batch, rows, heads, _ = q.shape
+        wide = q.device.type == "cpu"
+        self.pieces = pieces
+        self.out = q.new_zeros((batch, rows, heads, columns), dtype=sum_dtype(q))
+        dtype = torch.float64 if wide else torch.float32
+        self.lse = q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+        self._request = OutputRequest(
+            return_lse=True, out_dtype=str(self.out.dtype)[6:], wide_lse=wide
+        )
+
+    def add(self, keys: Keys) -> None:
+        for runs in self.pieces.pairs(keys.runs):
+            call = Forward(NAME, *self.pieces.arguments(keys, runs))
+            out, lse = map(self.pieces.own_rows, call.run(self._request))
+            own_out, own_lse = self.out[:, runs[0].own], self.lse[..., runs[0].own]
+            merge_states(own_out, own_lse, out, lse, out=own_out, lse=own_lse)
+
+    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The result, rounded once, and its LSE in float32, with the sinks."""
+        sinks = self.pieces.given.sinks
+        if sinks is not None:
+            nothing = self.out.new_zeros(()).expand_as(self.out)
+            lse = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
+            merge_states(self.out, self.lse, nothing, lse, out=self.out, lse=self.lse)
+        return self.out.to(dtype), self.lse.to(torch.float32)
+
+
+class Results(NamedTuple):
+    """What a forward gave, and the gradients with respect to it."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class BackwardSums:
+    """Gradients of a rank's rows, of bias and of slopes, which every piece adds to; what it adds to
+    dk and dv, others sum up."""
+
+    def __init__(self, pieces: Pieces, results: Results, wanted: Sequence[bool]) -> None:
+        """``wanted``: dbias, dsinks, dalibi_slopes."""
+        q, given = pieces.q, pieces.given
+        dtype = sum_dtype(q)
+        self.pieces, self.results = pieces, results
+        self.dq = torch.zeros_like(q, dtype=dtype)
+        self.dbias = self.dslopes = self.dsinks = None
+        if wanted[0] and given.bias is not None:
+            self.dbias = torch.zeros_like(given.bias, dtype=dtype)
+        if wanted[2] and given.alibi_slopes is not None:
+            self.dslopes = torch.zeros_like(given.alibi_slopes, dtype=dtype)
+        if wanted[1] and given.sinks is not None:
+            self.dsinks = self._of_sinks(given.sinks, dtype)
+        self._request = GradientRequest(
+            pieces.whole.deterministic,
+            self.dbias is not None,
+            False,
+            self.dslopes is not None,
+            grad_dtype=None if dtype == torch.float64 else "float32",
+        )
+
+    def add(self, keys: Keys) -> tuple[Tensor, Tensor]:
+        """The parts of dk and dv."""
+        dtype = self.dq.dtype
+        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in keys[:2])
+        for rows, columns in self.pieces.pairs(keys.runs):
+            found = self._gradients(keys, rows, columns)
+            own = self.pieces.own_rows
+            self.dq[:, rows.own] += own(found.dq)
+            dk[:, columns.own] += own(found.dk)
+            dv[:, columns.own] += own(found.dv)
+            if self.dbias is not None:
+                bias_of(self.dbias, rows, columns).add_(found.dbias)
+            if self.dslopes is not None:
+                self.dslopes += found.dalibi_slopes
+        return dk, dv
+
+    def _gradients(self, keys: Keys, rows: Run, columns: Run) -> Any:
+        out, lse, dout, dlse = self.results
+        given = self.pieces.given_rows
+        arguments = self.pieces.arguments(keys, (rows, columns))
+        return Backward(f"{NAME} (backward)", *arguments).run(
+            given(dout[:, rows.own]),
+            given(out[:, rows.own]),
+            given(lse[..., rows.own]),
+            None if dlse is None else given(dlse[..., rows.own]),
+            self._request,
+        )
+
+    def _of_sinks(self, sinks: Tensor, dtype: torch.dtype) -> Tensor:
+        """A sink is a key whose value is 0: dsink = -sum over rows of exp(sink - lse) delta."""
+        out, lse, dout, dlse = self.results
+        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
+        if dlse is not None:
+            delta = delta - dlse
+        share = torch.exp(sinks.to(dtype)[:, None] - lse.to(dtype))
+        share = torch.where(torch.isinf(lse), 0.0, share)
+        return -(share * delta).sum((0, 2))

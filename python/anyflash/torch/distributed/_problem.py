@@ -1,0 +1,168 @@
+"""One attention over ranks: what is known of the whole, and what a piece of it is told."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyflash._call.options import (
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    UNBOUNDED,
+    AttentionOptions,
+    Packing,
+    Part,
+)
+from anyflash.torch.distributed._layout import Run
+
+
+class Whole(NamedTuple):
+    """Numbers of the whole attention, the same on every rank."""
+
+    softmax_scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    block_size: tuple[int, int]
+    dropout_p: float
+    deterministic: bool
+    seqlen_q: int
+    seqlen_k: int
+
+    def sees(self, rows: Run, keys: Run, seqused: bool) -> bool:
+        """Whether a row may see a key, by masks alone. With seqused_k, whose elements nobody waits
+        for, the diagonal lies anywhere."""
+        last = self.seqlen_k - self.seqlen_q
+        first = -self.seqlen_q if seqused else last
+        left, right = self.window
+        if self.causal:
+            right = 0
+        if right >= 0 and keys.start > rows.stop - 1 + last + right:
+            return False
+        return left < 0 or keys.stop > rows.start + first - left
+
+
+class Given(NamedTuple):
+    """A rank's optional tensors. bias and block_mask have four axes; bias those of the rank's rows
+    and of all keys, block_mask those of the whole."""
+
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    block_mask: Tensor | None = None
+    seqused_k: Tensor | None = None
+    rng_state: Any = None
+
+
+class Packed(NamedTuple):
+    """Packed sequences: where they begin in the whole rows and keys, the last end included."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    # The same numbers where the host has them.
+    ends: tuple[list[int], list[int]] | None
+
+    def of_piece(self, rows: Run, keys: Run) -> Packing:
+        """The sequences' parts in some rows and keys."""
+        return Packing(
+            _cut(self.cu_seqlens_q, rows),
+            _cut(self.cu_seqlens_k, keys),
+            min(self.max_seqlen_q, rows.rows),
+            min(self.max_seqlen_k, keys.rows),
+            False,
+        )
+
+    def see(self, whole: Whole, rows: Run, keys: Run, seqused: bool) -> bool:
+        """As `Whole.sees`; where the host does not know the lengths, it may be."""
+        if self.ends is None:
+            return True
+        for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, self.ends), strict=True):
+            own_rows = Run(max(rows.start, q0) - q0, min(rows.stop, q1) - q0, 0)
+            own_keys = Run(max(keys.start, k0) - k0, min(keys.stop, k1) - k0, 0)
+            if own_rows.rows > 0 and own_keys.rows > 0:
+                sequence = whole._replace(seqlen_q=q1 - q0, seqlen_k=k1 - k0)
+                if sequence.sees(own_rows, own_keys, seqused):
+                    return True
+        return False
+
+
+def _cut(ends: Tensor, run: Run) -> Tensor:
+    return (ends - run.start).clamp(0, run.rows)
+
+
+class Heads(NamedTuple):
+    """Those of q that a rank computes, among those of the whole."""
+
+    start: int
+    total: int
+
+
+def bias_of(bias: Tensor, rows: Run, keys: Run) -> Tensor:
+    """The part of a bias, or of its gradient, that belongs to a piece; axes of 1 are broadcast."""
+    if bias.shape[2] != 1:
+        bias = bias[:, :, rows.own]
+    return bias if bias.shape[3] == 1 else bias[..., keys.start : keys.stop]
+
+
+def _block_mask_of(mask: Tensor, size: tuple[int, int], rows: Run, keys: Run) -> Tensor:
+    (m, n), ends = size, (rows.stop, keys.stop)
+    last_m, last_n = (-(-end // step) for end, step in zip(ends, size, strict=True))
+    return mask[:, :, rows.start // m : last_m, keys.start // n : last_n]
+
+
+class _Place(NamedTuple):
+    """Where a piece lies, for the kernels; numbers, or arrays of a number for each sequence."""
+
+    query_start: Any
+    key_start: Any
+    diagonal: Any
+    seqused_k: Tensor | None
+
+
+def _place(whole: Whole, given: Given, packed: Packed | None, rows: Run, keys: Run) -> _Place:
+    used = given.seqused_k
+    if packed is None:
+        diagonal: Any = whole.seqlen_k - whole.seqlen_q
+        if used is not None:
+            diagonal = used - whole.seqlen_q
+            used = (used - keys.start).clamp(0, keys.rows)
+        return _Place(rows.start, keys.start, diagonal, used)
+    first_q, first_k = packed.cu_seqlens_q[:-1], packed.cu_seqlens_k[:-1]
+    query_start, key_start = (rows.start - first_q).clamp(0), (keys.start - first_k).clamp(0)
+    lengths_k = packed.cu_seqlens_k.diff()
+    if used is not None:
+        lengths_k = used
+        own = _cut(packed.cu_seqlens_k, keys).diff()
+        used = torch.minimum((used - key_start).clamp(0), own)
+    return _Place(query_start, key_start, lengths_k - packed.cu_seqlens_q.diff(), used)
+
+
+def piece_options(
+    whole: Whole, given: Given, packed: Packed | None, heads: Heads, runs: tuple[Run, Run]
+) -> AttentionOptions:
+    """Of the piece that some rows and keys are. Sinks are no part of any piece: they are joined at
+    the end."""
+    rows, keys = runs
+    bias, mask = given.bias, given.block_mask
+    place = _place(whole, given, packed, rows, keys)
+    return AttentionOptions(
+        whole.softmax_scale,
+        whole.causal,
+        UNBOUNDED if whole.window == UNBOUNDED else whole.window,
+        whole.softcap or NO_SOFTCAP,
+        given.alibi_slopes,
+        None if bias is None else bias_of(bias, rows, keys),
+        None if mask is None else _block_mask_of(mask, whole.block_size, rows, keys),
+        whole.block_size,
+        None,
+        whole.dropout_p or NO_DROPOUT,
+        None,
+        given.rng_state if whole.dropout_p else None,
+        place.seqused_k,
+        Part(*place[:3], 0, heads.start, heads.total),
+    )

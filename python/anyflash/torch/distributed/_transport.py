@@ -1,0 +1,128 @@
+"""What ranks tell one another, by torch.distributed alone. An error says which hop it was, and
+which rank was awaited."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anyflash.torch.distributed._layout import Layout
+
+_NAME = "anyflash.torch.distributed.ContextParallel"
+
+
+class Group(NamedTuple):
+    """A process group, and this process's place in it."""
+
+    handle: Any
+    rank: int
+    size: int
+
+    def peer(self, distance: int) -> int:
+        """The rank that lies so far behind this one."""
+        return (self.rank + distance) % self.size
+
+    def global_rank(self, rank: int) -> int:
+        return rank if self.handle is None else dist.get_global_rank(self.handle, rank)
+
+
+@contextlib.contextmanager
+def named(group: Group, what: str) -> Iterator[None]:
+    """An error of torch.distributed with ``what`` before it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{_NAME}: rank {group.rank}: {what}: {error}") from error
+
+
+class Message(NamedTuple):
+    data: Tensor
+    rank: int  # of the group
+
+
+class Exchange:
+    """A message to a rank and one from a rank, either of which may be missing, under way."""
+
+    def __init__(
+        self, group: Group, what: str, tag: int, send: Message | None, receive: Message | None
+    ) -> None:
+        names = [f"to rank {send.rank}"] if send else []
+        names += [f"from rank {receive.rank}"] if receive else []
+        self._what = f"{what} {' and '.join(names)}"
+        self._group, self._send, self.receive = group, send, receive
+        operations = [
+            dist.P2POp(
+                operation, message.data, group.global_rank(message.rank), group.handle, tag=tag
+            )
+            for operation, message in ((dist.isend, send), (dist.irecv, receive))
+            if message is not None
+        ]
+        with named(group, self._what):
+            self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> Tensor | None:
+        """What was received. On a GPU the current stream waits, not the host."""
+        with named(self._group, self._what):
+            for work in self._works:
+                work.wait()
+        self._send = None
+        return None if self.receive is None else self.receive.data
+
+
+def all_to_all(
+    group: Group, what: str, parts: Sequence[Tensor], sizes: Sequence[int]
+) -> list[Tensor]:
+    """parts[i] goes to rank i; what comes from rank i has sizes[i] elements, all flat."""
+    given = torch.cat([x.flatten() for x in parts])
+    received = given.new_empty(sum(sizes))
+    with named(group, what):
+        dist.all_to_all_single(
+            received, given, list(sizes), [x.numel() for x in parts], group=group.handle
+        )
+    return list(torch.split(received, list(sizes)))
+
+
+class Axis(NamedTuple):
+    """An axis that is shared among ranks, and its length in the whole."""
+
+    layout: Layout
+    length: int
+    dim: int
+
+
+def all_gather_rows(group: Group, what: str, axis: Axis, x: Tensor) -> Tensor:
+    """The whole of an axis of which each rank has its rows, in the order of the whole."""
+    layout, length, dim = axis
+    most = max(layout.all_rows(length), default=0)
+    own = x.movedim(dim, 0)
+    padded = own.new_zeros((most, *own.shape[1:]))
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded) for _ in range(group.size)]
+    with named(group, what):
+        dist.all_gather(parts, padded, group=group.handle)
+    whole = own.new_empty((length, *own.shape[1:]))
+    for rank, part in enumerate(parts):
+        for run in layout.runs(rank, length):
+            whole[run.start : run.stop] = part[run.own]
+    return whole.movedim(0, dim)
+
+
+def sum_of_rows(group: Group, what: str, axis: Axis, x: Tensor) -> Tensor:
+    """The rank's rows of the sum over ranks, added up in the order of the ranks."""
+    layout, length, dim = axis
+    whole = x.movedim(dim, 0)
+    parts = [
+        torch.cat([whole[:0], *[whole[r.start : r.stop] for r in layout.runs(rank, length)]])
+        for rank in range(group.size)
+    ]
+    own = parts[group.rank].shape
+    received = all_to_all(group, what, parts, [own.numel()] * group.size)
+    total = received[0].clone()
+    for part in received[1:]:
+        total += part
+    return total.view(own).movedim(0, dim)

@@ -1,0 +1,330 @@
+"""Attention over ranks beside attention of the whole, which each rank makes by itself, in float64.
+
+python -m calls.context_parallel FOLDER RANK SIZE
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import anyflash.torch
+from anyflash.torch.distributed import ContextParallel
+from run import ranks
+
+METHODS = ("ring", "gather", "ulysses")
+LAYOUTS = ("zigzag", "contiguous")
+Options = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    batch: int = 2
+    rows: int = 150
+    keys: int = 150
+    heads: int = 4
+    heads_k: int = 4
+    columns: int = 8
+    columns_v: int = 8
+
+
+def randn(*shape: int) -> torch.Tensor:
+    seed = sum(n * 7**i for i, n in enumerate(shape))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def some(*shape: int) -> torch.Tensor:
+    """True in three of four places."""
+    return randn(*shape) > -0.67
+
+
+def bias(axes: str) -> Any:
+    """Of a bias that is broadcast along the axes that are not named."""
+
+    def make(s: Shape) -> Options:
+        full = (s.batch, s.heads, s.rows, s.keys)
+        shape = [n if axis in axes else 1 for n, axis in zip(full, "bhqk", strict=True)]
+        return {"bias": randn(*shape)}
+
+    return make
+
+
+def keep(s: Shape) -> Options:
+    return {"bias": some(s.batch, 1, s.rows, s.keys)}
+
+
+def blocks(s: Shape) -> Options:
+    counts = (-(-s.rows // 64), -(-s.keys // 64))
+    return {"block_mask": some(1, s.heads, *counts), "block_size": (64, 64)}
+
+
+def seqused(s: Shape) -> Options:
+    return {"seqused_k": torch.tensor([s.keys // 2, s.keys], dtype=torch.int32)}
+
+
+# Changes of the shape, and options that may depend on it.
+FEATURES: dict[str, tuple[Options, Any]] = {
+    "causal": ({}, {"causal": True}),
+    "window": ({}, {"window_size": (20, 9)}),
+    "left": ({}, {"window_size": (31, None)}),
+    "softcap": ({}, {"softcap": 2.0}),
+    "alibi": ({}, lambda s: {"alibi_slopes": randn(s.batch, s.heads).abs()}),
+    "bias": ({}, bias("bhqk")),
+    "bias of rows": ({}, bias("q")),
+    "bias of heads": ({}, bias("hqk")),
+    "bias of keys": ({}, bias("bhk")),
+    "keep": ({}, keep),
+    "blocks": ({"rows": 330, "keys": 330}, blocks),
+    "sinks": ({}, lambda s: {"sinks": randn(s.heads)}),
+    "dropout": ({}, {"dropout_p": 0.3, "seed": 12345}),
+    "seqused": ({}, seqused),
+    "gqa": ({"heads_k": 2}, {}),
+    "mqa": ({"heads_k": 1}, {}),
+    "dv": ({"columns_v": 20}, {}),
+    "cross": ({"rows": 90, "keys": 201}, {}),
+    "more rows": ({"rows": 170, "keys": 99}, {}),
+    "tiny": ({"rows": 3, "keys": 5}, {}),
+}
+KINDS = {name: "bias" if "bias" in name or name == "keep" else "" for name in FEATURES}
+
+
+def combined(*names: str) -> tuple[Shape, Options]:
+    shape = Shape()
+    for name in names:
+        shape = shape._replace(**FEATURES[name][0])
+    options: Options = {}
+    for name in names:
+        given = FEATURES[name][1]
+        options |= given(shape) if callable(given) else given
+    return shape, options
+
+
+class Case(NamedTuple):
+    method: str
+    layout: str
+    features: tuple[str, ...]
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def id(self) -> str:
+        return f"{self.method}, {self.layout}: {', '.join(self.features) or 'plain'}, {self.dtype}"
+
+
+def cases() -> Iterator[Case]:
+    """Each feature with each method and layout; every two features with one of these; all."""
+    ways = list(itertools.product(METHODS, LAYOUTS))
+    for (method, layout), names in itertools.product(ways, [(), *((x,) for x in FEATURES)]):
+        yield Case(method, layout, names)
+    turns = itertools.cycle(ways)
+    for one, two in itertools.combinations(FEATURES, 2):
+        clash = FEATURES[one][0].keys() & FEATURES[two][0].keys()
+        if clash or (KINDS[one] and KINDS[one] == KINDS[two]):
+            continue
+        yield Case(*next(turns), (one, two))
+    many = ("causal", "left", "softcap", "alibi", "bias", "blocks", "sinks", "dropout", "seqused")
+    for way in ways:
+        yield Case(*way, (*many, "gqa", "dv"))
+        yield Case(*way, ("causal", "sinks", "dropout", "bias"), torch.float32)
+        yield Case(*way, ("window", "alibi", "gqa"), torch.bfloat16)
+
+
+Leaves = dict[str, torch.Tensor]
+
+
+def leaves_of(shape: Shape, options: Options, dtype: torch.dtype) -> Leaves:
+    """All of the whole; those that have gradients want them."""
+    q = randn(shape.batch, shape.rows, shape.heads, shape.columns)
+    k = randn(shape.batch, shape.keys, shape.heads_k, shape.columns)
+    v = randn(shape.batch, shape.keys, shape.heads_k, shape.columns_v)
+    tensors = {"q": q, "k": k + 0.1, "v": v - 0.2} | {
+        name: x for name, x in options.items() if isinstance(x, torch.Tensor)
+    }
+    return {
+        name: x.to(dtype).requires_grad_() if x.is_floating_point() else x
+        for name, x in tensors.items()
+    }
+
+
+def local_of(cp: ContextParallel, leaves: Leaves) -> Leaves:
+    local = {}
+    for name, x in leaves.items():
+        mine = x.detach()
+        if is_of_rows(name, x):
+            mine = cp.shard(mine, 2 if name == "bias" else 1)
+        local[name] = mine.clone().requires_grad_(x.requires_grad)
+    return local
+
+
+def differentiate(leaves: Leaves, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    finite = torch.where(torch.isinf(lse), 0.0, lse)
+    loss = (out.double() * dout).sum() + (finite.double() * dlse).sum()
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return dict(zip(wanted, grads, strict=True))
+
+
+def compare(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Relative to the largest element."""
+    assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
+    if expected.numel() == 0:
+        return
+    error = (actual.double() - expected.double()).abs().max().item()
+    allowed = tolerance * max(expected.double().abs().max().item(), 1e-3)
+    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+# Of out, and of gradients.
+TOLERANCES = {
+    torch.float64: (1e-12, 1e-6),
+    torch.float32: (1e-5, 1e-5),
+    torch.bfloat16: (2**-7, 2**-6),
+}
+
+
+def check(case: Case) -> None:
+    shape, options = combined(*case.features)
+    whole = leaves_of(shape, options, case.dtype)
+    numbers = {name: x for name, x in options.items() if not isinstance(x, torch.Tensor)}
+    dout = randn(shape.batch, shape.rows, shape.heads, shape.columns_v)
+    dlse = randn(shape.batch, shape.heads, shape.rows)
+    # In one process, what the ranks' results are compared to is not rounded to 16 bits.
+    wide = {name: x.detach().float() for name, x in whole.items() if x.dtype == torch.bfloat16}
+    reference = whole | {name: x.requires_grad_() for name, x in wide.items()}
+    out, lse = anyflash.torch.attention(**reference, **numbers, return_lse=True)
+    grads = differentiate(reference, out, lse, dout, dlse)
+
+    multiple = 64 if "block_size" in numbers else 8
+    cp = ContextParallel(method=case.method, layout=case.layout, multiple=multiple)
+    local = local_of(cp, whole)
+    seqlen = (shape.rows, shape.keys)
+    mine, my_lse = cp.attention(**local, **numbers, seqlen=seqlen, return_lse=True)
+    found = differentiate(local, mine, my_lse, cp.shard(dout), cp.shard(dlse, 2))
+    shared = [name for name in found if not is_of_rows(name, grads[name])]
+    for name in shared:
+        dist.all_reduce(found[name])
+
+    # Only now: a rank that fails before leaves the others waiting.
+    assert mine.dtype == case.dtype
+    tolerance, of_gradients = TOLERANCES[case.dtype]
+    compare("out", mine, cp.shard(out.detach()), tolerance)
+    check_lse(my_lse, cp.shard(lse.detach(), 2), case.dtype)
+    for name, grad in grads.items():
+        rows = grad if name in shared else cp.shard(grad, 2 if name == "bias" else 1)
+        compare(f"d{name}", found[name], rows, of_gradients)
+
+
+def is_of_rows(name: str, x: torch.Tensor) -> bool:
+    """Whether each rank has its rows of a tensor, and of its gradient."""
+    return name in ("q", "k", "v") or (name == "bias" and x.shape[2] != 1)
+
+
+def check_lse(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == torch.float32
+    same = torch.isinf(actual) == torch.isinf(expected)
+    assert same.all(), "lse: rows that see keys differ"
+    finite = torch.isfinite(expected)
+    compare("lse", actual[finite], expected[finite], 2**-23 if dtype != torch.bfloat16 else 1e-3)
+
+
+# -- packed sequences
+
+LENGTHS = {
+    "alike": ((5, 0, 61, 1, 83), (5, 0, 61, 1, 83)),
+    "unlike": ((5, 0, 61, 1, 83), (9, 4, 33, 0, 120)),
+    "one": ((150,), (150,)),
+}
+PACKED: dict[str, Options] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 9), "softcap": 2.0},
+    "seqused": {"causal": True, "seqused_k": True},
+    "slopes, sinks": {"alibi_slopes": True, "sinks": True},
+    "dropout": {"causal": True, "dropout_p": 0.3, "seed": 77},
+    "all": {"window_size": (40, 0), "alibi_slopes": True, "sinks": True, "seqused_k": True},
+}
+
+
+class PackedCase(NamedTuple):
+    method: str
+    layout: str
+    lengths: str
+    options: str
+
+    @property
+    def id(self) -> str:
+        return f"packed, {self.method}, {self.layout}: {self.lengths}, {self.options}"
+
+
+def packed_cases() -> Iterator[PackedCase]:
+    for case in itertools.starmap(PackedCase, itertools.product(METHODS, LAYOUTS, LENGTHS, PACKED)):
+        if (case.method, case.options) != ("ring", "dropout"):
+            yield case
+
+
+def check_packed(case: PackedCase) -> None:
+    lengths_q, lengths_k = LENGTHS[case.lengths]
+    batch, heads = len(lengths_q), 4
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    options = dict(PACKED[case.options])
+    if options.pop("seqused_k", False):
+        used = [n // 2 if i % 2 else n for i, n in enumerate(lengths_k)]
+        options["seqused_k"] = torch.tensor(used, dtype=torch.int32)
+    whole = {
+        "q": randn(total_q, heads, 8),
+        "k": randn(total_k, 2, 8) + 0.1,
+        "v": randn(total_k, 2, 12) - 0.2,
+    }
+    for name, shape in (("alibi_slopes", (batch, heads)), ("sinks", (heads,))):
+        if options.pop(name, False):
+            whole[name] = randn(*shape)
+    whole = {name: x.requires_grad_() for name, x in whole.items()}
+    ends = [torch.tensor([0, *itertools.accumulate(x)]).int() for x in (lengths_q, lengths_k)]
+    packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    options |= packing | {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    dout, dlse = randn(total_q, heads, 12), randn(heads, total_q)
+    out, lse = anyflash.torch.attention_varlen(**whole, **options, return_lse=True)
+    grads = differentiate(whole, out, lse, dout, dlse)
+
+    cp = ContextParallel(method=case.method, layout=case.layout, multiple=8)
+    local = {
+        name: (cp.shard(x.detach(), 0) if name in "qkv" else x.detach()).clone().requires_grad_()
+        for name, x in whole.items()
+    }
+    mine, my_lse = cp.attention_varlen(**local, **options, return_lse=True)
+    found = differentiate(local, mine, my_lse, cp.shard(dout, 0), cp.shard(dlse, 1))
+    for name, grad in found.items():
+        if name not in "qkv":
+            dist.all_reduce(grad)
+    compare("out", mine, cp.shard(out.detach(), 0), 1e-12)
+    check_lse(my_lse, cp.shard(lse.detach(), 1), torch.float64)
+    for name, grad in grads.items():
+        rows = cp.shard(grad, 0) if name in "qkv" else grad
+        compare(f"d{name}", found[name], rows, 1e-6)
+
+
+def failures() -> dict[str, str]:
+    """What went wrong, by case."""
+    found = {}
+    for case in (*cases(), *packed_cases()):
+        error = ""
+        try:
+            if isinstance(case, PackedCase):
+                check_packed(case)
+            else:
+                check(case)
+        except Exception:
+            error = traceback.format_exc()
+        found[case.id] = error
+        if "ContextParallel: rank" in error:
+            break  # messages no longer match
+    return found
+
+
+if __name__ == "__main__":
+    rank, size = ranks.begin()
+    ranks.finish(failures())
