@@ -171,10 +171,18 @@ def test_hostile_models(engine: Path, tmp_path: Path, case: str) -> None:
         output_of([engine, model, tmp_path / "logits", 1, 0])
 
 
+def with_header(whole: bytes, old: bytes, new: bytes) -> bytes:
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = whole[8:end].replace(old, new)
+    return len(header).to_bytes(8, "little") + header + whole[end:]
+
+
 def test_safetensors_that_are_damaged(engine: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.safetensors"
     write_safetensors(model, {"embedding": np.zeros((2, 4), np.float32)}, {})
     whole = model.read_bytes()
+    write_safetensors(model, {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}, {})
+    two = model.read_bytes()
     damaged = {
         "too short": whole[:4],
         "too short for its header": b"\xff" * 8 + whole[8:],
@@ -182,6 +190,12 @@ def test_safetensors_that_are_damaged(engine: Path, tmp_path: Path) -> None:
         "do not fit": whole.replace(b"[0, 32]", b"[1, 32]"),
         "expected": whole[:8] + b"[" + whole[9:],
         "F32 is read here": whole.replace(b"F32", b"F64"),
+        "b overlaps another tensor": two.replace(b"[8, 16]", b"[4, 12]"),
+        "b overlaps": two.replace(b"[8, 16]", b"[0, 8] "),
+        "number in the header is too large": with_header(
+            whole, b"[0, 32]", b"[0, %d]" % (2**64 - 1)
+        ),
+        "is larger than the file": with_header(whole, b"[2, 4]", b"[%d, 4]" % 2**55),
     }
     for message, data in damaged.items():
         model.write_bytes(data)

@@ -53,6 +53,7 @@ EXTERNAL = {
     "cute": re.compile(r"(cute|cutlass)/.+"),
     "nanobind": re.compile(r"nanobind/.+"),
     "xla": re.compile(r"xla/ffi/api/.+"),
+    "tvm_ffi": re.compile(r"tvm/ffi/c_api\.h|tvm/ffi/extra/c_env_api\.h"),  # in C alone
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)')
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -107,6 +108,7 @@ def layers(root: Path) -> list[Layer]:
             contract(BINDING_CONTRACT),
             frozenset({"std", "dlpack", "nanobind", "xla"}),
         ),
+        Layer("cpp/tvm_ffi/", (PUBLIC, "cpp/tvm_ffi/"), external=frozenset({"std", "tvm_ffi"})),
     ]
     kernels = root / "cpp" / "kernels"
     for folder in sorted(kernels.iterdir()) if kernels.is_dir() else []:

@@ -76,6 +76,7 @@ def test_size(wheel: Path) -> None:
         "anyflash/_api/keywords.pyi",
         "anyflash/_core.abi3.so",
         "anyflash/lib/libanyflash.so*",
+        "anyflash/lib/libanyflash_tvm_ffi.so",
         "anyflash/lib/cmake/anyflash/anyflash-config.cmake",
         "anyflash/lib/pkgconfig/anyflash.pc",
         "anyflash/include/anyflash/anyflash.h",
@@ -124,10 +125,13 @@ def test_shows_no_standard_library(unpacked: Path) -> None:
     """A second libstdc++ in a process is harmless as long as nobody can see it."""
     found = libraries(unpacked)
     assert exported(found["_core.abi3.so"]) == {"PyInit__core"}
-    (library,) = [path for name, path in found.items() if name.startswith("libanyflash")]
+    (library,) = [path for name, path in found.items() if re.match(r"libanyflash[-.]", name)]
     shown = exported(library)
     assert "anyflash_forward" in shown
     assert not {name for name in shown if "anyflash" not in name}
+    shown = exported(found["libanyflash_tvm_ffi.so"])
+    assert "__tvm_ffi_forward" in shown
+    assert not {name for name in shown if not name.startswith("__tvm_ffi_")}
 
 
 def run(python: Path, *command: str) -> str:

@@ -1,0 +1,308 @@
+"""Calls of the public Python functions, right ones and wrong ones, for hypothesis.
+
+What must hold: a call returns, or raises one of `ALLOWED` with a message that names an argument;
+if one argument was changed, that one. Nothing that was given is written to by a call that fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+import anyflash
+
+Function = Callable[..., Any]
+ALLOWED = (ValueError, TypeError, NotImplementedError)
+B, S, H, D = 1, 4, 2, 8
+
+
+def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]:
+    """Right arguments of a module's functions, by name."""
+    x = array(np.linspace(-2, 2, B * S * H * D, dtype=np.float32).reshape(B, S, H, D))
+    lse = array(np.zeros((B, H, S), np.float32))
+    ends = array(np.array([0, S], np.int32))
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": S, "max_seqlen_k": S}
+    dense = {"q": x, "k": x, "v": x}
+    varlen = {name: t[0] for name, t in dense.items()} | packed
+    lengths = array(np.array([2], np.int32))
+    cache = {"q": x, "k_cache": x, "v_cache": x}
+    appending = cache | {"q": x[:, :1], "k": x[:, :1], "v": x[:, :1], "cache_seqlens": lengths}
+    new = {"k": x[:, :1], "v": x[:, :1]} if module is anyflash else {}
+    parts = {"out_a": x, "lse_a": lse, "out_b": x, "lse_b": lse}
+    whole = {"dout": x, "out": x, "lse": lse}
+    first = {"dout": x[0], "out": x[0], "lse": lse[0]}
+    blocks = array(np.ones((1, 1, 1, 1), np.bool_))
+    return {
+        "attention": dense,
+        "attention_varlen": varlen,
+        "attention_backward": dense | whole,
+        "attention_varlen_backward": varlen | first,
+        "attention_with_kvcache": appending if new else cache,
+        "merge_states": parts,
+        "create_block_mask": {
+            "predicate": lambda b, h, i, j: i >= j,
+            "batch": B,
+            "heads": H,
+            "seqlen_q": S,
+            "seqlen_k": S,
+        },
+        "expand_block_mask": {"block_mask": blocks, "seqlen_q": S, "seqlen_k": S},
+        "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
+        "flash_attn_func": dense,
+        "flash_attn_varlen_func": varlen,
+        "flash_attn_with_kvcache": cache,
+    }
+
+
+def tensor(x: Any) -> Any:
+    return torch.from_numpy(np.array(x))
+
+
+MODULES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "numpy": (anyflash, np.array),
+    "neutral": (anyflash, tensor),
+    "torch": (importlib.import_module("anyflash.torch"), tensor),
+    "flash_attn": (importlib.import_module("anyflash.flash_attn"), tensor),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Call:
+    name: str
+    function: Function
+    arguments: dict[str, Any]
+    parameters: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def parameters_of(function: Function) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    found = inspect.signature(function).parameters
+    return tuple(name for name, parameter in found.items() if parameter.kind not in kinds)
+
+
+def calls() -> list[Call]:
+    found = []
+    for kind, (module, array) in MODULES.items():
+        for name, arguments in bases(array, module).items():
+            function = getattr(module, name, None)
+            if function is None:
+                continue
+            parameters = parameters_of(function)
+            if all(argument in parameters for argument in arguments):
+                found.append(Call(f"{kind}.{name}", function, arguments, parameters))
+    return found
+
+
+class Broken:
+    """An array whose producer fails, or gives what is no capsule."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        if isinstance(self.what, Exception):
+            raise self.what
+        return self.what
+
+    def __repr__(self) -> str:
+        return f"Broken({self.what!r})"
+
+
+NUMBERS: tuple[Any, ...] = (
+    *(0, 1, -1, 2, 3, 64, 128, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**400),
+    *(0.0, -0.0, 0.5, 0.25, 1.0, 30.0, -1.5, 1e-300, 1e300, 1e-45, float("inf"), float("-inf")),
+    *(float("nan"), np.float32(0.5), np.int64(3), np.uint64(2**64 - 1), np.float16("inf")),
+    *(True, False, np.bool_(True), 1j),
+)
+OBJECTS: tuple[Any, ...] = (
+    *(
+        None,
+        "x",
+        b"x",
+        "",
+        "float16",
+        "cpu",
+        [],
+        [1, 2],
+        (),
+        {},
+        {"a": 1},
+        ...,
+        object,
+        len,
+        slice(1),
+    ),
+    *(
+        (0, 0),
+        (None, None),
+        (1, None),
+        (-1, -1),
+        (-2, 5),
+        (1, 2, 3),
+        ("a", "b"),
+        (64, 64),
+        (2.0, 1),
+    ),
+    *((10**400, 0), (np.int64(1), np.int32(2)), (True, False), ([], [])),
+    *(torch.float16, np.float16, np.dtype("f8"), torch.device("cpu"), np.random.default_rng(0)),
+)
+DTYPES: tuple[Any, ...] = (
+    *(
+        np.float32,
+        np.float64,
+        np.float16,
+        ml_dtypes.bfloat16,
+        np.int32,
+        np.int64,
+        np.int8,
+        np.uint8,
+    ),
+    *(np.bool_, np.uint64, np.int16, np.complex64, ">f4", "U1", object, "M8[s]", "i4,f4"),
+    ml_dtypes.float8_e4m3fn,
+)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Any:
+    """Of any rank, dtype and layout; of one framework or another."""
+    sizes = st.sampled_from((1, 4, 2, 8, 0, 3, 5))
+    shape = tuple(draw(st.lists(sizes, max_size=5)))
+    x = np.zeros(shape, draw(st.sampled_from(DTYPES)))
+    layout = draw(st.integers(0, 6))
+    if layout == 1 and x.ndim:
+        x = x[..., ::-1]
+    elif layout == 2:
+        x = x.T
+    elif layout == 3 and x.ndim:
+        x = np.broadcast_to(x[:1], x.shape) if x.shape[0] else x
+    elif layout == 4:
+        x.flags.writeable = False
+    elif layout == 5:
+        return np.ma.masked_array(x)
+    elif layout == 6:
+        try:
+            return torch.from_numpy(np.array(x))
+        except (TypeError, ValueError):
+            return x
+    return x
+
+
+@st.composite
+def near(draw: st.DrawFn, right: Any) -> Any:
+    """An array close to a right one: another dtype, shape or layout."""
+    x = right if isinstance(right, np.ndarray) else right.numpy()
+    how = draw(st.integers(0, 7))
+    if how == 0:
+        y = x.astype(draw(st.sampled_from(DTYPES[:14])))
+    elif how == 1 and x.ndim:
+        y = np.concatenate((x, x), draw(st.integers(0, x.ndim - 1)))
+    elif how == 2 and x.ndim:
+        y = x[(slice(None),) * draw(st.integers(0, x.ndim - 1)) + (slice(0, 1),)]
+    elif how == 3 and x.ndim:
+        y = x[(slice(None),) * draw(st.integers(0, x.ndim - 1)) + (slice(0, 0),)]
+    elif how == 4:
+        y = x[None]
+    elif how == 5 and x.ndim:
+        y = x[..., 0]
+    elif how == 6:
+        y = np.broadcast_to(np.zeros_like(x[:1]) if x.ndim else x, x.shape)
+    else:
+        y = np.full_like(x, draw(st.sampled_from((0, 1, 2, 100, -5))))
+    if isinstance(right, np.ndarray) or draw(st.integers(0, 9)) == 0:
+        return y
+    try:
+        return tensor(y)
+    except (TypeError, ValueError):
+        return y
+
+
+def wrong(right: Any) -> st.SearchStrategy[Any]:
+    choices = [
+        st.sampled_from(NUMBERS),
+        st.sampled_from(OBJECTS),
+        arrays(),
+        st.sampled_from((RuntimeError("no"), KeyError("k"), 5, None)).map(Broken),
+    ]
+    if isinstance(right, np.ndarray | torch.Tensor):
+        choices += [near(right)] * 6
+    return st.one_of(choices)
+
+
+@st.composite
+def changed_calls(draw: st.DrawFn, found: list[Call]) -> tuple[Call, dict[str, Any]]:
+    call = draw(st.sampled_from(found))
+    changes = {}
+    for name in draw(st.lists(st.sampled_from(call.parameters), max_size=3, unique=True)):
+        changes[name] = draw(
+            wrong(call.arguments.get(name)).filter(lambda x, n=name: is_cheap(n, x))
+        )
+    return call, changes
+
+
+def is_cheap(name: str, value: Any) -> bool:
+    """Whoever asks for a map of 2^31 sequences gets one, as far as memory goes."""
+    sizes = ("batch", "heads", "seqlen_q", "seqlen_k")
+    return name not in sizes or not isinstance(value, int | np.integer) or value <= 4096
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.tobytes()
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        flat = value.detach().reshape(-1).contiguous()
+        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return None
+
+
+# How messages call what a function's own name for it is.
+ALIASES = {"query": "q", "key": "k", "value": "v", "k": "k_cache", "v": "v_cache"}
+
+
+def names(call: Call, message: str, argument: str) -> bool:
+    other = ALIASES.get(argument, argument)
+    return any(re.search(rf"(?<!\w){name}(?!\w)", message) for name in (argument, other))
+
+
+def check(call: Call, changes: dict[str, Any]) -> bool:
+    """Whether the call succeeded. Raises AssertionError for what must not be."""
+    right = {name: copy.copy(x) if bits(x) is None else x for name, x in call.arguments.items()}
+    given = right | changes
+    before = {name: bits(x) for name, x in given.items()}
+    try:
+        call.function(**given)
+        return True
+    except Exception as error:
+        if any(isinstance(x, Broken) and error is x.what for x in changes.values()):
+            return False  # a producer's own exception goes through
+        if callable(changes.get("predicate")):
+            return False  # as a predicate's does
+        # PyTorch's function raises what PyTorch raises.
+        assert isinstance(error, ALLOWED) or (
+            type(error) is RuntimeError and call.name.endswith("scaled_dot_product_attention")
+        ), f"{call.name} raises {error!r}"
+        message = str(error)
+        after = {name: bits(x) for name, x in given.items()}
+        assert before == after, f"{call.name} has written, and failed: {message}"
+        assert changes, f"{call.name} refuses what is right: {message}"
+        named = any(names(call, message, name) for name in changes)
+        only = len(changes) == 1
+        assert named or (not only and any(names(call, message, n) for n in call.parameters)), (
+            f"{call.name} does not name {list(changes)}: {message}"
+        )
+        return False
