@@ -25,7 +25,7 @@ DONE = @mkdir -p build && echo "$@ $$(date +%s)" >> build/stages
 
 .PHONY: demo test test-full begin environment install build-test lint check-cpp check-python \
   check-oldest check-more check-emulator check-sass check-nvrtc check-embed docs performance \
-  check-docs wheel check-wheel clean
+  check-docs check-fuzz check-soak wheel check-wheel clean
 
 # Without a GPU, CUDA kernels would be most of the build's time. Without nvcc, an isolated build
 # brings one.
@@ -42,10 +42,10 @@ demo: .venv/demo install
 	@echo "  .venv/bin/python -m anyflash          what is built, and what this machine can run"
 	@echo "  .venv/bin/python                      the first lines of README.md, with your own arrays"
 	@echo "  .venv/bin/python -m pip install torch jax    anyflash then takes their tensors, too"
-	@echo "  make test                             the tests, under 40 minutes on two cores"
+	@echo "  make test                             the tests, about an hour on two cores"
 
 test: begin environment install build-test lint check-cpp check-sass check-nvrtc check-emulator \
-  check-python check-oldest check-embed check-docs
+  check-python check-oldest check-embed check-fuzz check-soak check-docs
 	@awk 'NR == 1 {first = $$2} NR > 1 {printf "%-16s%6d s\n", $$1, $$2 - last} {last = $$2} \
 	  END {printf "%-16s%6d s\n", "all", last - first}' build/stages
 
@@ -159,6 +159,20 @@ check-embed: install build-test .venv/embed
 	rm -rf build/embed
 	cmake --install build/test --prefix build/embed > build/embed.log
 	ANYFLASH_PREFIX=$(CURDIR)/build/embed $(BIN)/python -m pytest tests/embed
+	$(DONE)
+
+# The kept inputs and a few thousand changed ones, always the same (tests/fuzz). A build of its own:
+# the library under sanitizers.
+check-fuzz: .venv/test .venv/headers
+	cmake --preset fuzz -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE=$(BIN)/python \
+	  --log-level=WARNING
+	cmake --build --preset fuzz
+	build/fuzz/tests/fuzz/fuzz_c_abi -runs=5000 -seed=1 tests/fuzz/corpus/c_abi
+	build/fuzz/tests/fuzz/fuzz_safetensors -runs=20000 -seed=1 tests/fuzz/corpus/safetensors
+	$(DONE)
+
+check-soak: install .venv/test
+	$(BIN)/python -m pytest tests/soak
 	$(DONE)
 
 check-more: install .venv/more

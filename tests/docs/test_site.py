@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pictures
 import pytest
 
 DOCS = Path(__file__).parents[2] / "python" / "docs"
@@ -33,6 +34,12 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "search sentences" in page  # what the command printed
     page = (tmp_path / "site" / "performance" / "index.html").read_text()
     assert "only-dark" in page
+
+
+@pytest.mark.parametrize(("name", "svg"), pictures.drawings().items())
+def test_pictures_of_the_guide(name: str, svg: str) -> None:
+    """The same bytes: matplotlib's version is pinned."""
+    assert (pictures.FOLDER / name).read_text() == svg, "run: python python/docs/tools/pictures.py"
 
 
 @pytest.mark.parametrize("module", MODULES)

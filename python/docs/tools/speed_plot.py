@@ -1,15 +1,11 @@
-"""The plot of the speed: TFLOP/s by length, forward and backward, full and causal, as SVG.
-
-Two drawings, for light and dark pages. Their bytes follow from the figures and from matplotlib's
-version alone.
-"""
+"""The plot of the speed: TFLOP/s by length, forward and backward, full and causal, as SVG."""
 
 from __future__ import annotations
 
-import io
+from functools import partial
 from typing import Any
 
-import matplotlib
+import svg
 
 from anyflash.bench import _report
 
@@ -23,48 +19,25 @@ LINES = {
     "anyflash": ("anyflash (mma.sync kernels)", "o", {"light": "#d62728", "dark": "#ff6b6b"}),
     "flash": ("PyTorch's flash (FlashAttention-2)", "v", {"light": "#6a6a6a", "dark": "#b0b0b0"}),
 }
-INK = {"light": "#1f2328", "dark": "#e6edf3"}
-GRID = {"light": "#d0d7de", "dark": "#444c56"}
 
 
 def drawings(document: dict[str, Any]) -> dict[str, str]:
     """File names and their SVG."""
-    return {
-        "speed.svg": _drawing(document, "light"),
-        "speed-dark.svg": _drawing(document, "dark"),
-    }
+    return svg.themes("speed", (7.6, 5.6), partial(_draw, document))
 
 
-def _drawing(document: dict[str, Any], theme: str) -> str:
-    settings = {
-        "svg.hashsalt": "anyflash",  # else the identifiers are random
-        "svg.fonttype": "none",  # text stays text: smaller, and searchable
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "text.color": INK[theme],
-        "axes.labelcolor": INK[theme],
-        "axes.edgecolor": GRID[theme],
-        "xtick.color": INK[theme],
-        "ytick.color": INK[theme],
-    }
-    with matplotlib.rc_context(settings):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.6, 5.6))
-        grid = figure.subplots(2, 2, sharex=True, sharey=True)
-        for axes, (op, mask) in zip(grid.flat, PANELS, strict=True):
-            _panel(axes, document, op, mask, theme)
-        grid[0][0].set_ylim(0, 1.06 * grid[0][0].dataLim.y1)
-        for row in grid:
-            row[0].set_ylabel("TFLOP/s")
-        for axes in grid[-1]:
-            axes.set_xlabel("sequence length")
-        handles, names = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="lower center", ncol=3, frameon=False)
-        figure.tight_layout(rect=(0, 0.09, 1, 1))
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return file.getvalue()
+def _draw(document: dict[str, Any], figure: Any, theme: str) -> None:
+    grid = figure.subplots(2, 2, sharex=True, sharey=True)
+    for axes, (op, mask) in zip(grid.flat, PANELS, strict=True):
+        _panel(axes, document, op, mask, theme)
+    grid[0][0].set_ylim(0, 1.06 * grid[0][0].dataLim.y1)
+    for row in grid:
+        row[0].set_ylabel("TFLOP/s")
+    for axes in grid[-1]:
+        axes.set_xlabel("sequence length")
+    handles, names = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncol=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
 
 
 def _panel(axes: Any, document: dict[str, Any], op: str, mask: str, theme: str) -> None:
@@ -85,7 +58,7 @@ def _panel(axes: Any, document: dict[str, Any], op: str, mask: str, theme: str) 
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [_length(n) for n in lengths])
     axes.minorticks_off()
-    axes.grid(color=GRID[theme], linewidth=0.6)
+    axes.grid(color=svg.GRID[theme], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,0 +1,36 @@
+"""Shapes of GPT, and what one token of training costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    layers: int
+    dim: int
+    heads: int
+    seqlen: int
+    vocab_size: int = 50304  # GPT-2's, rounded up to a multiple of 64
+
+
+# Those of GPT-2 and GPT-3; the last two are in FlashAttention-2's table of training speeds.
+CONFIGS = {
+    "tiny": Config(layers=4, dim=128, heads=4, seqlen=128, vocab_size=1024),
+    "125m": Config(layers=12, dim=768, heads=12, seqlen=1024),
+    "1.3b": Config(layers=24, dim=2048, heads=16, seqlen=2048),
+    "2.7b": Config(layers=32, dim=2560, heads=20, seqlen=2048),
+}
+INITIAL_STD = 0.02
+
+
+def last_std(config: Config) -> float:
+    """The initial standard deviation of what is added to the residual stream, as in GPT-2."""
+    return INITIAL_STD / math.sqrt(2 * config.layers)
+
+
+def flops_per_token(config: Config, parameters: int) -> int:
+    """Forward and backward, as FlashAttention-2 (section 4.2) counts: six for each parameter, and
+    twelve for each layer's dim and each of the sequence's places. A causal mask is not deducted."""
+    return 6 * parameters + 12 * config.layers * config.dim * config.seqlen
