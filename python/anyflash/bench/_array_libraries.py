@@ -27,6 +27,7 @@ class ArrayLibrary(Protocol):
 
     def seed(self) -> None: ...
     def normal(self, shape: Sequence[int], dtype: str) -> Any: ...
+    def devices(self) -> int: ...  # GPUs of this machine, where it works on one
     def coins(self, shape: Sequence[int]) -> Any: ...
     def integers(self, values: Sequence[int]) -> Any: ...
     def floats(self, values: Sequence[float]) -> Any: ...
@@ -65,6 +66,9 @@ class NumpyArrays:
         if importlib.util.find_spec("ml_dtypes") is None:
             raise Unsupported("NumPy has bfloat16 from ml_dtypes, which is not installed")
         return self.np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+
+    def devices(self) -> int:
+        return 0
 
     def normal(self, shape: Sequence[int], dtype: str) -> Any:
         return self.random.standard_normal(shape, self.np.float32).astype(self._dtype(dtype))
@@ -112,6 +116,9 @@ class TorchArrays:
 
     def seed(self) -> None:
         self.torch.manual_seed(SEED)
+
+    def devices(self) -> int:
+        return int(self.torch.cuda.device_count()) if self.device == "cuda" else 0
 
     def normal(self, shape: Sequence[int], dtype: str) -> Any:
         return self.torch.randn(tuple(shape), device=self.device, dtype=getattr(self.torch, dtype))

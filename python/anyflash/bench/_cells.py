@@ -47,6 +47,10 @@ class Cell:
     timing: str = "events"  # or "graph": replayed from a CUDA graph; "memory": bytes, not seconds
     unit: str = "TFLOP/s"  # or "GFLOP/s", "ms", "us", "MiB"
     d_v: int = 0  # of v; 0: as q's
+    # Of a sequence that several devices share; `flop` is then one's share.
+    method: str = ""
+    ranks: int = 1
+    transport: str = ""  # "nccl", "gloo", or "alone": one device does a rank's work after the other
 
     @property
     def kv_heads(self) -> int:
@@ -70,6 +74,9 @@ class Cell:
             "model": self.model,
             "dtype": self.dtype,
             "feature": self.feature,
+            "ranks": str(self.ranks) if self.method else "",
+            "method": self.method,
+            "transport": self.transport,
             "heads": f"{self.heads}/{self.kv_heads}" if grouped else str(self.heads),
             "d": f"{self.d}/{self.d_v}" if self.d_v else str(self.d),
             "mask": "causal" if self.causal else "full",
@@ -102,7 +109,8 @@ class Cell:
         else:
             pairs = self.batch * visible_pairs(self.seqlen, self.keys, self.causal)
         with_d, with_d_v = PRODUCTS[self.op]
-        return 2 * pairs * self.heads * (with_d * self.d + with_d_v * self.value_dim)
+        columns = with_d * self.d + with_d_v * self.value_dim
+        return 2 * pairs * self.heads * columns / self.ranks
 
     @property
     def bytes(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyflash
-from anyflash.bench import _report
+from anyflash.bench import _ranks, _report
 from anyflash.bench._array_libraries import ArrayLibrary, NumpyArrays, arrays_for, default_backend
 from anyflash.bench._ceilings import measure_ceilings
 from anyflash.bench._cells import ITEM_SIZES
@@ -138,7 +138,7 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     if arguments.cold and backend != "cuda":
         raise ValueError("--cold: only a GPU's L2 cache is emptied")
     peers = chosen_peers(arguments.peers, arrays, PRESETS[preset].peers, arguments.quick)
-    wanted = Wanted(backend, dtypes, arguments.quick)
+    wanted = Wanted(backend, dtypes, arguments.quick, arrays.devices())
     cells = cells_of(preset, wanted, _only(arguments.only))
     monitor = Monitor(arrays)
     budget = QUICK if arguments.quick else Budget()
@@ -155,8 +155,12 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     limit = arguments.seconds
     if limit is None and arguments.quick:
         limit = max(0.0, QUICK_SECONDS - (time.monotonic() - began))
+    if PRESETS[preset].shared:
+        entries = _ranks.measured(cells, backend)
+    else:
+        entries = run(cells, Bench(arrays, peers, timers, budget, monitor), limit)
     try:
-        for entry in run(cells, Bench(arrays, peers, timers, budget, monitor), limit):
+        for entry in entries:
             document["cells"].append(entry)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

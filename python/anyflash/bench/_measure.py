@@ -61,7 +61,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _summary(seconds: Sequence[float]) -> dict[str, Any]:
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """A contender's result: the median, the quartiles and all samples."""
     ordered = sorted(seconds)
     q1, median, q3 = (float(f"{quantile(ordered, share):.6g}") for share in QUARTILES)
     samples = [float(f"{value:.5g}") for value in seconds]
@@ -182,7 +183,7 @@ def _results(
                 refused[name] = refusal(error)
     elif calls:
         samples = timed(calls, cell, bench)
-        results = {name: _summary(seconds) for name, seconds in samples.seconds.items() if seconds}
+        results = {name: summary(seconds) for name, seconds in samples.seconds.items() if seconds}
         refused |= {name: refusal(error) for name, error in samples.errors.items()}
     return results, refused
 

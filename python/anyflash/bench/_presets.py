@@ -18,6 +18,10 @@ FEATURES = (
 # Heads and head dims of FlashAttention-2's last table (arXiv 2307.08691).
 MODELS = {"GPT 1.3B": (16, 128), "GPT 2.7B": (32, 80)}
 DECODE_SHAPES = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (8, 1, 128), (16, 16, 256))
+RANKS = (2, 4, 8)
+METHODS = ("ring", "gather", "ulysses")
+LONGEST_SEQUENCE = 2**20
+LONGEST_ALONE = 2**18
 LARGEST_CACHE = 24 * 2**30
 FRAMEWORK_CALLS = ("numpy", "torch", "torch recorded", "torch with backward", "jax jit")
 GPU_CALLS = ("torch GPU", "cupy GPU")
@@ -25,11 +29,12 @@ GPU_CALLS = ("torch GPU", "cupy GPU")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks of a preset."""
+    """What the command line asks of a preset, and how many GPUs there are."""
 
     backend: str
     dtypes: tuple[str, ...]
     quick: bool
+    gpus: int = 0
 
     @property
     def tokens(self) -> int:
@@ -48,7 +53,8 @@ class Wanted:
 @dataclass(frozen=True)
 class Preset:
     """Cells, the labels that make figures, their rows, columns and x axes ("": no plot), ceilings
-    to measure, and the peers to run if none are asked for ((): all that are found)."""
+    to measure, the peers to run if none are asked for ((): all that are found), and whether several
+    devices share a cell, which peers have no part in."""
 
     about: str
     cells: Callable[[Wanted], Iterable[Cell]]
@@ -58,6 +64,7 @@ class Preset:
     x: str = "seqlen"
     ceilings: tuple[str, ...] = ("gemm", "mma")
     peers: tuple[str, ...] = ()
+    shared: bool = False
 
 
 def paper(wanted: Wanted) -> Iterator[Cell]:
@@ -181,6 +188,26 @@ def overhead(wanted: Wanted) -> Iterator[Cell]:
         yield Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
 
 
+def context_parallel(wanted: Wanted) -> Iterator[Cell]:
+    """Ranks on GPUs of their own as far as there are any; on the CPU two, to try the command."""
+    on_gpu = wanted.backend == "cuda"
+    heads, heads_k, d = (32, 8, 128) if on_gpu else (4, 2, 64)
+    lengths = (8192, 32768, 131072) if on_gpu else (512, 1024)
+    together = [n for n in RANKS if n <= (wanted.gpus if on_gpu else 2)]
+    ways = [(n, "nccl" if on_gpu else "gloo", method) for n in together for method in METHODS]
+    ways += [(n, "alone", "ring") for n in RANKS]
+    axes = itertools.product(
+        ways, ("forward", "both"), wanted.dtypes, lengths[:1] if wanted.quick else lengths
+    )
+    for (ranks, transport, method), op, dtype, rows in axes:
+        if ranks * rows > (LONGEST_ALONE if transport == "alone" else LONGEST_SEQUENCE):
+            continue
+        yield Cell(
+            op, 1, ranks * rows, heads, d, dtype, heads_k=heads_k, causal=True, method=method,
+            ranks=ranks, transport=transport,
+        )  # fmt: skip
+
+
 PRESETS = {
     "paper": Preset(
         "FlashAttention-2's grid: 16k tokens, hidden size 2048, 512 to 16k long", paper
@@ -212,6 +239,14 @@ PRESETS = {
         peers=("standard", "flash"),
     ),
     "cpu": Preset("512 to 8192 tokens, 8 heads", cpu, peers=("flash",)),
+    "context-parallel": Preset(
+        "a sequence shared by several GPUs, or by ranks that one GPU computes one after the other",
+        context_parallel,
+        row="method",
+        column="ranks",
+        ceilings=(),
+        shared=True,
+    ),
     "overhead": Preset(
         "what a call costs: 128 to 512 tokens on a GPU, and the host's time for one token",
         overhead,

@@ -102,6 +102,12 @@ def _extra_columns(document: dict[str, Any], entries: list[Entry]) -> dict[str, 
     if any("model" in entry["labels"] for entry in entries):
         times = [cost(entry, OWN) for entry in entries]
         columns["ms"] = [number(1e3 * s) if s else "" for s in times]
+    if any(entry.get("sent_bytes") for entry in entries):
+        sent = [(entry["sent_bytes"], cost(entry, OWN)) for entry in entries]
+        columns["GB/s sent"] = [number(b / s / 1e9) if b and s else "" for b, s in sent]
+    peaks = [entry["results"].get(OWN, {}).get("peak_bytes") for entry in entries]
+    if any(peaks):
+        columns["peak MiB"] = [number(b / MIB) if b else "" for b in peaks]
     if any(entry["bytes"] for entry in entries):
         seconds = [cost(entry, OWN) for entry in entries]
         pairs = list(zip(entries, seconds, strict=True))

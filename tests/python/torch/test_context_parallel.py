@@ -25,7 +25,19 @@ TRAINING = Path(__file__).parents[3] / "python" / "docs" / "examples" / "train_l
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_compute_what_one_computes(size: int, tmp_path: Path) -> None:
-    results = ranks.run("calls.context_parallel", size, tmp_path)
+    check_ranks(size, tmp_path, "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_gpus_compute_what_one_computes(size: int, tmp_path: Path, torch: ModuleType) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    check_ranks(size, tmp_path, "cuda")
+
+
+def check_ranks(size: int, folder: Path, device: str) -> None:
+    results = ranks.run("calls.context_parallel", size, folder, device)
     for rank, found in enumerate(results):
         assert len(found) > 300
         wrong = {name: error for name, error in found.items() if error}
@@ -47,6 +59,13 @@ def test_chunks_that_nobody_sees_cost_nothing(faults: list[Any]) -> None:
     assert [found["all"] for found in faults] == [[4, 3]] * 3
     assert [found["causal"] for found in faults] == [[2, 1], [2, 2], [2, 3]]
     assert [found["window"] for found in faults] == [[1, 1], [2, 2], [1, 2]]
+
+
+def test_runs_are_joined(faults: list[Any]) -> None:
+    """Ranks 0 and 1 have two runs of rows and of keys, rank 2 one: one launch a hop, and without
+    joining one a pair."""
+    assert [found["zigzag"] for found in faults] == [[4, 3]] * 3
+    assert [found["placed"] for found in faults] == [[4, 6], [4, 6], [4, 3]]
 
 
 @pytest.mark.parametrize("name", ["silent", "dead"])

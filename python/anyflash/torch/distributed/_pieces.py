@@ -1,9 +1,9 @@
-"""The kernels' calls: one for each pair of a run of rows and a run of keys that see each other, and
-the sums that these are joined in."""
+"""The kernels' calls, a piece of the attention each, and the sums that these are joined in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,17 @@ from anyflash._api.merge import merge_states
 from anyflash._call.backward import Backward
 from anyflash._call.forward import Forward
 from anyflash._call.options import GradientRequest, OutputRequest
+from anyflash.torch.distributed._joined import Piece, joined_pieces, piece_of
 from anyflash.torch.distributed._layout import Run
-from anyflash.torch.distributed._problem import Given, Heads, Packed, Whole, bias_of, piece_options
+from anyflash.torch.distributed._problem import (
+    Given,
+    Heads,
+    Packed,
+    Whole,
+    bias_of,
+    placed_options,
+    unplaced_options,
+)
 
 NAME = "anyflash.torch.distributed.ContextParallel.attention"
 
@@ -54,20 +63,33 @@ class Pieces:
             return self.packed.see(self.whole, rows, keys, seqused)
         return self.whole.sees(rows, keys, seqused)
 
-    def pairs(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-        for rows in self.rows:
-            for keys in runs:
-                if self.sees(rows, keys):
-                    yield rows, keys
+    def of(self, runs: Sequence[Run]) -> Sequence[Piece]:
+        """The pieces of this rank's rows and of some keys."""
+        joined = joined_pieces(self.whole, self.rows, runs) if self._only_masked else None
+        if joined is not None:
+            return joined
+        pairs = itertools.product(self.rows, runs)
+        return [piece_of(rows, keys) for rows, keys in pairs if self.sees(rows, keys)]
 
-    def arguments(self, keys: Keys, runs: tuple[Run, Run]) -> Any:
+    @property
+    def _only_masked(self) -> bool:
+        """Whether a causal mask and a window are all that depends on where rows and keys lie."""
+        others = self.given._replace(sinks=None)
+        return (
+            self.packed is None
+            and self.whole.dropout_p == 0
+            and not any(x is not None for x in others)
+        )
+
+    def arguments(self, keys: Keys, piece: Piece) -> Any:
         """Tensors, options and packing of a piece's calls."""
-        rows, columns = runs
-        tensors = self.q[:, rows.own], keys.k[:, columns.own], keys.v[:, columns.own]
-        options = piece_options(self.whole, self.given, self.packed, self.heads, runs)
+        tensors = self.q[:, piece.rows], keys.k[:, piece.keys], keys.v[:, piece.keys]
+        if piece.runs is None:
+            return tensors, unplaced_options(self.whole, piece.causal), None
+        options = placed_options(self.whole, self.given, self.packed, self.heads, piece.runs)
         if self.packed is None:
             return tensors, options, None
-        return tuple(x[0] for x in tensors), options, self.packed.of_piece(rows, columns)
+        return tuple(x[0] for x in tensors), options, self.packed.of_piece(*piece.runs)
 
     def given_rows(self, x: Tensor) -> Tensor:
         """What a piece's calls take of a tensor with a batch axis."""
@@ -94,10 +116,10 @@ class ForwardSums:
         )
 
     def add(self, keys: Keys) -> None:
-        for runs in self.pieces.pairs(keys.runs):
-            call = Forward(NAME, *self.pieces.arguments(keys, runs))
+        for piece in self.pieces.of(keys.runs):
+            call = Forward(NAME, *self.pieces.arguments(keys, piece))
             out, lse = map(self.pieces.own_rows, call.run(self._request))
-            own_out, own_lse = self.out[:, runs[0].own], self.lse[..., runs[0].own]
+            own_out, own_lse = self.out[:, piece.rows], self.lse[..., piece.rows]
             merge_states(own_out, own_lse, out, lse, out=own_out, lse=own_lse)
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -148,27 +170,27 @@ class BackwardSums:
         """The parts of dk and dv."""
         dtype = self.dq.dtype
         dk, dv = (torch.zeros_like(x, dtype=dtype) for x in keys[:2])
-        for rows, columns in self.pieces.pairs(keys.runs):
-            found = self._gradients(keys, rows, columns)
+        for piece in self.pieces.of(keys.runs):
+            found = self._gradients(keys, piece)
             own = self.pieces.own_rows
-            self.dq[:, rows.own] += own(found.dq)
-            dk[:, columns.own] += own(found.dk)
-            dv[:, columns.own] += own(found.dv)
-            if self.dbias is not None:
-                bias_of(self.dbias, rows, columns).add_(found.dbias)
+            self.dq[:, piece.rows] += own(found.dq)
+            dk[:, piece.keys] += own(found.dk)
+            dv[:, piece.keys] += own(found.dv)
+            if self.dbias is not None and piece.runs is not None:
+                bias_of(self.dbias, *piece.runs).add_(found.dbias)
             if self.dslopes is not None:
                 self.dslopes += found.dalibi_slopes
         return dk, dv
 
-    def _gradients(self, keys: Keys, rows: Run, columns: Run) -> Any:
+    def _gradients(self, keys: Keys, piece: Piece) -> Any:
         out, lse, dout, dlse = self.results
-        given = self.pieces.given_rows
-        arguments = self.pieces.arguments(keys, (rows, columns))
+        given, rows = self.pieces.given_rows, piece.rows
+        arguments = self.pieces.arguments(keys, piece)
         return Backward(f"{NAME} (backward)", *arguments).run(
-            given(dout[:, rows.own]),
-            given(out[:, rows.own]),
-            given(lse[..., rows.own]),
-            None if dlse is None else given(dlse[..., rows.own]),
+            given(dout[:, rows]),
+            given(out[:, rows]),
+            given(lse[..., rows]),
+            None if dlse is None else given(dlse[..., rows]),
             self._request,
         )
 

@@ -44,6 +44,21 @@ class Whole(NamedTuple):
             return False
         return left < 0 or keys.stop > rows.start + first - left
 
+    @property
+    def only_causal(self) -> bool:
+        """Whether the mask is a causal one, that ends at the last row and the last key alike."""
+        return self.causal and self.window == UNBOUNDED and self.seqlen_q == self.seqlen_k
+
+    def shows_all(self, rows: Run, keys: Run) -> bool:
+        """Whether every row sees every key, as far as masks go."""
+        last = self.seqlen_k - self.seqlen_q
+        left, right = self.window
+        if self.causal:
+            right = 0
+        if right >= 0 and keys.stop - 1 > rows.start + last + right:
+            return False
+        return left < 0 or keys.start >= rows.stop - 1 + last - left
+
 
 class Given(NamedTuple):
     """A rank's optional tensors. bias and block_mask have four axes; bias those of the rank's rows
@@ -142,7 +157,12 @@ def _place(whole: Whole, given: Given, packed: Packed | None, rows: Run, keys: R
     return _Place(query_start, key_start, lengths_k - packed.cu_seqlens_q.diff(), used)
 
 
-def piece_options(
+def unplaced_options(whole: Whole, causal: bool) -> AttentionOptions:
+    """Of a piece whose place in the whole makes no difference."""
+    return AttentionOptions(whole.softmax_scale, causal, softcap=whole.softcap or NO_SOFTCAP)
+
+
+def placed_options(
     whole: Whole, given: Given, packed: Packed | None, heads: Heads, runs: tuple[Run, Run]
 ) -> AttentionOptions:
     """Of the piece that some rows and keys are. Sinks are no part of any piece: they are joined at

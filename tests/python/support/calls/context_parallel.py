@@ -1,6 +1,7 @@
-"""Attention over ranks beside attention of the whole, which each rank makes by itself, in float64.
+"""Attention over ranks beside attention of the whole, which each rank makes alone on the CPU. In
+float64, or float32 where the ranks have 16-bit tensors, as on GPUs.
 
-python -m calls.context_parallel FOLDER RANK SIZE
+python -m calls.context_parallel FOLDER RANK SIZE DEVICE
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from run import ranks
 
 METHODS = ("ring", "gather", "ulysses")
 LAYOUTS = ("zigzag", "contiguous")
+DEVICE = ranks.device()
 Options = dict[str, Any]
 
 
@@ -156,8 +158,18 @@ def local_of(cp: ContextParallel, leaves: Leaves) -> Leaves:
         mine = x.detach()
         if is_of_rows(name, x):
             mine = cp.shard(mine, 2 if name == "bias" else 1)
-        local[name] = mine.clone().requires_grad_(x.requires_grad)
+        local[name] = mine.to(DEVICE, copy=True).requires_grad_(x.requires_grad)
     return local
+
+
+def unrounded(whole: Leaves) -> Leaves:
+    """What 16-bit results of the ranks are compared to has no 16-bit results itself."""
+    wide = {name: x.detach().float() for name, x in whole.items() if x.dtype == torch.bfloat16}
+    return whole | {name: x.requires_grad_() for name, x in wide.items()}
+
+
+def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.to(DEVICE) for x in tensors]
 
 
 def differentiate(leaves: Leaves, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
@@ -170,6 +182,7 @@ def differentiate(leaves: Leaves, out: Any, lse: Any, dout: Any, dlse: Any) -> d
 
 def compare(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Relative to the largest element."""
+    actual = actual.cpu()
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
     if expected.numel() == 0:
         return
@@ -192,9 +205,7 @@ def check(case: Case) -> None:
     numbers = {name: x for name, x in options.items() if not isinstance(x, torch.Tensor)}
     dout = randn(shape.batch, shape.rows, shape.heads, shape.columns_v)
     dlse = randn(shape.batch, shape.heads, shape.rows)
-    # In one process, what the ranks' results are compared to is not rounded to 16 bits.
-    wide = {name: x.detach().float() for name, x in whole.items() if x.dtype == torch.bfloat16}
-    reference = whole | {name: x.requires_grad_() for name, x in wide.items()}
+    reference = unrounded(whole)
     out, lse = anyflash.torch.attention(**reference, **numbers, return_lse=True)
     grads = differentiate(reference, out, lse, dout, dlse)
 
@@ -203,7 +214,7 @@ def check(case: Case) -> None:
     local = local_of(cp, whole)
     seqlen = (shape.rows, shape.keys)
     mine, my_lse = cp.attention(**local, **numbers, seqlen=seqlen, return_lse=True)
-    found = differentiate(local, mine, my_lse, cp.shard(dout), cp.shard(dlse, 2))
+    found = differentiate(local, mine, my_lse, *on_device(cp.shard(dout), cp.shard(dlse, 2)))
     shared = [name for name in found if not is_of_rows(name, grads[name])]
     for name in shared:
         dist.all_reduce(found[name])
@@ -225,6 +236,7 @@ def is_of_rows(name: str, x: torch.Tensor) -> bool:
 
 def check_lse(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype == torch.float32
+    actual = actual.cpu()
     same = torch.isinf(actual) == torch.isinf(expected)
     assert same.all(), "lse: rows that see keys differ"
     finite = torch.isfinite(expected)
@@ -254,6 +266,7 @@ class PackedCase(NamedTuple):
     layout: str
     lengths: str
     options: str
+    dtype: torch.dtype = torch.float64
 
     @property
     def id(self) -> str:
@@ -282,35 +295,41 @@ def check_packed(case: PackedCase) -> None:
     for name, shape in (("alibi_slopes", (batch, heads)), ("sinks", (heads,))):
         if options.pop(name, False):
             whole[name] = randn(*shape)
-    whole = {name: x.requires_grad_() for name, x in whole.items()}
+    whole = {name: x.to(case.dtype).requires_grad_() for name, x in whole.items()}
     ends = [torch.tensor([0, *itertools.accumulate(x)]).int() for x in (lengths_q, lengths_k)]
     packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     options |= packing | {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
     dout, dlse = randn(total_q, heads, 12), randn(heads, total_q)
-    out, lse = anyflash.torch.attention_varlen(**whole, **options, return_lse=True)
-    grads = differentiate(whole, out, lse, dout, dlse)
+    reference = unrounded(whole)
+    out, lse = anyflash.torch.attention_varlen(**reference, **options, return_lse=True)
+    grads = differentiate(reference, out, lse, dout, dlse)
 
     cp = ContextParallel(method=case.method, layout=case.layout, multiple=8)
     local = {
-        name: (cp.shard(x.detach(), 0) if name in "qkv" else x.detach()).clone().requires_grad_()
+        name: (cp.shard(x.detach(), 0) if name in "qkv" else x.detach())
+        .to(DEVICE, copy=True)
+        .requires_grad_()
         for name, x in whole.items()
     }
+    options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     mine, my_lse = cp.attention_varlen(**local, **options, return_lse=True)
-    found = differentiate(local, mine, my_lse, cp.shard(dout, 0), cp.shard(dlse, 1))
+    found = differentiate(local, mine, my_lse, *on_device(cp.shard(dout, 0), cp.shard(dlse, 1)))
     for name, grad in found.items():
         if name not in "qkv":
             dist.all_reduce(grad)
-    compare("out", mine, cp.shard(out.detach(), 0), 1e-12)
-    check_lse(my_lse, cp.shard(lse.detach(), 1), torch.float64)
+    tolerance, of_gradients = TOLERANCES[case.dtype]
+    compare("out", mine, cp.shard(out.detach(), 0), tolerance)
+    check_lse(my_lse, cp.shard(lse.detach(), 1), case.dtype)
     for name, grad in grads.items():
         rows = cp.shard(grad, 0) if name in "qkv" else grad
-        compare(f"d{name}", found[name], rows, 1e-6)
+        compare(f"d{name}", found[name], rows, of_gradients)
 
 
 def failures() -> dict[str, str]:
     """What went wrong, by case."""
     found = {}
-    for case in (*cases(), *packed_cases()):
+    for made in (*cases(), *packed_cases()):
+        case = made if DEVICE == "cpu" else made._replace(dtype=torch.bfloat16)
         error = ""
         try:
             if isinstance(case, PackedCase):

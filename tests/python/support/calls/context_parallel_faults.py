@@ -1,6 +1,6 @@
 """Ranks that are late, silent or dead, and chunks that nobody sees, on three ranks.
 
-python -m calls.context_parallel_faults FOLDER RANK SIZE
+python -m calls.context_parallel_faults FOLDER RANK SIZE DEVICE
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def late(rank: int) -> bool:
     return all(torch.equal(a, b) for again in results for a, b in zip(first, again, strict=True))
 
 
-def work(**options: Any) -> tuple[int, int]:
+def work(layout: str = "contiguous", **options: Any) -> tuple[int, int]:
     """Messages that this rank sends or receives, and kernels that it launches, in a forward."""
-    cp = ContextParallel(method="ring", layout="contiguous", multiple=64)
+    multiple = 64 if layout == "contiguous" else 32
+    cp = ContextParallel(method="ring", layout=layout, multiple=multiple)
     given = tensors(cp)
     exchange, messages = _transport.dist.batch_isend_irecv, 0
 
@@ -109,6 +110,8 @@ if __name__ == "__main__":
         "all": work(),
         "causal": work(causal=True),
         "window": work(window_size=(10, 0)),
+        "zigzag": work("zigzag", causal=True),
+        "placed": work("zigzag", causal=True, alibi_slopes=torch.ones(3)),
         "silent": silent(number),
     }
     threads = threading.active_count()

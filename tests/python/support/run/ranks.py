@@ -1,4 +1,5 @@
-"""A program on several ranks of gloo, each a process of its own on the CPU."""
+"""A program on several ranks, each a process of its own: of gloo on the CPU, or of NCCL, each on a
+GPU of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from typing import Any
 SECONDS = 300.0  # for all ranks together, also on a busy machine
 
 
-def run(module: str, world_size: int, folder: Path) -> list[Any]:
+def run(module: str, world_size: int, folder: Path, device: str = "cpu") -> list[Any]:
     """What `python -m module` has each rank give to `finish`."""
     paths = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     commands = [
-        [sys.executable, "-m", module, str(folder), str(rank), str(world_size)]
+        [sys.executable, "-m", module, str(folder), str(rank), str(world_size), device]
         for rank in range(world_size)
     ]
     ranks = [
@@ -45,20 +46,27 @@ def run(module: str, world_size: int, folder: Path) -> list[Any]:
 
 
 def begin() -> tuple[int, int]:
-    """(rank, world_size) of this process, which may now communicate."""
+    """(rank, world_size) of this process, which may now communicate. On a GPU, "cuda" is its
+    own."""
     import torch
     import torch.distributed as dist
 
     folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
+    if device() == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device() == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
     return rank, world_size
+
+
+def device() -> str:
+    return sys.argv[4]
 
 
 def run_cases(cases: dict[str, Callable[[], None]]) -> None:

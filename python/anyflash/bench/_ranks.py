@@ -1,0 +1,269 @@
+"""The preset context-parallel: a sequence that several devices share.
+
+Ranks are processes, one on each GPU over NCCL, or on the CPU over gloo. Where there are fewer GPUs
+than ranks, the ring's work is timed on one GPU, rank after rank, with all hops and nothing sent
+("alone"). "one device" is the whole sequence on a single device, by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from anyflash.bench._cells import ITEM_SIZES, Cell
+from anyflash.bench._measure import summary
+from anyflash.bench._timing import Budget
+
+ONE_DEVICE = "one device"
+_TIMEOUT_SECONDS = 120.0
+_BUDGET = Budget(fewest=3, most=10)
+_LONG_SECONDS = 0.5  # a call that needs no second warm-up
+
+
+def measured(cells: Sequence[Cell], backend: str) -> Iterator[dict[str, Any]]:
+    """Entries of the cells as the benchmark has them, by ranks and transport."""
+    groups: dict[tuple[int, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.ranks, cell.transport), []).append(cell)
+    for (ranks, transport), group in groups.items():
+        given = group, backend
+        found = _alone(*given) if transport == "alone" else _together(ranks, *given)
+        for cell, results in zip(group, found, strict=True):
+            sizes = {name: value for name, value in asdict(cell).items() if name != "lengths"}
+            yield {
+                "key": cell.key, "labels": cell.labels, **sizes, "flop": cell.flop, "bytes": 0,
+                "sent_bytes": sent_bytes(cell), "results": results,
+            }  # fmt: skip
+
+
+def sent_bytes(cell: Cell) -> int:
+    """What a rank's ring sends in a call: keys and values to every other rank, and in a backward
+    their gradients in float32."""
+    if cell.method != "ring":
+        return 0
+    elements = cell.batch * cell.seqlen // cell.ranks * cell.kv_heads * (cell.d + cell.value_dim)
+    item = ITEM_SIZES[cell.dtype]
+    each = item if cell.op == "forward" else 2 * item + max(item, 4)
+    return (cell.ranks - 1) * elements * each
+
+
+# -- one device
+def _alone(cells: Sequence[Cell], backend: str) -> Iterator[dict[str, Any]]:
+    device = _device(0, backend)
+    for cell in cells:
+        samples = [_seconds(_virtual_call(cell, r, device)) for r in range(cell.ranks)]
+        slowest = max(samples, key=statistics.median)
+        whole = [s / cell.ranks for s in _seconds(_whole_call(cell, device))]
+        total = sum(statistics.median(s) for s in samples)
+        _tell(cell.key)
+        yield {
+            "anyflash": summary(slowest) | {"all_ranks_seconds": total},
+            ONE_DEVICE: summary(whole),
+        }
+
+
+def _virtual_call(cell: Cell, rank: int, device: Any) -> Callable[[], Any]:
+    """The ring of one rank, which finds its own keys and values wherever others' would arrive."""
+    from anyflash._call.options import AttentionOptions
+    from anyflash.torch.distributed._arguments import read_whole
+    from anyflash.torch.distributed._autograd import Attention, Call
+    from anyflash.torch.distributed._layout import Layout
+    from anyflash.torch.distributed._problem import Given
+    from anyflash.torch.distributed._ring import Ring
+    from anyflash.torch.distributed._transport import Group
+
+    class Here:
+        """An exchange that ended before it began."""
+
+        def __init__(self, data: Any) -> None:
+            self.data = data
+
+        def wait(self) -> Any:
+            return self.data
+
+    class LocalRing(Ring):
+        def _hop(self, hop: int, own: Any) -> Any:
+            if hop >= self.group.size:
+                return None
+            needed = self.needs[self.group.rank][self.group.peer(-hop)]
+            return Here(own.data if needed else None), own
+
+        def _return(self, hop: int, found: Any) -> Any:
+            needed = self.needs[self.group.peer(hop)][self.group.rank]
+            arrived = found if found is not None else self._empty(self.group.rank, self.k.dtype)
+            return Here(arrived.data if needed else None), arrived
+
+    group, layout = Group(None, rank, cell.ranks), Layout("zigzag", cell.ranks, 64)
+    whole = read_whole(AttentionOptions(causal=cell.causal), (cell.seqlen, cell.seqlen), False)
+    tensors = _tensors(cell, layout.rows(rank, cell.seqlen), device)
+    call = Call(group, layout, LocalRing, whole, Given(), None, tensors[0].dtype)
+    apply: Any = Attention.apply
+    return _call(cell, lambda *x: apply(call, *x, None, None, None)[0], tensors)
+
+
+# -- ranks
+def _together(ranks: int, cells: Sequence[Cell], backend: str) -> list[dict[str, Any]]:
+    mp: Any = importlib.import_module("torch.multiprocessing")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, folder, list(cells), backend), nprocs=ranks)
+        found: list[dict[str, Any]] = json.loads((Path(folder) / "results").read_text())
+    return found
+
+
+def _rank(rank: int, ranks: int, folder: str, cells: list[Cell], backend: str) -> None:
+    """A process's part."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    device = _device(rank, backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        cells[0].transport,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+    )
+    results = []
+    for number, cell in enumerate(cells, 1):
+        results.append(_rank_results(cell, rank, device))
+        if rank == 0:
+            _tell(f"{number}/{len(cells)} {cell.key}")
+    if rank == 0:
+        (Path(folder) / "results").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def _rank_results(cell: Cell, rank: int, device: Any) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from anyflash.torch.distributed import ContextParallel
+
+    cp = ContextParallel(method=cell.method, layout="zigzag")
+    rows = cp.positions(cell.seqlen).numel()
+    tensors = _tensors(cell, rows, device)
+
+    def attention(*x: Any) -> Any:
+        return cp.attention(*x, causal=cell.causal, seqlen=cell.seqlen)
+
+    def slowest(value: float) -> float:
+        largest = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
+
+    call = _call(cell, attention, tensors)
+    peak = slowest(_peak_bytes(call, device))
+    ours = summary(_seconds(call, slowest)) | {"peak_bytes": int(peak)}
+    del tensors, call
+    _release(device)
+    results = {"anyflash": ours}
+    if rank == 0:
+        whole = [s / cell.ranks for s in _seconds(_whole_call(cell, device))]
+        results[ONE_DEVICE] = summary(whole)
+    _release(device)
+    dist.barrier()
+    return results
+
+
+# -- both
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _device(rank: int, backend: str) -> Any:
+    import torch
+
+    return torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
+
+
+def _tensors(cell: Cell, rows: int, device: Any) -> list[Any]:
+    """q, k, v and dout of so many rows."""
+    import torch
+
+    heads = cell.heads, cell.kv_heads, cell.kv_heads, cell.heads
+    dims = cell.d, cell.d, cell.value_dim, cell.value_dim
+    return [
+        torch.randn(cell.batch, rows, h, d, dtype=getattr(torch, cell.dtype), device=device)
+        for h, d in zip(heads, dims, strict=True)
+    ]
+
+
+def _call(cell: Cell, attention: Callable[..., Any], tensors: list[Any]) -> Callable[[], Any]:
+    import torch
+
+    *inputs, dout = tensors
+    if cell.op == "forward":
+        return lambda: attention(*inputs)
+    leaves = [x.requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
+
+
+def _whole_call(cell: Cell, device: Any) -> Callable[[], Any]:
+    import anyflash.torch
+
+    def attention(*x: Any) -> Any:
+        return anyflash.torch.attention(*x, causal=cell.causal)
+
+    return _call(cell, attention, _tensors(cell, cell.seqlen, device))
+
+
+def _release(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _peak_bytes(call: Callable[[], Any], device: Any) -> float:
+    """Memory that a call takes beside its inputs, results included; 0 on the CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return float(torch.cuda.max_memory_allocated(device) - before)
+
+
+def _seconds(
+    call: Callable[[], Any], slowest: Callable[[float], float] = lambda s: s
+) -> list[float]:
+    """Samples of a call's time on the slowest rank; all ranks take as many."""
+    once = slowest(_timed(call, 1))
+    if once < _LONG_SECONDS:
+        once = slowest(_timed(call, 1))
+    repeats = max(1, round(_BUDGET.round_seconds / once))
+    samples: list[float] = []
+    spent = 0.0
+    while _BUDGET.lasts(len(samples), spent):
+        samples.append(slowest(_timed(call, repeats)))
+        spent += samples[-1] * repeats
+    return samples
+
+
+def _timed(call: Callable[[], Any], repeats: int) -> float:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
