@@ -106,7 +106,9 @@ struct OptionalTensors {
         seqused_k(c.seqused_k, "seqused_k", kMustBeInt32),
         query_starts(c.query_starts, "query_starts", kMustBeInt32),
         key_starts(c.key_starts, "key_starts", kMustBeInt32),
-        diagonals(c.diagonals, "diagonals", kMustBeInt32) {}
+        diagonals(c.diagonals, "diagonals", kMustBeInt32),
+        prior_out(c.prior_out, "prior_out", nullptr),
+        prior_lse(c.prior_lse, "prior_lse", nullptr) {}
 
   void put_into(ForwardOptions& options) const {
     options.alibi_slopes = alibi_slopes.get();
@@ -122,11 +124,14 @@ struct OptionalTensors {
     options.query_starts = query_starts.get();
     options.key_starts = key_starts.get();
     options.diagonals = diagonals.get();
+    options.prior_out = prior_out.get();
+    options.prior_lse = prior_lse.get();
   }
 
   OptionalView alibi_slopes, bias, block_mask, sinks, rng_state, dropout_mask, max_logits;
   OptionalView cu_seqlens_q, cu_seqlens_k, seqused_k;
   OptionalView query_starts, key_starts, diagonals;
+  OptionalView prior_out, prior_lse;
 };
 
 inline anyflash_forward_options known_options(const anyflash_forward_options* given) {
@@ -135,10 +140,11 @@ inline anyflash_forward_options known_options(const anyflash_forward_options* gi
   return known;
 }
 
-// The options that the forward was given, without its outputs.
+// The options that the forward was given, as the backward wants them: without outputs, and without
+// the results of other keys.
 inline anyflash_forward_options known_inputs(const anyflash_forward_options* given) {
   anyflash_forward_options known = known_options(given);
-  known.dropout_mask = known.max_logits = nullptr;
+  known.dropout_mask = known.max_logits = known.prior_out = known.prior_lse = nullptr;
   return known;
 }
 
@@ -212,6 +218,8 @@ struct BackwardArguments : CommonArguments {
     backward_options.dbias = dbias.get();
     backward_options.dsinks = dsinks.get();
     backward_options.dalibi_slopes = dalibi_slopes.get();
+    backward_options.accumulate_dq = known.accumulate_dq != 0;
+    backward_options.accumulate_dkv = known.accumulate_dkv != 0;
   }
 
   BackwardPlan plan() const {

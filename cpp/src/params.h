@@ -99,6 +99,18 @@ struct Attention {
   Part part;
 };
 
+// The result and the LSE of the same rows over other keys, which a call's are joined with
+// (common/merge.h). Null: none.
+struct Prior {
+  const void* out = nullptr;
+  const void* lse = nullptr;
+  DType out_dtype = DType::kFloat32;  // on the CPU also kFloat64
+  DType lse_dtype = DType::kFloat32;  // on the CPU also kFloat64
+  Strides out_stride;
+  Strides lse_stride;  // (batch, row, head); col is not used
+  int columns = 0;     // of out, also where the call's own are rounded up
+};
+
 struct ForwardParams {
   Attention attention;
   void* out = nullptr;
@@ -109,6 +121,7 @@ struct ForwardParams {
   Strides out_stride;
   Strides lse_stride;         // (batch, row, head); col is not used
   Strides max_logits_stride;  // (batch, head)
+  Prior prior;
 };
 
 // A gradient that is written element by element; strides of broadcast axes, which it is summed
@@ -119,7 +132,7 @@ struct GradientOutput {
   Strides stride;
 };
 
-// All gradients are written whole.
+// All gradients are written whole, or added to what is there.
 struct BackwardParams {
   Attention attention;
   const void* out = nullptr;  // the forward's result
@@ -140,6 +153,8 @@ struct BackwardParams {
   Strides dq_stride;
   Strides dk_stride;
   Strides dv_stride;
+  bool accumulates_dq = false;
+  bool accumulates_dkv = false;
 
   GradientOutput dbias;    // (batch, row, head, col)
   int64_t dbias_rows = 0;  // extents of its last axes

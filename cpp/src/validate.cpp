@@ -88,15 +88,44 @@ void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
                : ": q's batch, seqlen_q and heads, and v's head_dim");
 }
 
-void check_lse(const TensorView& q, const TensorView& lse, const Layouts& layouts, bool packed) {
-  check_rank(lse, "lse", packed ? 2 : 3, layouts.lse);
-  check_device(lse, "lse", q, "q");
-  check_aligned(lse, "lse");
+void check_lse(const TensorView& q, const TensorView& lse, const char* argument, bool packed) {
+  const char* const layout = (packed ? kPacked : kBatched).lse;
+  check_rank(lse, argument, packed ? 2 : 3, layout);
+  check_device(lse, argument, q, "q");
+  check_aligned(lse, argument);
   if (packed) {
-    check_shape(lse, "lse", {{q.shape[1]}, {q.shape[0]}}, layouts.lse);
+    check_shape(lse, argument, {{q.shape[1]}, {q.shape[0]}}, layout);
   } else {
-    check_shape(lse, "lse", {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layouts.lse);
+    check_shape(lse, argument, {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layout);
   }
+}
+
+// float64 is the state of a result that is joined with others.
+void check_lse_dtype(const TensorView& q, const TensorView& lse, const char* argument) {
+  if (lse.dtype == DType::kFloat64 && q.device.type == DeviceType::kCpu) return;
+  check_dtype(lse, argument, DType::kFloat32);
+}
+
+Prior prior_of(const ForwardTensors& tensors, const ForwardOptions& options, bool packed) {
+  check_both(options.prior_out, "prior_out", options.prior_lse, "prior_lse");
+  if (options.prior_out == nullptr) return {};
+  const TensorView& out = *options.prior_out;
+  const TensorView& lse = *options.prior_lse;
+  const TensorView& q = tensors.q;
+  check_like(out, "prior_out", tensors.out, "out");
+  check_dtype(out, "prior_out", q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
+  check_aligned(out, "prior_out");
+  check_lse(q, lse, "prior_lse", packed);
+  check_lse_dtype(q, lse, "prior_lse");
+  Prior prior;
+  prior.out = out.data;
+  prior.lse = lse.data;
+  prior.out_dtype = out.dtype;
+  prior.lse_dtype = lse.dtype;
+  prior.out_stride = strides_of(with_batch(out, packed));
+  prior.lse_stride = lse_strides_of(lse, packed);
+  prior.columns = static_cast<int>(out.shape[out.rank - 1]);
+  return prior;
 }
 
 // What a block of packed sequences may have at most; the kernels need no more than there is.
@@ -124,7 +153,7 @@ Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& o
   check_rank(out, "out", q.rank, layouts.out);
   check_types(q, k, v, out);
   check_shapes(q, k, v, out, layouts, packed);
-  if (lse != nullptr) check_lse(q, *lse, layouts, packed);
+  if (lse != nullptr) check_lse(q, *lse, "lse", packed);
   check_threads(options.num_threads);
 
   a.q = q.data;
@@ -163,9 +192,7 @@ ForwardParams validate_forward(const ForwardTensors& tensors, const ForwardOptio
   params.out_dtype = out.dtype;
   params.out_stride = strides_of(with_batch(out, packed));
   if (lse != nullptr) {
-    // float64 is the state of a result that is merged with others (merge_states).
-    const bool wide = lse->dtype == DType::kFloat64 && q.device.type == DeviceType::kCpu;
-    if (!wide) check_dtype(*lse, "lse", DType::kFloat32);
+    check_lse_dtype(q, *lse, "lse");
     check_writable(*lse, "lse");
     params.lse = lse->data;
     params.lse_dtype = lse->dtype;
@@ -176,6 +203,7 @@ ForwardParams validate_forward(const ForwardTensors& tensors, const ForwardOptio
     params.max_logits = static_cast<float*>(t.data);
     params.max_logits_stride = {t.stride[0], 0, t.stride[1], 0};
   }
+  params.prior = prior_of(tensors, options, packed);
   return params;
 }
 

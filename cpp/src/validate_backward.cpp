@@ -61,6 +61,13 @@ void small_gradients(const ForwardOptions& options, const BackwardOptions& wante
   }
 }
 
+void check_accumulates(bool accumulates, const char* option, const BackwardTensors& t) {
+  const DType dtype = t.dq.dtype;
+  if (!accumulates || dtype == DType::kFloat32 || dtype == DType::kFloat64) return;
+  invalid_type(std::string(option) + " is set, but dq, dk and dv are " + name(dtype) +
+               "; float32 gradients can be added to");
+}
+
 }  // namespace
 
 BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions& options,
@@ -115,6 +122,10 @@ BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions&
   params.dv_stride = strides_of(with_batch(t.dv, packed));
   small_gradients(options, backward_options, params);
   params.deterministic = backward_options.deterministic;
+  params.accumulates_dq = backward_options.accumulate_dq;
+  params.accumulates_dkv = backward_options.accumulate_dkv;
+  check_accumulates(params.accumulates_dq, "accumulate_dq", t);
+  check_accumulates(params.accumulates_dkv, "accumulate_dkv", t);
   return params;
 }
 

@@ -22,8 +22,8 @@ void refuse_options(const ForwardOptions& options) {
     if (!given) return;
     invalid_value(std::string(option) +
                   " is given; attention with a KV cache takes no bias, block_mask, dropout_p, "
-                  "rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k, seqused_k, and "
-                  "is no part of a larger attention");
+                  "rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k, seqused_k, "
+                  "prior_out, prior_lse, and is no part of a larger attention");
   };
   refuse(options.bias != nullptr, "bias");
   refuse(options.block_mask != nullptr, "block_mask");
@@ -34,6 +34,8 @@ void refuse_options(const ForwardOptions& options) {
   refuse(options.cu_seqlens_q != nullptr, "cu_seqlens_q");
   refuse(options.cu_seqlens_k != nullptr, "cu_seqlens_k");
   refuse(options.seqused_k != nullptr, "seqused_k");
+  refuse(options.prior_out != nullptr, "prior_out");
+  refuse(options.prior_lse != nullptr, "prior_lse");
   refuse(options.query_start.has_value(), "query_start");
   refuse(options.key_start.has_value(), "key_start");
   refuse(options.diagonal.has_value(), "diagonal");

@@ -31,6 +31,8 @@ inline constexpr TensorOption<ForwardOptions> kForwardTensors[] = {
     {"query_start", &ForwardOptions::query_starts, false, 0},
     {"key_start", &ForwardOptions::key_starts, false, 0},
     {"diagonal", &ForwardOptions::diagonals, false, 0},
+    {"prior_out", &ForwardOptions::prior_out, false, 0},
+    {"prior_lse", &ForwardOptions::prior_lse, false, 0},
 };
 
 inline constexpr TensorOption<BackwardOptions> kBackwardTensors[] = {

@@ -76,10 +76,16 @@ void read_number(const char* name, nb::handle value, ForwardOptions& options) {
 }
 
 void read_number(const char* name, nb::handle value, BackwardOptions& options) {
-  if (std::strcmp(name, "deterministic") != 0) {
+  const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
+  if (is("deterministic")) {
+    options.deterministic = nb::cast<bool>(value);
+  } else if (is("accumulate_dq")) {
+    options.accumulate_dq = nb::cast<bool>(value);
+  } else if (is("accumulate_dkv")) {
+    options.accumulate_dkv = nb::cast<bool>(value);
+  } else {
     throw std::logic_error(std::string("unknown option ") + name);
   }
-  options.deterministic = nb::cast<bool>(value);
 }
 
 void read_number(const char* name, nb::handle value, KvCacheOptions& options) {

@@ -101,6 +101,8 @@ typedef struct {
   int64_t batch_start;
   int64_t head_start;
   int64_t total_heads; /* 0: q's */
+  const DLTensor* prior_out;
+  const DLTensor* prior_lse;
 } anyflash_forward_options;
 
 /* clang-format off */
@@ -109,7 +111,7 @@ typedef struct {
    0, 0, 0, 0, 0.0, NULL, NULL, NULL, {0, 0}, NULL,                                        \
    0.0, 0, 0, NULL, NULL, NULL,                                                            \
    NULL, NULL, 0, 0, NULL, 0, 0,                                                           \
-   0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, 0, 0, 0, NULL, NULL}
 /* clang-format on */
 
 /* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors'
@@ -132,10 +134,12 @@ typedef struct {
   const DLTensor* dbias;         /* output */
   const DLTensor* dsinks;        /* output */
   const DLTensor* dalibi_slopes; /* output */
+  int32_t accumulate_dq;
+  int32_t accumulate_dkv;
 } anyflash_backward_options;
 
 #define ANYFLASH_BACKWARD_OPTIONS_INIT \
-  {sizeof(anyflash_backward_options), 0, 0, NULL, NULL, NULL, NULL}
+  {sizeof(anyflash_backward_options), 0, 0, NULL, NULL, NULL, NULL, 0, 0}
 
 /* `options` are those that the forward was given; both options may be NULL (defaults). */
 ANYFLASH_API anyflash_status anyflash_backward_workspace_size(

@@ -98,6 +98,14 @@ struct ForwardOptions {
   int64_t head_start = 0;
   int64_t total_heads = 0;
 
+  // out (its shape) and lse (its shape) of the same rows over other keys: the results are joined
+  // with them as merge_states() does, in one pass. Both or none. float32; on the CPU float64 too:
+  // prior_out with float64 tensors, prior_lse with any. They may be `out` and `lse` themselves,
+  // which then are a state that call after call continues. A sink counts in each call that has it.
+  // The backward does not read them.
+  const TensorView* prior_out = nullptr;
+  const TensorView* prior_lse = nullptr;
+
   // Lengths on a GPU are clamped to what the tensors hold. This checks them, which waits for the
   // device, and is refused while the stream is being captured. On the CPU they are always checked.
   bool validate = false;
@@ -120,6 +128,10 @@ struct BackwardOptions {
   const TensorView* dbias = nullptr;  // not of a boolean bias
   const TensorView* dsinks = nullptr;
   const TensorView* dalibi_slopes = nullptr;
+  // dq, or dk and dv, are added to what the tensors hold. These are float32, or on the CPU float64
+  // with float64 inputs.
+  bool accumulate_dq = false;
+  bool accumulate_dkv = false;
 };
 
 // What KvCachePlan needs beside ForwardOptions. The cache of sequence b is rows

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/merge.h"
 #include "cpu/gemm.h"
 #include "cpu/gemv.h"
 #include "cpu/scores.h"
@@ -141,6 +142,27 @@ inline void store_result(const ForwardParams& p, const ResultRow& row, const T* 
   }
 }
 
+// Joins a row with its result over other keys, in the arithmetic of merge_states_on_cpu().
+// Returns its LSE.
+template <typename M, typename Lse, typename T>
+double join_prior(const Prior& prior, const ResultRow& row, T* o, double lse) {
+  const Lse before = static_cast<const Lse*>(prior.lse)[row.offset(prior.lse_stride)];
+  const Merge<M> merge(static_cast<M>(before), static_cast<M>(static_cast<Lse>(lse)));
+  const T* const out = static_cast<const T*>(prior.out) + row.offset(prior.out_stride);
+  for (int c = 0; c < prior.columns; ++c) {
+    const M joined = merge.out(static_cast<M>(out[c * prior.out_stride.col]), static_cast<M>(o[c]));
+    o[c] = static_cast<T>(joined);
+  }
+  return static_cast<double>(merge.lse());
+}
+
+template <typename T>
+double join_prior(const Prior& prior, const ResultRow& row, T* o, double lse) {
+  if (prior.out == nullptr) return lse;
+  if (prior.lse_dtype == DType::kFloat64) return join_prior<double, double>(prior, row, o, lse);
+  return join_prior<T, float>(prior, row, o, lse);
+}
+
 inline double read_sink(const ForwardParams& p, int head) {
   if (p.attention.sinks.data == nullptr) return -static_cast<double>(kInfinity);
   return read_number(p.attention.sinks, head * p.attention.sinks.stride.head);
@@ -274,8 +296,8 @@ class TaskRows {
       const T divisor = static_cast<T>(end.divisor * kept);
       for (int c = 0; c < params.attention.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
     }
-    store_result<E>(params, {task.sequence.batch, task.sequence.first_q, row.head, row.query}, o,
-                    end.lse);
+    const ResultRow result{task.sequence.batch, task.sequence.first_q, row.head, row.query};
+    store_result<E>(params, result, o, join_prior(params.prior, result, o, end.lse));
   }
 
   // What to subtract from the scores: their maximum, or 0 while all of them are -inf, since

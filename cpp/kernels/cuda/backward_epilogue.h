@@ -35,14 +35,23 @@ struct GradientTile {
   const Strides& stride;
   int rows;
   int columns;
+  bool accumulates;  // only of float32
+
+  // Element by element, as float32 goes.
+  ANYFLASH_DEVICE void store(int row, int col, float value) const {
+    if (row >= rows || col >= columns) return;
+    float& target = data[row * stride.row + col * stride.col];
+    target = accumulates ? target + value : value;
+  }
 };
 
 template <class Out>
 ANYFLASH_DEVICE GradientTile<Out> gradient_tile(void* data, const Strides& stride,
-                                                const TileRows& rows, int columns) {
+                                                const TileRows& rows, int columns,
+                                                bool accumulates) {
   Out* const first = static_cast<Out*>(data) + rows.batch * stride.batch + rows.head * stride.head +
                      rows.first * stride.row;
-  return {first, stride, rows.count, columns};
+  return {first, stride, rows.count, columns, accumulates};
 }
 
 // Adds what clear_nonfinite() took out of dO to the dV of the keys that see it: a sum with NaN or

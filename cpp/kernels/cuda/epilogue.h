@@ -1,11 +1,12 @@
-// What forward epilogues write straight from registers: LSE, max_logits, float32 results, and what
-// NaN containment took out of V. Rows are accumulators' rows, four lanes of a quad to each.
+// What forward epilogues read and write straight from registers: results over other keys, LSE,
+// max_logits, float32 results, and what NaN containment took out of V. Rows are accumulators' rows, four lanes of a quad to each.
 #pragma once
 
 #include <cmath>
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
+#include "common/merge.h"
 #include "cuda/restore_nonfinite.h"
 #include "params.h"
 #include "variant/mask.h"
@@ -15,8 +16,8 @@
 namespace anyflash {
 
 // Element (row, head, 0) of one sequence in a tensor with q's rows.
-template <class T>
-ANYFLASH_DEVICE T* first_of(void* data, const Strides& stride, const Sequence& sequence, int head,
+template <class T, class Void>
+ANYFLASH_DEVICE T* first_of(Void* data, const Strides& stride, const Sequence& sequence, int head,
                             int64_t row = 0) {
   return static_cast<T*>(data) + sequence.batch * stride.batch + head * stride.head +
          (sequence.first_q + row) * stride.row;
@@ -53,6 +54,33 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
         [&](int row, int x) -> Out& {
           return out[row * params.out_stride.row + x * params.out_stride.col];
         });
+  }
+}
+
+// Joins the rows' results with those over other keys. Before anything is written where these are,
+// all threads of a row have to get here.
+template <class Matrix, class Lse, class Coordinates>
+ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTile& block,
+                                Matrix& out_matrix, Lse& lse, const Coordinates& coordinates,
+                                int rows) {
+  const Prior& prior = params.prior;
+  const auto* const prior_out = first_of<const float>(prior.out, prior.out_stride, block.sequence,
+                                                      block.head, block.first_row);
+  const auto* const prior_lse = first_of<const float>(prior.lse, prior.lse_stride, block.sequence,
+                                                      block.head, block.first_row);
+  CUTE_UNROLL
+  for (int row = 0; row < cute::size<0>(out_matrix); ++row) {
+    const int i = cute::get<0>(coordinates(row, 0));
+    if (i >= rows) continue;
+    const Merge<float> merge(prior_lse[i * prior.lse_stride.row], lse(row));
+    const float* const of_row = prior_out + i * prior.out_stride.row;
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(out_matrix); ++col) {
+      const int x = cute::get<1>(coordinates(row, col));
+      if (x >= prior.columns) continue;
+      out_matrix(row, col) = merge.out(of_row[x * prior.out_stride.col], out_matrix(row, col));
+    }
+    lse(row) = merge.lse();
   }
 }
 

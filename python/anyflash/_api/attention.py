@@ -122,6 +122,8 @@ def attention(
     return_result: bool = False,
     out: Any = None,
     out_dtype: Any = None,
+    lse: Any = None,
+    prior: tuple[Any, Any] | None = None,
     stream: int | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]:
     """Exact attention, ``softmax(softmax_scale * q k^T) v``, without a matrix of scores in memory.
@@ -199,7 +201,14 @@ def attention(
         q's device. It must not overlap an input.
     out_dtype : optional
         "float32" (or the framework's dtype): the result is not rounded to q's dtype, as is wanted
-        for parts that :func:`merge_states` joins.
+        for parts that are joined.
+    lse : array, optional
+        Where to write the LSE: (batch, heads, seqlen_q) float32, q's device; with ``return_lse`` or
+        without.
+    prior : (out, lse), optional
+        Result and LSE of the same queries over other keys, in float32: the results are joined with
+        them as :func:`merge_states` does, in one pass. They may be ``out`` and ``lse``, which are
+        then a state that call after call continues. A sink counts in each call that has it.
     stream : int, optional
         CUDA: the address of a ``cudaStream_t`` to run on; default: the framework's current stream.
 
@@ -242,6 +251,15 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 4, 2, 8), (1, 2, 4))
 
+    The keys in two parts, the second of which continues the first:
+
+    >>> state = anyflash.attention(q, q[:, :1], q[:, :1], return_lse=True)
+    >>> out, lse = anyflash.attention(
+    ...     q, q[:, 1:], q[:, 1:], prior=state, out=state[0], lse=state[1]
+    ... )
+    >>> out is state[0], bool(np.allclose(out, anyflash.attention(q, q, q)))
+    (True, True)
+
     Dropout that can be repeated:
 
     >>> result = anyflash.attention(q, q, q, dropout_p=0.5, seed=7, return_dropout_mask=True)
@@ -268,7 +286,8 @@ def attention(
         part,
     )
     if (
-        options is out is out_dtype is stream is None
+        options is out is out_dtype is lse is stream is None
+        and prior is None
         and return_max_logits is return_dropout_mask is return_result is False
     ):
         attend = fast_path_of(q)
@@ -281,12 +300,20 @@ def attention(
     if options is None:
         options = AttentionOptions(softmax_scale, causal)
     outputs = OutputRequest(
-        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype, out, stream
+        return_lse,
+        return_max_logits,
+        return_dropout_mask,
+        return_result,
+        out_dtype,
+        out,
+        stream,
+        lse,
+        prior,
     )
     tensors = (q, k, v)
-    targets = out is not None or stream is not None
+    targets = any(x is not None for x in (out, lse, prior, stream))
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
-        refuse("anyflash.attention", out=out, stream=stream, part=part)
+        refuse("anyflash.attention", out=out, lse=lse, prior=prior, stream=stream, part=part)
         return adapter.attend(tensors, options, None, outputs)
     return Forward("anyflash.attention", tensors, options).run(outputs)

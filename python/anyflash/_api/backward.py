@@ -49,6 +49,8 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     dk: Any = None,
     dv: Any = None,
     grad_dtype: Any = None,
+    accumulate_dq: bool = False,
+    accumulate_dkv: bool = False,
     stream: int | None = None,
 ) -> AttentionGrads[ArrayT]:
     """Gradients of a number L, given ``dout``, its gradient with respect to attention's output.
@@ -97,6 +99,9 @@ sinks, seqused_k, part
     grad_dtype : optional
         "float32" (or the framework's dtype): all gradients are float32, not rounded to their
         arrays' dtypes. Default: q's dtype, or that of ``dq``, ``dk``, ``dv``.
+    accumulate_dq, accumulate_dkv : bool
+        Add to ``dq``, or to ``dk`` and ``dv``, in place of overwriting them: float32 arrays (CPU:
+        float64 ones with float64 inputs) that are given.
     stream : int, optional
         CUDA: the address of a ``cudaStream_t`` to run on; default: the framework's current stream.
 
@@ -173,6 +178,8 @@ sinks, seqused_k, part
         dv,
         grad_dtype,
         stream,
+        accumulate_dq,
+        accumulate_dkv,
     )
     call = Backward("anyflash.attention_backward", (q, k, v), options)
     return call.run(dout, out, lse, dlse, request)
@@ -214,6 +221,8 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     dk: Any = None,
     dv: Any = None,
     grad_dtype: Any = None,
+    accumulate_dq: bool = False,
+    accumulate_dkv: bool = False,
     stream: int | None = None,
 ) -> AttentionGrads[ArrayT]:
     """:func:`attention_backward` over sequences of different lengths, packed without padding.
@@ -289,6 +298,8 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
         dv,
         grad_dtype,
         stream,
+        accumulate_dq,
+        accumulate_dkv,
     )
     call = Backward("anyflash.attention_varlen_backward", (q, k, v), options, packing)
     return call.run(dout, out, lse, dlse, request)

@@ -157,6 +157,8 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     return_result: bool = False,
     out: Any = None,
     out_dtype: Any = None,
+    lse: Any = None,
+    prior: tuple[Any, Any] | None = None,
     stream: int | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]:
     """:func:`attention` over sequences of different lengths, packed without padding.
@@ -231,12 +233,20 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     outputs = OutputRequest(
-        return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype, out, stream
+        return_lse,
+        return_max_logits,
+        return_dropout_mask,
+        return_result,
+        out_dtype,
+        out,
+        stream,
+        lse,
+        prior,
     )
     tensors = (q, k, v)
-    targets = out is not None or stream is not None
+    targets = any(x is not None for x in (out, lse, prior, stream))
     adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
     if adapter is not None:
-        refuse("anyflash.attention_varlen", out=out, stream=stream, part=part)
+        refuse("anyflash.attention_varlen", out=out, lse=lse, prior=prior, stream=stream, part=part)
         return adapter.attend(tensors, options, packing, outputs)
     return Forward("anyflash.attention_varlen", tensors, options, packing).run(outputs)

@@ -28,13 +28,17 @@ class Backward(Call[ArrayT]):
     ) -> AttentionGrads[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes = parsing.flags(
-            operands.operation,
-            causal=self._given.causal,
-            deterministic=request.deterministic,
-            return_dbias=request.return_dbias,
-            return_dsinks=request.return_dsinks,
-            return_dalibi_slopes=request.return_dalibi_slopes,
+        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes, *accumulate = (
+            parsing.flags(
+                operands.operation,
+                causal=self._given.causal,
+                deterministic=request.deterministic,
+                return_dbias=request.return_dbias,
+                return_dsinks=request.return_dsinks,
+                return_dalibi_slopes=request.return_dalibi_slopes,
+                accumulate_dq=request.accumulate_dq,
+                accumulate_dkv=request.accumulate_dkv,
+            )
         )
         allowed = tuple(dict.fromkeys((self._dtype, "float32")))
         operands.read("dout", dout, allowed)
@@ -47,6 +51,7 @@ class Backward(Call[ArrayT]):
             grad_dtype = operands.parse("grad_dtype", parsing.dtype, grad_dtype, allowed)
             allowed = (grad_dtype,)
         given = {"dq": request.dq, "dk": request.dk, "dv": request.dv}
+        self._check_targets(given, *accumulate)
         dtype = self._common_dtype(given, allowed)
         asked = {
             name: self._shape_and_dtype(name, grad_dtype)
@@ -65,6 +70,8 @@ class Backward(Call[ArrayT]):
             for x, shape in zip(given.values(), self._shapes, strict=True)
         ]
         options: dict[str, Any] = {"deterministic": deterministic}
+        if any(accumulate):
+            options["accumulate_dq"], options["accumulate_dkv"] = accumulate
         if dlse is not None:
             options["dlse"] = (framework.export(dlse, device, stream), False)
         others = {}
@@ -98,6 +105,19 @@ class Backward(Call[ArrayT]):
                 for name in ("bias", "sinks", "alibi_slopes")
             ],
         )
+
+    def _check_targets(self, given: dict[str, Any], dq: bool, dkv: bool) -> None:
+        """What is added to is given."""
+        for option, is_set, names in (
+            ("accumulate_dq", dq, ("dq",)),
+            ("accumulate_dkv", dkv, ("dk", "dv")),
+        ):
+            for name in names:
+                if is_set and given[name] is None:
+                    raise ValueError(
+                        f"{self._operands.operation}: {option} is set, but {name} is not given; "
+                        "pass the array that the gradient is added to"
+                    )
 
     def _common_dtype(self, given: dict[str, Any], allowed: tuple[str, ...]) -> str:
         """Of dq, dk and dv: that of those which are given, or else the first one allowed."""

@@ -10,6 +10,7 @@ from anyflash._call.call import Call
 from anyflash._call.options import OutputRequest
 from anyflash._call.results import ArrayT, AttentionResult, Returned
 
+_LSE = ("float32", "float64")
 _FLAGS = ("causal", *OutputRequest._fields[:4])
 
 
@@ -19,14 +20,14 @@ class Forward(Call[ArrayT]):
     def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        lse_wanted, max_logits_wanted, mask_wanted, all_wanted, out_dtype, out, stream, wide = (
-            outputs
-        )
-        flags = self._given.causal, lse_wanted, max_logits_wanted, mask_wanted, all_wanted
+        out_dtype, out, stream, lse_given, prior, wide = outputs[4:]
+        flags = self._given.causal, *outputs[:4]
         causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
             parsing.flag_values(operands.operation, _FLAGS, flags)
         )
         softmax_scale, stream = self._numbers(stream)
+        if prior is not None:
+            self._read_prior(prior)
         self._export_options(stream)
 
         result = self._out(out, out_dtype)
@@ -38,8 +39,12 @@ class Forward(Call[ArrayT]):
         if return_dropout_mask:
             dropout_mask = self._output("dropout_mask", (batch, heads, *self._lengths), "bool")
         whole = return_result or return_max_logits or return_dropout_mask
-        if return_lse or whole:
+        if lse_given is not None:
+            operands.output("lse", lse_given, _LSE)
+            return_lse, lse = True, lse_given
+        elif return_lse or whole:
             lse = self._new_lse("float64" if wide else "float32")
+        if lse is not None:
             lse_target = framework.export_out(lse, device)
 
         q, k, v = self._tensors
@@ -60,7 +65,7 @@ class Forward(Call[ArrayT]):
         )
         if out is None:
             result = framework.finish(result)
-        if lse is not None:
+        if lse is not None and lse_given is None:
             lse = framework.finish(lse)
         if whole:
             return AttentionResult(
@@ -71,6 +76,16 @@ class Forward(Call[ArrayT]):
                 None if dropout_mask is None else framework.finish(dropout_mask),
             )
         return (result, lse) if return_lse else result
+
+    def _read_prior(self, prior: Any) -> None:
+        """The result over other keys."""
+        if not isinstance(prior, (tuple, list)) or len(prior) != 2:
+            given = f"{len(prior)} values" if isinstance(prior, (tuple, list)) else type(prior)
+            raise TypeError(
+                f"{self._operands.operation}: prior is {given}; (out, lse) of other keys is allowed"
+            )
+        for name, x in zip(("prior_out", "prior_lse"), prior, strict=True):
+            self._array(name, x, _LSE)
 
     def _out(self, out: Any, out_dtype: Any) -> Any:
         """The array for the result."""

@@ -166,6 +166,8 @@ class OutputRequest(NamedTuple):
     out_dtype: Any = None
     out: Any = None
     stream: Any = None
+    lse: Any = None
+    prior: Any = None
     wide_lse: bool = False  # float64, on the CPU: a state that others are merged with
 
 
@@ -181,6 +183,8 @@ class GradientRequest(NamedTuple):
     dv: Any = None
     grad_dtype: Any = None
     stream: Any = None
+    accumulate_dq: Any = False
+    accumulate_dkv: Any = False
 
 
 class KvCacheOptions(NamedTuple):

@@ -93,8 +93,9 @@ class Blocks {
 
   // dQ = scale sum(dS K)
   void store_rows(const RowBlock<T>& block) const {
-    store(p_.dq, p_.dq_stride, row(block.first_row), block.head, block.count, a_.head_dim, ld_,
-          static_cast<T>(a_.softmax_scale), block.dq);
+    const Target dq{p_.dq, p_.dq_stride, block.head, p_.accumulates_dq};
+    store(dq, row(block.first_row), block.count, a_.head_dim, ld_, static_cast<T>(a_.softmax_scale),
+          block.dq);
     if (sums_.slope == nullptr) return;
     double* const slope = sums_.slope + sums_.offset(p_, sequence_, block.head) + block.first_row;
     for (int r = 0; r < block.count; ++r) slope[r] = block.slope_sum[r];
@@ -104,10 +105,11 @@ class Blocks {
   void store_keys(int head_k, const KeyBlock<T>& block) const {
     const int rest = sequence_.all_keys - block.first_key;
     const int count = rest < kBlockN ? rest : kBlockN;
-    store(p_.dk, p_.dk_stride, key(block.first_key), head_k, count, a_.head_dim, ld_,
-          static_cast<T>(a_.softmax_scale), block.dk);
-    store(p_.dv, p_.dv_stride, key(block.first_key), head_k, count, a_.head_dim_v, ld_v_, T(1),
-          block.dv);
+    const Target dk{p_.dk, p_.dk_stride, head_k, p_.accumulates_dkv};
+    const Target dv{p_.dv, p_.dv_stride, head_k, p_.accumulates_dkv};
+    const std::int64_t first = key(block.first_key);
+    store(dk, first, count, a_.head_dim, ld_, static_cast<T>(a_.softmax_scale), block.dk);
+    store(dv, first, count, a_.head_dim_v, ld_v_, T(1), block.dv);
   }
 
  private:
@@ -178,18 +180,36 @@ class Blocks {
              a_.head_dim_v, ld_v_, block->dout);
   }
 
-  void store(void* data, const Strides& stride, std::int64_t first, int head, int count,
-             int columns, std::int64_t ld, T factor, T* from) const {
+  // One head of a gradient.
+  struct Target {
+    void* data;
+    const Strides& stride;
+    int head;
+    bool accumulates;
+  };
+
+  // Rows [first, first + count) of the target are `factor` times those of `from`.
+  void store(const Target& target, std::int64_t first, int count, int columns, std::int64_t ld,
+             T factor, T* from) const {
     for (int r = 0; r < count; ++r) {
       T* const x = from + r * ld;
       for (int c = 0; c < columns; ++c) x[c] *= factor;
-      const std::int64_t at = element(stride, first + r, head);
+      const std::int64_t at = element(target.stride, first + r, target.head);
       if (p_.grad_dtype == DType::kFloat32) {
-        store_row(x, columns, static_cast<float*>(data) + at, stride.col);
+        store_or_add(target, x, columns, static_cast<float*>(target.data) + at);
       } else {
-        store_row(x, columns, static_cast<E*>(data) + at, stride.col);
+        store_or_add(target, x, columns, static_cast<E*>(target.data) + at);
       }
     }
+  }
+
+  template <typename Out>
+  static void store_or_add(const Target& target, T* x, int columns, Out* out) {
+    const std::int64_t step = target.stride.col;
+    if constexpr (sizeof(Out) >= sizeof(float)) {  // what 16 bits hold is never added to
+      for (int c = 0; target.accumulates && c < columns; ++c) x[c] += static_cast<T>(out[c * step]);
+    }
+    store_row(x, columns, out, step);
   }
 
   void describe_rows(RowBlock<T>* block) const {

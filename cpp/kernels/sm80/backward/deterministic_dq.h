@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with Q, also if there were no keys
   const auto store = [&](auto type) {
-    const auto target = gradient_tile<decltype(type)>(
-        params.dq, params.dq_stride, query_rows(sequence, head, row0), params.attention.head_dim);
+    const auto target =
+        gradient_tile<decltype(type)>(params.dq, params.dq_stride, query_rows(sequence, head, row0),
+                                      params.attention.head_dim, params.accumulates_dq);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc_dq,
                                                                            smem.q);
   };

@@ -36,11 +36,7 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, const Mma& 
   } else {
     CUTE_UNROLL
     for (int i = 0; i < size(acc); ++i) {
-      const int row = Order{}(get<0>(places(i)));
-      const int col = get<1>(places(i));
-      if (row < target.rows && col < target.columns) {
-        target.data[row * target.stride.row + col * target.stride.col] = acc(i);
-      }
+      target.store(Order{}(get<0>(places(i))), get<1>(places(i)), acc(i));
     }
   }
 }
@@ -54,9 +50,10 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
   const Sequence& sequence = block.sequence;
   const TileRows rows{sequence.batch, block.head_k, sequence.first_k + block.first_key,
                       sequence.all_keys - block.first_key};
-  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, rows, params.attention.head_dim);
-  const auto dv =
-      gradient_tile<Out>(params.dv, params.dv_stride, rows, params.attention.head_dim_v);
+  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, rows, params.attention.head_dim,
+                                     params.accumulates_dkv);
+  const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, rows, params.attention.head_dim_v,
+                                     params.accumulates_dkv);
   const typename Traits::KeyMma mma;
   store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk, mma, acc_dk, smem.k);
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);

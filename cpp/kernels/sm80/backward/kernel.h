@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
   const auto store = [&](auto type) {
     const auto target = gradient_tile<decltype(type)>(
         params.dq, params.dq_stride, query_rows(sequence, block.head, block.first_row),
-        params.attention.head_dim);
+        params.attention.head_dim, params.accumulates_dq);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
   };
   if (params.grad_dtype == DType::kFloat32) store(float{});

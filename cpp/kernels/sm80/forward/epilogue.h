@@ -56,6 +56,10 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
           .get_thread_slice(threadIdx.x)
           .partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{}));
   auto coordinates = make_tensor(tOcO.data(), accumulator_as_matrix(tOcO.layout()));
+  if (params.prior.out != nullptr) {
+    join_prior(params, block, out_matrix, lse, coordinates, rows);
+    __syncthreads();  // warps that share rows have read their LSE
+  }
   if (params.max_logits != nullptr) {
     reduce_max_logits(params, block, softmax, coordinates, rows);
   }

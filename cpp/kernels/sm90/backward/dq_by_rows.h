@@ -281,7 +281,7 @@ ANYFLASH_DEVICE void consume_keys(const DqByRowsLaunch& params, const ForwardWor
     store_gradient<Out, Traits::kHeadDim>(
         gradient_tile<Out>(params.dq, params.dq_stride,
                            query_rows(block.sequence, block.head, block.first_row),
-                           params.attention.head_dim),
+                           params.attention.head_dim, params.accumulates_dq),
         static_cast<int>(threadIdx.x) / 32 * 16, acc_dq);
   });
 }

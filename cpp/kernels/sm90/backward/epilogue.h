@@ -26,9 +26,7 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, int warp_ro
     for (int i = 0; i < cute::size(acc); ++i) {
       const int row = warp_row + static_cast<int>(threadIdx.x % 32 / 4) + i / 2 % 2 * 8;
       const int col = i / 4 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + i % 2;
-      if (row < target.rows && col < target.columns) {
-        target.data[row * target.stride.row + col * target.stride.col] = acc(i);
-      }
+      target.store(row, col, acc(i));
     }
   }
 }
@@ -55,13 +53,13 @@ template <class Out>
 ANYFLASH_DEVICE GradientTile<Out> dk_tile(const BackwardScratch& params,
                                           const BackwardWorkTile& block) {
   return gradient_tile<Out>(params.dk, params.dk_stride, all_key_rows(block),
-                            params.attention.head_dim);
+                            params.attention.head_dim, params.accumulates_dkv);
 }
 template <class Out>
 ANYFLASH_DEVICE GradientTile<Out> dv_tile(const BackwardScratch& params,
                                           const BackwardWorkTile& block) {
   return gradient_tile<Out>(params.dv, params.dv_stride, all_key_rows(block),
-                            params.attention.head_dim_v);
+                            params.attention.head_dim_v, params.accumulates_dkv);
 }
 
 // What was taken out of dO, when all consumers have stored their part of dV.

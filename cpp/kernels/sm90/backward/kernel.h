@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   visit_gradient_type<Traits>(params, [&](auto type) {
     auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride,
                                                 query_rows(sequence, block.head, block.first_row),
-                                                params.attention.head_dim);
+                                                params.attention.head_dim, params.accumulates_dq);
     target.data += first_column * target.stride.col;
     target.columns -= first_column;
     store_gradient<decltype(type), Traits::kDqPartColumns>(target, warp_row, acc);

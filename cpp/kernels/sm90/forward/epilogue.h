@@ -109,8 +109,12 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
       params.attention.sinks.data == nullptr
           ? -INFINITY
           : load_float(params.attention.sinks, block.head * params.attention.sinks.stride.head);
-  const auto lse = softmax.finish(out, sink, variant.dropout_scale());
+  auto lse = softmax.finish(out, sink, variant.dropout_scale());
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
+  if (params.prior.out != nullptr) {
+    join_prior(params, block, out, lse, coordinates, rows);
+    __syncwarp();  // all lanes have read the LSE
+  }
   if (params.max_logits != nullptr) {
     reduce_max_logits(params, block, softmax, coordinates, rows);
   }

@@ -37,7 +37,7 @@ class Gather:
         joined = torch.cat([x.flatten(2) for x in sums.add(self.keys)], 2)
         own = sum_of_rows(self.group, "summing dk and dv", self.axis, joined)
         dk, dv = _apart(own, (self.keys.k.shape[2:], self.keys.v.shape[2:]))
-        return sums.dq, dk, dv, sums.dbias, sums.dsinks, sums.dslopes
+        return sums.finish(), dk, dv, sums.dbias, sums.dsinks, sums.dslopes
 
 
 def _apart(joined: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:

@@ -101,35 +101,48 @@ class Pieces:
 
 
 class ForwardSums:
-    """The result and its LSE, which every piece is joined with; on the CPU the LSE is float64."""
+    """The result and its LSE, which piece after piece continues; on the CPU the LSE is float64."""
 
     def __init__(self, pieces: Pieces, columns: int) -> None:
         q = pieces.q
         batch, rows, heads, _ = q.shape
-        wide = q.device.type == "cpu"
         self.pieces = pieces
-        self.out = q.new_zeros((batch, rows, heads, columns), dtype=sum_dtype(q))
-        dtype = torch.float64 if wide else torch.float32
-        self.lse = q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
-        self._request = OutputRequest(
-            return_lse=True, out_dtype=str(self.out.dtype)[6:], wide_lse=wide
-        )
+        self.out = q.new_empty((batch, rows, heads, columns), dtype=sum_dtype(q))
+        dtype = torch.float64 if q.device.type == "cpu" else torch.float32
+        self.lse = q.new_empty((batch, heads, rows), dtype=dtype)
+        self._is_begun = False
 
     def add(self, keys: Keys) -> None:
+        given = self.pieces.given_rows
         for piece in self.pieces.of(keys.runs):
+            if not self._is_begun and not is_whole(piece.rows, self.out.shape[1]):
+                self._begin()
+            state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
+            prior = state if self._is_begun else None
             call = Forward(NAME, *self.pieces.arguments(keys, piece))
-            out, lse = map(self.pieces.own_rows, call.run(self._request))
-            own_out, own_lse = self.out[:, piece.rows], self.lse[..., piece.rows]
-            merge_states(own_out, own_lse, out, lse, out=own_out, lse=own_lse)
+            call.run(OutputRequest(out=state[0], lse=state[1], prior=prior))
+            self._is_begun = True
+
+    def _begin(self) -> None:
+        """No key has been seen."""
+        self.out.zero_()
+        self.lse.fill_(-torch.inf)
+        self._is_begun = True
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The result, rounded once, and its LSE in float32, with the sinks."""
+        if not self._is_begun:
+            self._begin()
         sinks = self.pieces.given.sinks
         if sinks is not None:
             nothing = self.out.new_zeros(()).expand_as(self.out)
             lse = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
             merge_states(self.out, self.lse, nothing, lse, out=self.out, lse=self.lse)
         return self.out.to(dtype), self.lse.to(torch.float32)
+
+
+def is_whole(part: slice, length: int) -> bool:
+    return part == slice(0, length)
 
 
 class Results(NamedTuple):
@@ -150,7 +163,7 @@ class BackwardSums:
         q, given = pieces.q, pieces.given
         dtype = sum_dtype(q)
         self.pieces, self.results = pieces, results
-        self.dq = torch.zeros_like(q, dtype=dtype)
+        self.dq = torch.empty_like(q, dtype=dtype)
         self.dbias = self.dslopes = self.dsinks = None
         if wanted[0] and given.bias is not None:
             self.dbias = torch.zeros_like(given.bias, dtype=dtype)
@@ -158,41 +171,64 @@ class BackwardSums:
             self.dslopes = torch.zeros_like(given.alibi_slopes, dtype=dtype)
         if wanted[1] and given.sinks is not None:
             self.dsinks = self._of_sinks(given.sinks, dtype)
-        self._request = GradientRequest(
-            pieces.whole.deterministic,
-            self.dbias is not None,
-            False,
-            self.dslopes is not None,
-            grad_dtype=None if dtype == torch.float64 else "float32",
-        )
+        self._is_begun = False
 
-    def add(self, keys: Keys) -> tuple[Tensor, Tensor]:
-        """The parts of dk and dv."""
-        dtype = self.dq.dtype
-        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in keys[:2])
-        for piece in self.pieces.of(keys.runs):
-            found = self._gradients(keys, piece)
-            own = self.pieces.own_rows
-            self.dq[:, piece.rows] += own(found.dq)
-            dk[:, piece.keys] += own(found.dk)
-            dv[:, piece.keys] += own(found.dv)
-            if self.dbias is not None and piece.runs is not None:
-                bias_of(self.dbias, *piece.runs).add_(found.dbias)
-            if self.dslopes is not None:
-                self.dslopes += found.dalibi_slopes
-        return dk, dv
+    def add(self, keys: Keys, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """The parts of dk and dv, which are written to ``into`` if it is given."""
+        if into is None:
+            dtype = self.dq.dtype
+            into = torch.empty_like(keys.k, dtype=dtype), torch.empty_like(keys.v, dtype=dtype)
+        pieces = self.pieces.of(keys.runs)
+        adds_dkv = not pieces or not is_whole(pieces[0].keys, keys.k.shape[1])
+        if adds_dkv:
+            for gradient in into:
+                gradient.zero_()
+        for piece in pieces:
+            self._add_piece(keys, piece, into, adds_dkv)
+            adds_dkv = True
+        return into
 
-    def _gradients(self, keys: Keys, piece: Piece) -> Any:
-        out, lse, dout, dlse = self.results
+    def _add_piece(
+        self, keys: Keys, piece: Piece, into: tuple[Tensor, Tensor], adds_dkv: bool
+    ) -> None:
         given, rows = self.pieces.given_rows, piece.rows
-        arguments = self.pieces.arguments(keys, piece)
-        return Backward(f"{NAME} (backward)", *arguments).run(
+        if not self._is_begun and not is_whole(rows, self.dq.shape[1]):
+            self._begin()
+        dk, dv = (given(gradient[:, piece.keys]) for gradient in into)
+        request = GradientRequest(
+            deterministic=self.pieces.whole.deterministic,
+            return_dbias=self.dbias is not None,
+            return_dalibi_slopes=self.dslopes is not None,
+            dq=given(self.dq[:, rows]),
+            dk=dk,
+            dv=dv,
+            accumulate_dq=self._is_begun,
+            accumulate_dkv=adds_dkv,
+            grad_dtype=None if self.dq.dtype == torch.float64 else "float32",
+        )
+        out, lse, dout, dlse = self.results
+        found: Any = Backward(f"{NAME} (backward)", *self.pieces.arguments(keys, piece)).run(
             given(dout[:, rows]),
             given(out[:, rows]),
             given(lse[..., rows]),
             None if dlse is None else given(dlse[..., rows]),
-            self._request,
+            request,
         )
+        self._is_begun = True
+        if self.dbias is not None and piece.runs is not None:
+            bias_of(self.dbias, *piece.runs).add_(found.dbias)
+        if self.dslopes is not None:
+            self.dslopes += found.dalibi_slopes
+
+    def finish(self) -> Tensor:
+        """dq"""
+        if not self._is_begun:
+            self._begin()
+        return self.dq
+
+    def _begin(self) -> None:
+        self.dq.zero_()
+        self._is_begun = True
 
     def _of_sinks(self, sinks: Tensor, dtype: torch.dtype) -> Tensor:
         """A sink is a key whose value is 0: dsink = -sum over rows of exp(sink - lse) delta."""

@@ -104,12 +104,14 @@ class Ring:
             coming = self._hop(hop + 1, own)
             found = None
             if exchange.wait() is not None:
-                keys = Keys(*arrived.unpacked(), self.keys[group.peer(-hop)])
-                found = _Packed.of(*sums.add(keys))
+                owner = group.peer(-hop)
+                found = self._empty(owner, sum_dtype(self.k))
+                keys = Keys(*arrived.unpacked(), self.keys[owner])
+                sums.add(keys, found.unpacked())
             self._add(returning, dk, dv)
             returning = self._return(hop, found)
         self._add(returning, dk, dv)
-        return sums.dq, dk, dv, sums.dbias, sums.dsinks, sums.dslopes
+        return sums.finish(), dk, dv, sums.dbias, sums.dsinks, sums.dslopes
 
     def _return(self, hop: int, found: _Packed | None) -> tuple[Exchange, _Packed]:
         group = self.group

@@ -164,7 +164,7 @@ class Ulysses:
         sums = BackwardSums(self.pieces, given, wanted)
         dk, dv = sums.add(self.keys)
         return (
-            trade.to_rows("exchanging dq", sums.dq, self.total),
+            trade.to_rows("exchanging dq", sums.finish(), self.total),
             self.of_keys.to_rows("exchanging dk", dk, self.total_k),
             self.of_keys.to_rows("exchanging dv", dv, self.total_k),
             self._dbias(sums.dbias),

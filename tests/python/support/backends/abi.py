@@ -80,6 +80,8 @@ class Options(ctypes.Structure):
         ("batch_start", ctypes.c_int64),
         ("head_start", ctypes.c_int64),
         ("total_heads", ctypes.c_int64),
+        ("prior_out", ctypes.POINTER(DLTensor)),
+        ("prior_lse", ctypes.POINTER(DLTensor)),
     )
 
 
@@ -92,6 +94,8 @@ class BackwardOptions(ctypes.Structure):
         ("dbias", ctypes.POINTER(DLTensor)),
         ("dsinks", ctypes.POINTER(DLTensor)),
         ("dalibi_slopes", ctypes.POINTER(DLTensor)),
+        ("accumulate_dq", ctypes.c_int32),
+        ("accumulate_dkv", ctypes.c_int32),
     )
 
 
