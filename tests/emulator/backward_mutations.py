@@ -222,6 +222,7 @@ ARITHMETIC = (
     ),
     Mutation("restored-where-mask-hides", CUDA_EPILOGUE, HIDDEN, "!variant.keep(row, key)"),
     Mutation("restored-where-bias-hides", CUDA_EPILOGUE, HIDDEN, "!mask.keep(row, key)"),
+    Mutation("gradient-not-added-to", CUDA_EPILOGUE, "target + value : value", "value : value"),
     Mutation("dropped-infinity-restored", CUDA_EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),

@@ -52,6 +52,8 @@ PLAIN_CASES = (
         more="cu_q=0,70,70,71,136,266 cu_k=0,65,125,125,205,410 sink=1 nan=seen",
     ),
     Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, more="out=fp32"),
+    Case(seqlen_q=150, seqlen_k=203, heads=1, causal=1, more="split=90 out=fp32 nan=hidden"),
+    Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, more="split=30 out=fp32"),
     Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
 )
 
@@ -83,6 +85,7 @@ FEATURE_CASES = (
 GROWING_CASES = (
     Case(head_dim=128, head_dim_v=128, scale=2.0, seqlen_k=430),
     Case(head_dim=128, head_dim_v=120, scale=-1.0, seqlen_k=430, causal=1),
+    Case(head_dim=128, head_dim_v=128, more="split=100 out=fp32"),
 )
 
 CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
@@ -173,6 +176,8 @@ BACKWARD_PLAIN_CASES = backward(
     ),
     Case(seqlen_q=100, seqlen_k=40, heads=9, more="left=30 right=10 nan=dout"),
     Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=dout grad=fp32"),
+    Case(seqlen_q=150, seqlen_k=200, more="grad=fp32 accumulate=1"),
+    Case(seqlen_q=150, seqlen_k=200, heads=9, causal=1, more="grad=fp32 accumulate=1 det=1"),
     Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=v det=1"),
 )
 

@@ -155,6 +155,8 @@ ARITHMETIC = (
 )  # fmt: skip
 
 OUTPUT = (
+    _mutation("hopper-prior-lse-overwritten", EPILOGUE,
+              "__syncwarp(); // all lanes have read the LSE"),
     _mutation("hopper-output-without-fence", EPILOGUE, "fence_smem_writes();"),
     _mutation("hopper-output-overwritten", STAGES,
               "if (threadIdx.x % 32 == 0) wait_stores_read();"),

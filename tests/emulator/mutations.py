@@ -296,5 +296,16 @@ STORES = (
     Mutation("rows-written-past-end", PIECES, "if (row >= rows) continue;", ";", "asan"),
     Mutation("columns-written-past-end", PIECES, "if (column >= columns) continue;", ";", "asan"),
 )
+# The result over other keys.
+PRIOR = (
+    Mutation("prior-lse-not-joined", CUDA_EPILOGUE, "lse(row) = merge.lse();", ""),
+    Mutation("prior-rows-past-end", CUDA_EPILOGUE, "if (i >= rows) continue;", ";", "asan"),
+    Mutation(
+        "prior-columns-past-end", CUDA_EPILOGUE, "if (x >= prior.columns) continue;", ";", "asan"
+    ),
+    Mutation(
+        "no-barrier-after-prior", EPILOGUE, "__syncthreads(); // warps that share", "", unit=PAIRED
+    ),
+)
 
-FORWARD_MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES
+FORWARD_MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + PRIOR

@@ -1,5 +1,6 @@
 // What forward epilogues read and write straight from registers: results over other keys, LSE,
-// max_logits, float32 results, and what NaN containment took out of V. Rows are accumulators' rows, four lanes of a quad to each.
+// max_logits, float32 results, and what NaN containment took out of V. Rows are accumulators' rows,
+// four lanes of a quad to each.
 #pragma once
 
 #include <cmath>

@@ -39,6 +39,8 @@ def attention(
     *,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[Plain[Any, int]],
 ) -> ArrayT: ...
@@ -50,6 +52,8 @@ def attention(
     *,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithLse[Any, int]],
 ) -> tuple[ArrayT, ArrayT]: ...
@@ -61,6 +65,8 @@ def attention(
     *,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithResult[Any, int]],
 ) -> AttentionResult[ArrayT]: ...
@@ -72,6 +78,8 @@ def attention(
     *,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithMaxLogits[Any, int]],
 ) -> AttentionResult[ArrayT]: ...
@@ -83,6 +91,8 @@ def attention(
     *,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithDropoutMask[Any, int]],
 ) -> AttentionResult[ArrayT]: ...
@@ -94,6 +104,8 @@ def attention(
     *,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[Unknown[Any, int]],
 ) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]: ...
@@ -203,8 +215,8 @@ def attention(
         "float32" (or the framework's dtype): the result is not rounded to q's dtype, as is wanted
         for parts that are joined.
     lse : array, optional
-        Where to write the LSE: (batch, heads, seqlen_q) float32, q's device; with ``return_lse`` or
-        without.
+        Where to write the LSE, whether or not it is returned: (batch, heads, seqlen_q) float32, q's
+        device.
     prior : (out, lse), optional
         Result and LSE of the same queries over other keys, in float32: the results are joined with
         them as :func:`merge_states` does, in one pass. They may be ``out`` and ``lse``, which are
@@ -254,9 +266,7 @@ def attention(
     The keys in two parts, the second of which continues the first:
 
     >>> state = anyflash.attention(q, q[:, :1], q[:, :1], return_lse=True)
-    >>> out, lse = anyflash.attention(
-    ...     q, q[:, 1:], q[:, 1:], prior=state, out=state[0], lse=state[1]
-    ... )
+    >>> out = anyflash.attention(q, q[:, 1:], q[:, 1:], prior=state, out=state[0], lse=state[1])
     >>> out is state[0], bool(np.allclose(out, anyflash.attention(q, q, q)))
     (True, True)
 

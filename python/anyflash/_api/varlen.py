@@ -44,6 +44,8 @@ def attention_varlen(
     validate: bool = ...,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[Plain[Any, int]],
 ) -> ArrayT: ...
@@ -60,6 +62,8 @@ def attention_varlen(
     validate: bool = ...,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithLse[Any, int]],
 ) -> tuple[ArrayT, ArrayT]: ...
@@ -76,6 +80,8 @@ def attention_varlen(
     validate: bool = ...,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithResult[Any, int]],
 ) -> AttentionResult[ArrayT]: ...
@@ -92,6 +98,8 @@ def attention_varlen(
     validate: bool = ...,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithMaxLogits[Any, int]],
 ) -> AttentionResult[ArrayT]: ...
@@ -108,6 +116,8 @@ def attention_varlen(
     validate: bool = ...,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[WithDropoutMask[Any, int]],
 ) -> AttentionResult[ArrayT]: ...
@@ -124,6 +134,8 @@ def attention_varlen(
     validate: bool = ...,
     part: Part | None = ...,
     out: Any = ...,
+    lse: Any = ...,
+    prior: tuple[Any, Any] | None = ...,
     stream: int | None = ...,
     **options: Unpack[Unknown[Any, int]],
 ) -> ArrayT | tuple[ArrayT, ArrayT] | AttentionResult[ArrayT]: ...

@@ -41,7 +41,7 @@ class Forward(Call[ArrayT]):
         whole = return_result or return_max_logits or return_dropout_mask
         if lse_given is not None:
             operands.output("lse", lse_given, _LSE)
-            return_lse, lse = True, lse_given
+            lse = lse_given
         elif return_lse or whole:
             lse = self._new_lse("float64" if wide else "float32")
         if lse is not None:

@@ -19,7 +19,7 @@ struct Case {
   unsigned seed;
 
   int64_t left = -1, right = -1;
-  std::optional<int64_t> diagonal;
+  std::optional<int64_t> diagonal, split;
   double softcap = 0, alibi = 0, dropout = 0;
   std::string bias, bias_axes = "bhqk";
   std::vector<int64_t> block;
@@ -30,6 +30,7 @@ struct Case {
 
   // Of the backward.
   bool backward = false, deterministic = false, dlse = false, keyless = false;
+  bool accumulate = false;
   std::string dout, grad;  // types, the inputs' own if not given
   std::string small = "own";
   int schedule = -1;
@@ -72,6 +73,7 @@ struct Case {
     if (key == "left") left = std::stoll(value);
     else if (key == "right") right = std::stoll(value);
     else if (key == "diagonal") diagonal = std::stoll(value);
+    else if (key == "split") split = std::stoll(value);
     else if (key == "softcap") softcap = std::stod(value);
     else if (key == "alibi") alibi = std::stod(value);
     else if (key == "shared_slopes") shared_slopes = value == "1";
@@ -88,6 +90,7 @@ struct Case {
     else if (word == "op=backward") backward = true;
     else if (key == "det") deterministic = value == "1";
     else if (key == "dlse") dlse = value == "1";
+    else if (key == "accumulate") accumulate = value == "1";
     else if (key == "keyless") keyless = value == "1";
     else if (key == "dout") dout = value;
     else if (key == "grad") grad = value;

@@ -9,6 +9,7 @@
 //   alibi=SLOPE         of the first head       shared_slopes=1            slopes of all sequences
 //   dropout=P           out=fp32   type of the output
 //   diagonal=N          query 0 and key N are on it
+//   split=N             the keys from N on in a second call, which continues the first; out=fp32
 //   bias=TYPE           fp32, fp16, bf16 (a tenth and every seventh key -inf) or bool
 //   bias_axes=bhqk      with 1 for each axis that is broadcast
 //   block=ROWS,KEYS     random block mask       used=N,N,...    seqused_k
@@ -24,6 +25,7 @@
 // heads.
 //   det=1               deterministic           dlse=1       a gradient of the LSE
 //   dout=fp32           type of dout            grad=fp32    type of dq, dk and dv
+//   accumulate=1        dq, dk and dv are added to; grad=fp32
 //   small=TYPE          of the other gradients, which are made where their tensors are; none: none
 //   keyless=1           LSE of some rows is infinite, as of rows that see no key
 // It prints each gradient's deviation and a digest of its bits.
@@ -90,7 +92,12 @@ double run_backward_case(const Case& c) {
   }
   const Reference forward(p, rng);
   set_forward(p, forward);
+  constexpr double kBefore = 2;
+  if (c.accumulate) {
+    for (Tensor* t : {&g.dq, &g.dk, &g.dv}) fill(*t, 0, t->size(), kBefore);
+  }
   run_backward(p, g, rng);
+  if (c.accumulate) add(g, -kBefore);
   const auto report = [](const std::string& name, const Tensor& tensor, double deviation) {
     std::printf("  %s %.3f %016llx", name.c_str(), deviation,
                 static_cast<unsigned long long>(tensor.digest()));

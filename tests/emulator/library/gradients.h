@@ -67,6 +67,7 @@ inline void run_backward(const Problem& p, const Gradients& g, const std::array<
   const int rank = p.rank();
   anyflash::BackwardOptions wanted;
   wanted.deterministic = p.c.deterministic;
+  wanted.accumulate_dq = wanted.accumulate_dkv = p.c.accumulate;
   std::array<TensorView, 4> views;
   std::size_t used = 0;
   const auto give = [&](const TensorView*& option, const std::optional<Tensor>& tensor, int axes) {

@@ -76,6 +76,13 @@ inline void put_one_nan(Problem& p, Gradients& g, const std::string& where) {
   }
 }
 
+// Adds to what the gradients hold.
+inline void add(Gradients& g, double x) {
+  for (Tensor* t : {&g.dq, &g.dk, &g.dv}) {
+    for (int64_t i = 0; i < t->size(); ++i) t->set(i, t->get(i) + x);
+  }
+}
+
 // The out and LSE that the backward is given: the reference's, rounded.
 inline void set_forward(Problem& p, const Reference& reference) {
   for (int64_t b = 0; b < p.c.batch; ++b) {

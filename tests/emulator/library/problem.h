@@ -194,6 +194,32 @@ void run_exactly(const Plan& plan) {
   plan.run(workspace.get());
 }
 
+// Keys [first, end) of a tensor that is not packed.
+inline TensorView keys_of(const Tensor& tensor, int64_t first, int64_t end) {
+  TensorView view = tensor.view(4);
+  view.data = static_cast<char*>(view.data) + first * view.stride[1] * bytes_of(view.dtype);
+  view.shape[1] = end - first;
+  return view;
+}
+
+// The first keys, and in the same place the others.
+inline void run_forward_split(const Problem& p, const anyflash::ForwardTensors& whole,
+                              anyflash::ForwardOptions options) {
+  const Case& c = p.c;
+  options.diagonal = c.diagonal ? *c.diagonal : c.seqlen_k - c.seqlen_q;
+  options.max_logits = nullptr;
+  anyflash::ForwardTensors part = whole;
+  part.k = keys_of(p.k, 0, *c.split);
+  part.v = keys_of(p.v, 0, *c.split);
+  run_exactly(anyflash::ForwardPlan(part, options));
+  options.key_start = *c.split;
+  options.prior_out = &whole.out;
+  options.prior_lse = whole.lse;
+  part.k = keys_of(p.k, *c.split, c.seqlen_k);
+  part.v = keys_of(p.v, *c.split, c.seqlen_k);
+  run_exactly(anyflash::ForwardPlan(part, options));
+}
+
 inline void run_forward(const Problem& p, const std::array<uint64_t, 2>& rng) {
   const Options options(p, rng);
   const int rank = p.rank();
@@ -204,7 +230,8 @@ inline void run_forward(const Problem& p, const std::array<uint64_t, 2>& rng) {
   tensors.v = p.v.view(rank);
   tensors.out = p.out.view(rank);
   tensors.lse = &lse;
-  run_exactly(anyflash::ForwardPlan(tensors, options.get()));
+  if (p.c.split) run_forward_split(p, tensors, options.get());
+  else run_exactly(anyflash::ForwardPlan(tensors, options.get()));
 }
 
 }  // namespace driver

@@ -26,7 +26,7 @@ ADAPTERS = {
 }
 NAMES = ["attention", "attention_varlen", "attention_with_kvcache"]
 # An adapter's machinery decides where and when; a part of an attention is for those who join parts.
-NOT_OF_ADAPTERS = {"out", "stream", "workspace", "part"}
+NOT_OF_ADAPTERS = {"out", "lse", "prior", "stream", "workspace", "part"}
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "validate"}
 DEFAULTS = options.AttentionOptions()._asdict()
 
