@@ -27,7 +27,7 @@ class Gather:
         self.keys = Keys(tensors[0], tensors[1], runs)
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        sums = ForwardSums(self.pieces, self.keys.v.shape[-1])
+        sums = ForwardSums(self.pieces, self.keys.v.shape[-1], dtype)
         sums.add(self.keys)
         return sums.finish(dtype)
 

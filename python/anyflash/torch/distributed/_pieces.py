@@ -103,11 +103,14 @@ class Pieces:
 class ForwardSums:
     """The result and its LSE, which piece after piece continues; on the CPU the LSE is float64."""
 
-    def __init__(self, pieces: Pieces, columns: int) -> None:
+    def __init__(self, pieces: Pieces, columns: int, rounded: torch.dtype | None = None) -> None:
+        """``rounded``: the dtype of the result, where no row has a second piece."""
         q = pieces.q
         batch, rows, heads, _ = q.shape
         self.pieces = pieces
-        self.out = q.new_empty((batch, rows, heads, columns), dtype=sum_dtype(q))
+        self._continues = rounded is None or pieces.given.sinks is not None
+        dtype_of_out = sum_dtype(q) if self._continues else rounded
+        self.out = q.new_empty((batch, rows, heads, columns), dtype=dtype_of_out)
         dtype = torch.float64 if q.device.type == "cpu" else torch.float32
         self.lse = q.new_empty((batch, heads, rows), dtype=dtype)
         self._is_begun = False
@@ -118,7 +121,7 @@ class ForwardSums:
             if not self._is_begun and not is_whole(piece.rows, self.out.shape[1]):
                 self._begin()
             state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
-            prior = state if self._is_begun else None
+            prior = state if self._is_begun and self._continues else None
             call = Forward(NAME, *self.pieces.arguments(keys, piece))
             call.run(OutputRequest(out=state[0], lse=state[1], prior=prior))
             self._is_begun = True

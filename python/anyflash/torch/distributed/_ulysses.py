@@ -139,7 +139,7 @@ class Ulysses:
         return self.of_rows.to_heads("exchanging bias", rows_first).transpose(1, 2)
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        sums = ForwardSums(self.pieces, self.keys.v.shape[-1])
+        sums = ForwardSums(self.pieces, self.keys.v.shape[-1], dtype)
         sums.add(self.keys)
         out, lse = sums.finish(dtype)
         by_row = lse.transpose(1, 2)[..., None]
