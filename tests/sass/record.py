@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records the figures of the installed library's kernels in recorded.json, or prints them.
 
-record.py           write recorded.json and say what changed
+record.py           write recorded.json and say what changed; kernels that this build has not stay
 record.py --table   print a Markdown table beside flash-attn 2's figures
 """
 
@@ -65,15 +65,16 @@ def table(library: Library) -> str:
 def record(library: Library) -> None:
     old = load_recorded()["kernels"] if RECORDED.exists() else {}
     new = {name: library.figures(name) for name in sorted(library.rows)}
-    for name in sorted({*old, *new}):
-        if name not in old or name not in new:
-            print(f"{name}: {'new' if name in new else 'gone'}")
+    for name in sorted(new):
+        if name not in old:
+            print(f"{name}: new")
             continue
         worse, better = compare(old[name], new[name])
         for word, changes in (("worse", worse), ("better", better)):
             if changes:
                 print(f"{name}: {word}: {'; '.join(changes)}")
-    content = {"compiler": library.compiler, "kernels": new}
+    kernels = dict(sorted((old | new).items()))
+    content = {"compiler": library.compiler, "kernels": kernels}
     RECORDED.write_text(json.dumps(content, indent=1) + "\n")
     print(f"{RECORDED.name}: {len(new)} kernels, compiled by nvcc {library.compiler}")
 
