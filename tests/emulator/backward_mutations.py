@@ -192,16 +192,16 @@ BOUNDS = (
     ),
     Mutation(
         "float-gradient-past-end",
-        EPILOGUE,
-        "row < target.rows && col < target.columns",
-        "col < target.columns",
+        CUDA_EPILOGUE,
+        "row >= rows || col >= columns",
+        "col >= columns",
         "asan",
     ),
     Mutation(
         "float-gradient-columns",
-        EPILOGUE,
-        "row < target.rows && col < target.columns",
-        "row < target.rows",
+        CUDA_EPILOGUE,
+        "row >= rows || col >= columns",
+        "row >= rows",
         "asan",
     ),
     Mutation(
