@@ -10,6 +10,7 @@
 
 using anyflash::Attention;
 using anyflash::backward_heads_per_l2_section;
+using anyflash::backward_heads_per_wave;
 using anyflash::decode_num_splits;
 using anyflash::decode_num_splits_on_cpu;
 using anyflash::DeviceProperties;
@@ -233,10 +234,19 @@ int main() {
   CHECK_EQ(heads_per_l2_section(causal_params(8, 32, 8, 2048, 128), 108), 26);
   CHECK_EQ(heads_per_l2_section(causal_params(8, 16, 16, 2048, 128), 132), 32);
   CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
+  CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132, 1 << 17), 8);
+  CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 1 << 20, 128), 132, 1 << 17), 2);
   // Backward, H200: 16 of 64 key heads, and all of 8.
   const Attention backward = causal_params(8, 32, 8, 1024, 128);
   CHECK_EQ(backward_heads_per_l2_section(backward, 132), 16);
   CHECK_EQ(backward_heads_per_l2_section(causal_params(1, 8, 8, 16384, 256), 132), 8);
+  // Hopper: a wave of 132 CTAs has blocks of 128 keys of so many heads.
+  for (const auto& [seqlen, heads] :
+       {std::pair{512, 16}, {2048, 8}, {4096, 4}, {8192, 2}, {16384, 1}, {131072, 1}}) {
+    const Attention p = causal_params(4, 16, 16, seqlen, 128);
+    CHECK_EQ(backward_heads_per_wave(p, 128, 132), heads);
+  }
+  CHECK_EQ(backward_heads_per_wave(causal_params(4, 16, 16, 0, 128), 128, 132), 16);
   // 16 query heads on one key head: four parts of each of four sequences.
   const Attention one_head_k = causal_params(4, 16, 1, 4096, 128);
   CHECK_EQ(backward_heads_per_l2_section(one_head_k, 132), 16);

@@ -63,11 +63,12 @@ def _alone(cells: Sequence[Cell], backend: str) -> Iterator[dict[str, Any]]:
         slowest = max(samples, key=statistics.median)
         whole = [s / cell.ranks for s in _seconds(_whole_call(cell, device))]
         total = sum(statistics.median(s) for s in samples)
-        _tell(cell.key)
-        yield {
+        results = {
             "anyflash": summary(slowest) | {"all_ranks_seconds": total},
             ONE_DEVICE: summary(whole),
         }
+        _tell("alone", cell, results)
+        yield results
 
 
 def _virtual_call(cell: Cell, rank: int, device: Any) -> Callable[[], Any]:
@@ -139,7 +140,7 @@ def _rank(rank: int, ranks: int, folder: str, cells: list[Cell], backend: str) -
     for number, cell in enumerate(cells, 1):
         results.append(_rank_results(cell, rank, device))
         if rank == 0:
-            _tell(f"{number}/{len(cells)} {cell.key}")
+            _tell(f"{number}/{len(cells)}", cell, results[-1])
     if rank == 0:
         (Path(folder) / "results").write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -178,8 +179,9 @@ def _rank_results(cell: Cell, rank: int, device: Any) -> dict[str, Any]:
 
 
 # -- both
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _tell(where: str, cell: Cell, results: dict[str, Any]) -> None:
+    told = ", ".join(f"{name} {1e3 * found['seconds']:.3g} ms" for name, found in results.items())
+    print(f"{where} {cell.key}: {told}", file=sys.stderr, flush=True)
 
 
 def _device(rank: int, backend: str) -> Any:

@@ -62,6 +62,10 @@ std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchConte
   return needs_counter<Traits>(params.attention, context) ? sizeof(unsigned) : 0;
 }
 
+// Of all heads of a section: CTAs drift apart in long sequences, and K and V have to stay in the L2
+// cache meanwhile (EXPERIMENTS.md).
+inline constexpr int64_t kMostSectionKeys = int64_t{1} << 18;
+
 // softmax_scale is positive. CTAs are persistent, at most one a multiprocessor: a block's first
 // loads and its results then run beside the products of others.
 template <class Traits, class Variant>
@@ -73,8 +77,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   static_cast<ForwardParams&>(prepared) = params;
   prepared.attention.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   prepared.blocks = blocks;
-  prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
-                                        heads_per_l2_section(a, context.multiprocessors));
+  prepared.scheduler =
+      LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
+                       heads_per_l2_section(a, context.multiprocessors, kMostSectionKeys));
   LaunchOrder order = LaunchOrder::kAfterPrevious;
   if (needs_counter<Traits>(a, context)) {
     prepared.taken = static_cast<unsigned*>(context.scratch);
