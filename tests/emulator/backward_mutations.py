@@ -31,7 +31,7 @@ DBIAS = "sm80/backward/dbias.h"
 ROW_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
-ADDED = "target = accumulates ? target + value : value;"
+ADDED = "atomicAdd(target, value);"
 HIDDEN = "!mask.keep(row, key) || !variant.keep(row, key)"
 OWN_PART = "first_part<Traits>(params, block) + block.gqa_split"
 CLEAR_DO = "if (dout_.clear_nonfinite()) atomicMax(&smem_.nonfinite_dout, 1);"
@@ -223,7 +223,7 @@ ARITHMETIC = (
     ),
     Mutation("restored-where-mask-hides", CUDA_EPILOGUE, HIDDEN, "!variant.keep(row, key)"),
     Mutation("restored-where-bias-hides", CUDA_EPILOGUE, HIDDEN, "!mask.keep(row, key)"),
-    Mutation("gradient-not-added-to", CUDA_EPILOGUE, ADDED, "target = value;"),
+    Mutation("gradient-not-added-to", CUDA_EPILOGUE, ADDED, "*target = value;"),
     Mutation("dropped-infinity-restored", CUDA_EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),

@@ -300,9 +300,7 @@ STORES = (
 PRIOR = (
     Mutation("prior-lse-not-joined", CUDA_EPILOGUE, "lse(row) = merge.lse();", ""),
     Mutation("prior-rows-past-end", CUDA_EPILOGUE, "if (i >= rows) continue;", ";", "asan"),
-    Mutation(
-        "prior-columns-past-end", CUDA_EPILOGUE, "if (x >= prior.columns) continue;", ";", "asan"
-    ),
+    Mutation("prior-columns-past-end", CUDA_EPILOGUE, "x < prior.columns", "true", "asan"),
     Mutation(
         "no-barrier-after-prior", EPILOGUE, "__syncthreads(); // warps that share", "", unit=PAIRED
     ),

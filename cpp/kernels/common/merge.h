@@ -24,10 +24,10 @@ class Merge {
     lse_ = larger + std::log(sum);
   }
 
-  // What a part that saw no key holds is not looked at: it may be NaN.
+  // What a part that saw no key holds does not count: it may be NaN. Without branches, so that a
+  // GPU's loads of many `a` do not wait for one another.
   ANYFLASH_HOST_DEVICE T out(T a, T b) const {
-    if (!sees_b_) return sees_a_ ? a : T(0);
-    return sees_a_ ? weight_a_ * a + weight_b_ * b : b;
+    return weight_a_ * (sees_a_ ? a : T(0)) + weight_b_ * (sees_b_ ? b : T(0));
   }
   ANYFLASH_HOST_DEVICE T lse() const { return lse_; }
 

@@ -37,11 +37,13 @@ struct GradientTile {
   int columns;
   bool accumulates;  // only of float32
 
-  // Element by element, as float32 goes.
+  // Element by element, as float32 goes. No other thread has the element: the atomic addition is
+  // there because nothing waits for it.
   ANYFLASH_DEVICE void store(int row, int col, float value) const {
     if (row >= rows || col >= columns) return;
-    float& target = data[row * stride.row + col * stride.col];
-    target = accumulates ? target + value : value;
+    float* const target = data + row * stride.row + col * stride.col;
+    if (accumulates) atomicAdd(target, value);
+    else *target = value;
   }
 };
 

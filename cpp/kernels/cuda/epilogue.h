@@ -58,12 +58,15 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
   }
 }
 
-// Joins the rows' results with those over other keys. Before anything is written where these are,
-// all threads of a row have to get here.
+// Joins the rows' results with those over other keys, some columns at a time, whose loads are under
+// way together. Before anything is written where these are, all threads of a row have to get here.
 template <class Matrix, class Lse, class Coordinates>
 ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTile& block,
                                 Matrix& out_matrix, Lse& lse, const Coordinates& coordinates,
                                 int rows) {
+  constexpr int kColumns = decltype(cute::size<1>(out_matrix))::value;
+  constexpr int kChunk = kColumns < 16 ? kColumns : 16;
+  static_assert(kColumns % kChunk == 0);
   const Prior& prior = params.prior;
   const auto* const prior_out = first_of<const float>(prior.out, prior.out_stride, block.sequence,
                                                       block.head, block.first_row);
@@ -76,10 +79,17 @@ ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTi
     const Merge<float> merge(prior_lse[i * prior.lse_stride.row], lse(row));
     const float* const of_row = prior_out + i * prior.out_stride.row;
     CUTE_UNROLL
-    for (int col = 0; col < cute::size<1>(out_matrix); ++col) {
-      const int x = cute::get<1>(coordinates(row, col));
-      if (x >= prior.columns) continue;
-      out_matrix(row, col) = merge.out(of_row[x * prior.out_stride.col], out_matrix(row, col));
+    for (int first = 0; first < kColumns; first += kChunk) {
+      float before[kChunk];
+      CUTE_UNROLL
+      for (int col = 0; col < kChunk; ++col) {
+        const int x = cute::get<1>(coordinates(row, first + col));
+        before[col] = x < prior.columns ? of_row[x * prior.out_stride.col] : 0.0f;
+      }
+      CUTE_UNROLL
+      for (int col = 0; col < kChunk; ++col) {
+        out_matrix(row, first + col) = merge.out(before[col], out_matrix(row, first + col));
+      }
     }
     lse(row) = merge.lse();
   }

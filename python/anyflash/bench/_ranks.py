@@ -135,6 +135,7 @@ def _rank(rank: int, ranks: int, folder: str, cells: list[Cell], backend: str) -
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+        device_id=device if device.type == "cuda" else None,
     )
     results = []
     for number, cell in enumerate(cells, 1):

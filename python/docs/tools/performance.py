@@ -38,6 +38,7 @@ NAMES = {
     "fa2": "flash-attn 2",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
+    "one device": "one GPU, by ranks",
 }
 # Of the host's calls: ways to call, not libraries.
 WAYS = {
@@ -95,6 +96,8 @@ class Grid:
     def lines(self) -> Iterator[str]:
         """Of Markdown. What a row has in common with the one before is not written again."""
         columns = list(dict.fromkeys(column for _, column in self.texts))
+        if LENGTHS.issuperset(self.columns):
+            columns.sort(key=lambda column: [int(length) for length in column])
         head = [self.unit if name == "by" else HEADERS.get(name, name) for name in self.rows]
         head += [self._header(column) for column in columns]
         yield line(head)
