@@ -4,6 +4,7 @@ which rank was awaited."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -75,15 +76,18 @@ class Exchange:
 
 
 def all_to_all(
-    group: Group, what: str, parts: Sequence[Tensor], sizes: Sequence[int]
+    group: Group, what: str, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: Tensor
 ) -> list[Tensor]:
-    """parts[i] goes to rank i; what comes from rank i has sizes[i] elements, all flat."""
-    given = torch.cat([x.flatten() for x in parts])
-    received = given.new_empty(sum(sizes))
+    """The tensors parts[i] go to rank i, one behind the other; what comes from rank i has sizes[i]
+    elements, all flat. ``like`` has their dtype and device."""
+    counts = [sum(x.numel() for x in to_rank) for to_rank in parts]
+    given, received = like.new_empty(sum(counts)), like.new_empty(sum(sizes))
+    at = 0
+    for x in itertools.chain(*parts):
+        given[at : at + x.numel()].view(x.shape).copy_(x)
+        at += x.numel()
     with named(group, what):
-        dist.all_to_all_single(
-            received, given, list(sizes), [x.numel() for x in parts], group=group.handle
-        )
+        dist.all_to_all_single(received, given, list(sizes), counts, group=group.handle)
     return list(torch.split(received, list(sizes)))
 
 
@@ -100,8 +104,10 @@ def all_gather_rows(group: Group, what: str, axis: Axis, x: Tensor) -> Tensor:
     layout, length, dim = axis
     most = max(layout.all_rows(length), default=0)
     own = x.movedim(dim, 0)
-    padded = own.new_zeros((most, *own.shape[1:]))
-    padded[: own.shape[0]] = own
+    padded = own.contiguous()
+    if own.shape[0] < most:
+        padded = own.new_zeros((most, *own.shape[1:]))
+        padded[: own.shape[0]] = own
     parts = [torch.empty_like(padded) for _ in range(group.size)]
     with named(group, what):
         dist.all_gather(parts, padded, group=group.handle)
@@ -117,11 +123,11 @@ def sum_of_rows(group: Group, what: str, axis: Axis, x: Tensor) -> Tensor:
     layout, length, dim = axis
     whole = x.movedim(dim, 0)
     parts = [
-        torch.cat([whole[:0], *[whole[r.start : r.stop] for r in layout.runs(rank, length)]])
+        [whole[run.start : run.stop] for run in layout.runs(rank, length)]
         for rank in range(group.size)
     ]
-    own = parts[group.rank].shape
-    received = all_to_all(group, what, parts, [own.numel()] * group.size)
+    own = torch.Size((layout.rows(group.rank, length), *whole.shape[1:]))
+    received = all_to_all(group, what, parts, [own.numel()] * group.size, whole)
     total = received[0].clone()
     for part in received[1:]:
         total += part

@@ -3,7 +3,7 @@ computes some heads of the whole sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,8 +59,8 @@ class Trade:
         own = self.heads[self.group.rank]
         shape = (x.shape[0], -1, own.stop - own.start, *x.shape[3:])
         per_row = x.shape[0] * (own.stop - own.start) * x.shape[3:].numel()
-        parts = [x[:, :, heads] for heads in self.heads]
-        received = all_to_all(self.group, what, parts, [per_row * n for n in self.counts])
+        parts = [[x[:, :, heads]] for heads in self.heads]
+        received = all_to_all(self.group, what, parts, [per_row * n for n in self.counts], x)
         whole = x.new_empty((x.shape[0], self.length, *shape[2:]))
         for rank, part in enumerate(received):
             rows = part.view(x.shape[0], self.counts[rank], *shape[2:])
@@ -70,18 +70,32 @@ class Trade:
 
     def to_rows(self, what: str, x: Tensor, heads: int) -> Tensor:
         """What several ranks have of a head is added up, in the order of the ranks."""
-        parts = []
-        for rank in range(self.group.size):
-            rows = [x[:, r.start : r.stop] for r in self.layout.runs(rank, self.length)]
-            parts.append(torch.cat([x[:, :0], *rows], 1))
+        runs = [self.layout.runs(rank, self.length) for rank in range(self.group.size)]
+        parts = [[x[:, run.start : run.stop] for run in of_rank] for of_rank in runs]
         count = self.counts[self.group.rank]
         per_head = x.shape[0] * count * x.shape[3:].numel()
         sizes = [per_head * (own.stop - own.start) for own in self.heads]
-        received = all_to_all(self.group, what, parts, sizes)
-        total = x.new_zeros((x.shape[0], count, heads, *x.shape[3:]))
+        received = all_to_all(self.group, what, parts, sizes, x)
+        total = x.new_empty((x.shape[0], count, heads, *x.shape[3:]))
+        done = 0  # so many first heads are there
         for own, part in zip(self.heads, received, strict=True):
-            total[:, :, own] += part.view(x.shape[0], count, own.stop - own.start, *x.shape[3:])
+            for run, rows in self._split(part, runs[self.group.rank], total[:, :, own]):
+                target = total[:, run.own, own]
+                if own.start < done:
+                    target += rows
+                else:
+                    target.copy_(rows)
+            done = own.stop
         return total
+
+    @staticmethod
+    def _split(part: Tensor, runs: Sequence[Run], target: Tensor) -> Iterator[tuple[Run, Tensor]]:
+        """The rows of each run, which lie one behind the other in ``part``."""
+        at = 0
+        for run in runs:
+            shape = target[:, run.own].shape
+            yield run, part[at : at + shape.numel()].view(shape)
+            at += shape.numel()
 
 
 class Ulysses:
