@@ -65,7 +65,7 @@ ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTi
                                 Matrix& out_matrix, Lse& lse, const Coordinates& coordinates,
                                 int rows) {
   constexpr int kColumns = decltype(cute::size<1>(out_matrix))::value;
-  constexpr int kChunk = kColumns < 16 ? kColumns : 16;
+  constexpr int kChunk = kColumns % 16 == 0 ? 16 : 8;
   static_assert(kColumns % kChunk == 0);
   const Prior& prior = params.prior;
   const auto* const prior_out = first_of<const float>(prior.out, prior.out_stride, block.sequence,
