@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from anyflash import __main__ as command_line
-from anyflash.bench import _measure, _peers, _presets, _report
+from anyflash.bench import _measure, _peers, _presets, _ranks, _report
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
 from anyflash.bench._cells import Cell, visible_pairs
@@ -208,6 +208,26 @@ def missing(problem):
 def breaks_later(problem):
     calls = iter(range(3))
     return Call(lambda turn: (next(calls), np.copy(problem.arrays.right))[1])
+
+
+@pytest.mark.parametrize("transport", ["gloo", "alone"])
+def test_ranks_that_share_a_sequence(transport):
+    pytest.importorskip("torch.distributed")
+    small = replace(TINY, heads=4, heads_k=2, causal=True, seqlen=256, ranks=2, transport=transport)
+    ways = ("forward", "ring"), ("both", "ring"), ("both", "ulysses")
+    cells = [replace(small, op=op, method=method) for op, method in ways]
+    if transport == "alone":  # the ring alone can be
+        cells = cells[:2]
+    for entry in _ranks.measured(cells, "cpu"):
+        results = entry["results"]
+        assert set(results) == {"anyflash", "one device"}
+        assert all(found["seconds"] > 0 for found in results.values())
+        assert _report.value(entry, "anyflash") > 0
+    one, two = (replace(small, op="both", method="ring", ranks=n) for n in (1, 2))
+    assert two.flop == one.flop / 2
+    # Keys and values of 128 tokens, twice, and their gradients, of 2 heads of k and 2 of v.
+    assert _ranks.sent_bytes(two) == 3 * 4 * 128 * 2 * (TINY.d + TINY.d)
+    assert _ranks.sent_bytes(one) == 0
 
 
 def test_bad_peers_are_reported_and_stop_nothing(monkeypatch):

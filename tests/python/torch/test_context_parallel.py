@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
+from cases.case import FULL
 from run import ranks
 
 pytest.importorskip("torch.distributed")
 TRAINING = Path(__file__).parents[3] / "python" / "docs" / "examples" / "train_long_text.py"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8] if FULL else [1, 2, 4])
 def test_ranks_compute_what_one_computes(size: int, tmp_path: Path) -> None:
     check_ranks(size, tmp_path, "cpu")
 
@@ -157,7 +158,11 @@ MADE: dict[str, Refused] = {
     "layout": ({"layout": "striped"}, ValueError, "layout is 'striped'; zigzag, contiguous are"),
     "multiple": ({"multiple": 12}, ValueError, "multiple is 12; a multiple of 8 is allowed"),
     "multiple-zero": ({"multiple": 0}, ValueError, "multiple is 0; a multiple of 8 is allowed"),
-    "group": ({"group": 3}, TypeError, "group is int; a DeviceMesh of one axis or a ProcessGroup"),
+    "group": (
+        {"group": 3},
+        TypeError,
+        "group is int; a DeviceMesh of one or two axes or a ProcessGroup is allowed",
+    ),
 }
 
 
@@ -166,6 +171,17 @@ def test_wrong_arguments(alone: Any, wrong: str) -> None:
     given, kind, message = MADE[wrong]
     with pytest.raises(kind, match=rf"^anyflash\.torch\.distributed\.ContextParallel: {message}"):
         alone(**given)
+
+
+def test_meshes_of_more_axes(alone: Any) -> None:
+    """Two say what is done along them."""
+    init = importlib.import_module("torch.distributed.device_mesh").init_device_mesh
+    names = ("data", "ring", "ulysses")
+    mesh = init("cpu", (1, 1, 1), mesh_dim_names=names)
+    with pytest.raises(ValueError, match="group is a mesh of 3 axes; one or two of its axes"):
+        alone(mesh)
+    with pytest.raises(ValueError, match="method is 'ring'; auto is allowed with a mesh of two"):
+        alone(mesh["ring", "ulysses"], method="ring")
 
 
 def calls(torch: ModuleType) -> dict[str, Refused]:

@@ -14,26 +14,34 @@ from anyflash._call.options import AttentionOptions, OutputRequest, Packing
 from anyflash.torch.distributed._layout import Layout
 from anyflash.torch.distributed._pieces import NAME
 from anyflash.torch.distributed._problem import Given, Packed, Whole
+from anyflash.torch.distributed._transport import Group
 
 _T = TypeVar("_T")
 
 
-def group_of(name: str, group: Any) -> Any:
+def group_of(name: str, group: Any) -> Group:
     if not dist.is_initialized():
         raise RuntimeError(f"{name}: torch.distributed.init_process_group() comes first")
     if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
-        if group.ndim != 1:
-            raise ValueError(
-                f"{name}: group is a mesh of {group.ndim} axes; one of its axes, mesh[name], is "
-                "allowed"
-            )
-        return group.get_group()
-    raise TypeError(
-        f"{name}: group is {type(group).__name__}; a DeviceMesh of one axis or a "
-        "ProcessGroup is allowed"
-    )
+        return Group.of(group)
+    if not (hasattr(group, "get_group") and hasattr(group, "ndim")):
+        raise TypeError(
+            f"{name}: group is {type(group).__name__}; a DeviceMesh of one or two axes or a "
+            "ProcessGroup is allowed"
+        )
+    if group.ndim == 1:
+        return Group.of(group.get_group())
+    if group.ndim != 2:
+        raise ValueError(
+            f"{name}: group is a mesh of {group.ndim} axes; one or two of its axes, mesh[name] or "
+            "mesh[ring, ulysses], are allowed"
+        )
+    if not hasattr(group, "_flatten"):
+        raise NotImplementedError(
+            f"{name}: group is a mesh of two axes, which this version of PyTorch cannot join"
+        )
+    axes = Group.of(group.get_group(0)), Group.of(group.get_group(1))
+    return Group.of(group._flatten().get_group())._replace(axes=axes)
 
 
 def parse(argument: str, function: Callable[[Any], _T], value: Any) -> _T:

@@ -91,13 +91,14 @@ def _method(ranks: Ranks, tensors: tuple[Tensor, ...], whole: Whole, packed: Pac
     q, k, v = tensors
     heads, heads_k, size = q.shape[2], k.shape[2], ranks.group.size
     drops = packed is not None and whole.dropout_p > 0
-    if ranks.method == "ring" and drops:
+    if drops and (ranks.method == "ring" or ranks.group.axes is not None):
         raise NotImplementedError(
             f"{NAME}_varlen: dropout_p is {whole.dropout_p}; with packed sequences method "
-            '"gather" or "ulysses" is allowed'
+            '"gather" or "ulysses" is allowed, on a mesh of one axis'
         )
     if ranks.method == "ulysses":
-        problem = _ulysses.why_not(size, heads, heads_k)
+        ulysses = ranks.group.axes[1].size if ranks.group.axes else size
+        problem = _ulysses.why_not(ulysses, heads, heads_k)
         if problem:
             raise ValueError(f'{NAME}: {problem}; method "ring" or "gather" is allowed')
     if ranks.method != "auto":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from anyflash._call.options import (
@@ -21,7 +20,7 @@ from anyflash.torch.distributed._arguments import check_ranks, group_of, read_pa
 from anyflash.torch.distributed._attend import METHODS, Ranks, attend, check_rows, summed
 from anyflash.torch.distributed._autograd import Unshard
 from anyflash.torch.distributed._layout import LAYOUTS, Layout
-from anyflash.torch.distributed._transport import Axis, Group
+from anyflash.torch.distributed._transport import Axis
 
 
 class ContextParallel:
@@ -34,8 +33,9 @@ class ContextParallel:
 
     Parameters
     ----------
-    group : DeviceMesh of one axis, or ProcessGroup, optional
-        The ranks that share sequences; default: all.
+    group : DeviceMesh of one or two axes, or ProcessGroup, optional
+        The ranks that share sequences; default: all. With two axes, ``mesh["ring", "ulysses"]``,
+        there is a ring along the first and Ulysses along the second, whose ranks divide the heads.
     method : "ring", "gather", "ulysses" or "auto"
         Ring: keys and values travel from rank to rank, behind the computation; memory is linear in
         a rank's rows. Gather: every rank gets all keys and values. Ulysses: rows are exchanged for
@@ -92,9 +92,16 @@ class ContextParallel:
             raise ValueError(f"{name}: multiple is {multiple!r}; a multiple of 8 is allowed")
         if multiple % 8:
             raise ValueError(f"{name}: multiple is {multiple}; a multiple of 8 is allowed")
-        handle = group_of(name, group)
-        ranks = Group(handle, dist.get_rank(handle), dist.get_world_size(handle))
-        self._ranks = Ranks(ranks, Layout(layout, ranks.size, multiple), method)
+        ranks = group_of(name, group)
+        inner_size = 1
+        if ranks.axes is not None:
+            if method != "auto":
+                raise ValueError(
+                    f"{name}: method is {method!r}; auto is allowed with a mesh of two axes, which "
+                    "say what is done along them"
+                )
+            method, inner_size = "ulysses", ranks.axes[1].size
+        self._ranks = Ranks(ranks, Layout(layout, ranks.size, multiple, inner_size), method)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a tensor that every rank has whole, along axis ``dim``.

@@ -26,14 +26,43 @@ class Run(NamedTuple):
 class Layout(NamedTuple):
     """A sequence is cut into chunks of equal length, a multiple of ``multiple``; the last ones are
     shorter, or empty. Contiguous: rank r has chunk r. Zigzag: of twice as many chunks rank r has
-    chunk r and chunk 2 size - 1 - r, so that under a causal mask all ranks have the same work."""
+    chunk r and chunk 2 size - 1 - r, so that under a causal mask all ranks have the same work.
+
+    With two axes of ranks, numbered along the second one first, what a rank of the first axis would
+    have is shared by `inner_size` ranks of the second, in one piece each."""
 
     name: str
     size: int
     multiple: int
+    inner_size: int = 1
+
+    @property
+    def outer(self) -> Layout:
+        return Layout(self.name, self.size // self.inner_size, self.multiple)
+
+    @property
+    def inner(self) -> Layout:
+        """Of the rows that a rank of the first axis would have."""
+        return Layout("contiguous", self.inner_size, self.multiple)
 
     def runs(self, rank: int, length: int) -> tuple[Run, ...]:
         """The rows of a rank, in order; neighbouring chunks are one run."""
+        if self.inner_size == 1:
+            return self._runs(rank, length)
+        first, second = divmod(rank, self.inner_size)
+        shared = self.outer.runs(first, length)
+        runs: list[Run] = []
+        at = 0
+        for part in self.inner.runs(second, sum(run.rows for run in shared)):
+            for run in shared:
+                begin, end = max(run.at, part.start), min(run.own.stop, part.stop)
+                if begin < end:
+                    moved = run.start - run.at
+                    runs.append(Run(begin + moved, end + moved, at))
+                    at += end - begin
+        return tuple(runs)
+
+    def _runs(self, rank: int, length: int) -> tuple[Run, ...]:
         zigzag = self.name == "zigzag"
         parts = self.size * 2 if zigzag else self.size
         chunk = -(-length // parts)

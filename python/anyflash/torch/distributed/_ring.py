@@ -25,7 +25,8 @@ from anyflash.torch.distributed._pieces import (
 )
 from anyflash.torch.distributed._transport import Exchange, Group, Message
 
-Grads = tuple[Tensor | None, ...]
+# Of q, k, v, bias, sinks and slopes.
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class _Packed(NamedTuple):
@@ -77,7 +78,8 @@ class Ring:
         return Exchange(group, self._what(hop, "k and v"), 2 * hop, send, receive), wanted
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        sums = ForwardSums(self.pieces, self.v.shape[-1])
+        alone = self.group.size == 1  # no row gets a second piece
+        sums = ForwardSums(self.pieces, self.v.shape[-1], dtype if alone else None)
         own = _Packed.of(self.k, self.v)
         coming = self._hop(1, own)
         sums.add(Keys(self.k, self.v, self.keys[self.group.rank]))
@@ -91,7 +93,7 @@ class Ring:
         return sums.finish(dtype)
 
     def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
-        """Of q, k, v, bias, sinks and slopes. Parts of dk and dv go back to the keys' owner."""
+        """Parts of dk and dv go back to the keys' owner."""
         group = self.group
         sums = BackwardSums(self.pieces, results, wanted)
         own = _Packed.of(self.k, self.v)

@@ -18,11 +18,17 @@ _NAME = "anyflash.torch.distributed.ContextParallel"
 
 
 class Group(NamedTuple):
-    """A process group, and this process's place in it."""
+    """A process group, and this process's place in it. Where the ranks are those of a mesh of two
+    axes, also the groups along either axis that it is in."""
 
     handle: Any
     rank: int
     size: int
+    axes: tuple[Any, Any] | None = None
+
+    @staticmethod
+    def of(handle: Any) -> Group:
+        return Group(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
     def peer(self, distance: int) -> int:
         """The rank that lies so far behind this one."""

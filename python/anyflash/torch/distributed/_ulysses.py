@@ -1,5 +1,7 @@
 """Rows are exchanged for heads (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): a rank
-computes some heads of the whole sequence."""
+computes some heads of the whole sequence. With two axes of ranks (Fang and Zhao, "USP", arXiv
+2405.07719), of those rows that it has with the other ranks of the second axis; a ring along the
+first brings the other keys and values."""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import torch
 from torch import Tensor
 
 from anyflash.torch.distributed._layout import Layout, Run
-from anyflash.torch.distributed._pieces import BackwardSums, ForwardSums, Keys, Pieces, Results
+from anyflash.torch.distributed._pieces import Pieces, Results
 from anyflash.torch.distributed._problem import Given, Heads
+from anyflash.torch.distributed._ring import Ring
 from anyflash.torch.distributed._transport import (
     Axis,
     Group,
@@ -101,30 +104,35 @@ class Trade:
 class Ulysses:
     def __init__(self, group: Group, layout: Layout, pieces: Pieces, k: Tensor, v: Tensor) -> None:
         whole, q, given = pieces.whole, pieces.q, pieces.given
+        ring, ring_layout = Group(None, 0, 1), Layout("contiguous", 1, layout.multiple)
+        if group.axes is not None:
+            ring, group = group.axes
+            ring_layout, layout = layout.outer, layout.inner
         self.group, self.layout, self.given = group, layout, given
         self.total, self.total_k = q.shape[2], k.shape[2]
         ranks = range(group.size)
         heads = [heads_of(rank, group.size, self.total) for rank in ranks]
         heads_k = [keys_heads_of(rank, group.size, self.total, self.total_k) for rank in ranks]
-        self.of_rows = Trade(group, layout, whole.seqlen_q, heads)
-        self.of_keys = Trade(group, layout, whole.seqlen_k, heads_k)
+        # What the ranks that exchange have together.
+        self.length = ring_layout.rows(ring.rank, whole.seqlen_q)
+        self.of_rows = Trade(group, layout, self.length, heads)
+        self.of_keys = Trade(group, layout, ring_layout.rows(ring.rank, whole.seqlen_k), heads_k)
         self.own = heads[group.rank]
-        rows = (Run(0, whole.seqlen_q, 0),) if whole.seqlen_q else ()
-        columns = (Run(0, whole.seqlen_k, 0),) if whole.seqlen_k else ()
-        self.pieces = Pieces(
+        own_pieces = Pieces(
             whole,
-            self._of_heads(given, whole.seqlen_q),
+            self._of_heads(given),
             pieces.packed,
             Heads(self.own.start, self.total),
-            (self.of_rows.to_heads("exchanging q", q), rows),
+            (
+                self.of_rows.to_heads("exchanging q", q),
+                ring_layout.runs(ring.rank, whole.seqlen_q),
+            ),
         )
-        self.keys = Keys(
-            self.of_keys.to_heads("exchanging k", k),
-            self.of_keys.to_heads("exchanging v", v),
-            columns,
-        )
+        keys = self.of_keys.to_heads("exchanging k", k)
+        values = self.of_keys.to_heads("exchanging v", v)
+        self.ring = Ring(ring, ring_layout, own_pieces, keys, values)
 
-    def _of_heads(self, given: Given, length: int) -> Given:
+    def _of_heads(self, given: Given) -> Given:
         """What belongs to this rank's heads, and to all rows."""
 
         def own(x: Tensor | None, axis: int) -> Tensor | None:
@@ -134,7 +142,7 @@ class Ulysses:
 
         bias, sinks, slopes = given.bias, given.sinks, given.alibi_slopes
         if bias is not None and bias.shape[2] != 1:
-            bias = self._bias_of_all_rows(bias, length)
+            bias = self._bias_of_all_rows(bias)
         elif bias is not None:
             bias = own(bias, 1)
         part = slice(self.own.start, self.own.stop)
@@ -145,17 +153,15 @@ class Ulysses:
             block_mask=own(given.block_mask, 1),
         )
 
-    def _bias_of_all_rows(self, bias: Tensor, length: int) -> Tensor:
+    def _bias_of_all_rows(self, bias: Tensor) -> Tensor:
         if bias.shape[1] == 1:
             what = "gathering bias"
-            return all_gather_rows(self.group, what, Axis(self.layout, length, 2), bias)
+            return all_gather_rows(self.group, what, Axis(self.layout, self.length, 2), bias)
         rows_first = bias.transpose(1, 2)
         return self.of_rows.to_heads("exchanging bias", rows_first).transpose(1, 2)
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        sums = ForwardSums(self.pieces, self.keys.v.shape[-1], dtype)
-        sums.add(self.keys)
-        out, lse = sums.finish(dtype)
+        out, lse = self.ring.forward(dtype)
         by_row = lse.transpose(1, 2)[..., None]
         out = self.of_rows.to_rows("exchanging out", out, self.total)
         lse = self.of_rows.to_rows("exchanging lse", by_row, self.total)
@@ -175,15 +181,14 @@ class Ulysses:
             trade.to_heads("exchanging dout", results.dout),
             None if results.dlse is None else by_head("dlse", results.dlse),
         )
-        sums = BackwardSums(self.pieces, given, wanted)
-        dk, dv = sums.add(self.keys)
+        dq, dk, dv, dbias, dsinks, dslopes = self.ring.backward(given, wanted)
         return (
-            trade.to_rows("exchanging dq", sums.finish(), self.total),
+            trade.to_rows("exchanging dq", dq, self.total),
             self.of_keys.to_rows("exchanging dk", dk, self.total_k),
             self.of_keys.to_rows("exchanging dv", dv, self.total_k),
-            self._dbias(sums.dbias),
-            self._placed(sums.dsinks, self.given.sinks),
-            self._placed(sums.dslopes, self.given.alibi_slopes),
+            self._dbias(dbias),
+            self._placed(dsinks, self.given.sinks),
+            self._placed(dslopes, self.given.alibi_slopes),
         )
 
     def _dbias(self, own: Tensor | None) -> Tensor | None:
@@ -196,9 +201,9 @@ class Ulysses:
             total = own.new_zeros(bias.shape)
             total[:, self.own] = own
             return total
-        length = self.pieces.whole.seqlen_q
         if bias.shape[1] == 1:
-            return sum_of_rows(self.group, "summing dbias", Axis(self.layout, length, 2), own)
+            axis = Axis(self.layout, self.length, 2)
+            return sum_of_rows(self.group, "summing dbias", axis, own)
         rows_first = own.transpose(1, 2)
         return self.of_rows.to_rows("exchanging dbias", rows_first, self.total).transpose(1, 2)
 

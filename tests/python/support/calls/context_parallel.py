@@ -6,6 +6,7 @@ python -m calls.context_parallel FOLDER RANK SIZE DEVICE
 
 from __future__ import annotations
 
+import functools
 import itertools
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import anyflash.torch
 from anyflash.torch.distributed import ContextParallel
@@ -20,6 +22,8 @@ from run import ranks
 
 METHODS = ("ring", "gather", "ulysses")
 LAYOUTS = ("zigzag", "contiguous")
+MESH = "mesh"  # in place of a method: a ring along one axis, Ulysses along the other
+WAYS = (*itertools.product(METHODS, LAYOUTS), (MESH, "zigzag"))
 DEVICE = ranks.device()
 Options = dict[str, Any]
 
@@ -119,20 +123,32 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Each feature with each method and layout; every two features with one of these; all."""
-    ways = list(itertools.product(METHODS, LAYOUTS))
-    for (method, layout), names in itertools.product(ways, [(), *((x,) for x in FEATURES)]):
+    for (method, layout), names in itertools.product(WAYS, [(), *((x,) for x in FEATURES)]):
         yield Case(method, layout, names)
-    turns = itertools.cycle(ways)
+    turns = itertools.cycle(WAYS)
     for one, two in itertools.combinations(FEATURES, 2):
         clash = FEATURES[one][0].keys() & FEATURES[two][0].keys()
         if clash or (KINDS[one] and KINDS[one] == KINDS[two]):
             continue
         yield Case(*next(turns), (one, two))
     many = ("causal", "left", "softcap", "alibi", "bias", "blocks", "sinks", "dropout", "seqused")
-    for way in ways:
+    for way in WAYS:
         yield Case(*way, (*many, "gqa", "dv"))
         yield Case(*way, ("causal", "sinks", "dropout", "bias"), torch.float32)
         yield Case(*way, ("window", "alibi", "gqa"), torch.bfloat16)
+
+
+@functools.cache
+def mesh() -> Any:
+    size = dist.get_world_size()
+    inner = 2 if size > 1 else 1
+    return init_device_mesh(DEVICE, (size // inner, inner), mesh_dim_names=("ring", "ulysses"))
+
+
+def context_parallel(method: str, layout: str, multiple: int) -> ContextParallel:
+    if method == MESH:
+        return ContextParallel(mesh()["ring", "ulysses"], layout=layout, multiple=multiple)
+    return ContextParallel(method=method, layout=layout, multiple=multiple)
 
 
 Leaves = dict[str, torch.Tensor]
@@ -220,7 +236,7 @@ def check(case: Case) -> None:
 
     one = grads_of_one_gpu(whole, numbers, (dout, dlse))
     multiple = 64 if "block_size" in numbers else 8
-    cp = ContextParallel(method=case.method, layout=case.layout, multiple=multiple)
+    cp = context_parallel(case.method, case.layout, multiple)
     local = local_of(cp, whole)
     seqlen = (shape.rows, shape.keys)
     mine, my_lse = cp.attention(**local, **numbers, seqlen=seqlen, return_lse=True)
@@ -301,9 +317,9 @@ class PackedCase(NamedTuple):
 
 
 def packed_cases() -> Iterator[PackedCase]:
-    for case in itertools.starmap(PackedCase, itertools.product(METHODS, LAYOUTS, LENGTHS, PACKED)):
-        if (case.method, case.options) != ("ring", "dropout"):
-            yield case
+    for way, lengths, options in itertools.product(WAYS, LENGTHS, PACKED):
+        if options != "dropout" or way[0] not in ("ring", MESH):
+            yield PackedCase(*way, lengths, options)
 
 
 def check_packed(case: PackedCase) -> None:
@@ -331,7 +347,7 @@ def check_packed(case: PackedCase) -> None:
     out, lse = anyflash.torch.attention_varlen(**reference, **options, return_lse=True)
     grads = differentiate(reference, out, lse, dout, dlse)
 
-    cp = ContextParallel(method=case.method, layout=case.layout, multiple=8)
+    cp = context_parallel(case.method, case.layout, 8)
     local = {
         name: (cp.shard(x.detach(), 0) if name in "qkv" else x.detach())
         .to(DEVICE, copy=True)
