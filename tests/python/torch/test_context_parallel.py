@@ -40,7 +40,7 @@ def test_gpus_compute_what_one_computes(size: int, tmp_path: Path, torch: Module
 def check_ranks(size: int, folder: Path, device: str) -> None:
     results = ranks.run("calls.context_parallel", size, folder, device)
     for rank, found in enumerate(results):
-        assert len(found) > 300
+        assert len(found) > 250
         wrong = {name: error for name, error in found.items() if error}
         texts = "\n".join(f"{name}\n{error}" for name, error in list(wrong.items())[:3])
         assert not wrong, f"rank {rank}: {len(wrong)} of {len(found)} cases\n{texts}"
