@@ -80,7 +80,8 @@ class Forward(Call[ArrayT]):
     def _read_prior(self, prior: Any) -> None:
         """The result over other keys."""
         if not isinstance(prior, (tuple, list)) or len(prior) != 2:
-            given = f"{len(prior)} values" if isinstance(prior, (tuple, list)) else type(prior)
+            is_sequence = isinstance(prior, (tuple, list))
+            given = f"{len(prior)} values" if is_sequence else type(prior).__name__
             raise TypeError(
                 f"{self._operands.operation}: prior is {given}; (out, lse) of other keys is allowed"
             )

@@ -91,6 +91,11 @@ class Pieces:
             return tensors, options, None
         return tuple(x[0] for x in tensors), options, self.packed.of_piece(*piece.runs)
 
+    def is_all(self, part: slice, length: int) -> bool:
+        """Whether a piece's call writes all rows, or keys. Those of no packed sequence it does
+        not."""
+        return self.packed is None and part == slice(0, length)
+
     def given_rows(self, x: Tensor) -> Tensor:
         """What a piece's calls take of a tensor with a batch axis."""
         return x if self.packed is None else x[0]
@@ -118,7 +123,7 @@ class ForwardSums:
     def add(self, keys: Keys) -> None:
         given = self.pieces.given_rows
         for piece in self.pieces.of(keys.runs):
-            if not self._is_begun and not is_whole(piece.rows, self.out.shape[1]):
+            if not self._is_begun and not self.pieces.is_all(piece.rows, self.out.shape[1]):
                 self._begin()
             state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
             prior = state if self._is_begun and self._continues else None
@@ -142,10 +147,6 @@ class ForwardSums:
             lse = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
             merge_states(self.out, self.lse, nothing, lse, out=self.out, lse=self.lse)
         return self.out.to(dtype), self.lse.to(torch.float32)
-
-
-def is_whole(part: slice, length: int) -> bool:
-    return part == slice(0, length)
 
 
 class Results(NamedTuple):
@@ -182,7 +183,7 @@ class BackwardSums:
             dtype = self.dq.dtype
             into = torch.empty_like(keys.k, dtype=dtype), torch.empty_like(keys.v, dtype=dtype)
         pieces = self.pieces.of(keys.runs)
-        adds_dkv = not pieces or not is_whole(pieces[0].keys, keys.k.shape[1])
+        adds_dkv = not pieces or not self.pieces.is_all(pieces[0].keys, keys.k.shape[1])
         if adds_dkv:
             for gradient in into:
                 gradient.zero_()
@@ -195,7 +196,7 @@ class BackwardSums:
         self, keys: Keys, piece: Piece, into: tuple[Tensor, Tensor], adds_dkv: bool
     ) -> None:
         given, rows = self.pieces.given_rows, piece.rows
-        if not self._is_begun and not is_whole(rows, self.dq.shape[1]):
+        if not self._is_begun and not self.pieces.is_all(rows, self.dq.shape[1]):
             self._begin()
         dk, dv = (given(gradient[:, piece.keys]) for gradient in into)
         request = GradientRequest(
