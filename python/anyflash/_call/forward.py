@@ -20,7 +20,7 @@ class Forward(Call[ArrayT]):
     def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        out_dtype, out, stream, lse_given, prior, wide = outputs[4:]
+        out_dtype, out, stream, lse_given, prior = outputs[4:]
         flags = self._given.causal, *outputs[:4]
         causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
             parsing.flag_values(operands.operation, _FLAGS, flags)
@@ -43,7 +43,7 @@ class Forward(Call[ArrayT]):
             operands.output("lse", lse_given, _LSE)
             lse = lse_given
         elif return_lse or whole:
-            lse = self._new_lse("float64" if wide else "float32")
+            lse = self._new_lse()
         if lse is not None:
             lse_target = framework.export_out(lse, device)
 
@@ -101,9 +101,9 @@ class Forward(Call[ArrayT]):
         operands.output("out", out, allowed)
         return out
 
-    def _new_lse(self, dtype: str = "float32") -> Any:
+    def _new_lse(self) -> Any:
         length, heads = self._out_shape[-3:-1]
-        return self._operands.empty((*self._out_shape[:-3], heads, length), dtype)
+        return self._operands.empty((*self._out_shape[:-3], heads, length), "float32")
 
     def _output(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array that is written besides the result."""

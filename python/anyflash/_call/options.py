@@ -168,7 +168,6 @@ class OutputRequest(NamedTuple):
     stream: Any = None
     lse: Any = None
     prior: Any = None
-    wide_lse: bool = False  # float64, on the CPU: a state that others are merged with
 
 
 class GradientRequest(NamedTuple):

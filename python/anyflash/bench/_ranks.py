@@ -94,11 +94,11 @@ def _virtual_call(cell: Cell, rank: int, device: Any) -> Callable[[], Any]:
         def _hop(self, hop: int, own: Any) -> Any:
             if hop >= self.group.size:
                 return None
-            needed = self.needs[self.group.rank][self.group.peer(-hop)]
+            needed = self.needs(self.group.rank, self.group.peer(-hop))
             return Here(own.data if needed else None), own
 
         def _return(self, hop: int, found: Any) -> Any:
-            needed = self.needs[self.group.peer(hop)][self.group.rank]
+            needed = self.needs(self.group.peer(hop), self.group.rank)
             arrived = found if found is not None else self._empty(self.group.rank, self.k.dtype)
             return Here(arrived.data if needed else None), arrived
 

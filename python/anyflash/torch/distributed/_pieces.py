@@ -100,10 +100,6 @@ class Pieces:
         """What a piece's calls take of a tensor with a batch axis."""
         return x if self.packed is None else x[0]
 
-    def own_rows(self, x: Tensor) -> Tensor:
-        """The reverse."""
-        return x if self.packed is None else x[None]
-
 
 class ForwardSums:
     """The result and its LSE, which piece after piece continues; on the CPU the LSE is float64."""

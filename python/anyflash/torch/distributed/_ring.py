@@ -8,13 +8,14 @@ joined in the order of the hops, whatever arrives when.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyflash.torch.distributed._layout import Layout, Run
+from anyflash.torch.distributed._layout import Layout
 from anyflash.torch.distributed._pieces import (
     BackwardSums,
     ForwardSums,
@@ -51,10 +52,11 @@ class Ring:
         whole = pieces.whole
         self.rows = [layout.runs(rank, whole.seqlen_q) for rank in range(group.size)]
         self.keys = [layout.runs(rank, whole.seqlen_k) for rank in range(group.size)]
-        self.needs = [[self._needs(rows, keys) for keys in self.keys] for rows in self.rows]
 
-    def _needs(self, rows: Sequence[Run], keys: Sequence[Run]) -> bool:
-        return any(self.pieces.sees(r, c) for r in rows for c in keys)
+    def needs(self, reader: int, owner: int) -> bool:
+        """Whether a rank's rows see another's keys."""
+        pairs = itertools.product(self.rows[reader], self.keys[owner])
+        return any(self.pieces.sees(rows, keys) for rows, keys in pairs)
 
     def _empty(self, rank: int, dtype: torch.dtype) -> _Packed:
         """Room for a rank's keys and values, or gradients of them."""
@@ -73,8 +75,8 @@ class Ring:
             return None
         owner, reader = group.peer(-hop), group.peer(hop)
         wanted = self._empty(owner, self.k.dtype)
-        receive = Message(wanted.data, owner) if self.needs[group.rank][owner] else None
-        send = Message(own.data, reader) if self.needs[reader][group.rank] else None
+        receive = Message(wanted.data, owner) if self.needs(group.rank, owner) else None
+        send = Message(own.data, reader) if self.needs(reader, group.rank) else None
         return Exchange(group, self._what(hop, "k and v"), 2 * hop, send, receive), wanted
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -119,7 +121,7 @@ class Ring:
         group = self.group
         owner, reader = group.peer(-hop), group.peer(hop)
         wanted = self._empty(group.rank, sum_dtype(self.k))
-        receive = Message(wanted.data, reader) if self.needs[reader][group.rank] else None
+        receive = Message(wanted.data, reader) if self.needs(reader, group.rank) else None
         send = None if found is None else Message(found.data, owner)
         return Exchange(group, self._what(hop, "dk and dv"), 2 * hop + 1, send, receive), wanted
 
