@@ -183,7 +183,7 @@ def _forward(ring: Ring, floats: Arrays, others: Arrays) -> tuple[Any, Any]:
         following = ring.next(packed) if hop + 1 < ring.size else packed
         k, v = attention.apart(packed)
         for piece in attention.pieces(hop):
-            part = attention.where_seen(piece, functools.partial(_piece, attention, piece, k, v))
+            part = attention.where_seen(piece, functools.partial(_result, attention, piece, k, v))
             own_out, own_lse = _join(out[:, piece.rows], lse[..., piece.rows], part)
             out = out.at[:, piece.rows].set(own_out)
             lse = lse.at[..., piece.rows].set(own_lse)
@@ -194,7 +194,7 @@ def _forward(ring: Ring, floats: Arrays, others: Arrays) -> tuple[Any, Any]:
     return out.astype(ring.out_dtype), lse.astype(jnp.float32)
 
 
-def _piece(attention: _Attention, piece: _Piece, k: Any, v: Any) -> Arrays:
+def _result(attention: _Attention, piece: _Piece, k: Any, v: Any) -> Arrays:
     ring, operands = attention.ring, attention.operands(piece, k, v)
     batch, rows, heads, _ = operands["q"].shape
     shapes = {
