@@ -31,32 +31,35 @@ function(anyflash_kernels)
   endforeach()
 endfunction()
 
+set(up_to_256 32,64,96,128,192,192_128,256)
+
 anyflash_kernel_family(sm80 ARCHS "^[0-9]+$" VIRTUAL 80)
 anyflash_kernels(
   FAMILY sm80
   OP forward
-  HEAD_DIMS 32 64 96 128 192 192_128 256
+  HEAD_DIMS 32 64 96 128 192 192_128 256 512
   KERNELS
     "*::PlainForward"
-    "*:_scored:ScoredForward"
-    "*:_dropout:DropoutForward"
+    "${up_to_256}:_scored:ScoredForward"
+    "${up_to_256}:_dropout:DropoutForward"
     "*:_generic:GenericForward"
-    "64,128,256:_compact:PlainForward, TileConfig::kCompact"
-    "128,192,192_128,256:_wide:PlainForward, TileConfig::kWide"
+    "64,128,256,512:_compact:PlainForward, TileConfig::kCompact"
+    "512:_generic_compact:GenericForward, TileConfig::kCompact"
+    "128,192,192_128,256,512:_wide:PlainForward, TileConfig::kWide"
 )
 anyflash_kernels(
   FAMILY sm80
   OP backward
-  HEAD_DIMS 32 64 96 128 192 192_128 256
+  HEAD_DIMS 32 64 96 128 192 192_128 256 512
   KERNELS
     "*::PlainBackward"
-    "*:_alibi:AlibiBackward"
-    "*:_softcap:SoftcapBackward"
-    "*:_dropout:DropoutBackward"
+    "${up_to_256}:_alibi:AlibiBackward"
+    "${up_to_256}:_softcap:SoftcapBackward"
+    "${up_to_256}:_dropout:DropoutBackward"
     "*:_generic:GenericBackward"
     "128:_compact:PlainBackward, TileConfig::kCompact"
-    "192,256:_compact:GenericBackward, TileConfig::kCompact"
-    "32,128,192,192_128,256:_wide:PlainBackward, TileConfig::kWide"
+    "192,256,512:_compact:GenericBackward, TileConfig::kCompact"
+    "32,128,192,192_128,256,512:_wide:PlainBackward, TileConfig::kWide"
   UNIT_PER_VARIANT
 )
 # Decoding waits for memory, and columns that do not exist are not loaded: other head dims are

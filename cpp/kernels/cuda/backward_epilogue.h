@@ -37,6 +37,11 @@ struct GradientTile {
   int columns;
   bool accumulates;  // only of float32
 
+  // Its columns from one on.
+  ANYFLASH_DEVICE GradientTile from_column(int column) const {
+    return {data + column * stride.col, stride, rows, columns - column, accumulates};
+  }
+
   // Element by element, as float32 goes. No other thread has the element: the atomic addition is
   // there because nothing waits for it.
   ANYFLASH_DEVICE void store(int row, int col, float value) const {

@@ -45,11 +45,12 @@ ANYFLASH_DEVICE void load_row(float (&to)[kVector], const void* data, DType dtyp
   }
 }
 
-// A lane's part of the sum of dout * out over a row of at most 256 columns. All loads come first:
-// memory is far.
+// A lane's part of the sum of dout * out over at most kColumnsAtOnce columns of a row. All loads
+// come first: memory is far.
+constexpr int kColumnsAtOnce = 256;
 template <class Element>
 ANYFLASH_DEVICE float row_product(const Element* dout, const Element* out, int lane, int columns) {
-  constexpr int kPieces = 256 / (kRowThreads * kVector);
+  constexpr int kPieces = kColumnsAtOnce / (kRowThreads * kVector);
   Vector<Element> a[kPieces];
   Vector<Element> b[kPieces];
 #pragma unroll
@@ -104,9 +105,11 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.0f;
     const bool short_types = p.dout_dtype != DType::kFloat32 && p.out_dtype != DType::kFloat32;
     if (exists && short_types) {
-      sum = row_product(static_cast<const Element*>(p.dout) + offset(p.dout_stride, row),
-                        static_cast<const Element*>(p.out) + offset(p.out_stride, row), lane,
-                        a.head_dim_v);
+      const auto* const dout = static_cast<const Element*>(p.dout) + offset(p.dout_stride, row);
+      const auto* const out = static_cast<const Element*>(p.out) + offset(p.out_stride, row);
+      for (int first = 0; first < a.head_dim_v; first += kColumnsAtOnce) {
+        sum += row_product(dout + first, out + first, lane, a.head_dim_v - first);
+      }
     } else if (exists) {
       for (int col = lane * kVector; col < a.head_dim_v; col += kRowThreads * kVector) {
         float dout[kVector];

@@ -35,6 +35,7 @@ struct BackwardScratch : BackwardParams {
   int64_t dq_columns = 0;        // the kernel's head dim; 0: it needs no dq_accum
   void* dout_rounded = nullptr;  // float32 dout as the kernels' type, (batch or 1, padded_rows,
                                  // heads, head_dim_v rounded up); null: dout is read as it is
+  int dq_first_column = 0;       // of a launch that makes some of dQ's columns
   float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
   float* slopes_log2 = nullptr;  // ALiBi's, times log2(e), (batch, heads); null: there are none
   // Where groups come in parts (sm80/backward/gqa_partials.h), else null.

@@ -19,6 +19,8 @@ struct BackwardConfig {
   int query_parts = 1;
   bool reload_v = false;   // P and dS lie where V was, which comes again with every tile of rows
   bool ping_pong = false;  // two groups of warps take the tiles alternately (pingpong.h)
+  // Q, dO and V come by so many columns, dK and dV by a launch each (column_chunks.h); 0: whole.
+  int chunk_columns = 0;
   // What stays in registers, where some are left:
   // - the sequence's lengths; else each use reads them from shared memory;
   // - a thread's addresses in P and dS;
@@ -110,6 +112,16 @@ constexpr BackwardConfig generic_compact(bool reload_v) {
   return c;
 }
 
+// Head dim 512: of K alone a CTA holds all columns.
+constexpr BackwardConfig by_chunks(BackwardConfig c, int stages) {
+  c.chunk_columns = 256;
+  c.stages = stages;
+  c.score_warps = 4;
+  c.query_parts = c.tile.block_n == 64 ? 4 : 8;
+  c.bits_group = c.tile.block_n == 64 ? 0 : 1;
+  return large(c);
+}
+
 // Head dim of Q and K, whose shared memory, the plain kernel's tiles or the generic one's.
 struct BackwardConfigRow {
   int head_dim;
@@ -131,6 +143,8 @@ inline constexpr BackwardConfigRow kBackwardConfigs[] = {
     {192, TileConfig::kWide, false, large_wide(2, 3)},                     // 176 KB, V 128: 152
     {256, TileConfig::kDefault, false, large_default(1)},                  // 144 KB
     {256, TileConfig::kWide, false, large_wide(4, 4)},                     // 224 KB
+    {512, TileConfig::kDefault, false, by_chunks(one_cta(64, 64), 1)},     // 136 KB
+    {512, TileConfig::kWide, false, by_chunks(one_cta(64, 64), 2)},        // 200 KB
 
     {32, TileConfig::kDefault, true, generic(4, 2)},            // 40 KB
     {64, TileConfig::kDefault, true, generic(4, 2)},            // 64 KB
@@ -140,6 +154,8 @@ inline constexpr BackwardConfigRow kBackwardConfigs[] = {
     {192, TileConfig::kCompact, true, generic_compact(false)},  // 80 KB
     {256, TileConfig::kDefault, true, large(generic(2, 1))},    // 144 KB
     {256, TileConfig::kCompact, true, generic_compact(true)},   // 96 KB
+    {512, TileConfig::kDefault, true, by_chunks(generic(2, 1), 1)},               // 136 KB
+    {512, TileConfig::kCompact, true, by_chunks(generic_compact(false), 1)},      // 84 KB
 };
 
 // The row's config; without tiles if there is none.

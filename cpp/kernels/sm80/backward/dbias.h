@@ -76,7 +76,7 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const ScoreGradientTile<Traits> tiles(params, sequence, smem);
+  ScoreGradientTile<Traits> tiles(params, sequence, smem);
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
   const BlockMask blocks(params.attention, batch, head);

@@ -15,7 +15,8 @@
 namespace anyflash::sm80 {
 
 // dQ of one block of rows a CTA, if params.deterministic, and its share of the gradient of ALiBi's
-// slope, if that is wanted. Grid: x = all row blocks of all (batch, head) pairs.
+// slope, if that is wanted. Of dQ it makes kDqColumns columns from params.dq_first_column on. Grid:
+// x = all row blocks of all (batch, head) pairs.
 template <class Traits, class Scores>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
     deterministic_dq_kernel(const __grid_constant__ BackwardScratch params) {
@@ -30,11 +31,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const Sequence sequence = sequence_of(params.attention, batch);
 
   typename Traits::TiledMma mma;
-  auto acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+  auto acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kDqColumns>>{});
   clear(acc_dq);  // (MMA, MMA_M, MMA_D)
   float slope_sum = 0.0f;
   if (row0 < sequence.seqlen_q) {
-    const ScoreGradientTile<Traits> tiles(params, sequence, smem);
+    ScoreGradientTile<Traits> tiles(params, sequence, smem);
     const Mask mask(sequence, params.attention.window);
     const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
     const BlockMask blocks(params.attention, batch, head);
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const auto store = [&](auto type) {
     const auto target =
         gradient_tile<decltype(type)>(params.dq, params.dq_stride, query_rows(sequence, head, row0),
-                                      params.attention.head_dim, params.accumulates_dq);
+                                      params.attention.head_dim, params.accumulates_dq)
+            .from_column(params.dq_first_column);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc_dq,
                                                                            smem.q);
   };

@@ -58,29 +58,36 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kRowThreads)
     postprocess_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
-  using Buffer = typename Traits::template Buffer<typename Traits::TileQ>;
-  auto& smem = *reinterpret_cast<Buffer*>(anyflash_smem);
+  using Tile = typename Traits::TileDq;
+  auto& smem = *reinterpret_cast<typename Traits::template Buffer<Tile>*>(anyflash_smem);
   const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params, blockIdx.x);
   const Sequence& sequence = block.sequence;
   if (block.first_row >= sequence.seqlen_q) return;
 
   const typename Traits::QueryMma mma;
-  auto acc = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
-  const float* const tile =
+  const float* const sums =
       params.dq_accum +
       (params.first_row(sequence, block.batch, block.head) + block.first_row) * Traits::kHeadDim;
   CUTE_UNROLL
-  for (int i = 0; i < size(acc); ++i) {
-    acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
+  for (int column = 0; column < Traits::kHeadDim; column += Tile::kColumns) {
+    auto acc = partition_fragment_C(mma, typename Tile::Shape{});
+    const float* const tile = sums + column * Traits::kBlockM;
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); ++i) {
+      acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
+    }
+    const auto store = [&](auto type) {
+      const auto target = gradient_tile<decltype(type)>(
+                              params.dq, params.dq_stride,
+                              query_rows(sequence, block.head, block.first_row),
+                              params.attention.head_dim, params.accumulates_dq)
+                              .from_column(column);
+      store_gradient<Tile, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
+    };
+    if (column > 0) __syncthreads();  // every thread has read its pieces
+    if (params.grad_dtype == DType::kFloat32) store(float{});
+    else store(typename Traits::Element{});
   }
-  const auto store = [&](auto type) {
-    const auto target = gradient_tile<decltype(type)>(
-        params.dq, params.dq_stride, query_rows(sequence, block.head, block.first_row),
-        params.attention.head_dim, params.accumulates_dq);
-    store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
-  };
-  if (params.grad_dtype == DType::kFloat32) store(float{});
-  else store(typename Traits::Element{});
 }
 
 }  // namespace anyflash::sm80

@@ -1,7 +1,7 @@
 // Host side of the sm_80 backward kernels: one KernelDescriptor per (dtype, head dims, variant).
 //
 //   preprocess_kernel           delta and LSE of every row; dq_accum = 0
-//   backward_kernel             dK, dV; adds to dq_accum
+//   backward_kernel             dK, dV; adds to dq_accum (kernel_by_chunks.h: first dK, then dV)
 //   reduce_gqa_partials_kernel  dK, dV, where the heads of a group come in parts
 //   postprocess_dq_kernel       dQ from dq_accum
 //   deterministic_dq_kernel     dQ without atomics, instead; sums for ALiBi's slopes
@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/math.h"
@@ -27,6 +28,7 @@
 #include "sm80/backward/deterministic_dq.h"
 #include "sm80/backward/gqa_partials.h"
 #include "sm80/backward/kernel.h"
+#include "sm80/backward/kernel_by_chunks.h"
 #include "sm80/backward/traits.h"
 #include "sm80/family.h"
 #include "variant/backward_scratch.h"
@@ -34,6 +36,47 @@
 #include "variant/backward_variants.h"
 
 namespace anyflash::sm80 {
+
+// dK and dV, and dS K into dq_accum.
+template <class Traits, class Scores>
+void launch_key_gradients(const BackwardScratch& p, void* stream) {
+  const Attention& a = p.attention;
+  const int64_t blocks = (a.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN * a.batch * a.heads_k;
+  const bool in_parts = p.gqa_partials != nullptr;
+  if constexpr (Traits::kChunks == 1) {
+    launch_blocks<backward_kernel<Traits, Scores>, Traits>(
+        blocks * p.gqa_splits, sizeof(typename Traits::SharedStorage), stream, p);
+    if (!in_parts) return;
+    launch_blocks<reduce_gqa_partials_kernel<Traits, Scores>, Traits>(
+        blocks, sizeof(GqaPartialsStorage<Traits>), stream, p);
+  } else {
+    const auto launch_one = [&](auto which) {
+      constexpr KeyGradient kWhich = decltype(which)::value;
+      constexpr std::size_t kBytes = sizeof(typename Traits::SharedStorage);
+      launch_blocks<backward_by_chunks_kernel<Traits, Scores, kWhich>, Traits>(
+          blocks * p.gqa_splits, kBytes, stream, p);
+      if (!in_parts) return;
+      launch_blocks<reduce_chunked_partials_kernel<Traits, Scores, kWhich>, Traits>(blocks, kBytes,
+                                                                                    stream, p);
+    };
+    launch_one(std::integral_constant<KeyGradient, KeyGradient::kDk>{});
+    launch_one(std::integral_constant<KeyGradient, KeyGradient::kDv>{});
+  }
+}
+
+// dQ where it must be deterministic, and sums for ALiBi's slopes.
+template <class RowTraits, class Scores>
+void launch_deterministic_dq(BackwardScratch p, void* stream) {
+  const Attention& a = p.attention;
+  const int64_t row_blocks = (a.seqlen_q + RowTraits::kBlockM - 1) / RowTraits::kBlockM;
+  const int columns = p.deterministic ? a.head_dim : 1;
+  for (int first = 0; first < columns; first += RowTraits::kDqColumns) {
+    p.dq_first_column = first;
+    launch_blocks<deterministic_dq_kernel<RowTraits, Scores>, RowTraits>(
+        row_blocks * a.batch * a.heads, sizeof(typename RowTraits::SharedStorage), stream, p);
+    p.slope_sums = nullptr;  // they are there
+  }
+}
 
 template <class Traits, class RowTraits, class Scores>
 void launch_backward(const BackwardParams& params, const LaunchContext& context) {
@@ -50,26 +93,16 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
 
   void* const stream = context.stream;
   const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
-  const int64_t pairs = a.batch * a.heads;
   backward_preprocess(p, stream);
   use_rounded_dout(p);
-  launch_blocks<backward_kernel<Traits, Scores>, Traits>(
-      blocks(a.seqlen_k, Traits::kBlockN) * a.batch * a.heads_k * p.gqa_splits,
-      sizeof(typename Traits::SharedStorage), stream, p);
-  if (p.gqa_partials != nullptr) {
-    launch_blocks<reduce_gqa_partials_kernel<Traits, Scores>, Traits>(
-        blocks(a.seqlen_k, Traits::kBlockN) * a.batch * a.heads_k,
-        sizeof(GqaPartialsStorage<Traits>), stream, p);
-  }
+  launch_key_gradients<Traits, Scores>(p, stream);
   if (!p.deterministic) {
     launch_blocks<postprocess_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
-        blocks(a.seqlen_q, Traits::kBlockM) * pairs,
-        sizeof(typename Traits::template Buffer<typename Traits::TileQ>), stream, p);
+        blocks(a.seqlen_q, Traits::kBlockM) * a.batch * a.heads,
+        sizeof(typename Traits::template Buffer<typename Traits::TileDq>), stream, p);
   }
   if (p.deterministic || p.slope_sums != nullptr) {
-    launch_blocks<deterministic_dq_kernel<RowTraits, Scores>, RowTraits>(
-        blocks(a.seqlen_q, RowTraits::kBlockM) * pairs, sizeof(typename RowTraits::SharedStorage),
-        stream, p);
+    launch_deterministic_dq<RowTraits, Scores>(p, stream);
   }
   if constexpr ((Scores::kFeatures & kBias) != 0) {
     if (p.dbias.data != nullptr) {
@@ -87,8 +120,9 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
 template <class Element, int kHeadDim, int kHeadDimV, class Scores,
           TileConfig kTileConfig = TileConfig::kDefault>
 constexpr KernelDescriptor backward_descriptor(const char* name) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
-                                kTileConfig>;
+  using Whole = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
+                               kTileConfig>;
+  using Traits = std::conditional_t<Whole::kChunks == 1, Whole, ChunkedTraits<Whole>>;
   using RowTraits = DeterministicDqTraits<Element, kHeadDim, kHeadDimV>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward, kTileConfig);
   d.features = Scores::kFeatures;

@@ -62,6 +62,10 @@ struct BackwardTraits {
        (kTopRows % (16 * kConfig.score_warps) == 0 && kTopRows % (16 * kConfig.query_warps) == 0));
   // dQ's columns, and so K's, in such parts.
   static constexpr int kPartColumns = kHeadDim / kQueryParts;
+  // dQ is rounded by so many columns at a time.
+  static constexpr int kChunks =
+      kConfig.chunk_columns == 0 ? 1 : kHeadDim / kConfig.chunk_columns;
+  static constexpr int kDqColumnsAtOnce = kHeadDim / kChunks;
   template <int kKeys>
   using OrderOf = std::conditional_t<kQuadKeys, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;
   using KeyOrder = OrderOf<kBlockN>;
@@ -71,6 +75,7 @@ struct BackwardTraits {
   using TileDO = SmemTile<Element, kRowThreads, kBlockM, kHeadDimV>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;
   using TileV = SmemTile<Element, kThreads, kBlockN, kHeadDimV>;
+  using TileDq = SmemTile<Element, kRowThreads, kBlockM, kDqColumnsAtOnce>;
   using TileP = SmemTile<Element, kRowThreads, kBlockM, kBlockN>;
   using PartOfP = SmemTile<Element, kRowThreads, kBlockM, kPartKeys>;
   static_assert(kScoreParts == 1 || kPartKeys % TileP::kPanelColumns == 0,

@@ -27,6 +27,9 @@ struct ForwardConfig {
   // Pairs of warps share 32 rows. Each multiplies them with half of a tile's keys and makes half of
   // the output's columns. So it reads half of K and V: shared memory bounds large head dims.
   bool split_keys_across_warps = false;
+  // The output's columns are made by so many launches, each of which makes all scores: where the
+  // accumulators of all columns would not fit the registers.
+  int passes = 1;
   int min_ctas = 1;  // that an SM must hold: bounds registers
   // Kernels of one operation, dtype, head dims and features whose groups are equal give a row the
   // same bits: their tiles hold as many keys, and they rescale alike.
@@ -90,6 +93,32 @@ constexpr ForwardConfig wide_256() {
   return c;
 }
 
+// Two CTAs wait at different times where an SM holds the tiles of two. Where it holds one, an
+// A100's, that has two buffers.
+constexpr ForwardConfig wide_512() {
+  ForwardConfig c;
+  c.max_head_dim = 512;
+  c.tile_config = TileConfig::kWide;
+  c.tile = {64, 32, 4, 2};
+  c.passes = 2;
+  return c;
+}
+
+constexpr ForwardConfig plain_512() {
+  ForwardConfig c = wide_512();
+  c.tile_config = TileConfig::kDefault;
+  c.tile.ctas = 1;
+  c.stages = 2;
+  return c;
+}
+
+constexpr ForwardConfig compact_512(ForwardConfig c) {
+  c.tile_config = TileConfig::kCompact;
+  c.tile = {32, 32, 2, 1};
+  c.stages = 1;
+  return c;
+}
+
 // With softcap and ALiBi, which want registers of their own.
 constexpr ForwardConfig scored(const ForwardConfig& plain) {
   ForwardConfig c;
@@ -134,15 +163,24 @@ constexpr ForwardConfig generic(int max_head_dim, int block_n, int min_ctas) {
   return c;
 }
 
+constexpr ForwardConfig generic_512() {
+  ForwardConfig c = generic(512, 32, 1);
+  c.passes = 2;
+  return c;
+}
+
 inline constexpr ForwardConfig kTable[] = {
     plain_64(),
     plain_128(),
     plain_256(),
+    plain_512(),
     compact(plain_64(), 2),
     compact(plain_128(), 2),
     compact(plain_256(), 1),
     wide_128(),
     wide_256(),
+    compact_512(plain_512()),
+    wide_512(),
     scored(plain_64()),
     scored(plain_128()),
     scored(plain_256()),
@@ -152,6 +190,8 @@ inline constexpr ForwardConfig kTable[] = {
     generic(64, 64, 3),
     generic(128, 64, 2),
     generic(256, 32, 2),
+    generic_512(),
+    compact_512(generic_512()),
 };
 
 }  // namespace forward_configs

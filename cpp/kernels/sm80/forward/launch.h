@@ -3,7 +3,9 @@
 
 #include <cutlass/numeric_types.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "common/launch.h"
@@ -18,6 +20,29 @@
 #include "variant/forward_variants.h"
 
 namespace anyflash::sm80 {
+
+// The same problem with the columns [first, first + count) of V and of the output. Only the last
+// pass writes what belongs to rows: a prior result, which that may overwrite, is read by all.
+template <class Element>
+ForwardParams with_columns(ForwardParams params, int first, int count, bool last) {
+  Attention& a = params.attention;
+  const auto advance = [first](auto*& data, std::size_t bytes, const Strides& stride) {
+    if (data == nullptr) return;
+    const int64_t offset = first * stride.col * static_cast<int64_t>(bytes);
+    data = const_cast<char*>(static_cast<const char*>(data) + offset);
+  };
+  advance(a.v, sizeof(Element), a.v_stride);
+  advance(params.out, params.out_dtype == DType::kFloat32 ? sizeof(float) : sizeof(Element),
+          params.out_stride);
+  advance(params.prior.out, sizeof(float), params.prior.out_stride);
+  params.prior.columns -= first;
+  a.head_dim_v = count;
+  if (!last) {
+    params.lse = nullptr;
+    params.max_logits = nullptr;
+  }
+  return params;
+}
 
 template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context) {
@@ -38,9 +63,22 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                                          (prepared.attention.softmax_scale < 0.0));
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
-  launch<forward_kernel<Traits, Variant>>(
-      dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
-      sizeof(typename Traits::SharedStorage), context.stream, prepared);
+  const auto launch_pass = [&] {
+    launch<forward_kernel<Traits, Variant>>(
+        dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
+        sizeof(typename Traits::SharedStorage), context.stream, prepared);
+  };
+  if constexpr (Traits::kConfig.passes == 1) {
+    launch_pass();
+  } else {
+    const ForwardParams whole = prepared;
+    for (int first = 0; first < a.head_dim_v; first += Traits::kHeadDimV) {
+      const int rest = a.head_dim_v - first;
+      static_cast<ForwardParams&>(prepared) = with_columns<typename Traits::Element>(
+          whole, first, std::min(rest, Traits::kHeadDimV), rest <= Traits::kHeadDimV);
+      launch_pass();
+    }
+  }
 }
 
 inline std::size_t no_scratch(const ForwardParams&, const LaunchContext&) { return 0; }
@@ -50,6 +88,7 @@ template <class Element, int kHeadDim, int kHeadDimV, class Variant,
 constexpr KernelDescriptor forward_descriptor(const char* name) {
   using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV, Variant, kTileConfig>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward, kTileConfig);
+  d.head_dim_v = kHeadDimV;
   d.features = Variant::kFeatures;
   d.tile = Traits::kTile;
   d.bits_group = Traits::kConfig.bits_group;

@@ -16,10 +16,10 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant, TileConf
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr ForwardConfig kConfig =
-      forward_config(kHeadDim, kHeadDimV, Variant::kFeatures, kTileConfig);
+      forward_config(kHeadDim, kHeadDimV_, Variant::kFeatures, kTileConfig);
   static_assert(kConfig.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
+  static constexpr int kHeadDimV = kHeadDimV_ / kConfig.passes;  // of one launch
   static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;

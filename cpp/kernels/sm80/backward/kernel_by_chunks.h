@@ -1,0 +1,155 @@
+// The backward's main kernel for head dims above 256: dK, or dV, of one block of keys a CTA. The
+// launch for dK also adds to dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/launch.h"
+#include "cuda/backward_grid.h"
+#include "cuda/gqa_partials.h"
+#include "sm80/backward/column_chunks.h"
+#include "sm80/backward/epilogue.h"
+#include "sm80/backward/mainloop_by_chunks.h"
+#include "variant/backward_scratch.h"
+
+namespace anyflash::sm80 {
+
+// Sums of one gradient: an accumulator a chunk of columns.
+template <class Traits>
+class ChunkedSums {
+  using Shape = cute::Shape<cute::Int<Traits::kBlockN>, cute::Int<Traits::kChunkColumns>>;
+  using Acc = decltype(cute::partition_fragment_C(typename Traits::KeyMma{}, Shape{}));
+  using Chunk = typename Traits::KeyChunk;
+  static constexpr int kElements = Traits::kBlockN * Traits::kChunkColumns;
+
+ public:
+  ANYFLASH_DEVICE ChunkedSums() {
+    for_each_chunk([](int, auto& acc) ANYFLASH_INLINE_LAMBDA { cute::clear(acc); });
+  }
+
+  ANYFLASH_DEVICE auto& chunks() { return chunks_; }
+
+  // In a part of a group of query heads, and from one.
+  ANYFLASH_DEVICE void store_part(float* part) {
+    for_each_chunk([&](int i, auto& acc) ANYFLASH_INLINE_LAMBDA {
+      store_sums(part + i * kElements, acc, threadIdx.x, Traits::kThreads);
+    });
+  }
+  ANYFLASH_DEVICE void add_part(const float* part) {
+    for_each_chunk([&](int i, auto& acc) ANYFLASH_INLINE_LAMBDA {
+      add_sums(acc, part + i * kElements, threadIdx.x, Traits::kThreads);
+    });
+  }
+
+  // Scaled, to where `target` is, through `smem` where they are rounded.
+  template <class Out, class Smem>
+  ANYFLASH_DEVICE void write(const GradientTile<Out>& target, float scale, Smem& smem) {
+    for_each_chunk([&](int chunk, auto& acc) ANYFLASH_INLINE_LAMBDA {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(acc); ++i) acc(i) *= scale;
+      store_gradient<Chunk, typename Traits::KeyOrder>(
+          target.from_column(chunk * Traits::kChunkColumns), typename Traits::KeyMma{}, acc, smem);
+      __syncthreads();  // every thread has read its pieces
+    });
+  }
+
+ private:
+  template <class Function>
+  ANYFLASH_DEVICE void for_each_chunk(const Function& function) {
+    cute::for_each(cute::make_int_sequence<Traits::kChunks>{}, [&](auto i) ANYFLASH_INLINE_LAMBDA {
+      function(i, cute::get<decltype(i)::value>(chunks_));
+    });
+  }
+
+  cute::array<Acc, Traits::kChunks> chunks_;  // (MMA, MMA_N, MMA_D)
+};
+
+// Writes the gradient of the CTA's keys, also of those that are not used.
+template <class Traits, class Scores, KeyGradient kWhich, class Out>
+ANYFLASH_DEVICE void write_chunks_as(const BackwardScratch& params, const BackwardWorkTile& block,
+                                     ChunkedSums<Traits>& sums,
+                                     typename Traits::SharedStorage& smem, bool nonfinite_dout) {
+  const Sequence& sequence = block.sequence;
+  const TileRows rows{sequence.batch, block.head_k, sequence.first_k + block.first_key,
+                      sequence.all_keys - block.first_key};
+  if constexpr (kWhich == KeyGradient::kDk) {
+    sums.write(gradient_tile<Out>(params.dk, params.dk_stride, rows, params.attention.head_dim,
+                                  params.accumulates_dkv),
+               params.ds_scale, smem.k);
+  } else {
+    const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, rows,
+                                       params.attention.head_dim_v, params.accumulates_dkv);
+    sums.write(dv, Scores::p_scale(params), smem.k);  // dV is there afterwards
+    if (nonfinite_dout) restore_nonfinite<Traits, Scores>(params, block, dv);
+  }
+}
+template <class Traits, class Scores, KeyGradient kWhich>
+ANYFLASH_DEVICE void write_chunks(const BackwardScratch& params, const BackwardWorkTile& block,
+                                  ChunkedSums<Traits>& sums, typename Traits::SharedStorage& smem,
+                                  bool nonfinite_dout) {
+  if (params.grad_dtype == DType::kFloat32) {
+    write_chunks_as<Traits, Scores, kWhich, float>(params, block, sums, smem, nonfinite_dout);
+  } else {
+    write_chunks_as<Traits, Scores, kWhich, typename Traits::Element>(params, block, sums, smem,
+                                                                      nonfinite_dout);
+  }
+}
+
+// The sums of one gradient in part `part`.
+template <class Traits, KeyGradient kWhich>
+ANYFLASH_DEVICE float* chunks_of_part(const BackwardScratch& params, int64_t part) {
+  return params.gqa_partials + part * kGqaPartialElements<Traits> +
+         (kWhich == KeyGradient::kDk ? 0 : kPartElementsK<Traits>);
+}
+
+// Grid: as backward_kernel's.
+template <class Traits, class Scores, KeyGradient kWhich>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_by_chunks_kernel(const __grid_constant__ BackwardScratch params) {
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  const BackwardWorkTile here = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
+  if (threadIdx.x == 0) {
+    smem.block = here;
+    smem.nonfinite_keys = smem.nonfinite_dout = 0;
+  }
+  __syncthreads();  // read from there, because the loop needs the registers
+  const BackwardWorkTile& block = smem.block;
+
+  ChunkedSums<Traits> sums;
+  ChunkedMainloop<Traits, Scores, kWhich>(params, block, smem).run(sums.chunks());
+
+  cute::cp_async_wait<0>();
+  __syncthreads();  // every warp has done with K, and nothing is on its way there
+  const bool nonfinite_dout = smem.nonfinite_dout != 0;
+  if (params.gqa_partials == nullptr) {
+    write_chunks<Traits, Scores, kWhich>(params, block, sums, smem, nonfinite_dout);
+    return;
+  }
+  const int64_t part = first_part<Traits>(params, block) + block.gqa_split;
+  sums.store_part(chunks_of_part<Traits, kWhich>(params, part));
+  if (kWhich == KeyGradient::kDv && threadIdx.x == 0) {
+    params.gqa_nonfinite_dout[part] = nonfinite_dout;
+  }
+}
+
+// The gradient of a block of keys from its parts, in their order. Grid: as
+// reduce_gqa_partials_kernel's.
+template <class Traits, class Scores, KeyGradient kWhich>
+__global__ void __launch_bounds__(Traits::kThreads)
+    reduce_chunked_partials_kernel(const __grid_constant__ BackwardScratch params) {
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  const BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  if (block.first_key >= block.sequence.all_keys) return;
+
+  ChunkedSums<Traits> sums;
+  bool nonfinite_dout = false;
+  const int64_t first = first_part<Traits>(params, block);
+  for (int64_t part = first; part < first + params.gqa_splits; ++part) {
+    sums.add_part(chunks_of_part<Traits, kWhich>(params, part));
+    if (kWhich == KeyGradient::kDv) nonfinite_dout |= params.gqa_nonfinite_dout[part];
+  }
+  write_chunks<Traits, Scores, kWhich>(params, block, sums, smem, nonfinite_dout);
+}
+
+}  // namespace anyflash::sm80
