@@ -63,18 +63,18 @@ anyflash_kernels(
   UNIT_PER_VARIANT
 )
 # Decoding waits for memory, and columns that do not exist are not loaded: other head dims are
-# rounded up to one of these.
+# rounded up to one of these. 576_512 are the kernels for latent attention.
 anyflash_kernels(
   FAMILY sm80
   OP decode
-  HEAD_DIMS 64 128 256
+  HEAD_DIMS 64 128 256 512 576_512
   KERNELS
     "*:_m16:16, false"
     "*:_m32:32, false"
-    "*:_m64:64, false"
+    "64,128,256,576_512:_m64:64, false"
     "*:_m16_8bit:16, true"
     "*:_m32_8bit:32, true"
-    "*:_m64_8bit:64, true"
+    "64,128,256,576_512:_m64_8bit:64, true"
 )
 
 anyflash_kernel_family(sm90 ARCHS "^90a$" VIRTUAL 90a)

@@ -315,13 +315,16 @@ struct KvCacheArguments : CommonArguments {
                    const anyflash_forward_options& options_, const anyflash_kvcache_options& known)
       : CommonArguments(q_, out_, options_),
         k_cache(view_of(k_cache_, "k_cache", kCacheTypes)),
-        v_cache(view_of(v_cache_, "v_cache", kCacheTypes)),
+        v_cache(v_cache_ == nullptr && known.head_dim_v != 0
+                    ? TensorView{}
+                    : view_of(v_cache_, "v_cache", kCacheTypes)),
         lse(lse_, "lse", kMustBeFloat32),
         cache_tensors(known) {
     cache_tensors.put_into(cache_options);
     cache_options.rotary_interleaved = known.rotary_neox == 0;
     cache_options.num_splits = known.num_splits;
     cache_options.split_size = known.split_size;
+    cache_options.head_dim_v = known.head_dim_v;
   }
 };
 

@@ -40,6 +40,7 @@ Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_
   Problem problem = problem_of(Op::kDecode, q, params.attention, cpu_isa);
   if (params.cache_dtype != q.dtype) problem.features |= kQuantizedCache;
   problem.rows = query_rows(params.attention);
+  problem.latent = params.latent;
   return problem;
 }
 

@@ -57,6 +57,7 @@ struct Problem {
   int64_t pairs = 0;     // of batch and head; backward: and key head and part of its group
   bool bounded = false;  // a mask hides keys: causal, or a window
   bool positive_scale = true;
+  bool latent = false;  // decode: the values are the first columns of the keys
 };
 
 // The problem of a call whose parameters are valid.

@@ -188,6 +188,7 @@ struct KvCacheParams {
   BroadcastTensor k_scale;                   // (batch: slot, head), float32; null: 1
   BroadcastTensor v_scale;
   BroadcastTensor tree_mask;  // (batch, row, col), kBool
+  bool latent = false;        // v is the first columns of k: nothing is appended to it
 
   int num_splits = 1;
   int split_size = 0;  // keys of a split; 0: a sequence's keys are shared out evenly

@@ -73,7 +73,8 @@ std::string with_features(unsigned features) {
 // Has all features, takes the scale, and fits the GPU.
 bool suffices(const KernelDescriptor& kernel, const Problem& problem,
               const DeviceProperties& device) {
-  return (problem.features & ~kernel.features) == 0 && kernel.smem_bytes <= device.smem_per_block &&
+  return (problem.features & ~kernel.features) == 0 && (problem.latent || !kernel.latent) &&
+         kernel.smem_bytes <= device.smem_per_block &&
          (problem.positive_scale || !kernel.family->needs_positive_scale) &&
          built_for(*kernel.family, device.compute_capability);
 }

@@ -47,9 +47,44 @@ void refuse_options(const ForwardOptions& options) {
   refuse(options.total_heads != 0, "total_heads");
 }
 
+// Latent attention: what the keys stand for must not be given.
+void check_latent(const KvCacheTensors& t, const KvCacheOptions& c) {
+  const bool given = t.v_cache.rank != 0 || t.v_cache.data != nullptr;
+  if (c.head_dim_v == 0) {
+    if (given) return;
+    invalid_value(
+        "v_cache is missing; it, or head_dim_v, so many columns of k_cache that are the values, is "
+        "needed");
+  }
+  const auto refuse = [](bool is_given, const char* argument) {
+    if (!is_given) return;
+    invalid_value(
+        std::string(argument) +
+        " is given with head_dim_v, with which the values are k_cache's columns; only one "
+        "of both is allowed");
+  };
+  refuse(given, "v_cache");
+  refuse(c.v_new != nullptr, "v_new");
+  refuse(c.v_scale != nullptr, "v_scale");
+  const int64_t most = t.k_cache.rank == 4 ? t.k_cache.shape[3] : 0;
+  if (c.head_dim_v < 1 || (most > 0 && c.head_dim_v > most)) {
+    invalid_value("head_dim_v is " + std::to_string(c.head_dim_v) + "; 1 to " +
+                  std::to_string(most) + ", the columns of k_cache, is allowed");
+  }
+}
+
+// With the values that are columns of the keys.
+KvCacheTensors with_values(KvCacheTensors t, const KvCacheOptions& c) {
+  check_latent(t, c);
+  if (c.head_dim_v == 0) return t;
+  t.v_cache = t.k_cache;
+  t.v_cache.shape[3] = c.head_dim_v;
+  return t;
+}
+
 // The combinations that are not allowed, whatever the tensors are.
 void check_combinations(const KvCacheOptions& c) {
-  check_both(c.k_new, "k_new", c.v_new, "v_new");
+  if (c.head_dim_v == 0) check_both(c.k_new, "k_new", c.v_new, "v_new");
   check_both(c.rotary_cos, "rotary_cos", c.rotary_sin, "rotary_sin");
   if (c.k_new != nullptr && c.cache_seqlens == nullptr) {
     invalid_value("k_new is given without cache_seqlens, which says where it is written");
@@ -69,7 +104,7 @@ class KvCacheArguments {
  public:
   KvCacheArguments(const KvCacheTensors& tensors, const ForwardOptions& options,
                    const KvCacheOptions& cache_options)
-      : t_(tensors), options_(options), c_(cache_options) {}
+      : t_(with_values(tensors, cache_options)), options_(options), c_(cache_options) {}
 
   AppendParams validate() {
     refuse_options(options_);
@@ -84,7 +119,8 @@ class KvCacheArguments {
     rotary();
     tree_mask();
     p_.k_scale = scale(c_.k_scale, "k_scale");
-    p_.v_scale = scale(c_.v_scale, "v_scale");
+    p_.latent = c_.head_dim_v != 0;
+    p_.v_scale = p_.latent ? p_.k_scale : scale(c_.v_scale, "v_scale");
     splits();
     return a_;
   }
@@ -241,13 +277,14 @@ class KvCacheArguments {
   void new_keys() {
     if (c_.k_new == nullptr) return;
     const TensorView& k = *c_.k_new;
-    const TensorView& v = *c_.v_new;
     const char* const layout = "(batch, seqlen_new, heads_k, head_dim)";
     check_rank(k, "k_new", 4, layout);
     new_rows(k, "k_new", k.shape[1], p_.attention.head_dim, layout,
              ": q's batch and head_dim, and k_cache's heads");
-    new_rows(v, "v_new", k.shape[1], p_.attention.head_dim_v,
-             "(batch, seqlen_new, heads_k, head_dim_v)", ": k_new's, but for v_cache's head_dim");
+    if (c_.v_new != nullptr) {
+      new_rows(*c_.v_new, "v_new", k.shape[1], p_.attention.head_dim_v,
+               "(batch, seqlen_new, heads_k, head_dim_v)", ": k_new's, but for v_cache's head_dim");
+    }
     if (k.shape[1] > p_.attention.seqlen_k) {
       const char* const room = c_.block_table == nullptr ? "the cache" : "block_table";
       invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) + ", but " + room +
@@ -258,9 +295,10 @@ class KvCacheArguments {
     check_writable(t_.v_cache, "v_cache");
     p_.seqlen_new = static_cast<int>(k.shape[1]);
     p_.k_new = k.data;
-    p_.v_new = v.data;
     p_.k_new_stride = strides_of(k);
-    p_.v_new_stride = strides_of(v);
+    if (c_.v_new == nullptr) return;
+    p_.v_new = c_.v_new->data;
+    p_.v_new_stride = strides_of(*c_.v_new);
   }
 
   void rotary() {
@@ -357,7 +395,7 @@ class KvCacheArguments {
     p_.num_splits = static_cast<int>(std::max<int64_t>(needed, 1));
   }
 
-  const KvCacheTensors& t_;
+  const KvCacheTensors t_;
   const ForwardOptions& options_;
   const KvCacheOptions& c_;
   AppendParams a_;

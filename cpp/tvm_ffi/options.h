@@ -103,6 +103,7 @@ inline constexpr Option kOptions[] = {
     {"v_scale", Kind::kTensor, ANYFLASH_AT(cache.v_scale), kKvCache},
     {"num_splits", Kind::kInteger, ANYFLASH_AT(cache.num_splits), kKvCache},
     {"split_size", Kind::kInteger, ANYFLASH_AT(cache.split_size), kKvCache},
+    {"head_dim_v", Kind::kInteger, ANYFLASH_AT(cache.head_dim_v), kKvCache},
     {"workspace", Kind::kTensor, ANYFLASH_AT(workspace), kAttention},
 };
 

@@ -59,7 +59,7 @@ struct Workspace {
 //
 // q, k and v have one data type, out has it too or is float32, and all have one device. CPU:
 // float64, float32, float16, bfloat16, any head dim, any strides. CUDA: float16 and bfloat16, head
-// dim up to 256. A tensor is copied to the workspace first if its last axis is not contiguous, or
+// dim up to 512. A tensor is copied to the workspace first if its last axis is not contiguous, or
 // its rows do not begin at multiples of 16 bytes. So is one whose rows lie more than 2^23 elements
 // apart, and, where Hopper's kernels run, one with a negative stride or one of 0.
 // A row that sees no key gets out = 0 and lse = -inf (with a sink: 0 and the sink).
@@ -121,7 +121,7 @@ class ANYFLASH_API BackwardPlan {
 //   q        (batch, seqlen_q, heads, head_dim)
 //   k_cache  (cache_batch, capacity, heads_k, head_dim), or with block_table
 //            (pages, page_size, heads_k, head_dim), page_size a power of two
-//   v_cache  the same with head_dim_v
+//   v_cache  the same with head_dim_v; empty where KvCacheOptions::head_dim_v is given
 //   out      (batch, seqlen_q, heads, head_dim_v), q's dtype or float32
 //   lse      (batch, heads, seqlen_q) float32 or null
 //
@@ -129,7 +129,7 @@ class ANYFLASH_API BackwardPlan {
 // key n - seqlen_q + i (causal, windows, ALiBi).
 //
 // The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
-// and bfloat16, head dims up to 256, any strides. Copies of 16 bytes need a contiguous last axis
+// and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16 bytes need a contiguous last axis
 // and rows that begin at multiples of 16 bytes. Other tensors are read element by element.
 struct KvCacheTensors {
   TensorView q, k_cache, v_cache, out;

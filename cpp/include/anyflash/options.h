@@ -178,6 +178,11 @@ struct KvCacheOptions {
   const TensorView* k_scale = nullptr;
   const TensorView* v_scale = nullptr;
 
+  // Latent attention (DeepSeek-V2's MLA, arXiv 2405.04434): the values are the first head_dim_v
+  // columns of k_cache, 1 to head_dim. v_cache is then empty (TensorView{}), and v_new and v_scale
+  // are null: k_new and k_scale serve both. 0: v_cache is given.
+  int64_t head_dim_v = 0;
+
   // Flash-decoding: the keys of a sequence are split over so many CTAs (CPU: tasks), whose partial
   // results are joined in float32. 0: chosen from the sizes, which include the batch's. 1, or a
   // split_size, makes a sequence's result independent of the batch.

@@ -127,6 +127,7 @@ void append_keys(const AppendParams& p, int num_threads) {
         rotate ? Rotation<E>(p, rotary_row(p, sequence, batch, t)) : Rotation<E>(p);
     rotation.copy_row(k.row(batch, t, head), k.stride.col, k.columns,
                       cache_row<E, C>(a.k, a.k_stride, cache.k_scale, place, head));
+    if (v.data == nullptr) return;
     Rotation<E>(p).copy_row(v.row(batch, t, head), v.stride.col, v.columns,
                             cache_row<E, C>(a.v, a.v_stride, cache.v_scale, place, head));
   });

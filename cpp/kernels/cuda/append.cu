@@ -47,6 +47,7 @@ class Appender {
   }
   __device__ int64_t keys() const { return a_.batch * c_.seqlen_new * a_.heads_k * a_.head_dim; }
   __device__ int64_t values() const {
+    if (c_.v_new == nullptr) return 0;
     return a_.batch * c_.seqlen_new * a_.heads_k * a_.head_dim_v;
   }
 

@@ -18,7 +18,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kLanes = 32;
 constexpr int kThreads = kWarps * kLanes;
-constexpr int kColumns = 256;                    // the largest head dim
+constexpr int kColumns = 256;                    // of a row that are joined at once
 constexpr int kPerLane = kColumns / kLanes / 4;  // pieces of four columns
 constexpr int kParts = 8;                        // that are loaded at once
 
@@ -31,7 +31,8 @@ struct Smem {
   bool seen[kRowWarps * kLanes];
 };
 
-// One row of the result by kRowWarps warps, which are a whole CTA if they are more than one.
+// kColumns columns of a row of the result by kRowWarps warps, which are a whole CTA if they are more
+// than one.
 template <int kRowWarps>
 class RowCombiner {
   static constexpr int kRowThreads = kRowWarps * kLanes;
@@ -45,7 +46,9 @@ class RowCombiner {
         columns_(part_columns(params.result)),
         thread_(static_cast<int>(threadIdx.x) % kRowThreads) {}
 
-  __device__ void combine(int64_t row) {
+  // The columns from first_column on, and with the first ones the row's LSE.
+  __device__ void combine(int64_t row, int first_column) {
+    first_column_ = first_column;
     const int64_t query = row % p_.attention.seqlen_q;
     const int64_t head = row / p_.attention.seqlen_q % p_.attention.heads;
     const int64_t batch = row / p_.attention.seqlen_q / p_.attention.heads;
@@ -62,7 +65,7 @@ class RowCombiner {
     }
     sum = reduce(sum, [](float a, float b) { return a + b; });
     if (sink != -INFINITY) sum += exp2f((sink - reference) * kLog2E);
-    if (thread_ == 0 && p_.lse != nullptr) {
+    if (thread_ == 0 && first_column == 0 && p_.lse != nullptr) {
       const Strides& stride = p_.lse_stride;
       p_.lse[batch * stride.batch + head * stride.head + query * stride.row] =
           sum == 0.0f ? -INFINITY : reference + logf(sum);
@@ -135,7 +138,7 @@ class RowCombiner {
       const int64_t part = ((first + at) * rows_ + row) * columns_;
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        const int col = (j * kLanes + lane) * 4;
+        const int col = first_column_ + (j * kLanes + lane) * 4;
         parts[i][j] = seen && col < columns_
                           ? *reinterpret_cast<const float4*>(params_.out + part + col)
                           : float4{0.0f, 0.0f, 0.0f, 0.0f};
@@ -180,7 +183,7 @@ class RowCombiner {
   __device__ void store(Out* row, const float (&acc)[kPerLane][4]) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int col = (i * kLanes + thread_ % kLanes) * 4;
+      const int col = first_column_ + (i * kLanes + thread_ % kLanes) * 4;
       store_four(acc[i], row + col * p_.out_stride.col, p_.out_stride.col,
                  p_.attention.head_dim_v - col);
     }
@@ -191,8 +194,14 @@ class RowCombiner {
   Smem<kRowWarps>& smem_;
   int64_t rows_;
   int columns_;
+  int first_column_ = 0;
   int thread_;  // of the row
 };
+
+// Pieces of kColumns columns of all rows.
+__host__ __device__ int64_t pieces(const CombineParams& params) {
+  return lse_stride_of_split(params.result) * ceil_div(part_columns(params.result), kColumns);
+}
 
 template <int kRowWarps>
 __global__ void __launch_bounds__(kThreads)
@@ -201,16 +210,18 @@ __global__ void __launch_bounds__(kThreads)
   const int place = static_cast<int>(threadIdx.x) / (kRowWarps * kLanes);
   RowCombiner<kRowWarps> combiner(params, reinterpret_cast<Smem<kRowWarps>*>(anyflash_smem)[place]);
   const int64_t rows = lse_stride_of_split(params.result);
-  for (int64_t row = int64_t{blockIdx.x} * kRows + place; row < rows;
-       row += int64_t{gridDim.x} * kRows) {
-    combiner.combine(row);
+  const int64_t count = pieces(params);
+  for (int64_t i = int64_t{blockIdx.x} * kRows + place; i < count;
+       i += int64_t{gridDim.x} * kRows) {
+    const int64_t columns = i / rows;
+    combiner.combine(i - columns * rows, static_cast<int>(columns) * kColumns);
   }
 }
 
 template <int kRowWarps>
 void launch_combine(const CombineParams& params, void* stream) {
   constexpr int kRows = kWarps / kRowWarps;
-  launch_grid_stride<combine_kernel<kRowWarps>>(lse_stride_of_split(params.result), kRows, kThreads,
+  launch_grid_stride<combine_kernel<kRowWarps>>(pieces(params), kRows, kThreads,
                                                 kRows * sizeof(Smem<kRowWarps>), stream, params);
 }
 

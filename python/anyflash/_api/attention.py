@@ -162,7 +162,7 @@ def attention(
         below be. ``heads_k`` divides ``heads``: each K/V head serves ``heads / heads_k``
         consecutive query heads (GQA, MQA).
         CPU: float64, float32, float16, bfloat16 (NumPy: of ml_dtypes), any head dim, any strides.
-        CUDA: float16, bfloat16, head dims up to 256; arrays whose last axis is not contiguous, or
+        CUDA: float16, bfloat16, head dims up to 512; arrays whose last axis is not contiguous, or
         whose rows do not begin at multiples of 16 bytes, are copied first.
     softmax_scale : float, optional
         Any finite number; default ``1 / sqrt(head_dim)``.

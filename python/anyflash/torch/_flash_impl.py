@@ -31,7 +31,7 @@ def register() -> None:
     ``alibi_slopes``. ``return_debug_mask`` and tensors of 8 bits are refused.
 
     Shapes are PyTorch's: query (batch, heads, seqlen_q, head_dim), or packed (total_q, heads,
-    head_dim), of float16 or bfloat16 and head dims up to 256. Heads of key and value divide those
+    head_dim), of float16 or bfloat16 and head dims up to 512. Heads of key and value divide those
     of query.
 
     Raises

@@ -29,7 +29,7 @@ from anyflash.torch._sdpa import (
 
 _FUNCTION = "scaled_dot_product_attention"
 _HOME = "torch.nn.functional"
-_CUDA_HEAD_DIM = 256
+_CUDA_HEAD_DIM = 512
 
 _lock = threading.Lock()
 _depth = 0

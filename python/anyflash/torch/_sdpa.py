@@ -56,7 +56,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     key : (..., heads, S, head_dim)
     value : (..., heads, S, head_dim_v)
         Any number of leading axes; also (L, head_dim). Axes before L and S are broadcast.
-        CPU: float64, float32, float16, bfloat16. CUDA: float16, bfloat16, head dims up to 256.
+        CPU: float64, float32, float16, bfloat16. CUDA: float16, bfloat16, head dims up to 512.
         Nested tensors are not allowed.
     attn_mask : broadcastable to (..., heads, L, S), optional
         bool: True keeps the key. Numbers, of any dtype of query, are added to the scores. Or a

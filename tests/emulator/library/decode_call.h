@@ -37,13 +37,14 @@ inline void run_decode(const DecodeProblem& p) {
   if (p.table) views[used - 1].shape[1] = c.seqlen_k / c.page;
   give(cache.tree_mask, p.tree, 3);
   give(cache.k_new, p.k_new, 4);
-  give(cache.v_new, p.v_new, 4);
+  if (!c.latent) give(cache.v_new, p.v_new, 4);
   give(cache.rotary_cos, p.cos, 2);
   give(cache.rotary_sin, p.sin, 2);
   give(cache.rotary_seqlens, p.rotary_seqlens, 1);
   cache.rotary_interleaved = !c.halves;
   give(cache.k_scale, p.k_scale, c.scales == "slot" ? 2 : 1);
-  give(cache.v_scale, p.v_scale, c.scales == "slot" ? 2 : 1);
+  if (!c.latent) give(cache.v_scale, p.v_scale, c.scales == "slot" ? 2 : 1);
+  if (c.latent) cache.head_dim_v = c.head_dim_v;
   cache.num_splits = c.splits;
   cache.split_size = c.split_size;
 
@@ -51,7 +52,7 @@ inline void run_decode(const DecodeProblem& p) {
   anyflash::KvCacheTensors tensors;
   tensors.q = p.q.view(4);
   tensors.k_cache = p.k.view(4);
-  tensors.v_cache = p.v.view(4);
+  if (!c.latent) tensors.v_cache = p.v.view(4);
   tensors.out = p.out.view(4);
   tensors.lse = &lse;
   run_exactly(anyflash::KvCachePlan(tensors, options, cache));

@@ -54,6 +54,7 @@ class CacheValues {
         const int64_t from = p.k_new->index(b, j - before, head, 0);
         write(p, p.k, k_, at, head, rotated(p, *p.k_new, from, p.rotation(b) + j - before),
               p.k_scale);
+        if (p.c.latent) continue;
         std::vector<double> value;
         for (int64_t x = 0; x < p.c.head_dim_v; ++x) {
           value.push_back(p.v_new->at(b, j - before, head, x));
@@ -137,9 +138,9 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
     const double score = scores[static_cast<std::size_t>(j)];
     const CacheRow at = p.place(b, j);
     if (score == -INFINITY || at.slot < 0) continue;
-    const double weight = std::exp(score - top) / sum * scale_of(p.v_scale, at.slot, head);
+    const double weight = std::exp(score - top) / sum * scale_of(p.value_scale(), at.slot, head);
     for (std::size_t x = 0; x < columns; ++x) {
-      const double term = weight * p.v.at(at.slot, at.row, head, static_cast<int64_t>(x));
+      const double term = weight * p.value(at, head, static_cast<int64_t>(x));
       row.out[x] += term;
       row.size[x] += std::abs(term);
     }

@@ -95,6 +95,12 @@ class DecodeProblem {
     return !tree || j < shift || tree->at(0, b, i, j - shift) != 0;
   }
 
+  // Column x of the value of the key there, and what scales it.
+  double value(const CacheRow& at, int64_t head, int64_t x) const {
+    return (c.latent ? k : v).at(at.slot, at.row, head, x);
+  }
+  const std::optional<Tensor>& value_scale() const { return c.latent ? k_scale : v_scale; }
+
   // Rows of the cache that no sequence has, and entries of the table that belong to none.
   void forbid_unused() {
     std::vector<bool> used(static_cast<std::size_t>(slots * rows));
@@ -263,8 +269,9 @@ class DecodeProblem {
         const int64_t first = cache->index(at.slot, at.row, 0, 0);
         const int64_t count = c.heads_k * cache->extent()[3];
         for (int64_t x = 0; x < count; ++x) cache->set(first + x, magnitude() * normal_(random_));
-        if (cache == &v && c.nan == "seen" && chosen(random_)) {
-          cache->set(first + j % count, c.cache != "e4m3" && j % 2 == 0 ? INFINITY : NAN);
+        if (cache == (c.latent ? &k : &v) && c.nan == "seen" && chosen(random_)) {
+          const bool infinite = c.cache != "e4m3" && !c.latent && j % 2 == 0;
+          cache->set(first + j % count, infinite ? INFINITY : NAN);
         }
       }
     });

@@ -234,7 +234,7 @@ def test_dtypes_of_cuda(gpu: Backend, dtype: str) -> None:
 
 
 def test_head_dims_of_cuda(gpu: Backend) -> None:
-    refused(gpu, lambda _: None, UNSUPPORTED, ("head dim", "264", "256"), head_dim=264)
+    refused(gpu, lambda _: None, UNSUPPORTED, ("head dim", "520", "512"), head_dim=520)
 
 
 def test_bytes_is_null() -> None:

@@ -31,14 +31,12 @@ struct ChunkedTraits : Base {
   static_assert(Base::kHeadDim == Base::kHeadDimV && Base::kHeadDim % kChunkColumns == 0);
   static_assert(!Base::kPingPong && !Base::kReloadV && Base::kScoreParts == 1);
 
-  using RowChunk =
-      SmemTile<typename Base::Element, Base::kThreads, Base::kBlockM, kChunkColumns>;
-  using KeyChunk =
-      SmemTile<typename Base::Element, Base::kThreads, Base::kBlockN, kChunkColumns>;
+  using RowChunk = SmemTile<typename Base::Element, Base::kThreads, Base::kBlockM, kChunkColumns>;
+  using KeyChunk = SmemTile<typename Base::Element, Base::kThreads, Base::kBlockN, kChunkColumns>;
   template <class Tile>
   using Buffer = typename Base::template Buffer<Tile>;
   struct SharedStorage {
-    alignas(128) Buffer<typename Base::TileK> k;                // later dK or dV
+    alignas(128) Buffer<typename Base::TileK> k;                     // later dK or dV
     alignas(128) cute::array<Buffer<RowChunk>, Base::kStages> rows;  // of Q or of dO
     alignas(128) cute::array<Buffer<KeyChunk>, Base::kStages> v;
     alignas(128) Buffer<typename Base::TileP> p_or_ds;

@@ -146,16 +146,16 @@ inline constexpr BackwardConfigRow kBackwardConfigs[] = {
     {512, TileConfig::kDefault, false, by_chunks(one_cta(64, 64), 1)},     // 136 KB
     {512, TileConfig::kWide, false, by_chunks(one_cta(64, 64), 2)},        // 200 KB
 
-    {32, TileConfig::kDefault, true, generic(4, 2)},            // 40 KB
-    {64, TileConfig::kDefault, true, generic(4, 2)},            // 64 KB
-    {96, TileConfig::kDefault, true, generic(4, 2)},            // 88 KB
-    {128, TileConfig::kDefault, true, generic(2, 1)},           // 80 KB
-    {192, TileConfig::kDefault, true, large(generic(2, 1))},    // 112 KB, V 128: 96
-    {192, TileConfig::kCompact, true, generic_compact(false)},  // 80 KB
-    {256, TileConfig::kDefault, true, large(generic(2, 1))},    // 144 KB
-    {256, TileConfig::kCompact, true, generic_compact(true)},   // 96 KB
-    {512, TileConfig::kDefault, true, by_chunks(generic(2, 1), 1)},               // 136 KB
-    {512, TileConfig::kCompact, true, by_chunks(generic_compact(false), 1)},      // 84 KB
+    {32, TileConfig::kDefault, true, generic(4, 2)},                          // 40 KB
+    {64, TileConfig::kDefault, true, generic(4, 2)},                          // 64 KB
+    {96, TileConfig::kDefault, true, generic(4, 2)},                          // 88 KB
+    {128, TileConfig::kDefault, true, generic(2, 1)},                         // 80 KB
+    {192, TileConfig::kDefault, true, large(generic(2, 1))},                  // 112 KB, V 128: 96
+    {192, TileConfig::kCompact, true, generic_compact(false)},                // 80 KB
+    {256, TileConfig::kDefault, true, large(generic(2, 1))},                  // 144 KB
+    {256, TileConfig::kCompact, true, generic_compact(true)},                 // 96 KB
+    {512, TileConfig::kDefault, true, by_chunks(generic(2, 1), 1)},           // 136 KB
+    {512, TileConfig::kCompact, true, by_chunks(generic_compact(false), 1)},  // 84 KB
 };
 
 // The row's config; without tiles if there is none.

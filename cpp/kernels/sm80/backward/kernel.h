@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
       acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
     }
     const auto store = [&](auto type) {
-      const auto target = gradient_tile<decltype(type)>(
-                              params.dq, params.dq_stride,
-                              query_rows(sequence, block.head, block.first_row),
-                              params.attention.head_dim, params.accumulates_dq)
-                              .from_column(column);
+      const auto target =
+          gradient_tile<decltype(type)>(params.dq, params.dq_stride,
+                                        query_rows(sequence, block.head, block.first_row),
+                                        params.attention.head_dim, params.accumulates_dq)
+              .from_column(column);
       store_gradient<Tile, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
     };
     if (column > 0) __syncthreads();  // every thread has read its pieces

@@ -68,8 +68,8 @@ class ChunkedMainloop {
     head_ = tiles_.head();
     row0_ = tiles_.row();
     tiles_.advance();
-    const int64_t stats_row = params_.first_row(block_.sequence, block_.batch, 0) +
-                              head_ * params_.padded_rows + row0_;
+    const int64_t stats_row =
+        params_.first_row(block_.sequence, block_.batch, 0) + head_ * params_.padded_rows + row0_;
     const Scores variant(params_, block_.sequence, block_.batch, head_, seed_);
     const ScoreTile tile{mask_, row0_, block_.first_key};
     const auto coordinates = as_matrix(tScS_);

@@ -196,9 +196,9 @@ class ScoreGradientTile {
   }
 
   ANYFLASH_DEVICE void load_q(int chunk) const {
-    load_chunk<typename Traits::TileQ, PlainKeyOrder<kBlockM>>(
-        smem_.q.data(), params_.attention.q, params_.attention.q_stride, rows_,
-        params_.attention.head_dim, chunk);
+    load_chunk<typename Traits::TileQ, PlainKeyOrder<kBlockM>>(smem_.q.data(), params_.attention.q,
+                                                               params_.attention.q_stride, rows_,
+                                                               params_.attention.head_dim, chunk);
   }
   ANYFLASH_DEVICE void load_dout(int chunk) const {
     load_chunk<typename Traits::TileDO, PlainKeyOrder<kBlockM>>(

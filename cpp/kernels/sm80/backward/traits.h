@@ -63,8 +63,7 @@ struct BackwardTraits {
   // dQ's columns, and so K's, in such parts.
   static constexpr int kPartColumns = kHeadDim / kQueryParts;
   // dQ is rounded by so many columns at a time.
-  static constexpr int kChunks =
-      kConfig.chunk_columns == 0 ? 1 : kHeadDim / kConfig.chunk_columns;
+  static constexpr int kChunks = kConfig.chunk_columns == 0 ? 1 : kHeadDim / kConfig.chunk_columns;
   static constexpr int kDqColumnsAtOnce = kHeadDim / kChunks;
   template <int kKeys>
   using OrderOf = std::conditional_t<kQuadKeys, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;

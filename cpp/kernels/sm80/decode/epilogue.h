@@ -137,14 +137,15 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
                                      Softmax& softmax, float unit, bool found_nonfinite) {
   using namespace cute;
   using Element = typename Traits::Element;
-  const int group = threadIdx.x / Traits::kGroupThreads;
+  const int group = Traits::group();
+  const int first_column = Traits::column_warp() * Traits::kWarpColumns;
   auto out_matrix = as_matrix(acc_o);
   auto lse = softmax.finish(out_matrix, -INFINITY, unit);
 
-  auto cO = make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+  auto cO = make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kWarpColumns>>{});
   auto tOcO =  // (MMA, MMA_M, MMA_N)
       typename Traits::TiledMma{}
-          .get_thread_slice(threadIdx.x % Traits::kGroupThreads)
+          .get_thread_slice(Traits::mma_thread())
           .partition_C(make_tensor(
               cO.data(), composition(cO.layout(), make_tile(_, typename Traits::OutColumns{}))));
   auto coordinates = as_matrix(tOcO);
@@ -152,10 +153,11 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
   CUTE_UNROLL
   for (int row = 0; row < size<0>(out_matrix); ++row) {
     const int i = get<0>(coordinates(row, 0));
-    if (get<1>(coordinates(row, 0)) == 0) smem.result.lse[group][i] = lse(row);
+    if (first_column + get<1>(coordinates(row, 0)) == 0) smem.result.lse[group][i] = lse(row);
     CUTE_UNROLL
     for (int col = 0; col < size<1>(out_matrix); ++col) {
-      smem.result.out[group][i][get<1>(coordinates(row, col))] = out_matrix(row, col);
+      smem.result.out[group][i][first_column + get<1>(coordinates(row, col))] =
+          out_matrix(row, col);
     }
   }
   __syncthreads();  // all parts are there

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
     return;
   }
   auto acc_o = partition_fragment_C(typename Traits::TiledMma{},
-                                    Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+                                    Shape<Int<Traits::kBlockM>, Int<Traits::kWarpColumns>>{});
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
   OnlineSoftmax<2> softmax(kLog2E);
   float unit = Traits::k8Bit ? 0.0f : 1.0f;

@@ -69,11 +69,11 @@ void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
 
 template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, bool k8Bit>
 constexpr KernelDescriptor decode_descriptor(const char* name) {
-  static_assert(kHeadDim == kHeadDimV, "other head dims are rounded up");
-  using Traits = DecodeTraits<Element, kHeadDim, kBlockM, k8Bit>;
+  using Traits = DecodeTraits<Element, kHeadDim, kHeadDimV, kBlockM, k8Bit>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kDecode);
   d.features = kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures);
   d.tile = Traits::kTile;
+  d.latent = Traits::kLatent;
   d.decode = {decode_scratch_bytes, launch_decode<Traits>};
   return d;
 }

@@ -102,7 +102,7 @@ class CacheLoader {
   // Starts to load the tile that prefetch_table() was called for.
   ANYFLASH_DEVICE void load(typename Traits::Buffers& buffers, int stage) const {
     load_tile(k_, buffers.k[stage]);
-    load_tile(v_, buffers.v[stage]);
+    if constexpr (!Traits::kLatent) load_tile(v_, buffers.v(stage));
     if constexpr (Traits::k8Bit) {
       if (has_scale_per_slot(params_.k_scale)) {
         load_scales(k_scale_, params_.k_scale.stride.batch, buffers.k_scale[stage]);
@@ -130,7 +130,7 @@ class CacheLoader {
   // Writes 0 over NaN and infinity in what this thread has loaded of V; returns whether there were
   // any.
   ANYFLASH_DEVICE bool clear_values(typename Traits::Buffers& buffers, int stage) const {
-    auto tXsX = pieces(buffers.v[stage]);
+    auto tXsX = pieces(buffers.v(stage));
     if constexpr (!Traits::k8Bit) {
       return clear_nonfinite(tXsX);
     } else {

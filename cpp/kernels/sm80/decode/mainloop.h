@@ -31,7 +31,7 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
   using TileQ = typename Traits::TileQ;
   auto thread_copy = typename TileQ::Load{}.get_thread_slice(threadIdx.x);
   auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
-      make_tensor(make_smem_ptr(smem.q), typename TileQ::Layout{}));
+      make_tensor(make_smem_ptr(smem.buffers.q), typename TileQ::Layout{}));
   auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
   const bool vectors = has_vectors(a.q, a.q_stride, a.head_dim, sizeof(Element));
   CUTE_UNROLL
@@ -112,8 +112,8 @@ class DecodeWarp {
   ANYFLASH_DEVICE DecodeWarp(const KvCacheParams& params, typename Traits::SharedStorage& smem)
       : smem_(smem),
         is_int8_(params.cache_dtype == DType::kInt8),
-        thread_(threadIdx.x % Traits::kGroupThreads),
-        group_(threadIdx.x / Traits::kGroupThreads) {}
+        thread_(Traits::mma_thread()),
+        group_(Traits::group()) {}
 
   ANYFLASH_DEVICE int first_key() const { return group_ * Traits::kWarpKeys; }
 
@@ -182,8 +182,11 @@ class DecodeWarp {
   ANYFLASH_DEVICE void output_of(Acc& acc, const FragP& tOrP, int stage) const {
     using namespace cute;
     const Mma mma;
-    const LdmatrixOperand<Mma, Side::kB, TileKv, /*kTransposed=*/true, Traits::kWarpKeys> values(
-        smem_.buffers.v[stage] + group_ * Traits::kWarpOffset, thread_);
+    constexpr int kColumns = Traits::kStoredWarpColumns;
+    const Element* const tile = smem_.buffers.v(stage) + group_ * Traits::kWarpOffset +
+                                TileKv::panel_offset(0, Traits::column_warp() * kColumns);
+    const LdmatrixOperand<Mma, Side::kB, TileKv, /*kTransposed=*/true, Traits::kWarpKeys, kColumns>
+        values(tile, thread_);
     auto tOrV = values.fragment();  // (MMA, MMA_N, MMA_K)
     CUTE_UNROLL
     for (int k = 0; k < values.kBlocks; ++k) {
@@ -209,9 +212,9 @@ class DecodeWarp {
   ANYFLASH_DEVICE void copy_q_block(FragQ& tSrQ, int k) const {
     using namespace cute;
     if constexpr (!Traits::k8Bit) {
-      Queries(smem_.q, thread_).load(tSrQ, k);
+      Queries(smem_.buffers.q, thread_).load(tSrQ, k);
     } else {
-      auto sQ = make_tensor(make_smem_ptr(smem_.q), typename Traits::TileQ::Layout{});
+      auto sQ = make_tensor(make_smem_ptr(smem_.buffers.q), typename Traits::TileQ::Layout{});
       auto ordered = make_tensor(
           sQ.data(), composition(sQ.layout(), make_tile(_, typename Traits::QColumns{})));
       auto copy_q = make_tiled_copy_A(typename Traits::LoadPair{}, Mma{});
@@ -224,7 +227,7 @@ class DecodeWarp {
 
   typename Traits::SharedStorage& smem_;
   bool is_int8_;
-  int thread_;  // of the group
+  int thread_;  // of those that share keys and columns
   int group_;
 };
 
@@ -264,7 +267,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
   DecodeWarp<Traits> warp(params, smem);
   typename Traits::TiledMma mma;
   auto cS = make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kWarpKeys>>{});
-  auto tScS = mma.get_thread_slice(threadIdx.x % Traits::kGroupThreads).partition_C(cS);
+  auto tScS = mma.get_thread_slice(Traits::mma_thread()).partition_C(cS);
   const auto coordinates = as_matrix(tScS);
   auto out_matrix = as_matrix(acc_o);
   const DecodeScores<Traits, decltype(as_matrix(tScS))> modifier(params, block, coordinates);
@@ -279,7 +282,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
     const int first_key = block.keys.begin + n * kBlockN;
     const bool partial = block.hides(first_key, first_key + kBlockN);
     cp_async_wait<kStages - 2>();
-    if (partial) found_nonfinite |= loader.clear_values(smem.buffers, stage);
+    if (partial && !Traits::kLatent) found_nonfinite |= loader.clear_values(smem.buffers, stage);
     __syncthreads();  // tile n is there; every warp has done with the tile before
     if (n + kStages - 1 < tiles) {
       loader.load(smem.buffers, stage == 0 ? kStages - 1 : stage - 1);
@@ -290,6 +293,11 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
     auto acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kWarpKeys>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
     warp.scores(acc_s, tSrQ, stage);
+    if (partial && Traits::kLatent) {
+      __syncthreads();  // every warp has done with the tile as keys
+      found_nonfinite |= loader.clear_values(smem.buffers, stage);
+      __syncthreads();  // its values are without NaN and infinity
+    }
     auto scores = as_matrix(acc_s);
     modifier.modify(scores, warp.k_scales(stage), first_key + warp.first_key(), partial);
     softmax.template update<true>(scores, out_matrix);

@@ -7,6 +7,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "common/macros.h"
 #include "sm80/decode/config.h"
 #include "sm80/decode/work_tile.h"
 #include "sm80/smem_tile.h"
@@ -15,21 +16,27 @@
 namespace anyflash::sm80 {
 
 // k8Bit: the cache holds int8 or float8_e4m3fn. Two such elements are moved as if they were one
-// Element, up to the registers.
-template <class Element_, int kHeadDim_, int kBlockM_, bool k8Bit_>
+// Element, up to the registers. With two head dims attention is latent: V is the first columns of K,
+// and comes with it.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, bool k8Bit_>
 struct DecodeTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kHeadDimV = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool k8Bit = k8Bit_;
-  static constexpr DecodeConfig kDecodeTile = decode_tile(kHeadDim, kBlockM_, k8Bit);
+  static constexpr bool kLatent = kHeadDim != kHeadDimV;
+  static constexpr DecodeConfig kDecodeTile =
+      kLatent ? latent_tile(kBlockM_, k8Bit) : decode_tile(kHeadDim, kBlockM_, k8Bit);
   static constexpr Tile kTile = kDecodeTile.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kDecodeTile.stages;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kKeyWarps = kDecodeTile.key_warps;
-  static constexpr int kGroupThreads = kThreads / kKeyWarps;  // that share keys
+  static constexpr int kColumnWarps = kDecodeTile.column_warps;
+  static constexpr int kGroupThreads = kThreads / kKeyWarps;        // that share keys
+  static constexpr int kMmaThreads = kGroupThreads / kColumnWarps;  // and columns of V
+  static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
   static constexpr int kWarpKeys = kBlockN / kKeyWarps;
   static constexpr int kStoredDim = k8Bit ? kHeadDim / 2 : kHeadDim;
   // Q stays in registers where O and the scores leave room for it.
@@ -39,22 +46,28 @@ struct DecodeTraits {
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileKv = SmemTile<Element, kThreads, kBlockN, kStoredDim>;
   static constexpr int kWarpOffset = kWarpKeys * TileKv::kPanelColumns;
+  static constexpr int kStoredWarpColumns = (k8Bit ? kHeadDimV / 2 : kHeadDimV) / kColumnWarps;
   static constexpr int kTileElements = cute::cosize_v<typename TileKv::Layout>;
 
   // Rows of O are padded so that the eight rows that a warp writes at once lie in different banks.
-  static constexpr int kOutStride = kHeadDim + 8;
+  static constexpr int kOutStride = kHeadDimV + 8;
   struct Buffers {
+    alignas(128) Element q[cute::cosize_v<typename TileQ::Layout>];
     alignas(128) Element k[kStages][kTileElements];
-    alignas(128) Element v[kStages][kTileElements];
+    alignas(128) Element own_v[kLatent ? 0 : kStages][kTileElements];
     float k_scale[kStages][kBlockN];  // 8-bit caches
     float v_scale[kStages][kBlockN];
+
+    ANYFLASH_DEVICE Element* v(int stage) {
+      if constexpr (kLatent) return k[stage];
+      else return own_v[stage];
+    }
   };
   struct Result {  // after the loop, in the place of the buffers
     alignas(16) float out[kKeyWarps][kBlockM][kOutStride];
     float lse[kKeyWarps][kBlockM];
   };
   struct SharedStorage {
-    alignas(128) Element q[cute::cosize_v<typename TileQ::Layout>];
     union {
       Buffers buffers;
       Result result;
@@ -78,9 +91,16 @@ struct DecodeTraits {
   // 8-bit V: of every 16 columns the even ones become one block of eight, the odd ones the next.
   using OutColumns =
       std::conditional_t<k8Bit,
-                         cute::Layout<cute::Shape<cute::_8, cute::_2, cute::Int<kHeadDim / 16>>,
+                         cute::Layout<cute::Shape<cute::_8, cute::_2, cute::Int<kWarpColumns / 16>>,
                                       cute::Stride<cute::_2, cute::_1, cute::_16>>,
-                         cute::Layout<cute::Int<kHeadDim>>>;
+                         cute::Layout<cute::Int<kWarpColumns>>>;
+
+  // A thread's place among kMmaThreads, its group's number, which of the output's columns it has.
+  ANYFLASH_DEVICE static int mma_thread() { return static_cast<int>(threadIdx.x) % kMmaThreads; }
+  ANYFLASH_DEVICE static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
+  ANYFLASH_DEVICE static int column_warp() {
+    return static_cast<int>(threadIdx.x) / kMmaThreads % kColumnWarps;
+  }
 };
 
 }  // namespace anyflash::sm80

@@ -52,17 +52,18 @@ def _lengths() -> Iterator[GradientCase]:
 
 
 def _dims() -> Iterator[GradientCase]:
-    dims = (16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256)
+    dims = (16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256, 320, 512)
     for d, dtype in itertools.product(dims, ("fp16", "bf16", "fp32")):
         yield make(f"d{d}-{dtype}", d=d, dtype=dtype, causal=True)
-    for d, deterministic in itertools.product((128, 192, 256), (False, True)):
+    for d, deterministic in itertools.product((128, 192, 256, 512), (False, True)):
         changes: dict[str, Any] = {"d": d, "deterministic": deterministic, "sq": 130, "sk": 70}
         yield make(f"d{d}-alibi-{deterministic}", **changes, alibi="h", heads=1)
         yield make(f"d{d}-dropout-{deterministic}", **changes, dropout_p=0.3, heads=1)
     pairs = ((64, 32), (32, 64), (128, 64), (59, 111), (192, 128), (191, 127), (256, 1), (1, 256))
+    pairs += ((512, 512), (512, 128), (100, 300))
     for (d, dv), dtype in itertools.product(pairs, ("fp16", "bf16", "fp32")):
         yield make(f"bug_1487-d{d}-dv{dv}-{dtype}", d=d, dv=dv, dtype=dtype, causal=True)
-    for d, dtype in itertools.product((1, 300), ("fp16", "fp32", "fp64")):
+    for d, dtype in itertools.product((1, 300, 520), ("fp16", "fp32", "fp64")):
         yield make(f"d{d}-{dtype}", d=d, dtype=dtype, causal=True)
 
 
@@ -93,7 +94,7 @@ def _parts() -> Iterator[GradientCase]:
         "features": {"sq": 33, "bias": Bias(values="some_inf"), "dropout_p": 0.2, "alibi": "h"},
         "most": {"heads": 270, "heads_k": 2, "sq": 3, "sk": 9, "everywhere": False},
     }
-    more |= {f"d{d}": {"d": d, "dv": 128, "sq": 20} for d in (128, 192, 256)}
+    more |= {f"d{d}": {"d": d, "dv": 128, "sq": 20} for d in (128, 192, 256, 512)}
     for (name, changes), dtype in itertools.product(more.items(), ("fp16", "fp32")):
         yield make(f"parts-{name}-{dtype}", **{"heads": 5, "dtype": dtype} | changes)
 
@@ -187,7 +188,7 @@ def _varlen() -> Iterator[GradientCase]:
         yield make(f"varlen-{name}-{mask}-features", **changes, dtype="bf16")
     for lengths in ("bug_1155-middle", "bug_2515-no-queries"):
         packed = varlen_cases.packed(*varlen_cases.LENGTHS[lengths])
-        for d, deterministic in itertools.product((128, 256), (False, True)):
+        for d, deterministic in itertools.product((128, 256, 512), (False, True)):
             changes = {"packed": packed, "d": d, "deterministic": deterministic, "heads": 1}
             yield make(f"varlen-{lengths}-d{d}-{deterministic}", **changes)
     for used, causal in itertools.product(((90, 0, 1), (0, 0, 0), (33, 64, 65)), (False, True)):
@@ -324,7 +325,7 @@ def _everything() -> Iterator[GradientCase]:
             yield make(f"everything-{name}-{dtype}-{deterministic}", **changes | shape)
             odd = {"d": 37, "dv": 51, "grad_dtype": "" if dtype == "fp64" else "fp32"}
             yield make(f"everything-{name}-odd-{dtype}-{deterministic}", **changes | shape | odd)
-    for d, dv in ((32, 32), (128, 128), (192, 128), (256, 256)):
+    for d, dv in ((32, 32), (128, 128), (192, 128), (256, 256), (400, 512)):
         yield make(f"everything-d{d}-dv{dv}", **dense | {"heads": 2, "heads_k": 1}, d=d, dv=dv)
 
 
@@ -336,6 +337,7 @@ def _smoke() -> Iterator[GradientCase]:
         yield make(f"smoke-ragged-{order}", **common, sq=131, sk=203)
         yield make(f"smoke-causal-{order}", **common, sq=203, sk=131, d=128, causal=True)
         yield make(f"smoke-wide-{order}", **common, sq=65, sk=129, d=256)
+        yield make(f"smoke-chunks-{order}", **common, sq=65, sk=70, d=512, causal=True)
         yield make(f"smoke-copy-{order}", **common, layouts=Layouts(*["offset_1"] * 5), d=59)
         yield make(f"smoke-no-keys-{order}", **common, sk=0)
         packed = Packed((70, 0, 1), (3, 90, 100))

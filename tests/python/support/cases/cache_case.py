@@ -16,7 +16,7 @@ import numpy as np
 
 from backends.tensors import GUARD, Tensor, aligned_bytes, empty, place
 from cases.auxiliary import int32_tensor
-from cases.case import FULL, VALUES
+from cases.case import FULL, GPU_HEAD_DIM, VALUES
 from oracle.attention import DTYPES, Array, unseen_keys
 from oracle.kvcache import (
     CACHE_DTYPES,
@@ -104,7 +104,7 @@ class CacheCase:
 
     @property
     def cpu_only(self) -> bool:
-        return self.dtype in ("fp32", "fp64") or max(self.d, self.head_dim_v) > 256
+        return self.dtype in ("fp32", "fp64") or max(self.d, self.head_dim_v) > GPU_HEAD_DIM
 
     @property
     def empty(self) -> bool:

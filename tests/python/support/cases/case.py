@@ -74,6 +74,7 @@ class Part(NamedTuple):
     other_heads: int = 0  # of the whole
 
 
+GPU_HEAD_DIM = 512  # the largest that GPU kernels take
 LARGE_SOFTCAP = 256.0  # above it, the backward's own kernel for softcaps would be too imprecise
 
 
@@ -162,7 +163,7 @@ class Case:
     def cpu_only(self) -> bool:
         bias = self.features.bias
         float64 = "fp64" in (self.dtype, self.features.small_dtype, bias and bias.dtype)
-        return float64 or max(self.d, self.head_dim_v) > 256
+        return float64 or max(self.d, self.head_dim_v) > GPU_HEAD_DIM
 
     @property
     def tiles(self) -> float:

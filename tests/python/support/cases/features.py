@@ -94,7 +94,7 @@ def _everything() -> Iterator[Case]:
             base, d=37, dv=51, layouts=mixed, out_dtype="fp64" if dtype == "fp64" else "fp32"
         )
         yield replace(odd, id=f"everything-odd-{name}", **changes)
-    for d, dv in ((32, 32), (128, 128), (192, 128), (256, 256), (150, 20), (20, 150)):
+    for d, dv in ((32, 32), (128, 128), (192, 128), (256, 256), (150, 20), (20, 150), (400, 512)):
         yield replace(base, id=f"everything-d{d}-dv{dv}-fp16", heads=2, heads_k=1, d=d, dv=dv)
     for dtype in FLOATS:
         case = _with(base, {"small_dtype": "fp32", "bias": Bias("fp32"), "dtype": dtype})
@@ -129,6 +129,7 @@ def _windows() -> Iterator[Case]:
     yield Case("window-bf16", "bf16", 2, 200, 200, features=Features(window=(50, 10)))
     yield Case("window-d128", "fp16", 1, 200, 200, d=128, features=Features(window=(50, 0)))
     yield Case("window-d256", "fp16", 1, 200, 200, d=256, features=Features(window=(50, 0)))
+    yield Case("window-d512", "fp16", 1, 200, 200, d=512, features=Features(window=(50, 0)))
     yield Case("window-fp64", "fp64", 1, 200, 180, features=Features(window=(50, 10)))
     # No row sees a key at one end, or none does at all.
     for sq, sk, window in ((300, 40, (10, None)), (10, 300, (0, 0)), (400, 3, (None, 0))):
@@ -247,7 +248,7 @@ def _blocks() -> Iterator[Case]:
         name = f"blocks-keep{keep}-{'causal' if causal else 'full'}-{dtype}"
         features = Features(blocks=Blocks(keep=keep))
         yield replace(base, id=name, dtype=dtype, causal=causal, features=features)
-    for d in (128, 192, 256):
+    for d in (128, 192, 256, 512):
         yield replace(base, id=f"blocks-d{d}", d=d, batch=1, features=Features(blocks=Blocks()))
     features = Features(blocks=Blocks(layout="expand_bh"), sinks="large")
     yield replace(base, id="blocks-expand_bh-sinks", features=features)
@@ -297,7 +298,7 @@ def _dropout() -> Iterator[Case]:
             yield replace(
                 base, id=name, dtype=dtype, sq=sq, sk=sk, features=Features(dropout_p=0.4)
             )
-    for d in (32, 96, 128, 192, 256):
+    for d in (32, 96, 128, 192, 256, 512):
         yield replace(base, id=f"dropout-d{d}", d=d, features=Features(dropout_p=0.4))
     shapes: dict[str, dict[str, Any]] = {
         "causal": {"sq": 300, "sk": 400, "causal": True},
@@ -323,7 +324,7 @@ def _dims() -> Iterator[Case]:
         case = Case("", dtype, 1, 70, 150, 2, 1, d, dv, causal=True, features=Features())
         yield replace(case, id=f"bug_753_952_1541-d{d}-dv{dv}-{dtype}")
         yield replace(_with(case, {"softcap": 4.0}), id=f"bug_753-d{d}-dv{dv}-softcap-{dtype}")
-    for d, dtype in itertools.product((1, 32, 59, 96, 128, 192, 256, 300), ("fp16", "fp32")):
+    for d, dtype in itertools.product((1, 32, 59, 96, 128, 192, 256, 300, 512), ("fp16", "fp32")):
         case = Case("", dtype, 1, 70, 150, 2, 1, d, features=Features(alibi="h", dropout_p=0.1))
         yield replace(case, id=f"generic-d{d}-{dtype}")
 

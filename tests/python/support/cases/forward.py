@@ -9,8 +9,9 @@ from dataclasses import replace
 from backends.tensors import LAYOUTS, WRITABLE_LAYOUTS
 from cases.case import VALUES, Case, Layouts
 
-DIMS = (1, 8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+DIMS = (1, 8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256, 320, 512)
 DIM_PAIRS = ((64, 32), (32, 64), (128, 64), (59, 111), (192, 128), (1, 256), (256, 1), (40, 80))
+LARGE_DIM_PAIRS = ((512, 256), (576, 512), (512, 1), (64, 512))
 LENGTHS = (
     *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
     *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
@@ -30,9 +31,9 @@ def _head_dims() -> Iterator[Case]:
         yield Case(f"d{d}-{dtype}-{mask}", dtype, 1, sq, sk, 2, 1, d, causal=MASKS[mask])
     for d, dtype in itertools.product((1, 59, 64, 128, 300), ("fp64",)):
         yield Case(f"d{d}-{dtype}", dtype, 1, 50, 70, 2, 1, d, causal=True)
-    for dtype, d in itertools.product(("fp16", "bf16", "fp32"), (257, 300, 520)):
+    for dtype, d in itertools.product(("fp16", "bf16", "fp32"), (257, 300, 400, 520)):
         yield Case(f"d{d}-{dtype}", dtype, 1, 50, 70, 2, 1, d)
-    for (d, dv), dtype in itertools.product(DIM_PAIRS, ("fp16", "bf16", "fp32")):
+    for (d, dv), dtype in itertools.product(DIM_PAIRS + LARGE_DIM_PAIRS, ("fp16", "bf16", "fp32")):
         yield Case(f"d{d}-dv{dv}-{dtype}", dtype, 1, 70, 90, 2, 1, d, dv, causal=True)
     yield Case("d64-dv300-fp32", "fp32", 2, 30, 40, d=64, dv=300)
     yield Case("d20-dv12-fp64", "fp64", 2, 30, 40, d=20, dv=12)

@@ -14,8 +14,8 @@ from cases.case import FULL
 PAGES = (0, 1, 16, 64, 256)
 HEADS = ((1, 1), (4, 1), (8, 2), (6, 2), (32, 8))
 QUERIES = (1, 2, 4, 7, 33, 130)
-DIMS = (32, 40, 59, 64, 80, 128, 192, 256)
-DIM_PAIRS = ((128, 64), (64, 128), (192, 128), (40, 96), (80, 256), (1, 8))
+DIMS = (32, 40, 59, 64, 80, 128, 192, 256, 320, 512)
+DIM_PAIRS = ((128, 64), (64, 128), (192, 128), (40, 96), (80, 256), (1, 8), (512, 300))
 FLOATS = ("fp16", "bf16", "fp32")
 
 
@@ -61,7 +61,7 @@ def _head_dims() -> Iterator[CacheCase]:
         page = (0, 16, 64)[number % 3 if number % 2 else 0]
         case = CacheCase(f"d{d}-{dtype}", dtype, (100, 65), 2, d=d, page=page, causal=True)
         yield case
-        if d in (40, 59, 256):
+        if d in (40, 59, 256, 512):
             yield with_(case, f"d{d}-{dtype}-one", sq=1, page=16, lengths=(70,))
     for (d, dv), dtype in itertools.product(DIM_PAIRS, FLOATS):
         name = f"d{d}-dv{dv}-{dtype}"
@@ -237,7 +237,7 @@ def _quantised() -> Iterator[CacheCase]:
         name = f"{cache_dtype}-{scales or 'bare'}-sq{sq}-{dtype}"
         yield with_(base, name, dtype=dtype, **changes)
         yield with_(base, f"{name}-append", dtype=dtype, append=Append(sq, 32, True), **changes)
-    for cache_dtype, d in itertools.product(("int8", "e4m3"), (40, 59, 128, 192, 256)):
+    for cache_dtype, d in itertools.product(("int8", "e4m3"), (40, 59, 128, 192, 256, 512)):
         changes = {"cache_dtype": cache_dtype, "scales": "slot", "append": Append(2, 32)}
         yield with_(base, f"{cache_dtype}-d{d}", d=d, sq=3, **changes)
         yield with_(base, f"{cache_dtype}-d{d}-fp32", d=d, dtype="fp32", sq=3, **changes)

@@ -42,7 +42,7 @@ def one_feature() -> Iterator[GradientCase]:
             ):  # whether a dropped NaN is one, nobody says
                 yield make(f"one-{feature}-{shape}-{which}", **changes)
     for feature, fields in features.items():
-        for d, dtype in itertools.product((32, 96, 128, 192, 256), ("fp16", "bf16")):
+        for d, dtype in itertools.product((32, 96, 128, 192, 256, 512), ("fp16", "bf16")):
             sizes = {"sq": 150, "sk": 170, "heads": 1, "window": (90, 60), "d": d, "dtype": dtype}
             yield make(f"one-{feature}-d{d}-{dtype}", **fields, **sizes)
         sizes = {"sq": 150, "sk": 170, "heads": 1, "causal": True, "d": 190, "dv": 128}

@@ -93,7 +93,7 @@ def _tensors() -> Iterator[Case]:
         case = Case("", "fp16", 3, 1, 90, 8, 1, layouts=layouts)
         yield replace(case, id=f"bug_976-out-{name}")
         yield replace(case, id=f"bug_976-out-{name}-packed", features=single)
-    for d, dtype in itertools.product((32, 59, 96, 128, 192, 256, 300), ("fp16", "fp32")):
+    for d, dtype in itertools.product((32, 59, 96, 128, 192, 256, 300, 512), ("fp16", "fp32")):
         yield replace(base, id=f"varlen-d{d}-{dtype}", dtype=dtype, d=d)
     yield replace(base, id="varlen-d192-dv128", d=192, dv=128)
     yield replace(base, id="varlen-out32", out_dtype="fp32")
