@@ -94,9 +94,11 @@ def _decode(problem: Problem) -> Call:
     options: dict[str, Any] = {"causal": True}
     if cell.page_size:
         options["block_table"] = problem.page_table
+    if cell.latent:
+        options["head_dim_v"] = cell.d_v
     return Call(
         lambda turn: anyflash.attention_with_kvcache(
-            q, k[turn], v[turn], cache_seqlens=filled, **options
+            q, k[turn], None if cell.latent else v[turn], cache_seqlens=filled, **options
         ),
         turns=problem.turns,
     )

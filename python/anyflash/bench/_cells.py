@@ -65,6 +65,11 @@ class Cell:
         return self.d_v or self.d
 
     @property
+    def latent(self) -> bool:
+        """Whether the values are the first columns of the keys, as MLA decodes."""
+        return self.op == "decode" and self.d_v > 0
+
+    @property
     def labels(self) -> dict[str, str]:
         """What tells cells apart, in the order of a table's columns."""
         grouped = self.kv_heads != self.heads
@@ -117,9 +122,10 @@ class Cell:
         """What a decoding step must read and write: K, V, Q and the output; else 0."""
         if self.op != "decode":
             return 0
-        item = ITEM_SIZES[self.dtype]
-        cache = 2 * self.batch * self.keys * self.kv_heads * self.d
-        return (cache + 2 * self.batch * self.seqlen * self.heads * self.d) * item
+        columns = self.d if self.latent else self.d + self.value_dim
+        cache = self.batch * self.keys * self.kv_heads * columns
+        rows = self.batch * self.seqlen * self.heads * (self.d + self.value_dim)
+        return (cache + rows) * ITEM_SIZES[self.dtype]
 
     @property
     def scores_bytes(self) -> int:

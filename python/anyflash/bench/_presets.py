@@ -150,6 +150,24 @@ def decode(wanted: Wanted) -> Iterator[Cell]:
         )  # fmt: skip
 
 
+def large(wanted: Wanted) -> Iterator[Cell]:
+    on_gpu = wanted.backend == "cuda"
+    shapes = ((8, 8), (16, 2)) if on_gpu else ((2, 1),)
+    seqlens = wanted.up_to_tokens(*((1024,) if wanted.quick else (1024, 4096, 16384)))
+    axes = itertools.product(("forward", "backward"), wanted.dtypes, shapes, MASKS, seqlens)
+    for op, dtype, (heads, heads_k), causal, seqlen in axes:
+        batch = wanted.tokens // seqlen
+        yield Cell(op, batch, seqlen, heads, 512, dtype, heads_k=heads_k, causal=causal)
+    decoding = ((16, 2, 512, 0), (16, 1, 576, 512), (128, 1, 576, 512))
+    contexts = (4096, 16384) if on_gpu else (1024,)
+    axes = itertools.product(wanted.dtypes, decoding, contexts, (1, 16) if on_gpu else (1,))
+    for dtype, (heads, heads_k, d, d_v), context, batch in axes:
+        yield Cell(
+            "decode", batch, 1, heads, d, dtype, heads_k=heads_k, seqlen_k=context, causal=True,
+            page_size=64, unit="us", timing="graph" if on_gpu else "events", d_v=d_v,
+        )  # fmt: skip
+
+
 def memory(wanted: Wanted) -> Iterator[Cell]:
     heads, longest = (16, 65536) if wanted.backend == "cuda" else (4, 4096)
     seqlens = [seqlen for seqlen in (2**i for i in range(9, 17)) if seqlen <= longest]
@@ -230,6 +248,13 @@ PRESETS = {
         x="context",
         ceilings=("read",),
         peers=("flash", "cudnn", "fa2", "fa3", "fa4", "flashinfer"),
+    ),
+    "large": Preset(
+        "head dim 512, and decoding of latent attention (576 and 512)",
+        large,
+        column="heads",
+        ceilings=("gemm", "mma", "read"),
+        peers=("efficient", "math"),
     ),
     "memory": Preset(
         "peak memory beside standard attention's",

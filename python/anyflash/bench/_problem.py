@@ -120,9 +120,12 @@ class Problem:
 
     @cached_property
     def caches(self) -> tuple[Any, Any]:
-        """K and V: (turns, batch, context, heads_k, d)."""
+        """K and V: (turns, batch, context, heads_k, d); latent: V is columns of K."""
         cell = self.cell
         shape = (self.turns, cell.batch, cell.keys, cell.kv_heads, cell.d)
+        if cell.latent:
+            latents = self.arrays.normal(shape, cell.dtype)
+            return latents, latents[..., : cell.d_v]
         return self.arrays.normal(shape, cell.dtype), self.arrays.normal(shape, cell.dtype)
 
     @cached_property
@@ -141,7 +144,8 @@ class Problem:
         cell = self.cell
         shape = (self.turns, -1, cell.page_size, cell.kv_heads, cell.d)
         k, v = self.caches
-        return k.reshape(shape), v.reshape(shape)
+        pages = k.reshape(shape)
+        return pages, pages[..., : cell.d_v] if cell.latent else v.reshape(shape)
 
     # -- the forward's results, for backwards
     @cached_property

@@ -81,7 +81,8 @@ def sdpa(backend: str) -> Callable[[Problem], Call]:
             raise Unsupported("no packed sequences")
         if backend == "MATH":
             needs_scores(problem)
-        if cell.kv_heads != cell.heads:
+        group = cell.heads // cell.kv_heads
+        if group > 1 and backend != "EFFICIENT_ATTENTION":
             options["enable_gqa"] = True
 
         def context() -> AbstractContextManager[Any]:
@@ -101,13 +102,13 @@ def sdpa(backend: str) -> Callable[[Problem], Call]:
             if cell.keys != cell.seqlen:
                 raise Unsupported("its causal mask is aligned at the top left")
             options["is_causal"] = True
-        return torch_call(
-            problem,
-            lambda q, k, v: function(q, k, v, **options),
-            _heads_first(problem),
-            _seqlen_first,
-            context,
-        )
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            if group > 1 and backend == "EFFICIENT_ATTENTION":  # it takes no groups
+                k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            return function(q, k, v, **options)
+
+        return torch_call(problem, attend, _heads_first(problem), _seqlen_first, context)
 
     return build
 

@@ -60,13 +60,10 @@ class ChunkLoader {
  public:
   ANYFLASH_DEVICE ChunkLoader(const BackwardScratch& params, const BackwardWorkTile& block,
                               typename Traits::SharedStorage& smem)
-      : params_(params),
-        block_(block),
-        smem_(smem),
-        keys_(key_rows(block.sequence, block.head_k, block.first_key)) {}
+      : params_(params), block_(block), smem_(smem) {}
 
   ANYFLASH_DEVICE void load_k() const {
-    k().load(params_.attention.k, params_.attention.k_stride, keys_, params_.attention.head_dim);
+    k().load(params_.attention.k, params_.attention.k_stride, keys(), params_.attention.head_dim);
   }
   ANYFLASH_DEVICE void load_q(int chunk, int buffer, int head, int row) const {
     load_rows(params_.attention.q, params_.attention.q_stride, params_.attention.head_dim, chunk,
@@ -78,7 +75,7 @@ class ChunkLoader {
   }
   ANYFLASH_DEVICE void load_v(int chunk, int buffer) const {
     TileLoader<KeyChunk, KeyOrder>(smem_.v[buffer].data(), thread())
-        .load(columns_from(params_.attention.v, chunk), params_.attention.v_stride, keys_,
+        .load(columns_from(params_.attention.v, chunk), params_.attention.v_stride, keys(),
               params_.attention.head_dim_v - chunk * kColumns);
   }
 
@@ -96,6 +93,10 @@ class ChunkLoader {
   ANYFLASH_DEVICE static const void* columns_from(const void* data, int chunk) {
     return static_cast<const typename Traits::Element*>(data) + chunk * kColumns;
   }
+  // From shared memory: the loop needs the registers.
+  ANYFLASH_DEVICE TileRows keys() const {
+    return key_rows(block_.sequence, block_.head_k, block_.first_key);
+  }
   ANYFLASH_DEVICE auto k() const {
     return TileLoader<typename Traits::TileK, KeyOrder>(smem_.k.data(), thread());
   }
@@ -109,7 +110,6 @@ class ChunkLoader {
   const BackwardScratch& params_;
   const BackwardWorkTile& block_;
   typename Traits::SharedStorage& smem_;
-  TileRows keys_;
 };
 
 }  // namespace anyflash::sm80

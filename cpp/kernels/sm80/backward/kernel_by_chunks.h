@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const BackwardWorkTile& block = smem.block;
 
   ChunkedSums<Traits> sums;
-  ChunkedMainloop<Traits, Scores, kWhich>(params, block, smem).run(sums.chunks());
+  mainloop_by_chunks<Traits, Scores, kWhich>(params, block, smem, sums.chunks());
 
   cute::cp_async_wait<0>();
   __syncthreads();  // every warp has done with K, and nothing is on its way there

@@ -16,7 +16,7 @@ from oracle.attention import Array, check
 from oracle.kvcache import Answer, Written, attention, check_written
 from run.forward import bits
 
-HEAD_DIMS = (64, 128, 256)  # of the GPU's kernels: others are rounded up
+HEAD_DIMS = (64, 128, 256, 512)  # of the GPU's kernels: others are rounded up
 
 
 def run_cache(backend: Backend, call: CacheCall, **changes: Any) -> CacheCall:
@@ -36,7 +36,7 @@ def expected_kernel(backend: Backend, case: CacheCase) -> str:
         return next(row.name for row in backend.rows("decode") if row.dtype == case.dtype)
     head_dim = min(d for d in HEAD_DIMS if d >= max(case.d, case.head_dim_v))
     rows = case.heads // case.heads_k * case.sq
-    tile = next((m for m in (16, 32) if rows <= m), 64)
+    tile = next((m for m in (16, 32) if rows <= m), 32 if head_dim == 512 else 64)
     name = f"{backend.arch}_decode_{kind}_d{head_dim}_m{tile}"
     return f"{name}_8bit" if case.eight_bit else name
 
