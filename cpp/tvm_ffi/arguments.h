@@ -152,13 +152,17 @@ inline const Option* find(Text name, unsigned function) {
 
 inline constexpr int kMostTensors = 9;
 
-// A function's name, and what its tensors are called. The last one may be None, but for the
-// backward's.
+// A function's name, and what its tensors are called.
 struct Signature {
   const char* name;
   Function function;
   int count;
   const char* tensors[kMostTensors];
+
+  // The last one, but for the backward's; and v_cache, in whose place there may be head_dim_v.
+  bool may_be_none(int i) const {
+    return (function != kBackward && i == count - 1) || (function == kKvCache && i == 2);
+  }
 };
 
 inline constexpr Signature kForwardSignature = {
@@ -212,7 +216,7 @@ inline int read(const Signature& signature, const TVMFFIAny* args, int32_t count
                   signature.name, static_cast<int>(count), signature.count);
   }
   for (int i = 0; i < signature.count; ++i) {
-    const bool optional = signature.function != kBackward && i == signature.count - 1;
+    const bool optional = signature.may_be_none(i);
     if (!read_tensor(args[i], &call.tensors[i]) || (call.tensors[i] == nullptr && !optional)) {
       return refuse("TypeError", "%s: %s is %s; a tensor%s is allowed", signature.name,
                     signature.tensors[i], name_of_type(args[i].type_index),

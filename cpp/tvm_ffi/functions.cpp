@@ -3,7 +3,7 @@
 //
 //   forward(q, k, v, out, lse, *options)                          what anyflash.h says of
 //   backward(dout, q, k, v, out, lse, dq, dk, dv, *options)       anyflash_forward, and so on;
-//   forward_with_kvcache(q, k_cache, v_cache, out, lse, *options) lse may be None
+//   forward_with_kvcache(q, k_cache, v_cache, out, lse, *options) lse may be None, and v_cache
 //   merge_states(out_a, lse_a, out_b, lse_b, out, lse, *options)
 //   forward_workspace_size(...), ...                              bytes, for the same arguments
 //   version()

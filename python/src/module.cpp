@@ -74,7 +74,8 @@ void run_backward(const char* operation, const nb::tuple& tensors,
 }
 
 // A call of attention with a KV cache. tensors: q, k_cache, v_cache, out, lse, each a pair (array,
-// it shows floats as unsigned integers), lse also None. writes: the caches are written to.
+// it shows floats as unsigned integers), v_cache and lse also None. writes: the caches are written
+// to.
 class KvCacheCall {
  public:
   KvCacheCall(const nb::tuple& tensors, std::optional<double> softmax_scale, bool causal,
@@ -82,7 +83,8 @@ class KvCacheCall {
       : has_lse_(!tensors[4].is_none()), options_(softmax_scale, causal, stream, given) {
     static constexpr const char* kNames[] = {"q", "k_cache", "v_cache", "out", "lse"};
     const bool writable[] = {false, writes, writes, true, true};
-    for (std::size_t i = 0; i < (has_lse_ ? arrays_.size() : arrays_.size() - 1); ++i) {
+    for (std::size_t i = 0; i < arrays_.size(); ++i) {
+      if (tensors[i].is_none()) continue;
       const auto pair = nb::cast<nb::tuple>(tensors[i]);
       arrays_[i] = import_array(pair[0], kNames[i], nb::cast<bool>(pair[1]), writable[i]);
     }

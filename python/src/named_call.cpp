@@ -56,7 +56,7 @@ KvCachePlan NamedCall::kvcache_plan() const {
   KvCacheTensors tensors;
   tensors.q = tensor("q");
   tensors.k_cache = tensor("k_cache");
-  tensors.v_cache = tensor("v_cache");
+  if (const TensorView* const v_cache = optional("v_cache")) tensors.v_cache = *v_cache;
   tensors.out = tensor("out");
   tensors.lse = optional("lse");
   return KvCachePlan(tensors, forward_, cache_);

@@ -43,6 +43,7 @@ class NamedCall {
     source.read("rotary_interleaved", cache_.rotary_interleaved);
     source.read("num_splits", cache_.num_splits);
     source.read("split_size", cache_.split_size);
+    source.read("head_dim_v", cache_.head_dim_v);
   }
 
   // All but the tensors' elements; throws Error.

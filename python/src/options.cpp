@@ -96,6 +96,8 @@ void read_number(const char* name, nb::handle value, KvCacheOptions& options) {
     options.num_splits = nb::cast<std::int64_t>(value);
   } else if (is("split_size")) {
     options.split_size = nb::cast<std::int64_t>(value);
+  } else if (is("head_dim_v")) {
+    options.head_dim_v = nb::cast<std::int64_t>(value);
   } else {
     throw std::logic_error(std::string("unknown option ") + name);
   }

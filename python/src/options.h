@@ -19,8 +19,8 @@ void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Ar
 // Likewise, the names of BackwardOptions' tensors and deterministic: bool.
 void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays);
 
-// Likewise, the names of KvCacheOptions' tensors, rotary_interleaved: bool, num_splits and
-// split_size: int.
+// Likewise, the names of KvCacheOptions' tensors, rotary_interleaved: bool, num_splits, split_size
+// and head_dim_v: int.
 void read_options(const nb::dict& given, KvCacheOptions& options, std::vector<Array>& arrays);
 
 }  // namespace anyflash::python

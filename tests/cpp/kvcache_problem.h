@@ -123,4 +123,16 @@ struct Paged : Appending {
   SmallTensor v_scale{DType::kFloat32, {2}};
 };
 
+// Latent attention: the values are the first columns of the keys.
+template <class Call>
+struct LatentOf : Call {
+  LatentOf() {
+    this->v_cache = {};
+    this->cache.v_new = nullptr;
+    this->cache.v_scale = nullptr;
+    this->cache.head_dim_v = 3;
+  }
+};
+using Latent = LatentOf<Appending>;
+
 }  // namespace test

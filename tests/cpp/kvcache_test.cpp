@@ -101,14 +101,18 @@ void reference(const Appending& c, int64_t b, const Tensor& k_cache, const Tenso
   const int64_t queries = c.q.shape[1];
   Tensor q(DType::kFloat32, {1, queries, c.q.shape[2], c.q.shape[3]});
   Tensor k(DType::kFloat32, {1, s.keys, c.k_cache.shape[2], c.k_cache.shape[3]});
-  Tensor v(DType::kFloat32, {1, s.keys, c.k_cache.shape[2], c.v_cache.shape[3]});
+  Tensor v(DType::kFloat32, {1, s.keys, c.k_cache.shape[2], c.out.shape[3]});
   Tensor bias(DType::kBool, {1, 1, queries, s.keys});
   const bool steps = c.options.causal || c.options.window_left >= 0 || c.options.window_right >= 0;
   q.for_each([&](const Index& at) {
     q.set(at, rotated(c, s.turn + (steps ? at[1] : 0), at[3], c.q_memory, {b, at[1], at[2], 0}));
   });
   gather(c, b, k_cache, c.k_new, c.cache.k_scale, true, k);
-  gather(c, b, v_cache, c.v_new, c.cache.v_scale, false, v);
+  if (c.cache.head_dim_v != 0) {
+    gather(c, b, k_cache, c.k_new, c.cache.k_scale, true, v);
+  } else {
+    gather(c, b, v_cache, c.v_new, c.cache.v_scale, false, v);
+  }
   const auto* const tree = static_cast<const unsigned char*>(c.tree.view.data);
   bias.for_each([&](const Index& at) {
     const int64_t column = at[3] - (s.keys - queries);
@@ -268,6 +272,8 @@ int main() {
   const test::ManyThreads many_threads;
   check_calls<Floats>();
   check_calls<Bytes>();
+  check_calls<test::LatentOf<Floats>>();
+  check_calls<test::LatentOf<Bytes>>();
   check_splits();
   check_empty();
   check_workspace();

@@ -76,6 +76,15 @@ def kvcache(x: X, t: Tensor, a: jax.Array, is_wanted: bool) -> None:
     assert_type(
         step(a, a, a, a, a, return_lse=True), tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     )
+    assert_type(step(a, a, None, head_dim_v=3), jax.Array)
+    assert_type(step(a, a, None, head_dim_v=3, return_lse=True), tuple[jax.Array, jax.Array])
+    assert_type(step(a, a, None, a, head_dim_v=3), tuple[jax.Array, jax.Array])
+    assert_type(
+        step(a, a, None, a, head_dim_v=3, return_lse=True),
+        tuple[jax.Array, jax.Array, jax.Array],
+    )
+    assert_type(anyflash.attention_with_kvcache(x, x, None, x, head_dim_v=3), X)
+    assert_type(anyflash.torch.attention_with_kvcache(t, t, None, t, head_dim_v=3), Tensor)
     assert_type(anyflash.kvcache_workspace_size(x, x, x, cache_seqlens=3), int)
 
 

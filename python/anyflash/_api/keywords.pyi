@@ -92,4 +92,5 @@ class KvCacheKeywords(TypedDict, Generic[_X], total=False):
     v_scale: _X | None
     num_splits: int
     split_size: int | None
+    head_dim_v: int | None
     out_dtype: Any

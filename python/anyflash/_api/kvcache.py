@@ -90,6 +90,7 @@ def attention_with_kvcache(
     v_scale: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    head_dim_v: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     out_dtype: Any = None,
@@ -117,11 +118,11 @@ def attention_with_kvcache(
     q : (batch, seqlen_q, heads, head_dim)
         Dtypes and devices as for :func:`attention`. All arrays belong to one framework and device.
     k_cache : (cache_batch, capacity, heads_k, head_dim)
-    v_cache : (cache_batch, capacity, heads_k, head_dim_v)
+    v_cache : (cache_batch, capacity, heads_k, head_dim_v); or None, with ``head_dim_v``
         With ``block_table``: (pages, page_size, heads_k, head_dim or head_dim_v), page_size a power
         of two. q's dtype, or int8 or float8_e4m3fn (NumPy: of ml_dtypes). Any strides, so that K
-        and V may lie in one array. Written in place, but only if ``k`` and ``v`` are given: then
-        they may neither be read-only nor of JAX. Rows that no query sees may hold anything.
+        and V may lie in one array. Written in place, but only if ``k`` is given: then they may
+        neither be read-only nor of JAX. Rows that no query sees may hold anything.
     k : (batch, seqlen_new, heads_k, head_dim), optional
     v : (batch, seqlen_new, heads_k, head_dim_v), optional
         q's dtype. They become the cache's rows from ``cache_seqlens[b]`` on.
@@ -162,6 +163,11 @@ def attention_with_kvcache(
     split_size : int, optional
         Keys of a part, a multiple of 64, in place of ``num_splits``. With it, or with
         ``num_splits=1``, a sequence's result does not depend on the batch: the same bits.
+    head_dim_v : int, optional
+        Latent attention (MLA of DeepSeek-V2, arXiv 2405.04434): the values are the first
+        ``head_dim_v`` columns of k_cache, which is read once. Then ``v_cache``, ``v`` and
+        ``v_scale`` are None: k and k_scale serve both. Columns of k that are rotated are so as
+        values, too.
     return_lse : bool
         Return ``(out, lse)``.
     out, out_dtype, stream
@@ -206,6 +212,12 @@ def attention_with_kvcache(
     (2, 1, 4, 16)
     >>> bool((k_cache[6, 3] == k[0, 0]).all() and (v_cache[3, 1] == v[1, 0]).all())
     True
+
+    Latent attention, where 16 columns hold the values, too:
+
+    >>> latent, q = np.ones((2, 8, 1, 24), np.float32), np.ones((2, 1, 4, 24), np.float32)
+    >>> anyflash.attention_with_kvcache(q, latent, None, head_dim_v=16).shape
+    (2, 1, 4, 16)
     """
     options = AttentionOptions(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
@@ -226,6 +238,7 @@ def attention_with_kvcache(
         v_scale,
         num_splits,
         split_size,
+        head_dim_v,
     )
     outputs = OutputRequest(return_lse, out_dtype=out_dtype, out=out, stream=stream)
     tensors = (q, k_cache, v_cache)

@@ -25,6 +25,24 @@ _LAYOUTS = {
 _NO_GRADIENTS = "attention with a KV cache has no backward"
 
 
+def check_values(operation: str, v_cache: Any, cache: KvCacheOptions) -> None:
+    """Whether it is said where the values are: in v_cache, or, by head_dim_v, in k_cache. Then
+    nothing is given that k_cache, k and k_scale stand for."""
+    if cache.head_dim_v is None:
+        if v_cache is None:
+            raise ValueError(
+                f"{operation}: v_cache is missing; it, or head_dim_v, so many columns of k_cache "
+                "that are the values, is needed"
+            )
+        return
+    for name, x in (("v_cache", v_cache), ("v", cache.v), ("v_scale", cache.v_scale)):
+        if x is not None:
+            raise ValueError(
+                f"{operation}: {name} is given with head_dim_v, with which the values are "
+                "k_cache's columns; only one of both is allowed"
+            )
+
+
 class KvCacheCall(Forward[ArrayT]):
     """Reads everything that is given; then `attend` or `workspace_size`."""
 
@@ -55,8 +73,11 @@ class KvCacheCall(Forward[ArrayT]):
         workspace: Any = None,
     ) -> None:
         q, k_cache, v_cache = tensors
-        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         self._operands = operands = Operands(operation, "q", q, _NO_GRADIENTS)
+        check_values(operation, v_cache, cache)
+        given = {"q": q, "k_cache": k_cache}
+        if v_cache is not None:
+            given["v_cache"] = v_cache
         read = {
             name: operands.read(name, x, FLOATS if name == "q" else CACHES)
             for name, x in given.items()
@@ -64,12 +85,13 @@ class KvCacheCall(Forward[ArrayT]):
         for name, (shape, _) in read.items():
             if len(shape) != 4:
                 self._refuse_rank(_LAYOUTS[name], 4, **{name: shape})
-        shape, k_shape, v_shape = (shape for shape, _ in read.values())
-        self._begin(q, read["q"][1], (shape, k_shape, v_shape), options)
+        shape, k_shape, *others = (shape for shape, _ in read.values())
+        columns = others[0][3] if others else self._read_columns(cache.head_dim_v, k_shape[3])
+        self._begin(q, read["q"][1], (shape, k_shape, (*k_shape[:3], columns)), options)
         self._caches: Given = {name: (given[name], dtype) for name, (_, dtype) in read.items()}
         self._cache_arrays: Given = {}
         self._cache_shapes: dict[str, tuple[int, ...]] = {}
-        self._cache_options: dict[str, Any] = {}
+        self._cache_options: dict[str, Any] = {} if others else {"head_dim_v": columns}
         self._seqlens: int | None = None  # the same for all sequences
         self._owner: Any = None  # of the memory that they are written to
         self._read_options(options)
@@ -92,6 +114,9 @@ class KvCacheCall(Forward[ArrayT]):
             made(OutputRequest),
             workspace=given.get("workspace"),
         )
+
+    def _read_columns(self, head_dim_v: Any, most: int) -> int:
+        return self._operands.parse("head_dim_v", parsing.columns, head_dim_v, most)
 
     def _read_cache(self, cache: KvCacheOptions) -> None:
         parse = self._operands.parse
@@ -132,7 +157,8 @@ class KvCacheCall(Forward[ArrayT]):
         self._writes = cache.k is not None or cache.v is not None
         if self._writes:
             for name in ("k_cache", "v_cache"):
-                self._operands.cache(name, self._caches[name][0])
+                if name in self._caches:
+                    self._operands.cache(name, self._caches[name][0])
 
     def _cache_array(self, name: str, argument: str, x: Any, allowed: tuple[str, ...]) -> None:
         self._cache_shapes[name], dtype = self._operands.read(argument, x, allowed)
@@ -170,10 +196,11 @@ class KvCacheCall(Forward[ArrayT]):
             (framework.export_out(self._result, device), operands.as_bits(self._dtype)),
             None if self._lse is None else (framework.export_out(self._lse, device), False),
         )
+        caches = self._exported(self._caches, stream)
         queue, self._allocate = self._launch(stream)
         self._arguments = (
             operands.operation,
-            (*self._exported(self._caches, stream).values(), *written),
+            (*(caches.get(name) for name in _LAYOUTS), *written),
             softmax_scale,
             causal,
             queue,

@@ -205,3 +205,4 @@ class KvCacheOptions(NamedTuple):
     v_scale: Any
     num_splits: Any
     split_size: Any
+    head_dim_v: Any

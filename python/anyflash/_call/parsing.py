@@ -139,6 +139,14 @@ def check_room(
         )
 
 
+def columns(value: Any, most: int) -> int:
+    """Of k_cache, which are the values."""
+    result = _integer(value, "an int")
+    if not 1 <= result <= most:
+        raise ValueError(f"is {result}; 1 to {most}, the columns of k_cache, is allowed")
+    return result
+
+
 def integer(value: Any) -> int:
     """What the core checks the range of."""
     result = _integer(value, "an int")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anyflash._call import parsing
+from anyflash._call.kvcache import check_values
 from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
@@ -52,6 +53,28 @@ def attention_with_kvcache(
     return_lse: Literal[True],
     **options: Unpack[KvCacheKeywords[Any]],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: None,
+    k: Any,
+    v: None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: None,
+    k: Any,
+    v: None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KvCacheKeywords[Any]],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
 def attention_with_kvcache(
     q: Any,
@@ -111,12 +134,13 @@ def attention_with_kvcache(
     v_scale: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    head_dim_v: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """:func:`anyflash.attention_with_kvcache` for JAX, which returns the caches it has appended to.
 
-    JAX's arrays are immutable: where ``k`` and ``v`` are given, the result holds new caches. Within
+    JAX's arrays are immutable: where ``k`` is given, the result holds the new caches. Within
     jax.jit they are the old ones, updated in place, if these are donated to the compiled function,
     or made in it, as the carry of a jax.lax.scan is; else XLA copies the caches first. There is no
     derivative. Under jax.vmap it is a loop.
@@ -133,7 +157,7 @@ def attention_with_kvcache(
     ----------
     q : (batch, seqlen_q, heads, head_dim)
     k_cache : (cache_batch, capacity, heads_k, head_dim), or pages with ``block_table``
-    v_cache : (cache_batch, capacity, heads_k, head_dim_v), or pages with ``block_table``
+    v_cache : (cache_batch, capacity, heads_k, head_dim_v), or pages; or None, with ``head_dim_v``
         Arrays of JAX or NumPy, which are not written.
     cache_seqlens : (batch,) int32, or int, optional
         Rows of the caches that are filled, before the call. The array may be traced.
@@ -143,8 +167,8 @@ def attention_with_kvcache(
     out : (batch, seqlen_q, heads, head_dim_v)
     lse : (batch, heads, seqlen_q), float32, only with ``return_lse``
     k_cache, v_cache
-        Only where ``k`` and ``v`` are given: ``(out, k_cache, v_cache)``, or ``(out, lse, k_cache,
-        v_cache)``.
+        Only where ``k`` is given: ``(out, k_cache, v_cache)``, or ``(out, lse, k_cache, v_cache)``;
+        with ``head_dim_v`` without v_cache.
 
     Raises
     ------
@@ -194,6 +218,7 @@ def attention_with_kvcache(
         v_scale,
         num_splits,
         split_size,
+        head_dim_v,
     )
     outputs = OutputRequest(return_lse, out_dtype=out_dtype)
     return attend_with_kvcache((q, k_cache, v_cache), cache, options, outputs)
@@ -205,10 +230,16 @@ def attend_with_kvcache(
     options: AttentionOptions,
     outputs: OutputRequest,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    names = ("q", *CACHES)
-    call = Call("anyflash.jax.attention_with_kvcache", **dict(zip(names, tensors, strict=True)))
+    given = dict(zip(("q", *CACHES), tensors, strict=True))
+    call = Call("anyflash.jax.attention_with_kvcache", **given)
+    check_values(call.operation, given["v_cache"], cache)
     call.scores(options)
+    names = tuple(name for name in given if name in call.arrays)
     call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
+    if cache.head_dim_v is not None:
+        columns = call.arrays["k_cache"].shape[3]
+        head_dim_v = call.parse("head_dim_v", parsing.columns, cache.head_dim_v, columns)
+        call.numbers["head_dim_v"] = head_dim_v
     call.array("cache_batch_idx", cache.cache_batch_idx)
     call.array("cache_leftpad", cache.cache_leftpad)
     call.array("block_table", cache.block_table)
@@ -248,7 +279,8 @@ def _attend(
     call: Call, return_lse: Any, out_dtype: Any, appends: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
     q, k_cache = call.arrays["q"], call.arrays["k_cache"]
-    names = ("out", *(("lse",) if return_lse else ()), *(CACHES if appends else ()))
+    written = (name for name in CACHES if appends and name in call.arrays)
+    names = ("out", *(("lse",) if return_lse else ()), *written)
     settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)
     shapes = _results(settings, call.arrays)
     _ffi.check(call.operation, "forward_with_kvcache", call.arrays | shapes, settings.numbers)
@@ -258,12 +290,14 @@ def _attend(
 
 
 def _results(settings: Settings, operands: Arrays) -> Arrays:
-    q, v_cache = operands["q"], operands["v_cache"]
+    q, numbers = operands["q"], dict(settings.numbers)
+    columns = numbers.get("head_dim_v") or operands["v_cache"].shape[-1]
     kinds = {
-        "out": ((*q.shape[:-1], v_cache.shape[-1]), settings.out_dtype),
+        "out": ((*q.shape[:-1], columns), settings.out_dtype),
         "lse": ((q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
     }
-    kinds |= {name: (operands[name].shape, operands[name].dtype) for name in CACHES}
+    caches = (name for name in CACHES if name in operands)
+    kinds |= {name: (operands[name].shape, operands[name].dtype) for name in caches}
     return {name: struct(*kinds[name]) for name in settings.results}
 
 

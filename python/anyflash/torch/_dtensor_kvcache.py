@@ -58,6 +58,8 @@ class _Placed:
             if isinstance(x, DTensor) and x.device_mesh != self.q.device_mesh:
                 self.refuse(f"{name} and q are on different meshes; one mesh is allowed")
         self.kinds = self._kinds()
+        # Of latent attention, or of MQA: every rank has it.
+        self.one_head = given["k_cache"].shape[2] == 1 and self._ranks(_HEADS) > 1
         self._check()
 
     def refuse(self, problem: str) -> NoReturn:
@@ -84,11 +86,11 @@ class _Placed:
     def _check(self) -> None:
         ranks, given = self._ranks(_HEADS), self.given
         heads, heads_k = self.q.shape[2], given["k_cache"].shape[2]
-        if heads % ranks or heads_k % ranks:
+        if heads % ranks or (heads_k % ranks and heads_k != 1):
             self.refuse(
                 f"q has {heads} heads, the caches have {heads_k}, and they are sharded over "
-                f"{ranks} ranks; both numbers must be multiples of that. Fewer ranks, or "
-                "Replicate(), work"
+                f"{ranks} ranks; both numbers must be multiples of that, or the caches have one "
+                "head, replicated. Fewer ranks, or Replicate(), work"
             )
         if _BATCH not in self.kinds:
             return
@@ -139,6 +141,8 @@ class _Placed:
         of = dict(zip((_BATCH, _HEADS), axes, strict=True))
         if self.shared and name in (*_CACHES, "k_scale", "v_scale"):
             of[_BATCH] = None  # places, which all of the batch may use
+        if self.one_head and name in (*_CACHES, "k", "v", "k_scale", "v_scale"):
+            of[_HEADS] = None  # which all of q's heads see
         found = (None if kind is None else of[kind] for kind in self.kinds)
         return tuple(Replicate() if axis is None else Shard(axis) for axis in found)
 
@@ -159,7 +163,8 @@ def attend(
     """``operator(*tensors, **options)`` of the local arguments: out, and the LSE or an empty
     tensor."""
     placed = _Placed(operation, {**tensors, **options})
-    q, columns = placed.q, tensors["v_cache"].shape[-1]
+    q, v_cache = placed.q, tensors["v_cache"]
+    columns = options["head_dim_v"] if v_cache is None else v_cache.shape[-1]
     local = [placed.local(name, x) for name, x in tensors.items()]
     out, lse = operator(*local, **{name: placed.local(name, x) for name, x in options.items()})
     whole = placed.result(out, (*q.shape[:-1], columns), 2)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from anyflash._call.kvcache import KvCacheCall
+from anyflash._call.kvcache import KvCacheCall, check_values
 from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _OPERATION = "anyflash.torch.attention_with_kvcache"
 _SCHEMA = (
-    "(Tensor q, Tensor{} k_cache, Tensor{} v_cache, Tensor? k, Tensor? v, *, Tensor? rotary_cos, "
+    "(Tensor q, Tensor{} k_cache, Tensor{}? v_cache, Tensor? k, Tensor? v, *, Tensor? rotary_cos, "
     "Tensor? rotary_sin, Tensor? rotary_seqlens, bool rotary_interleaved, Tensor? cache_seqlens, "
     "SymInt? filled, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
-    "SymInt num_splits, SymInt? split_size, bool return_lse, ScalarType? out_dtype)"
-    " -> (Tensor, Tensor)"
+    "SymInt num_splits, SymInt? split_size, SymInt? head_dim_v, bool return_lse, "
+    "ScalarType? out_dtype) -> (Tensor, Tensor)"
 )
 
 
@@ -50,13 +50,15 @@ def _operator(*tensors: Tensor | None, **given: Any) -> tuple[Tensor, Tensor]:
 def _fake(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *others: Tensor | None,
     return_lse: bool,
     out_dtype: torch.dtype | None,
+    head_dim_v: int | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]), dtype=out_dtype)
+    columns = head_dim_v if v_cache is None else v_cache.shape[-1]
+    out = q.new_empty((*q.shape[:-1], columns), dtype=out_dtype)
     lse = q.new_empty(lse_shape(q), dtype=torch.float32) if return_lse else or_empty(None, q)
     return out, lse
 
@@ -80,7 +82,7 @@ define("attention_with_kvcache_", _SCHEMA.format("(a!)", "(b!)"), _operator, _fa
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     k: Tensor | None = ...,
     v: Tensor | None = ...,
     *,
@@ -91,7 +93,7 @@ def attention_with_kvcache(
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     k: Tensor | None = ...,
     v: Tensor | None = ...,
     *,
@@ -102,7 +104,7 @@ def attention_with_kvcache(
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     k: Tensor | None = ...,
     v: Tensor | None = ...,
     *,
@@ -112,7 +114,7 @@ def attention_with_kvcache(
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
@@ -135,18 +137,20 @@ def attention_with_kvcache(
     v_scale: Tensor | None = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    head_dim_v: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`anyflash.attention_with_kvcache` for PyTorch, also within ``torch.compile`` and
     ``torch.export``.
 
-    The caches are written in place where k and v are given. There is no backward: tensors that
+    The caches are written in place where k is given. There is no backward: tensors that
     require grad are refused where gradients are recorded.
 
-    DTensors may be sharded on batch or heads: q, k and v, and the caches likewise. Nothing is
-    communicated. Pages, and caches with ``cache_batch_idx``, belong to the whole batch: where that
-    is sharded they are replicated, and only read.
+    DTensors may be sharded on batch or heads: q, k and v, and the caches likewise. A single head of
+    the caches is replicated where q's heads are sharded. Nothing is communicated. Pages, and caches
+    with ``cache_batch_idx``, belong to the whole batch: where that is sharded they are replicated,
+    and only read.
 
     Parameters that are not listed are those of :func:`anyflash.attention_with_kvcache`.
 
@@ -154,7 +158,7 @@ def attention_with_kvcache(
     ----------
     q : (batch, seqlen_q, heads, head_dim)
     k_cache : (cache_batch, capacity, heads_k, head_dim)
-    v_cache : (cache_batch, capacity, heads_k, head_dim_v)
+    v_cache : (cache_batch, capacity, heads_k, head_dim_v); or None, with ``head_dim_v``
         With ``block_table``: (pages, page_size, heads_k, head_dim or head_dim_v).
     k, v : (batch, seqlen_new, heads_k, head_dim or head_dim_v), optional
 
@@ -198,13 +202,14 @@ def attention_with_kvcache(
         v_scale,
         num_splits,
         split_size,
+        head_dim_v,
     )
     outputs = OutputRequest(return_lse, out_dtype=out_dtype)
     return attend_with_kvcache((q, k_cache, v_cache), cache, options, outputs)
 
 
 def attend_with_kvcache(
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
     cache: KvCacheOptions,
     options: AttentionOptions,
     outputs: OutputRequest,
@@ -214,6 +219,7 @@ def attend_with_kvcache(
     outputs = OutputRequest(outputs.return_lse, out_dtype=as_dtype(outputs.out_dtype))
     if not is_traced(q):
         return KvCacheCall(_OPERATION, tensors, cache, options, outputs).attend()
+    check_values(_OPERATION, v_cache, cache)
     left, right = (-1 if bound is None else bound for bound in options.window_size)
     is_tensor = isinstance(cache.cache_seqlens, Tensor)
     given: dict[str, Any] = {
@@ -238,6 +244,7 @@ def attend_with_kvcache(
         "v_scale": cache.v_scale,
         "num_splits": cache.num_splits,
         "split_size": cache.split_size,
+        "head_dim_v": cache.head_dim_v,
         "return_lse": outputs.return_lse,
         "out_dtype": outputs.out_dtype,
     }

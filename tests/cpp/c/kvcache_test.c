@@ -45,19 +45,25 @@ static void make_cache(CacheProblem* c, int paged) {
   if (paged) c->cache.block_table = &c->tensor_table;
 }
 
-static anyflash_status run_cache(CacheProblem* c, const anyflash_kvcache_options* cache) {
+static anyflash_status run_with_values(CacheProblem* c, const DLTensor* v,
+                                       const anyflash_kvcache_options* cache) {
   Problem* const p = &c->p;
   size_t bytes = 0;
   anyflash_status status = anyflash_forward_with_kvcache_workspace_size(
-      &p->tensor_q, &c->tensor_k, &c->tensor_v, &p->tensor_out, &p->tensor_lse, &c->options, cache,
-      &bytes);
+      &p->tensor_q, &c->tensor_k, v, &p->tensor_out, &p->tensor_lse, &c->options, cache, &bytes);
   if (status != ANYFLASH_OK) return status;
   void* const workspace = malloc(bytes);
-  status = anyflash_forward_with_kvcache(&p->tensor_q, &c->tensor_k, &c->tensor_v, &p->tensor_out,
+  status = anyflash_forward_with_kvcache(&p->tensor_q, &c->tensor_k, v, &p->tensor_out,
                                          &p->tensor_lse, &c->options, cache, workspace, bytes);
   free(workspace);
   return status;
 }
+
+static anyflash_status run_cache(CacheProblem* c, const anyflash_kvcache_options* cache) {
+  return run_with_values(c, &c->tensor_v, cache);
+}
+
+static anyflash_status run_latent(CacheProblem* c) { return run_with_values(c, NULL, &c->cache); }
 
 static void expect_cache(CacheProblem* c, const anyflash_kvcache_options* cache,
                          anyflash_status status, const char* words) {
@@ -172,6 +178,36 @@ static void check_pairs(void) {
     CHECK(memcmp(k, expected[neox], sizeof k) == 0);
     CHECK(v[0] == 7 && out[0] == 7);
   }
+}
+
+/* Values that are the first columns of the keys, which alone are appended to. */
+static void check_latent(void) {
+  CacheProblem c;
+  int64_t row[4] = {1, 1, 1, 2}, narrow[4] = {1, 2, 1, 1};
+  for (int paged = 0; paged < 2; ++paged) {
+    make_cache(&c, paged);
+    c.p.tensor_out.shape = narrow;
+    c.cache.head_dim_v = 1;
+    CHECK(run_latent(&c) == ANYFLASH_OK);
+    CHECK(near(c.p.out[0], (2 * log(2) + 3 * log(3)) / 6) && c.p.out[2] == -77);
+    CHECK(near(c.p.out[1], (log(2) + log(3)) / 6) && near(c.p.lse[1], log(6)));
+  }
+  make_cache(&c, 1);
+  const DLTensor k_new = tensor(&c.p.k[4], 4, row);
+  c.k[0] = c.k[1] = NAN; /* row 2 is the first of page 0 */
+  c.length[0] = 2;
+  c.cache.k_new = &k_new;
+  c.cache.head_dim_v = 2;
+  CHECK(run_latent(&c) == ANYFLASH_OK);
+  CHECK(c.k[0] == c.p.k[4] && c.k[1] == c.p.k[5] && near(c.p.lse[0], log(6)));
+
+  make_cache(&c, 0);
+  c.cache.head_dim_v = 2;
+  expect_cache(&c, &c.cache, ANYFLASH_INVALID_VALUE, "v_cache is given with head_dim_v");
+  c.cache.size = offsetof(anyflash_kvcache_options, head_dim_v); /* an older caller */
+  CHECK(run_latent(&c) == ANYFLASH_INVALID_VALUE && untouched(&c.p));
+  CHECK(strstr(anyflash_last_error(), "v_cache is NULL") != NULL);
+  CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK);
 }
 
 /* Bytes of both 8-bit types. 0x44 is 3 in float8_e4m3fn, 0x7f NaN. */
@@ -346,6 +382,7 @@ int main(void) {
   check_hand_computed();
   check_append();
   check_pairs();
+  check_latent();
   check_8bit();
   check_errors();
   check_fields();

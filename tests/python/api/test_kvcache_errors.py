@@ -258,6 +258,36 @@ WRONG_SCALES: dict[str, Wrong] = {
     "pages": ({"v_scale": ones(2, 4)}, ValueError, r"v_scale has shape \(2, 4\); expected \(7, 4"),
     "rank": ({"v_scale": ones(7, 4, 1)}, ValueError, "v_scale has 3 dimensions"),
 }
+LATENT = {name: x for name, x in DENSE.items() if name != "v"} | {
+    "v_cache": None,
+    "head_dim_v": 12,
+}
+WRONG_LATENT: dict[str, Wrong] = {
+    "no-values": (
+        {"head_dim_v": None},
+        ValueError,
+        "v_cache is missing; it, or head_dim_v, so many columns of k_cache .*, is needed",
+    ),
+    "two-values": (
+        {"v_cache": ones(2, 16, 4, 24)},
+        ValueError,
+        "v_cache is given with head_dim_v, with which the values are k_cache's columns; only one",
+    ),
+    "v": ({"v": ones(2, 3, 4, 12)}, ValueError, "v is given with head_dim_v"),
+    "v-scale": ({"v_scale": ones(4)}, ValueError, "v_scale is given with head_dim_v"),
+    "none": ({"head_dim_v": 0}, ValueError, "head_dim_v is 0; 1 to 16, the columns of k_cache"),
+    "negative": ({"head_dim_v": -1}, ValueError, "head_dim_v is -1; 1 to 16"),
+    "many": ({"head_dim_v": 17}, ValueError, "head_dim_v is 17; 1 to 16"),
+    "float": ({"head_dim_v": 12.0}, TypeError, "head_dim_v is float; an int is allowed"),
+    "bool": ({"head_dim_v": True}, TypeError, "head_dim_v is bool; an int is allowed"),
+    "array": ({"head_dim_v": ends(12)}, TypeError, "head_dim_v is ndarray; an int is allowed"),
+    "rank": ({"k_cache": ones(2, 16, 16)}, ValueError, "k_cache has 3 dimensions"),
+    "frozen": ({"k_cache": frozen(2, 16, 4, 16)}, ValueError, "k_cache is read-only"),
+    "k-columns": ({"k": ones(2, 3, 4, 12)}, ValueError, r"k has shape \(2, 3, 4, 12\); expected"),
+    "no-lengths": ({"cache_seqlens": None}, ValueError, "k is given without cache_seqlens"),
+    "k-scale": ({"k_scale": ones(4)}, ValueError, "k_scale is given, but the cache is float32"),
+    "out": ({"out": ones(2, 3, 8, 16)}, ValueError, r"out has shape \(2, 3, 8, 16\); expected"),
+}
 OUT = {"out": np.full((2, 3, 8, 24), 7, np.float32)}
 
 
@@ -274,6 +304,17 @@ def test_paged(wrong: str) -> None:
 @pytest.mark.parametrize("wrong", WRONG_READS)
 def test_without_new_keys(wrong: str) -> None:
     refused(anyflash.attention_with_kvcache, READS | OUT, WRONG_READS[wrong])
+
+
+@pytest.mark.parametrize("wrong", WRONG_LATENT)
+def test_latent(wrong: str) -> None:
+    out = {"out": np.full((2, 3, 8, 12), 7, np.float32)}
+    refused(anyflash.attention_with_kvcache, LATENT | out, WRONG_LATENT[wrong])
+
+
+@pytest.mark.parametrize("wrong", ["no-values", "two-values", "v", "many", "float"])
+def test_workspace_size_of_latent_rows(wrong: str) -> None:
+    refused(anyflash.kvcache_workspace_size, LATENT, WRONG_LATENT[wrong])
 
 
 @pytest.mark.parametrize("wrong", WRONG_SCALES)

@@ -16,7 +16,7 @@ import pytest
 import anyflash
 from anyflash import _embedding
 from calls.frameworks import random
-from calls.kvcache import angles, call, every_option
+from calls.kvcache import angles, caches_of, call, every_option, latent
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 HEADER = Path(__file__).parents[3] / "cpp" / "include" / "anyflash" / "anyflash.h"
@@ -173,9 +173,13 @@ def decode(functions: Any, give: Any, arguments: dict[str, Any]) -> tuple[Any, A
         ("window_left", "window_right"), given.pop("window_size", (None, None)), strict=True
     ):
         given[name] = bound
-    out = np.zeros((*q.shape[:-1], v_cache.shape[-1]), q.dtype)
+    columns = given["head_dim_v"] if v_cache is None else v_cache.shape[-1]
+    out = np.zeros((*q.shape[:-1], columns), q.dtype)
     lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    functions.forward_with_kvcache(*map(give, (q, k_cache, v_cache, out, lse)), *pairs(give, given))
+    values = None if v_cache is None else give(v_cache)
+    functions.forward_with_kvcache(
+        give(q), give(k_cache), values, give(out), give(lse), *pairs(give, given)
+    )
     return out, lse
 
 
@@ -190,13 +194,14 @@ DECODING["rotated-pages"] = call(page_size=4) | dict(
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_decoding(functions: Any, kind: str, name: str) -> None:
     """The caches are written in place."""
+    names = caches_of(DECODING[name])
     given, other = (
-        {key: x.copy() if key in CACHES else x for key, x in DECODING[name].items()}
+        {key: x.copy() if key in names else x for key, x in DECODING[name].items()}
         for _ in range(2)
     )
     right = anyflash.attention_with_kvcache(**other, return_lse=True)
     same(decode(functions, GIVE[kind], given), right)
-    same((given[x] for x in CACHES), (other[x] for x in CACHES))
+    same((given[x] for x in names), (other[x] for x in names))
 
 
 def test_merge_states(functions: Any) -> None:
@@ -281,6 +286,23 @@ def test_tensors_are_refused(functions: Any) -> None:
         functions.backward(out, q, k, v, out, random(2, 4, 30), *grads[:2], None)
     with pytest.raises(ValueError, match="k has shape"):
         functions.forward(q, k[:1], v, out, None)
+
+
+def test_latent_rows_are_refused(functions: Any) -> None:
+    """v_cache may be None, but not without head_dim_v; nor beside it."""
+    given = latent(new=0)
+    q, cache, out = given["q"], given["k_cache"], np.full((3, 2, 4, 12), 7, np.float32)
+    with pytest.raises(ValueError, match="v_cache is NULL"):
+        functions.forward_with_kvcache(q, cache, None, out, None)
+    with pytest.raises(ValueError, match="v_cache is given with head_dim_v"):
+        functions.forward_with_kvcache(q, cache, cache[..., :12], out, None, "head_dim_v", 12)
+    with pytest.raises(ValueError, match="head_dim_v is 21; 1 to 20"):
+        functions.forward_with_kvcache(q, cache, None, out, None, "head_dim_v", 21)
+    with pytest.raises(TypeError, match="k_cache is None; a tensor is allowed"):
+        functions.forward_with_kvcache(q, None, None, out, None, "head_dim_v", 12)
+    with pytest.raises(TypeError, match="v_cache is an int; a tensor or None is allowed"):
+        functions.forward_with_kvcache(q, cache, 1, out, None)
+    assert (out == 7).all()
 
 
 def fields(struct: str) -> set[str]:

@@ -14,7 +14,7 @@ import pytest
 import anyflash
 import anyflash.jax
 from calls.jax_calls import narrow, same
-from calls.kvcache import call, every_option
+from calls.kvcache import caches_of, call, every_option, latent
 
 __all__ = ["narrow"]
 
@@ -22,10 +22,11 @@ CACHES = ("k_cache", "v_cache")
 
 
 def right_of(given: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """(out, lse, k_cache, v_cache) with NumPy."""
-    copies = {name: x.copy() if name in CACHES else x for name, x in given.items()}
+    """(out, lse, k_cache, v_cache) with NumPy; without v_cache where it is None."""
+    names = caches_of(given)
+    copies = {name: x.copy() if name in names else x for name, x in given.items()}
     out, lse = anyflash.attention_with_kvcache(**copies, return_lse=True, **options)
-    return out, lse, *(copies[name] for name in CACHES)
+    return out, lse, *(copies[name] for name in names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,6 +72,59 @@ def test_donated_caches_are_updated_in_place() -> None:
     same(result, right)
     assert all(arrays[name].is_deleted() for name in CACHES)
     assert [x.unsafe_buffer_pointer() for x in result[2:]] == addresses
+
+
+def test_donated_latent_rows_are_updated_in_place() -> None:
+    given = latent(page_size=4)
+    right = right_of(given, causal=True)
+    static = {"v_cache": given.pop("v_cache"), "head_dim_v": given.pop("head_dim_v")}
+    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    k_cache = arrays.pop("k_cache") + 0
+    address = k_cache.unsafe_buffer_pointer()
+
+    @functools.partial(jax.jit, donate_argnames="k_cache")
+    def attend(k_cache: Any, others: Any) -> Any:
+        return anyflash.jax.attention_with_kvcache(
+            k_cache=k_cache, **others, **static, causal=True, return_lse=True
+        )
+
+    result = attend(k_cache, arrays)
+    same(result, right)
+    assert len(result) == 3
+    assert k_cache.is_deleted()
+    assert result[2].unsafe_buffer_pointer() == address
+    without = anyflash.jax.attention_with_kvcache(**given, **static, causal=True)
+    same(without, (right[0], right[2]))
+
+
+def test_vmap_of_latent_rows() -> None:
+    given = latent()
+    mapped = {"k_cache": np.stack([given.pop("k_cache")] * 2)}
+    mapped["k_cache"][1] *= 3
+
+    def attend(mapped: Any) -> Any:
+        return anyflash.jax.attention_with_kvcache(**given, **mapped, return_lse=True)
+
+    results = jax.vmap(attend)(mapped)
+    for i in range(2):
+        right = right_of(given | {"k_cache": mapped["k_cache"][i]})
+        same(jax.tree.map(lambda x: x[i], results), right)  # noqa: B023
+
+
+def test_errors_of_latent_rows() -> None:
+    given = latent()
+    attend = anyflash.jax.attention_with_kvcache
+    name = r"anyflash\.jax\.attention_with_kvcache: "
+    for changes, error, message in (
+        ({"head_dim_v": None}, ValueError, "v_cache is missing; it, or head_dim_v"),
+        ({"v_cache": given["k_cache"]}, ValueError, "v_cache is given with head_dim_v"),
+        ({"v": given["k"]}, ValueError, "v is given with head_dim_v"),
+        ({"head_dim_v": 21}, ValueError, "head_dim_v is 21; 1 to 20, the columns of k_cache"),
+        ({"head_dim_v": 1.0}, TypeError, "head_dim_v is float; an int is allowed"),
+        ({"k_cache": given["k_cache"][0]}, ValueError, "k_cache has 3 dimensions"),
+    ):
+        with pytest.raises(error, match=name + message):
+            jax.jit(lambda q: attend(**given | changes | {"q": q}))(given["q"])  # noqa: B023
 
 
 def test_generation_in_a_scan() -> None:

@@ -18,7 +18,7 @@ from anyflash.torch import attention, attention_varlen, attention_with_kvcache
 from anyflash.torch._problem import Problem, RequestedOutputs
 from calls.backward import OPTIONS
 from calls.frameworks import random
-from calls.kvcache import every_option
+from calls.kvcache import caches_of, every_option
 from calls.torch_calls import LEAVES, TORCH, Call
 
 OPS = torch.ops.anyflash
@@ -142,6 +142,30 @@ def test_decoding(attend: Any) -> None:
     same(one, before)
 
 
+@pytest.mark.parametrize("attend", [attention_with_kvcache, anyflash.attention_with_kvcache])
+def test_latent_decoding(attend: Any) -> None:
+    """One cache, written in place; the values are its first columns."""
+    q, k = tensor(2, 1, 2, 8), tensor(2, 1, 1, 8)
+
+    def step(cache: Any, lengths: Any, k: Any) -> Any:
+        options = {"cache_seqlens": lengths, "causal": True, "head_dim_v": 6}
+        return attend(q, cache, None, k, **options, return_lse=True)
+
+    compiled = Compiled(step)
+    one, other = tensor(2, 16, 1, 8), tensor(2, 16, 1, 8)
+    for n in range(3):
+        lengths = torch.tensor([n, 2 * n], dtype=torch.int32)
+        found = compiled.run(one, lengths, k + n)
+        assert found[0].shape == (2, 1, 2, 6)
+        same(found, step(other, lengths, k + n))
+        assert torch.equal(one, other)
+    assert compiled.graphs == 1
+    same(compiled.run(one, 9, None), step(other, 9, None))
+    message = r"anyflash\.torch\.attention_with_kvcache: v_cache is missing; it, or head_dim_v"
+    with pytest.raises(ValueError, match=message), FakeTensorMode():
+        attend(torch.zeros(2, 1, 2, 8), torch.zeros(2, 16, 1, 8), None)
+
+
 EVERY = every_option()
 
 
@@ -159,10 +183,11 @@ def test_every_option_of_decoding(name: str) -> None:
 
     right = copied()
     results = anyflash.attention_with_kvcache(**right, **numbers, return_lse=True)
-    results = TORCH.give([*results, right["k_cache"], right["v_cache"]])
+    names = caches_of(EVERY[name])
+    results = TORCH.give([*results, *(right[x] for x in names)])
     for function in (attend, make_fx(attend)(TORCH.give(copied()))):
         given = TORCH.give(copied())
-        found = (*function(given), given["k_cache"], given["v_cache"])
+        found = (*function(given), *(given[x] for x in names))
         same((x.nan_to_num() for x in found), (x.nan_to_num() for x in results))
 
 
@@ -320,17 +345,21 @@ def test_opcheck_backward() -> None:
             opcheck(OPS.backward.default, (*p, out, lse, *arguments, wanted), test_utils=QUICK)
 
 
+@pytest.mark.parametrize("head_dim_v", [None, 4])
 @pytest.mark.parametrize("write", [False, True])
-def test_opcheck_of_decoding(write: bool) -> None:
-    caches = tensor(2, 16, 1, 8).bfloat16(), tensor(2, 16, 1, 4).bfloat16()
-    new = (tensor(2, 1, 1, 8).bfloat16(), tensor(2, 1, 1, 4).bfloat16())
-    new = new if write else (None, None)
+def test_opcheck_of_decoding(write: bool, head_dim_v: int | None) -> None:
+    caches = [tensor(2, 16, 1, 8).bfloat16(), tensor(2, 16, 1, 4).bfloat16()]
+    new = [tensor(2, 1, 1, 8).bfloat16(), tensor(2, 1, 1, 4).bfloat16()]
+    if head_dim_v is not None:
+        caches[1] = new[1] = None
+    new = new if write else [None, None]
     names = ("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_batch_idx", "cache_leftpad")
     names += ("block_table", "alibi_slopes", "sinks", "tree_mask", "k_scale", "v_scale")
     names += ("split_size", "filled")
     options = dict.fromkeys(names) | {"rotary_interleaved": True, "softmax_scale": None}
     options |= {"cache_seqlens": torch.tensor([3, 7], dtype=torch.int32), "causal": True}
     options |= {"window_left": -1, "window_right": -1, "softcap": 0.0, "num_splits": 0}
+    options["head_dim_v"] = head_dim_v
     op = OPS.attention_with_kvcache_ if write else OPS.attention_with_kvcache
     for asked in ({"return_lse": True, "out_dtype": torch.float32}, {"return_lse": False}):
         opcheck(

@@ -65,6 +65,7 @@ static void print_layout(void) {
   FIELD(anyflash_kvcache_options, num_splits);
   FIELD(anyflash_kvcache_options, split_size);
   FIELD(anyflash_kvcache_options, rotary_seqlens);
+  FIELD(anyflash_kvcache_options, head_dim_v);
   FIELD(anyflash_merge_options, size);
   FIELD(anyflash_merge_options, num_threads);
   FIELD(anyflash_merge_options, reserved);

@@ -104,6 +104,23 @@ def test_sharded(mesh: Mesh, name: str) -> None:
     assert not actual[0].sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("types", ["inferred", "explicit"])
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_latent_rows(request: pytest.FixtureRequest, types: str, page_size: int) -> None:
+    """One row for all heads: the heads' devices have it all, and each appends to its own copy."""
+    mesh = request.getfixturevalue("mesh" if types == "inferred" else "explicit")
+    given = {name: x for name, x in call(1, page_size).items() if name not in ("v", "v_cache")}
+    placed = dict.fromkeys(("k", "k_cache"), P() if page_size else BATCHES)
+    spread = put(mesh, given, {"q": P(None, None, "y") if page_size else BOTH} | placed)
+    f = functools.partial(lambda given: attend(**given, v_cache=None, head_dim_v=8))
+    actual, right = compiled(f, spread, sums=False), f(given)
+    for x, y in zip(actual[:2], right[:2], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    same(actual[2:], right[2:])
+    assert not actual[0].sharding.is_fully_replicated
+    assert actual[2].sharding.is_equivalent_to(spread["k_cache"].sharding, 4)
+
+
 @pytest.mark.parametrize("name", ["batch", "both", "key-heads", "pages"])
 def test_explicit(explicit: Mesh, name: str) -> None:
     given, specs = CASES[name]

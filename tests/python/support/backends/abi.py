@@ -118,6 +118,7 @@ class KvCacheOptions(ctypes.Structure):
         ("num_splits", ctypes.c_int64),
         ("split_size", ctypes.c_int64),
         ("rotary_seqlens", ctypes.POINTER(DLTensor)),
+        ("head_dim_v", ctypes.c_int64),
     )
 
 

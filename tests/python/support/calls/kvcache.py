@@ -57,6 +57,29 @@ def call(
     return arguments
 
 
+def latent(**options: Any) -> Arguments:
+    """The same, where the values are the first 12 columns of the keys."""
+    arguments = call(**options)
+    arguments.pop("v", None)
+    return arguments | {"v_cache": None, "head_dim_v": 12}
+
+
+def caches_of(arguments: Arguments) -> tuple[str, ...]:
+    return tuple(name for name in ("k_cache", "v_cache") if arguments[name] is not None)
+
+
+def with_tensors(arguments: Arguments) -> Arguments:
+    """Of a latent call: the same one with values that are tensors of their own."""
+    given = dict(arguments)
+    columns = given.pop("head_dim_v")
+    for keys, values in (("k", "v"), ("k_cache", "v_cache")):
+        if keys in given:
+            given[values] = given[keys][..., :columns].copy()
+    if "k_scale" in given:
+        given["v_scale"] = given["k_scale"]
+    return given
+
+
 def place(arguments: Arguments, sequence: int, row: int) -> tuple[int, int]:
     """Of a sequence's row, along the cache's first two axes."""
     if (table := arguments.get("block_table")) is not None:
@@ -110,7 +133,13 @@ class Expected(NamedTuple):
 
 def expected(arguments: Arguments) -> Expected:
     """By the definition, in float64, one sequence after the other."""
-    q, k_cache, v_cache = arguments["q"], arguments["k_cache"].copy(), arguments["v_cache"].copy()
+    q, k_cache = arguments["q"], arguments["k_cache"].copy()
+    caches = {"k": k_cache}
+    if columns := arguments.get("head_dim_v"):
+        v_cache, scales = k_cache[..., :columns], ("k", "k")
+    else:
+        v_cache, scales = arguments["v_cache"].copy(), ("k", "v")
+        caches["v"] = v_cache
     batch, rows, heads, _ = q.shape
     new = arguments["k"].shape[1] if "k" in arguments else 0
     capacity = k_cache.shape[1]
@@ -123,7 +152,7 @@ def expected(arguments: Arguments) -> Expected:
     aligned = bool(arguments.get("causal")) or max(window(arguments)) >= 0
     for b in range(batch):
         turn = int(arguments.get("rotary_seqlens", filled - padded)[b])
-        for name, cache in (("k", k_cache), ("v", v_cache)):
+        for name, cache in caches.items():
             for t in range(new):
                 at = place(arguments, b, int(filled[b]) + t)
                 row = arguments[name][b, t : t + 1]
@@ -133,7 +162,7 @@ def expected(arguments: Arguments) -> Expected:
         places = [place(arguments, b, r) for r in range(int(padded[b]), int(filled[b]) + new)]
         keys, values = (
             np.array([scale_of(arguments, name, at[0]) * cache[at].astype(float) for at in places])
-            for name, cache in (("k", k_cache), ("v", v_cache))
+            for name, cache in zip(scales, (k_cache, v_cache), strict=True)
         )
         if not places:
             if "sinks" in arguments:
@@ -191,7 +220,7 @@ def attend(arguments: Arguments, kind: Kind = KINDS[0], **options: Any) -> tuple
 
 
 def same_caches(arguments: Arguments, right: Expected) -> None:
-    for name in ("k_cache", "v_cache"):
+    for name in caches_of(arguments):
         assert bits(arguments[name]) == bits(getattr(right, name)), name
 
 
@@ -230,4 +259,7 @@ def every_option() -> dict[str, Arguments]:
         "splits": long | {"num_splits": 3},
         "split-size": long | {"split_size": 64},
         "out": call(dtype="bfloat16") | {"out_dtype": "float32"},
+        "latent": latent(page_size=4) | {"causal": True},
+        "latent-eight-bits": latent(cache_dtype=np.int8) | {"k_scale": eight["k_scale"]},
+        "latent-read": latent(new=0) | {"sinks": random(4)},
     }

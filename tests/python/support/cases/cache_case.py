@@ -32,6 +32,7 @@ from oracle.kvcache import (
 )
 
 EMULATED_TILES = 400 if FULL else 60
+LATENT_HEAD_DIM = 576  # of keys whose first columns are the values
 NO_PAGE = (-1, 1 << 30, -(1 << 31), (1 << 31) - 1)
 # Keys and values in one storage: by turns after a page, a row, a head.
 TOGETHER = ("pages_k_v", "rows_k_v", "heads_k_v")
@@ -56,6 +57,7 @@ class CacheCase:
     heads_k: int = 2
     d: int = 64
     dv: int = 0  # 0: d
+    latent: bool = False  # values are the first dv columns of the keys
     capacity: int = 0  # 0: as much as need be
     page: int = 0  # rows of a page; 0: not paged
     cache_dtype: str = ""  # q's; "int8", "e4m3"
@@ -104,7 +106,9 @@ class CacheCase:
 
     @property
     def cpu_only(self) -> bool:
-        return self.dtype in ("fp32", "fp64") or max(self.d, self.head_dim_v) > GPU_HEAD_DIM
+        of_latent = LATENT_HEAD_DIM if self.latent else GPU_HEAD_DIM
+        too_large = self.d > of_latent or self.head_dim_v > GPU_HEAD_DIM
+        return self.dtype in ("fp32", "fp64") or too_large
 
     @property
     def empty(self) -> bool:
@@ -137,15 +141,22 @@ class CacheCase:
 class CacheCall(NamedTuple):
     q: Tensor
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Tensor | None  # None: latent
     out: Tensor
     lse: Tensor
     cache: dict[str, Any]  # fields of KvCacheOptions
     options: dict[str, Any]
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor | None, ...]:
         return self[:5]
+
+    @property
+    def values(self) -> Array:
+        """What the cache holds of them."""
+        if self.v_cache is not None:
+            return self.v_cache.view
+        return self.k_cache.view[..., : self.cache["head_dim_v"]]
 
     def inputs(self) -> dict[str, Tensor]:
         """Tensors that no call writes to."""
@@ -153,8 +164,11 @@ class CacheCall(NamedTuple):
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
     def problem(self) -> CacheProblem:
-        fields = {"k_cache": self.k_cache, "v_cache": self.v_cache, **self.cache, **self.options}
+        fields = {"k_cache": self.k_cache, **self.cache, **self.options}
         fields = {n: x.view if isinstance(x, Tensor) else x for n, x in fields.items()}
+        fields["v_cache"] = self.values
+        if self.v_cache is None:
+            fields["v_scale"] = fields.get("k_scale")
         known = CacheProblem.__dataclass_fields__
         fields = {n: x for n, x in fields.items() if n in known and x is not None}
         return CacheProblem(self.q.view, **fields, out_dtype=self.out.view.dtype)
@@ -212,18 +226,20 @@ class _Builder:
         layout = case.small_layout
         bare = CacheCall(
             place(q.astype(self.dtype), layout),
-            *(place(self.empty_cache(x.shape[-1]), "contiguous") for x in (k, v)),
+            place(self.empty_cache(case.d), "contiguous"),
+            None if case.latent else place(self.empty_cache(case.head_dim_v), "contiguous"),
             empty(out_shape, out_dtype, layout),
             empty((case.batch, case.heads, case.sq), DTYPES["fp32"], layout, "bhs"),
             self.cache_options(),
             self.options(),
         )
         self.fill(bare, k, v)
+        if bare.v_cache is None:
+            return bare._replace(k_cache=place(bare.k_cache.view, case.layout))
         if case.layout in TOGETHER:
             caches = together(bare.k_cache.view, bare.v_cache.view, case.layout)
         else:
-            k_cache, v_cache = (place(x.view, case.layout) for x in bare[1:3])
-            caches = k_cache, v_cache
+            caches = place(bare.k_cache.view, case.layout), place(bare.v_cache.view, case.layout)
         return bare._replace(k_cache=caches[0], v_cache=caches[1])
 
     def empty_cache(self, columns: int) -> Array:
@@ -242,7 +258,7 @@ class _Builder:
             key, head = np.nonzero(hides)
             unseen = (used[0][key], used[1][key], head)
             seen = np.nonzero(~hides)
-        for name, x in (("k", k), ("v", v)):
+        for name, x in (("k", k),) if self.case.latent else (("k", k), ("v", v)):
             cache, scale = getattr(p, f"{name}_cache"), getattr(p, f"{name}_scale")
             self.hide(name, cache)
             for b, (pad, filled) in enumerate(zip(p.first_row, p.filled, strict=True)):
@@ -288,6 +304,8 @@ class _Builder:
     def cache_options(self) -> dict[str, Any]:
         case = self.case
         cache: dict[str, Any] = {"num_splits": case.splits, "split_size": case.split_size}
+        if case.latent:
+            cache["head_dim_v"] = case.head_dim_v
         if case.seqlens:
             cache["cache_seqlens"] = int32_tensor(case.lengths)
         if case.batch_idx:
@@ -305,13 +323,14 @@ class _Builder:
             cache["tree_mask"] = place(tree, case.small_layout, "bsd")
         if case.scales:
             shape = (case.heads_k,) if case.scales == "head" else (self.slots, case.heads_k)
-            for name in ("k_scale", "v_scale"):
+            for name in ("k_scale",) if case.latent else ("k_scale", "v_scale"):
                 unit = 1 / 32 if self.cache_dtype == INT8 else 1 / 64
                 scale = unit * self.random.uniform(0.8, 1.6, shape).astype(np.float32)
                 cache[name] = place(scale, axes="bh"[-len(shape) :])
         if case.append:
             cache["k_new"] = self.new_rows(case.d)
-            cache["v_new"] = self.new_rows(case.head_dim_v)
+            if not case.latent:
+                cache["v_new"] = self.new_rows(case.head_dim_v)
             cache |= self.rotary(case.append)
         return cache
 

@@ -97,6 +97,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "gqa": {"heads": 8, "heads_k": 2},
     "dv": {"d": 80, "dv": 96},
     "far": {"values": "rising"},
+    "latent": {"latent": True, "dv": 40},
 }
 APART = ({"tree", "one"}, {"tree1", "one"}, {"idx", "paged"}, {"splits", "split_size"})
 
@@ -252,6 +253,53 @@ def _quantised() -> Iterator[CacheCase]:
         yield with_(base, f"{cache_dtype}-saturated", sq=4, scales="head", **changes)
 
 
+def _latent() -> Iterator[CacheCase]:
+    """MLA: one row for all heads, whose first columns are the values. DeepSeek's has 576 columns,
+    512 of them values, and 16 to 128 heads."""
+    mla = CacheCase("", "fp16", (140, 67, 1), heads=16, heads_k=1, d=576, dv=512, latent=True)
+    for heads, page, dtype in itertools.product((16, 128), (0, 1, 64), FLOATS):
+        name = f"latent-heads{heads}-page{page}-{dtype}"
+        changes = {"heads": heads, "page": page, "lengths": (70, 33) if heads > 16 else mla.lengths}
+        yield with_(mla, name, dtype=dtype, smoke=(page, dtype) == (64, "fp16"), **changes)
+    for sq, dtype in itertools.product((2, 3, 4, 9), FLOATS):
+        yield with_(mla, f"latent-sq{sq}-{dtype}", dtype=dtype, sq=sq, causal=True, page=64)
+    for page, dtype in itertools.product((0, 1, 64), FLOATS):
+        changes = {"dtype": dtype, "page": page, "causal": True}
+        append = Append(3, rotary=64, neox=page == 1)
+        yield with_(mla, f"latent-append-page{page}-{dtype}", sq=3, append=append, **changes)
+        yield with_(mla, f"latent-append-one-page{page}-{dtype}", append=Append(1), **changes)
+    for cache_dtype, scales, dtype in itertools.product(("int8", "e4m3"), ("head", "slot"), FLOATS):
+        changes = {"cache_dtype": cache_dtype, "scales": scales, "dtype": dtype, "page": 64}
+        name = f"latent-{cache_dtype}-{scales}-{dtype}"
+        yield with_(mla, name, sq=2, **changes)
+        append = Append(2, rotary=32)
+        yield with_(mla, f"{name}-append", sq=2, append=append, causal=True, **changes)
+    more: dict[str, dict[str, Any]] = {
+        "sinks": {"sinks": True, "page": 64},
+        "splits3": {"splits": 3, "page": 64},
+        "split-size64": {"split_size": 64},
+        "tree": {"tree": "b", "sq": 4, "append": Append(4), "page": 64},
+        "leftpad": {"leftpad": (100, 0, 1), "sq": 2, "causal": True},
+        "window": {"window": (40, 0), "sq": 2, "page": 1},
+        "idx": {"batch_idx": True},
+        "out32": {"out_dtype": "fp32"},
+        "large": {"values": "large"},
+        "finite": {"poison": False, "page": 64},
+        "layout": {"layout": "offset_1", "append": Append(2)},
+    }
+    for (name, changes), dtype in itertools.product(more.items(), FLOATS):
+        yield with_(mla, f"latent-{name}-{dtype}", dtype=dtype, **changes)
+    # Other kernels' head dims, and key heads of which there are several.
+    dims = ((40, 24), (64, 64), (64, 1), (59, 33), (128, 128), (192, 128), (320, 300), (512, 64))
+    for (d, dv), dtype in itertools.product(dims, FLOATS):
+        case = with_(mla, f"latent-d{d}-dv{dv}-{dtype}", dtype=dtype, d=d, dv=dv, heads=4, page=16)
+        yield with_(case, case.id, sq=2, heads_k=2, append=Append(2, 16), causal=True)
+        name = f"{case.id}-rows48-int8"
+        yield with_(case, name, sq=3, heads=16, cache_dtype="int8", scales="slot", splits=2)
+    yield with_(mla, "latent-d20-dv12-fp64", dtype="fp64", d=20, dv=12, append=Append(1, 4))
+    yield with_(mla, "latent-no-keys", lengths=(0, 0), capacity=64, page=64)
+
+
 CACHE_CASES = (
     *_lengths(),
     *_heads(),
@@ -262,5 +310,6 @@ CACHE_CASES = (
     *_layouts(),
     *_appends(),
     *_quantised(),
+    *_latent(),
 )
 assert LAYOUTS.keys() >= {case.layout for case in CACHE_CASES} - set(TOGETHER)

@@ -40,6 +40,7 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
     sq = draw(st.integers(0, 20) | st.sampled_from((1, 1, 1, 70)))
     splits = draw(st.sampled_from((0, 0, 1, 2, 5, 300)))
     layouts = sorted(name for name in WRITABLE_LAYOUTS if not name.startswith("fused"))
+    latent = draw(st.sampled_from((False, False, True)))
     case = CacheCase(
         id="random",
         dtype=draw(st.sampled_from(dtypes)),
@@ -48,7 +49,8 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
         heads=heads_k * draw(st.integers(1, 9)),
         heads_k=heads_k,
         d=d,
-        dv=draw(st.just(0) | st.integers(1, 200)),
+        dv=draw(st.just(0) | st.integers(1, d if latent else 200)),
+        latent=latent,
         capacity=draw(st.integers(0, 400)),
         page=page,
         cache_dtype=cache_dtype,
@@ -70,7 +72,7 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
         values=draw(st.sampled_from(("normal", "positive", "rising"))),
         poison=draw(st.booleans()),
     )
-    if case.dv == 0 and draw(st.integers(0, 3)) == 0:
+    if case.dv == 0 and not latent and draw(st.integers(0, 3)) == 0:
         case = replace(case, layout=draw(st.sampled_from(TOGETHER)))
     if case.dtype == "fp64":
         case = replace(case, out_dtype="")

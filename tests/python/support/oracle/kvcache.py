@@ -38,6 +38,8 @@ class CacheProblem:
     tree_mask: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
+    # Latent attention: v_cache and v_scale are views of k_cache's columns, and k_scale.
+    head_dim_v: int = 0
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int = -1
@@ -291,11 +293,15 @@ def attention(p: CacheProblem, k_cache: Array, v_cache: Array) -> Reference:
 
 
 def answer(p: CacheProblem) -> Answer:
-    if p.k_new is None or p.v_new is None:
+    if p.k_new is None:
         return Answer(attention(p, p.k_cache, p.v_cache), None, None)
+    k_cache = p.k_cache.copy()
     with np.errstate(invalid="ignore"):  # NaN and infinity are copied
         k = written(p, p.k_new, p.k_cache, p.k_scale, turn=True)
+        k_cache[k.slots, k.rows] = k.value
+        if p.v_new is None:
+            return Answer(attention(p, k_cache, k_cache[..., : p.head_dim_v]), k, None)
         v = written(p, p.v_new, p.v_cache, p.v_scale, turn=False)
-    k_cache, v_cache = p.k_cache.copy(), p.v_cache.copy()
-    k_cache[k.slots, k.rows], v_cache[v.slots, v.rows] = k.value, v.value
+    v_cache = p.v_cache.copy()
+    v_cache[v.slots, v.rows] = v.value
     return Answer(attention(p, k_cache, v_cache), k, v)
