@@ -108,7 +108,8 @@ struct OptionalTensors {
         key_starts(c.key_starts, "key_starts", kMustBeInt32),
         diagonals(c.diagonals, "diagonals", kMustBeInt32),
         prior_out(c.prior_out, "prior_out", nullptr),
-        prior_lse(c.prior_lse, "prior_lse", nullptr) {}
+        prior_lse(c.prior_lse, "prior_lse", nullptr),
+        key_ranges(c.key_ranges, "key_ranges", kMustBeInt32) {}
 
   void put_into(ForwardOptions& options) const {
     options.alibi_slopes = alibi_slopes.get();
@@ -126,12 +127,14 @@ struct OptionalTensors {
     options.diagonals = diagonals.get();
     options.prior_out = prior_out.get();
     options.prior_lse = prior_lse.get();
+    options.key_ranges = key_ranges.get();
   }
 
   OptionalView alibi_slopes, bias, block_mask, sinks, rng_state, dropout_mask, max_logits;
   OptionalView cu_seqlens_q, cu_seqlens_k, seqused_k;
   OptionalView query_starts, key_starts, diagonals;
   OptionalView prior_out, prior_lse;
+  OptionalView key_ranges;
 };
 
 inline anyflash_forward_options known_options(const anyflash_forward_options* given) {

@@ -13,6 +13,7 @@ unsigned features_of(const Attention& p) {
   if (p.alibi_slopes.data != nullptr) features |= kAlibi;
   if (p.bias.data != nullptr) features |= kBias;
   if (p.block_mask.data != nullptr) features |= kBlockMask;
+  if (p.key_ranges.data != nullptr) features |= kKeyRanges;
   if (p.dropout_threshold != 0) features |= kDropout;
   return features;
 }

@@ -26,11 +26,12 @@ enum Feature : unsigned {
   kDropout = 16,
   kQuantizedCache = 32,  // int8 or float8_e4m3fn keys and values
   kLargeSoftcap = 64,    // one above kAccurateSoftcap; kSoftcap is there, too
+  kKeyRanges = 128,
 };
 inline constexpr unsigned kNoFeatures = 0;
 // Of attention without a cache.
 inline constexpr unsigned kAllFeatures =
-    kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kDropout;
+    kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kKeyRanges | kDropout;
 
 // GPUs, by compute capability: 80 for 8.0.
 struct ComputeCapabilities {

@@ -88,7 +88,9 @@ struct Attention {
   BroadcastTensor block_mask;    // (batch, query block, head, key block), kBool
   int block_size_q = 1;
   int block_size_k = 1;
-  BroadcastTensor sinks;  // (head)
+  BroadcastTensor key_ranges;  // (batch, row: key, head: of k, col), kInt32
+  int key_intervals = 0;       // of each key: 1 or 2
+  BroadcastTensor sinks;       // (head)
 
   // A probability is dropped if its 16-bit draw is below the threshold; 0: no dropout.
   uint32_t dropout_threshold = 0;

@@ -102,9 +102,13 @@ std::vector<std::string> feature_names(unsigned features) {
   static constexpr struct {
     Feature feature;
     const char* name;
-  } kNames[] = {{kSoftcap, "softcap"}, {kAlibi, "alibi"},
-                {kBias, "bias"},       {kBlockMask, "block_mask"},
-                {kDropout, "dropout"}, {kQuantizedCache, "quantized_cache"}};
+  } kNames[] = {{kSoftcap, "softcap"},
+                {kAlibi, "alibi"},
+                {kBias, "bias"},
+                {kBlockMask, "block_mask"},
+                {kKeyRanges, "key_ranges"},
+                {kDropout, "dropout"},
+                {kQuantizedCache, "quantized_cache"}};
   std::vector<std::string> names;
   for (const auto& known : kNames) {
     if ((features & known.feature) != 0) names.push_back(known.name);

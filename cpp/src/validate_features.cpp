@@ -129,6 +129,26 @@ class Features {
         auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
   }
 
+  void key_ranges(const TensorView& t) {
+    const char* const layout = packed() ? "(heads_k or 1, total_k, 2 or 4)"
+                                        : "(batch or 1, heads_k or 1, seqlen_k, 2 or 4)";
+    check_dtype(t, "key_ranges", DType::kInt32);
+    check_device(t, "key_ranges", q_, "q");
+    check_aligned(t, "key_ranges");
+    check_rank(t, "key_ranges", packed() ? 3 : 4, layout);
+    const int64_t numbers = t.shape[t.rank - 1] == 4 ? 4 : 2;
+    if (packed()) {
+      check_shape(t, "key_ranges", {{a_.heads_k, true}, {a_.total_k}, {numbers}}, layout);
+      a_.key_ranges = auxiliary_of(t, {&Strides::head, &Strides::row, &Strides::col});
+    } else {
+      check_shape(t, "key_ranges", {{a_.batch, true}, {a_.heads_k, true}, {seqlen_k_}, {numbers}},
+                  layout);
+      a_.key_ranges =
+          auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+    }
+    a_.key_intervals = static_cast<int>(numbers / 2);
+  }
+
   void sinks(const TensorView& t) {
     check_input(t, "sinks");
     check_shape(t, "sinks", {{a_.heads}}, "(heads,)", ", one for each head of q");
@@ -259,6 +279,7 @@ void validate_features(const TensorView& q, const ForwardOptions& options, int64
   if (options.alibi_slopes != nullptr) features.alibi_slopes(*options.alibi_slopes);
   if (options.bias != nullptr) features.bias(*options.bias);
   if (options.block_mask != nullptr) features.block_mask(*options.block_mask);
+  if (options.key_ranges != nullptr) features.key_ranges(*options.key_ranges);
   if (options.sinks != nullptr) features.sinks(*options.sinks);
   if (options.rng_state != nullptr) features.rng_state(*options.rng_state);
   if (options.dropout_mask != nullptr) features.dropout_mask(*options.dropout_mask);

@@ -20,13 +20,15 @@ bool is_8bit(DType dtype) { return dtype == DType::kInt8 || dtype == DType::kFlo
 void refuse_options(const ForwardOptions& options) {
   const auto refuse = [](bool given, const char* option) {
     if (!given) return;
-    invalid_value(std::string(option) +
-                  " is given; attention with a KV cache takes no bias, block_mask, dropout_p, "
-                  "rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k, seqused_k, "
-                  "prior_out, prior_lse, and is no part of a larger attention");
+    invalid_value(
+        std::string(option) +
+        " is given; attention with a KV cache takes no bias, block_mask, key_ranges, "
+        "dropout_p, rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k, seqused_k, "
+        "prior_out, prior_lse, and is no part of a larger attention");
   };
   refuse(options.bias != nullptr, "bias");
   refuse(options.block_mask != nullptr, "block_mask");
+  refuse(options.key_ranges != nullptr, "key_ranges");
   refuse(options.dropout_p != 0.0, "dropout_p");
   refuse(options.rng_state != nullptr, "rng_state");
   refuse(options.dropout_mask != nullptr, "dropout_mask");

@@ -54,6 +54,7 @@ inline constexpr Option kOptions[] = {
     {"block_mask", Kind::kTensor, ANYFLASH_AT(forward.block_mask), kDense},
     {"block_size_q", Kind::kInteger, ANYFLASH_AT(forward.block_size[0]), kDense},
     {"block_size_k", Kind::kInteger, ANYFLASH_AT(forward.block_size[1]), kDense},
+    {"key_ranges", Kind::kTensor, ANYFLASH_AT(forward.key_ranges), kDense},
     {"sinks", Kind::kTensor, ANYFLASH_AT(forward.sinks), kAttention},
     {"dropout_p", Kind::kNumber, ANYFLASH_AT(forward.dropout_p), kDense},
     {"seed", Kind::kBits, ANYFLASH_AT(forward.seed), kDense},

@@ -6,6 +6,7 @@ from anyflash import _core
 from anyflash._api.attention import attention
 from anyflash._api.backward import attention_backward, attention_varlen_backward
 from anyflash._api.block_mask import create_block_mask, expand_block_mask
+from anyflash._api.key_ranges import create_key_ranges
 from anyflash._api.kvcache import attention_with_kvcache, kvcache_workspace_size
 from anyflash._api.merge import merge_states
 from anyflash._api.varlen import attention_varlen
@@ -27,6 +28,7 @@ __all__ = [
     "attention_with_kvcache",
     "build_info",
     "create_block_mask",
+    "create_key_ranges",
     "expand_block_mask",
     "get_cmake_dir",
     "get_include",

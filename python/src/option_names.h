@@ -21,6 +21,7 @@ inline constexpr TensorOption<ForwardOptions> kForwardTensors[] = {
     {"alibi_slopes", &ForwardOptions::alibi_slopes, false, 0},
     {"bias", &ForwardOptions::bias, false, 4},
     {"block_mask", &ForwardOptions::block_mask, false, 4},
+    {"key_ranges", &ForwardOptions::key_ranges, false, 0},
     {"sinks", &ForwardOptions::sinks, false, 0},
     {"rng_state", &ForwardOptions::rng_state, false, 0},
     {"dropout_mask", &ForwardOptions::dropout_mask, true, 0},

@@ -26,7 +26,7 @@ constexpr const char* kOps[] = {"forward", "backward", "decode"};
 // What the CPU's kernels of an operation can do.
 std::vector<std::string> all_features(const std::string& op) {
   if (op == "decode") return {"softcap", "alibi", "quantized_cache"};
-  return {"softcap", "alibi", "bias", "block_mask", "dropout"};
+  return {"softcap", "alibi", "bias", "block_mask", "key_ranges", "dropout"};
 }
 
 void check_table() {

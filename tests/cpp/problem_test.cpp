@@ -67,7 +67,7 @@ void check_problem() {
   CHECK_EQ(features(), unsigned{kSoftcap});
   attention.alibi_slopes.data = attention.bias.data = &attention;
   CHECK_EQ(features(), unsigned{kSoftcap | kAlibi | kBias});
-  attention.block_mask.data = &attention;
+  attention.block_mask.data = attention.key_ranges.data = &attention;
   attention.dropout_threshold = 1;
   CHECK_EQ(features(), kAllFeatures & ~kLargeSoftcap);
   attention.softcap = 257.0;
@@ -104,7 +104,8 @@ void check_names() {
   CHECK_EQ(name(Op::kBackward), std::string("backward"));
   CHECK_EQ(name(Op::kDecode), std::string("decode"));
   CHECK(feature_names(kQuantizedCache) == (std::vector<std::string>{"quantized_cache"}));
-  const std::vector<std::string> all = {"softcap", "alibi", "bias", "block_mask", "dropout"};
+  const std::vector<std::string> all = {"softcap",    "alibi",      "bias",
+                                        "block_mask", "key_ranges", "dropout"};
   CHECK(feature_names(kAllFeatures) == all);
   CHECK(feature_names(kNoFeatures).empty());
   CHECK(feature_names(kBias | kSoftcap) == (std::vector<std::string>{"softcap", "bias"}));

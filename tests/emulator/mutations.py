@@ -49,6 +49,8 @@ MASK = "variant/mask.h"
 SEQUENCE = "variant/sequence.h"
 SCORE_MOD = "variant/score_mod.h"
 BLOCK_MASK = "variant/block_mask.h"
+KEY_RANGES = "variant/key_ranges.h"
+APPLY_KEY_RANGES = "variant/apply_key_ranges.h"
 DROPOUT = "variant/dropout.h"
 APPLY_DROPOUT = "variant/apply_dropout.h"
 DROPOUT_KERNEL = "variant/forward_dropout.h"
@@ -148,8 +150,8 @@ POSITIONS = (
     Mutation(
         "first-hidden-tile-visited",
         KEY_TILES,
-        "while (n >= 0 && !variant.visits(n)) n = range.next(n);",
-        "if (n >= 0 && !variant.visits(n)) n = range.next(n);",
+        "while (n >= 0 && !variant.visits(n, rows)) n = range.next(n);",
+        "if (n >= 0 && !variant.visits(n, rows)) n = range.next(n);",
     ),
     Mutation(
         "order-of-v",
@@ -220,7 +222,7 @@ ARITHMETIC = (
     Mutation(
         "hidden-v-not-cleared",
         VARIANTS,
-        "kScoreOps == ScoreOps::kAll && may_hide_anywhere()",
+        "kScoreOps != ScoreOps::kAlibi && may_hide_anywhere()",
         "false",
     ),
     Mutation(
@@ -306,4 +308,38 @@ PRIOR = (
     ),
 )
 
-FORWARD_MUTATIONS = SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + PRIOR
+# Of the forward and of the backward.
+RANGES = (
+    Mutation(
+        "range-begins-late", KEY_RANGES, "(begin <= row && row < end)", "begin < row && row < end"
+    ),
+    Mutation(
+        "range-ends-late", KEY_RANGES, "(begin <= row && row < end)", "begin <= row && row <= end"
+    ),
+    Mutation("second-range", KEY_RANGES, "(second_begin <= row && row < second_end)", "false"),
+    Mutation(
+        "ranges-not-applied",
+        APPLY_KEY_RANGES,
+        "!seen.has(row0 + get<0>(coordinates(row, 0)))",
+        "false",
+    ),
+    Mutation("tile-skipped-for-its-first-row", KEY_RANGES, "first < end", "first + 1 < end"),
+    Mutation("tile-skipped-for-its-last-row", KEY_RANGES, "begin <= last", "begin < last"),
+    Mutation(
+        "tile-skipped-for-second-range",
+        KEY_RANGES,
+        "meets(second_begin, second_end, first, last)",
+        "false",
+    ),
+    Mutation("tile-skipped-for-its-first-keys", APPLY_KEY_RANGES, "col0 + keys", "col0 + 32"),
+    Mutation("ranges-of-another-head", KEY_RANGES, "head_k * p.key_ranges.stride.head", "0"),
+    Mutation(
+        "ranges-of-another-sequence", KEY_RANGES, "sequence.first_k * p.key_ranges.stride.row", "0"
+    ),
+    Mutation("range-past-end", KEY_RANGES, "(key < keys_ ? key : keys_ - 1)", "key", "asan"),
+)
+
+FORWARD_MUTATIONS = (
+    *(SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + PRIOR),
+    *(m._replace(name=f"forward-{m.name}") for m in RANGES),
+)

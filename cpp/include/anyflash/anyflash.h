@@ -103,6 +103,7 @@ typedef struct {
   int64_t total_heads; /* 0: q's */
   const DLTensor* prior_out;
   const DLTensor* prior_lse;
+  const DLTensor* key_ranges;
 } anyflash_forward_options;
 
 /* clang-format off */
@@ -111,7 +112,7 @@ typedef struct {
    0, 0, 0, 0, 0.0, NULL, NULL, NULL, {0, 0}, NULL,                                        \
    0.0, 0, 0, NULL, NULL, NULL,                                                            \
    NULL, NULL, 0, 0, NULL, 0, 0,                                                           \
-   0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, 0, 0, 0, NULL, NULL}
+   0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, 0, 0, 0, NULL, NULL, NULL}
 /* clang-format on */
 
 /* `lse` may be NULL, `options` too (defaults). The workspace lies on the tensors'

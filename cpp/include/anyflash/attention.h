@@ -77,7 +77,7 @@ class ANYFLASH_API ForwardPlan {
 
  private:
   struct State;
-  alignas(8) std::byte state_[1536];
+  alignas(8) std::byte state_[1664];
 };
 
 // Gradients of a scalar L, given dout = dL/dout (and BackwardOptions::dlse = dL/dlse), by
@@ -110,7 +110,7 @@ class ANYFLASH_API BackwardPlan {
 
  private:
   struct State;
-  alignas(8) std::byte state_[2304];
+  alignas(8) std::byte state_[2432];
 };
 
 // Attention of new queries to a cache of keys and values, which new keys and values are appended to
@@ -147,7 +147,7 @@ class ANYFLASH_API KvCachePlan {
 
  private:
   struct State;
-  alignas(8) std::byte state_[2304];
+  alignas(8) std::byte state_[2432];
 };
 
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:

@@ -18,7 +18,8 @@ enum class CpuIsa : int { kAuto, kBaseline, kAvx2, kAvx512, kNeon, kAmx };
 //   s = softmax_scale * q_i.k_j
 //   s = softcap * tanh(s / softcap)                              if softcap > 0
 //   s = s + bias_ij - alibi_slope * |i + shift - j|
-//   s = -inf where a mask hides j from i: window, causal, a boolean bias, block_mask, lengths
+//   s = -inf where a mask hides j from i: window, causal, a boolean bias, block_mask, key_ranges,
+//       lengths
 //   p = exp(s) / (exp(sink) + sum_j exp(s))
 //   p = 0 with probability dropout_p, else p / (1 - dropout_p)
 //
@@ -51,6 +52,12 @@ struct ForwardOptions {
   // of 64.
   const TensorView* block_mask = nullptr;
   std::array<int64_t, 2> block_size{128, 128};
+  // (batch or 1, heads_k or 1, seqlen_k, 2 or 4) int32: key j is seen by the rows [a, b) that its
+  // two numbers say, or by those of [a, b) and of [c, d). Packed sequences: (heads_k or 1, total_k,
+  // 2 or 4). Any numbers are allowed: an interval without rows is empty, and what lies outside the
+  // sequence's rows is cut off. Rows count from the sequence's first, wherever the diagonal is;
+  // with query_start, from the whole's first.
+  const TensorView* key_ranges = nullptr;
   // (heads,): a logit that takes part in the denominator only; types as for alibi_slopes.
   const TensorView* sinks = nullptr;
 

@@ -17,6 +17,7 @@
 #include "cpu/tasks.h"
 #include "params.h"
 #include "variant/block_mask.h"
+#include "variant/key_ranges.h"
 #include "variant/mask.h"
 
 #if defined(_MSC_VER) && !defined(__GNUC__)
@@ -192,8 +193,12 @@ class TaskRows {
     rows = count;
     const Sequence& seq = task.sequence;
     const Mask mask(seq, params.attention.window);
+    ranges = KeyRanges(params.attention, seq, task.index, task.head_k);
     int head = task.first_head + static_cast<int>(first_row / seq.seqlen_q);
     int query = static_cast<int>(first_row % seq.seqlen_q);
+    const bool wraps = query + rows > seq.seqlen_q;  // to the next head's
+    first_query = wraps ? 0 : query;
+    last_query = wraps ? seq.seqlen_q - 1 : query + rows - 1;
     const int lanes = task.single_row ? rows : round_up(rows, S::kLanes);
     for (int r = 0; r < lanes; ++r) {
       QueryRow<T>& row = scratch.rows[r];
@@ -220,8 +225,11 @@ class TaskRows {
     if (seen.first >= seen.end) seen = {};
   }
 
-  // Of a block of keys, what the block mask leaves. False: nothing.
-  bool begin_block(int first_key) {
+  // Of a block of keys, what the block mask leaves. False: nothing, or key ranges leave nothing.
+  bool begin_block(int first_key, int keys) {
+    if (ranges.active() && !ranges.any(first_query, last_query, first_key, first_key + keys)) {
+      return false;
+    }
     if (params.attention.block_mask.data == nullptr) return true;
     bool any = false;
     for (int r = 0, run; r < rows; r += run) {
@@ -316,7 +324,10 @@ class TaskRows {
   const Scratch<T> scratch;
   const ScoreModifier<T> modifier;
   Task task{};
+  KeyRanges ranges;
   int rows = 0;
+  int first_query = 0;  // the rows' numbers are within [first_query, last_query]
+  int last_query = 0;
   SeenKeys seen;                        // by the task's rows; its full range is not used
   SeenKeys panel_seen[kTaskPanels<T>];  // by those of each panel, in this block
 

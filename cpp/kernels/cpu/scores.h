@@ -1,4 +1,5 @@
-// What is done to the scores between q.k and the softmax: softcap, ALiBi, bias.
+// What is done to the scores between q.k and the softmax: softcap, ALiBi, bias. Key ranges are a
+// bias of 0 and -inf.
 //
 // These scores stay in natural units to the exponential: a bias of the lowest float (a mask to many
 // programs, though not to the naive formula) would become -inf in units of log2 e.
@@ -13,6 +14,7 @@
 #include "cpu/simd/exp.h"
 #include "cpu/simd/vector.h"
 #include "params.h"
+#include "variant/key_ranges.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -29,7 +31,8 @@ class ScoreModifier {
   bool has_softcap() const { return p_.softcap > 0; }
   T softcap() const { return cap_; }
   bool has_alibi() const { return p_.alibi_slopes.data != nullptr; }
-  bool has_bias() const { return p_.bias.data != nullptr; }
+  bool has_bias() const { return reads_bias() || p_.key_ranges.data != nullptr; }
+  bool reads_bias() const { return p_.bias.data != nullptr; }
   bool active() const { return has_softcap() || has_alibi() || has_bias(); }
 
   // The factor on q.k that operator() takes scores with.
@@ -76,11 +79,10 @@ class ScoreModifier {
   bool tail_;
 };
 
-// The bias of rows [0, width) and keys first_key + [begin, end), rows in lanes; a key's rows begin
-// at a multiple of `ld`. False if it hides all of them.
+// The bias tensor's part of load_bias().
 template <typename T>
-inline bool load_bias(const ScoreModifier<T>& modifier, const QueryRow<T>* rows, int width,
-                      int first_key, int begin, int end, T* tile, int ld) {
+inline bool load_bias_tensor(const ScoreModifier<T>& modifier, const QueryRow<T>* rows, int width,
+                             int first_key, int begin, int end, T* tile, int ld) {
   using S = Simd<T>;
   T part[S::kLanes][kPanelKeys] = {};
   bool visible = false;
@@ -105,6 +107,55 @@ inline bool load_bias(const ScoreModifier<T>& modifier, const QueryRow<T>* rows,
     }
   }
   return visible;
+}
+
+// The key ranges' part of load_bias(): -inf where a row does not see a key, else the tile stays.
+template <typename T>
+inline void hide_by_ranges(const KeyRanges& ranges, const QueryRow<T>* rows, int width,
+                           int first_key, int begin, int end, T* tile, int ld) {
+  using S = Simd<T>;
+  using Int = typename S::Int;
+  const typename S::Vec hidden = S::broadcast(T(-kInfinity));
+  for (int lane = 0; lane < width; lane += S::kLanes) {
+    Int query[S::kLanes];
+    for (int i = 0; i < S::kLanes; ++i) query[i] = rows[lane + i].query;
+    const auto at = S::load(query);
+    for (int j = begin; j < end; ++j) {
+      const KeyRanges::Rows seen = ranges.rows_of(first_key + j);
+      T* const to = tile + j * ld + lane;
+      const typename S::Vec x = S::load(to);
+      auto y = S::broadcast_int(seen.second_end) > at ? x : hidden;
+      y = S::broadcast_int(seen.second_begin) > at ? hidden : y;
+      const auto z = S::broadcast_int(seen.begin) > at ? y : x;
+      S::store(to, S::broadcast_int(seen.end) > at ? z : y);
+    }
+  }
+}
+
+// The bias of rows [0, width) and keys first_key + [begin, end), rows in lanes; a key's rows begin
+// at a multiple of `ld`. False if it hides all of them, as far as that is easy to see.
+template <typename T>
+inline bool load_bias(const ScoreModifier<T>& modifier, const KeyRanges& ranges,
+                      const QueryRow<T>* rows, int width, int first_key, int begin, int end,
+                      T* tile, int ld) {
+  if (ranges.active()) {
+    int first = rows[0].query;
+    int last = first;
+    for (int r = 1; r < width; ++r) {
+      first = rows[r].query < first ? rows[r].query : first;
+      last = rows[r].query > last ? rows[r].query : last;
+    }
+    if (!ranges.any(first, last, first_key + begin, first_key + end)) return false;
+  }
+  if (!modifier.reads_bias()) {
+    for (int j = begin; j < end; ++j) {
+      for (int r = 0; r < width; ++r) tile[j * ld + r] = T(0);
+    }
+  } else if (!load_bias_tensor(modifier, rows, width, first_key, begin, end, tile, ld)) {
+    return false;
+  }
+  if (ranges.active()) hide_by_ranges(ranges, rows, width, first_key, begin, end, tile, ld);
+  return true;
 }
 
 // The scores of a panel and a block of keys, from q.k to what the softmax takes.
@@ -146,13 +197,16 @@ inline void modify_panel(const ScoreModifier<T>& modifier, const QueryRow<T>* ro
 
 // The same for one row, keys in lanes: [begin, end), rounded outwards to whole vectors.
 template <typename T>
-inline void modify_row(const ScoreModifier<T>& modifier, const QueryRow<T>& row, int first_key,
-                       int begin, int end, T* s) {
+inline void modify_row(const ScoreModifier<T>& modifier, const KeyRanges& ranges,
+                       const QueryRow<T>& row, int first_key, int begin, int end, T* s) {
   using S = Simd<T>;
   T bias[kBlockN] = {};
   T step[S::kLanes];
   for (int i = 0; i < S::kLanes; ++i) step[i] = static_cast<T>(i);
-  if (modifier.has_bias()) modifier.row_bias(row, first_key + begin, end - begin, bias + begin);
+  if (modifier.reads_bias()) modifier.row_bias(row, first_key + begin, end - begin, bias + begin);
+  for (int j = begin; ranges.active() && j < end; ++j) {
+    if (!ranges.keep(row.query, first_key + j)) bias[j] = T(-kInfinity);
+  }
   const typename S::Vec slope = S::broadcast(modifier.has_alibi() ? row.slope : T(0));
   for (int j = begin / S::kLanes * S::kLanes; j < end; j += S::kLanes) {
     const T diagonal = static_cast<T>(row.diagonal - first_key - j);

@@ -82,7 +82,7 @@ struct Scratch {
     carver.take(x.o, kRows * dv);
     carver.take(x.s, kBlock);
     carver.take(x.p, kHasTiles ? kBlock / 2 : 0);
-    carver.take(x.bias, p.bias.data != nullptr ? kBlock : 0);
+    carver.take(x.bias, p.bias.data != nullptr || p.key_ranges.data != nullptr ? kBlock : 0);
     carver.take(x.k, kPanelKeys * d);
     carver.take(x.v, kPanelKeys * dv);
     carver.take(x.m, kRows);

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "common/macros.h"
+#include "variant/apply_key_ranges.h"
 #include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
+#include "variant/key_ranges.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
 
@@ -55,8 +57,10 @@ class QueryTileIterator {
   }
   ANYFLASH_DEVICE void skip_hidden() {
     if constexpr ((Scores::kFeatures & kBlockMask) != 0) {
+      const KeyRanges ranges(params_.attention, block_.sequence, block_.batch, block_.head_k);
       while (valid() &&
-             !BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key)) {
+             (!BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key) ||
+              !visits_tile(ranges, row(), kBlockM, block_.first_key, kBlockN))) {
         step();
       }
     }

@@ -16,8 +16,10 @@
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "kernel_descriptor.h"
+#include "variant/apply_key_ranges.h"
 #include "variant/backward_scratch.h"
 #include "variant/dropout.h"
+#include "variant/key_ranges.h"
 #include "variant/mask.h"
 #include "variant/score_mod.h"
 #include "variant/sequence.h"
@@ -177,7 +179,7 @@ class GenericBackward {
   };
   using Seed = PlainBackward::Seed;
 
-  // A bias may hide keys anywhere.
+  // A bias and key ranges may hide keys anywhere.
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence&, int, int) {
     return true;
@@ -191,10 +193,16 @@ class GenericBackward {
                                   int64_t batch, int head, Seed)
       : score_mod_(params.attention, sequence, batch, head,
                    static_cast<float>(params.attention.softmax_scale), 1.0f),
+        ranges_(params.attention, sequence, batch,
+                head / (params.attention.heads / params.attention.heads_k)),
         dropout_(params.attention, batch, head) {}
 
-  ANYFLASH_DEVICE bool may_hide_anywhere() const { return score_mod_.may_hide_anywhere(); }
-  ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod_.keep(row, col); }
+  ANYFLASH_DEVICE bool may_hide_anywhere() const {
+    return score_mod_.may_hide_anywhere() || ranges_.active();
+  }
+  ANYFLASH_DEVICE bool keep(int row, int col) const {
+    return score_mod_.keep(row, col) && ranges_.keep(row, col);
+  }
   ANYFLASH_DEVICE bool is_dropped(int row, int col) const {
     return dropout_.active() && !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
@@ -210,6 +218,9 @@ class GenericBackward {
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     score_mod_.apply(scores, aux.slopes, aux.biases, coordinates, tile.row0, tile.col0);
+    if (ranges_.active()) {
+      apply_key_ranges(scores, ranges_, coordinates, tile.row0, tile.col0);
+    }
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
@@ -307,6 +318,7 @@ class GenericBackward {
   }
 
   ScoreMod score_mod_;
+  KeyRanges ranges_;
   Dropout dropout_;
 };
 

@@ -12,9 +12,11 @@
 #include "kernel_descriptor.h"
 #include "params.h"
 #include "variant/apply_dropout.h"
+#include "variant/apply_key_ranges.h"
 #include "variant/block_mask.h"
 #include "variant/dropout.h"
 #include "variant/forward_dropout.h"
+#include "variant/key_ranges.h"
 #include "variant/score_mod.h"
 #include "variant/score_places.h"
 #include "variant/uniform_seed.h"
@@ -42,8 +44,8 @@ struct PlainForward {
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     loop(ScoreOpsTag<kOps>{});
   }
-  // Whether any key of a tile may be visible.
-  ANYFLASH_DEVICE bool visits(int) const { return true; }
+  // Whether any key of a tile may be visible to the block's rows. Whole warps ask.
+  ANYFLASH_DEVICE bool visits(int, int) const { return true; }
   // Whether keys may be hidden in tiles that need no mask, in a loop for kOps.
   template <ScoreOps>
   ANYFLASH_DEVICE bool may_hide() const {
@@ -126,7 +128,8 @@ struct DropoutForward : PlainForward {
 };
 
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
-// Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for.
+// Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for, and
+// another one where there are key ranges.
 struct GenericForward {
   static constexpr bool kNaturalUnits = true;
   static constexpr bool kQuadKeys = true;
@@ -140,20 +143,26 @@ struct GenericForward {
       : score_mod(attention, block.sequence, block.batch, block.head,
                   static_cast<float>(attention.softmax_scale), 1.0f),
         blocks(BlockMask(attention, block.batch, block.head), block.first_row, tile_keys),
+        ranges(attention, block.sequence, block.batch, block.head_k),
+        first_row(block.first_row),
+        keys(tile_keys),
         dropout(attention, block.batch, block.head) {}
 
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     const bool small = score_mod.covered_by(ScoreOps::kAlibi) && !dropout.active();
-    if (small) loop(ScoreOpsTag<ScoreOps::kAlibi>{});
+    if (small && !ranges.active()) loop(ScoreOpsTag<ScoreOps::kAlibi>{});
+    else if (small) loop(ScoreOpsTag<ScoreOps::kAlibiRanges>{});
     else loop(ScoreOpsTag<kOps>{});
   }
-  // Whether the block map keeps a tile of keys.
-  ANYFLASH_DEVICE bool visits(int tile) const { return blocks.keep(tile); }
-  // By a bias.
+  // Whether block map and key ranges leave something of a tile of keys.
+  ANYFLASH_DEVICE bool visits(int tile, int rows) const {
+    return blocks.keep(tile) && visits_tile(ranges, first_row, rows, tile * keys, keys);
+  }
+  // By a bias or key ranges.
   template <ScoreOps kScoreOps>
   ANYFLASH_DEVICE bool may_hide() const {
-    return kScoreOps == ScoreOps::kAll && may_hide_anywhere();
+    return kScoreOps != ScoreOps::kAlibi && may_hide_anywhere();
   }
 
   template <bool kEdge, ScoreOps kScoreOps, class Places>
@@ -167,8 +176,12 @@ struct GenericForward {
   template <ScoreOps kScoreOps, class Scores, class Biases, class Places>
   ANYFLASH_DEVICE void modify_scores(Scores& scores, const Biases& biases,
                                      const Places& places) const {
-    score_mod.template apply<kScoreOps, /*kScale=*/true>(scores, biases, places.coordinates,
-                                                         places.row0, places.col0);
+    constexpr bool kSmall = kScoreOps == ScoreOps::kAlibiRanges;
+    score_mod.template apply<kSmall ? ScoreOps::kAlibi : kScoreOps, /*kScale=*/true>(
+        scores, biases, places.coordinates, places.row0, places.col0);
+    if (kScoreOps != ScoreOps::kAlibi && ranges.active()) {
+      apply_key_ranges(scores, ranges, places.coordinates, places.row0, places.col0);
+    }
   }
   template <ScoreOps kScoreOps, class Scores, class Places>
   ANYFLASH_DEVICE void drop(Scores& scores, const Places& places) const {
@@ -177,8 +190,12 @@ struct GenericForward {
   template <class Probabilities, class Places>
   ANYFLASH_DEVICE void before_value_block(int, Probabilities&, const Places&) const {}
 
-  ANYFLASH_DEVICE bool may_hide_anywhere() const { return score_mod.may_hide_anywhere(); }
-  ANYFLASH_DEVICE bool keep(int row, int col) const { return score_mod.keep(row, col); }
+  ANYFLASH_DEVICE bool may_hide_anywhere() const {
+    return score_mod.may_hide_anywhere() || ranges.active();
+  }
+  ANYFLASH_DEVICE bool keep(int row, int col) const {
+    return score_mod.keep(row, col) && ranges.keep(row, col);
+  }
   ANYFLASH_DEVICE bool is_dropped(int row, int col) const {
     return dropout.active() && !dropout.keep(dropout.draws(row, col / 8)[col % 8]);
   }
@@ -186,6 +203,9 @@ struct GenericForward {
 
   ScoreMod score_mod;
   BlockMask::Row blocks;
+  KeyRanges ranges;
+  int first_row;
+  int keys;  // of a tile
   Dropout dropout;
 };
 

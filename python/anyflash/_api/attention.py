@@ -122,6 +122,7 @@ def attention(
     bias: Any = None,
     block_mask: Any = None,
     block_size: tuple[int, int] = BLOCK_SIZE,
+    key_ranges: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
@@ -184,6 +185,12 @@ def attention(
         broadcast. :func:`create_block_mask` makes one.
     block_size : (queries, keys)
         Of a block of ``block_mask``: multiples of 64.
+    key_ranges : (batch or 1, heads_k or 1, seqlen_k, 2 or 4) int32, optional
+        Key j is seen by the queries ``a <= i < b`` with ``a, b = key_ranges[..., j, :]``, or where
+        it has four numbers, also by ``c <= i < d``: a mask of documents, trees or prefixes in O(S)
+        memory. Tiles that no query sees are skipped. Any numbers are allowed; an interval without
+        queries is empty. Queries count from the first, whatever the lengths, and in a ``part`` from
+        the whole's first. :func:`create_key_ranges` makes them.
     sinks : (heads,), optional
         A logit that takes part in the denominator only. dtypes as for alibi_slopes.
     dropout_p : float
@@ -201,7 +208,8 @@ def attention(
         with the last of them.
     part : Part, optional
         The call computes a part of a larger attention: :class:`Part` says which rows, keys and
-        heads of it. Masks, ALiBi and dropout are the whole's, bias and block_mask are the part's.
+        heads of it. Masks, ALiBi and dropout are the whole's, bias and block_mask are the part's,
+        and key_ranges those of its keys.
     return_lse : bool
         Return ``(out, lse)``.
     return_max_logits, return_dropout_mask : bool
@@ -288,6 +296,7 @@ def attention(
         bias,
         block_mask,
         block_size,
+        key_ranges,
         sinks,
         dropout_p,
         seed,

@@ -34,6 +34,7 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     bias: Any = None,
     block_mask: Any = None,
     block_size: tuple[int, int] = BLOCK_SIZE,
+    key_ranges: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
@@ -80,7 +81,7 @@ def attention_backward(  # noqa: PLR0917 (the order of flash-attn)
     lse : (batch, heads, seqlen_q), float32
         The forward's ``lse``. -inf or +inf (flash-attn's convention): the row saw no key.
     softmax_scale, causal, window_size, softcap, alibi_slopes, bias, block_mask, block_size, \
-sinks, seqused_k, part
+key_ranges, sinks, seqused_k, part
         What the forward was given.
     dropout_p, seed, rng_state
         What the forward was given; where it drew the seed itself, ``rng_state`` of its
@@ -161,6 +162,7 @@ sinks, seqused_k, part
         bias,
         block_mask,
         block_size,
+        key_ranges,
         sinks,
         dropout_p,
         seed,
@@ -207,6 +209,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     bias: Any = None,
     block_mask: Any = None,
     block_size: tuple[int, int] = BLOCK_SIZE,
+    key_ranges: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
@@ -230,8 +233,8 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
     A sequence's gradients have the same bits as alone or in any other batch; those of bias, sinks
     and slopes are summed over the batch where these have no batch axis.
 
-    Parameters that are not listed are those of :func:`attention_backward`, but for block_mask (as
-    in :func:`attention_varlen`).
+    Parameters that are not listed are those of :func:`attention_backward`, but for block_mask and
+    key_ranges (as in :func:`attention_varlen`).
 
     Parameters
     ----------
@@ -280,6 +283,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
         bias,
         block_mask,
         block_size,
+        key_ranges,
         sinks,
         dropout_p,
         seed,

@@ -17,6 +17,7 @@ class Keywords(TypedDict, Generic[_X, _S], total=False):
     bias: _X | None
     block_mask: _X | None
     block_size: tuple[int, int]
+    key_ranges: _X | None
     sinks: _X | None
     dropout_p: float
     seed: _S | None

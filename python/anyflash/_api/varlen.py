@@ -158,6 +158,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     bias: Any = None,
     block_mask: Any = None,
     block_size: tuple[int, int] = BLOCK_SIZE,
+    key_ranges: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
@@ -199,6 +200,8 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     bias : (batch or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k or 1), optional
     block_mask : (batch or 1, heads or 1, query blocks, key blocks) bool, optional
         As in :func:`attention`, for sequences of the largest lengths.
+    key_ranges : (heads_k or 1, total_k, 2 or 4) int32, optional
+        Queries count from the first of the key's sequence.
 
     Returns
     -------
@@ -236,6 +239,7 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
         bias,
         block_mask,
         block_size,
+        key_ranges,
         sinks,
         dropout_p,
         seed,

@@ -115,9 +115,8 @@ class Call(Generic[ArrayT]):
 
     def _read_options(self, options: AttentionOptions) -> None:
         parse = self._operands.parse
-        _, _, window, softcap, slopes, bias, blocks, size, sinks, p, seed, state, used, part = (
-            options
-        )
+        _, _, window, softcap, slopes, bias, blocks, size, ranges, *others = options
+        sinks, p, seed, state, used, part = others
         if window is not UNBOUNDED:
             self._options["window"] = parse("window_size", parsing.window, window)
         if softcap is not NO_SOFTCAP:
@@ -129,6 +128,8 @@ class Call(Generic[ArrayT]):
         if blocks is not None:
             self._array("block_mask", blocks, BOOL)
             self._options["block_size"] = parse("block_size", parsing.block_size, size)
+        if ranges is not None:
+            self._array("key_ranges", ranges, INT32)
         if sinks is not None:
             self._array("sinks", sinks, FLOATS)
         if used is not None:

@@ -79,6 +79,7 @@ class AttentionOptions(NamedTuple):
     bias: Any = None
     block_mask: Any = None
     block_size: tuple[int, int] = BLOCK_SIZE
+    key_ranges: Any = None
     sinks: Any = None
     dropout_p: float = NO_DROPOUT
     seed: Any = None
@@ -96,6 +97,7 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
     bias: Any,
     block_mask: Any,
     block_size: tuple[int, int],
+    key_ranges: Any,
     sinks: Any,
     dropout_p: float,
     seed: Any,
@@ -109,6 +111,7 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
         alibi_slopes
         is bias
         is block_mask
+        is key_ranges
         is sinks
         is seed
         is rng_state
@@ -129,6 +132,7 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
         bias,
         block_mask,
         block_size,
+        key_ranges,
         sinks,
         dropout_p,
         seed,

@@ -69,6 +69,7 @@ class Call:
         if options.block_mask is not None:
             rows, columns = parse("block_size", parsing.block_size, options.block_size)
             numbers |= {"block_size_q": rows, "block_size_k": columns}
+        self.array("key_ranges", options.key_ranges)
         self.array("seqused_k", options.seqused_k)
 
     def dropout(self, options: AttentionOptions) -> None:

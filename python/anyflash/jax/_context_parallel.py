@@ -145,6 +145,7 @@ def context_parallel_attention(
         bias,
         None,
         (128, 128),
+        None,
         sinks,
         dropout_p,
         seed,

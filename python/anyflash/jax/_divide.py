@@ -205,9 +205,10 @@ class Divided:
         shapes = {name: operands[name].shape for name in ("k", "v")}
         picked = self._key_heads(plan, operands)
         axis = self.dims["k"].index("g") if picked is not None else 0
-        for name in ("k", "v"):
-            if picked is not None:
-                operands[name] = jnp.take(operands[name], picked, axis, mode="clip")
+        for name in ("k", "v", "key_ranges"):
+            dims = self.dims.get(name, ())
+            if picked is not None and "g" in dims:
+                operands[name] = jnp.take(operands[name], picked, dims.index("g"), mode="clip")
         summed = {
             name: axes
             for name, dims in self.result_dims.items()

@@ -120,7 +120,21 @@ def _seen(numbers: dict[str, Any], operands: Arrays, places: _Places) -> Any:
         seen = seen & places.pick(bias)
     if block_mask is not None:
         seen = seen & places.pick(block_mask, numbers["block_size_q"], numbers["block_size_k"])
+    if "key_ranges" in operands:
+        seen = seen & _in_ranges(operands["key_ranges"], operands, places)
     return seen
+
+
+def _in_ranges(ranges: Any, operands: Arrays, places: _Places) -> Any:
+    """(n, heads or 1, rows, columns) bool: the key's ranges hold the row."""
+    if ranges.ndim == 3:  # packed
+        ranges = ranges[None]
+    if ranges.shape[1] > 1:
+        group = operands["q"].shape[-2] // operands["k"].shape[-2]
+        ranges = jnp.repeat(ranges, group, axis=1)
+    begin, end = ranges[:, :, None, :, 0::2], ranges[:, :, None, :, 1::2]
+    row = places.row[:, None, :, None, None]
+    return ((begin <= row) & (row < end)).any(-1)
 
 
 def _softmax(scores: Any, seen: Any, sinks: Any) -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ _FACTORS = {
     "lse": "bh.",
     "bias": "bh..",
     "block_mask": "bh..",
+    "key_ranges": "bg..",
     "alibi_slopes": "bh",
     "sinks": "h",
     "seqused_k": "b",
@@ -68,7 +69,9 @@ def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:
     for name, x in arrays.items():
         key = name if name in _FACTORS else name[1:]
         letters = _FACTORS[key]
-        if packed:
+        if packed and key == "key_ranges":
+            letters = letters[1:]
+        elif packed:
             letters = letters.replace("b", "" if key in _OF_TOKENS else NOT_DIVIDED)
         if apart and key in _OF_PLACES:
             letters = letters.replace("b", NOT_DIVIDED)
@@ -78,7 +81,7 @@ def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:
         dims = (*(f"m{i}" for i in range(mapped)), *letters)
         # What is broadcast has one element there, which every device needs.
         result[name] = tuple(
-            NOT_DIVIDED if extent == 1 and factor != "g" else factor
+            NOT_DIVIDED if extent == 1 and (factor != "g" or key == "key_ranges") else factor
             for factor, extent in zip(dims, x.shape, strict=True)
         )
     return result

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from anyflash.jax._ffi import Arrays
 
-_BROADCAST = ("bias", "block_mask")  # their batch may be 1
+_BROADCAST = ("bias", "block_mask", "key_ranges")  # their batch may be 1
 
 
 def loop(

@@ -120,6 +120,7 @@ def _read(
         options.sinks,
         options.alibi_slopes,
         options.block_mask,
+        options.key_ranges,
         packing.cu_seqlens_q,
         packing.cu_seqlens_k,
         options.seqused_k,

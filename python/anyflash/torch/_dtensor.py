@@ -43,6 +43,11 @@ class _Axes:
                 axis = -1 if x is None else x.ndim - behind
                 if axis >= 0 and x.shape[axis] != 1:
                     axes[name] = axis
+        x = p.key_ranges  # (batch or 1, heads_k or 1, ...); packed: (heads_k or 1, ...)
+        if x is not None and x.shape[-3] != 1:
+            heads["key_ranges"] = x.ndim - 3
+        if x is not None and x.ndim == 4 and x.shape[0] != 1:
+            batch["key_ranges"] = 0
         if p.alibi_slopes is not None:  # (heads,) or (batch, heads)
             heads["alibi_slopes"] = p.alibi_slopes.ndim - 1
             if p.alibi_slopes.ndim == 2 and p.alibi_slopes.shape[0] != 1:

@@ -35,6 +35,7 @@ class Problem(NamedTuple):
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     block_mask: Tensor | None
+    key_ranges: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
@@ -62,10 +63,10 @@ class Problem(NamedTuple):
 # As torch.library spells the same.
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? block_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
-    "Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, bool validate, "
-    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
-    "SymInt block_m, SymInt block_n, float dropout_p, SymInt seed, SymInt offset, "
+    "Tensor? block_mask, Tensor? key_ranges, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_k, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "bool validate, float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
+    "float softcap, SymInt block_m, SymInt block_n, float dropout_p, SymInt seed, SymInt offset, "
     "SymInt batch_start, SymInt head_start, SymInt total_heads, bool deterministic"
 )
 DIFFERENTIABLE = 6
@@ -119,6 +120,7 @@ def _options_of(p: Problem) -> AttentionOptions:
         p.bias,
         p.block_mask,
         (p.block_m, p.block_n),
+        p.key_ranges,
         p.sinks,
         p.dropout_p if dropout else NO_DROPOUT,
         None,
@@ -143,7 +145,8 @@ def _packing_of(p: Problem) -> Packing | None:
 def _has_no_options(p: Problem, outputs: RequestedOutputs) -> bool:
     """But for the scale and causal."""
     return (
-        p.bias is p.sinks is p.alibi_slopes is p.block_mask is p.seqused_k is p.rng_state is None
+        p.bias is p.sinks is p.alibi_slopes is p.block_mask is p.key_ranges is None
+        and p.seqused_k is p.rng_state is None
         and p.cu_seqlens_q is p.cu_seqlens_k is None
         and outputs.out_dtype is None
         and p.dropout_p is NO_DROPOUT

@@ -35,6 +35,16 @@ def _full(mask: Tensor, p: Problem, seqlen_q: int, seqlen_k: int) -> Tensor:
     return mask.repeat_interleave(p.block_n, -1)[..., :seqlen_k]
 
 
+def _in_ranges(ranges: Tensor, p: Problem, row: Tensor, group: int) -> Tensor:
+    """(batch or 1, heads or 1, rows, keys) bool: the key's ranges hold the row."""
+    if p.cu_seqlens_k is not None:
+        ranges = _unpacked(ranges.transpose(0, 1), p.cu_seqlens_k, p.max_seqlen_k).transpose(1, 2)
+    if ranges.shape[1] > 1:
+        ranges = ranges.repeat_interleave(group, 1)
+    begin, end = ranges[..., None, :, 0::2], ranges[..., None, :, 1::2]
+    return ((begin <= row[..., None]) & (row[..., None] < end)).any(-1)
+
+
 def _scores(p: Problem, q: Tensor, k: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
     """(batch, heads, seqlen_q, seqlen_k), -inf where a mask hides the key."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -63,6 +73,8 @@ def _scores(p: Problem, q: Tensor, k: Tensor, lengths: tuple[Tensor, Tensor]) ->
         hidden = hidden | (distance > p.window_left)
     if p.block_mask is not None:
         hidden = hidden | ~_full(p.block_mask, p, seqlen_q, seqlen_k)
+    if p.key_ranges is not None:
+        hidden = hidden | ~_in_ranges(p.key_ranges, p, i, q.shape[2] // max(p.k.shape[-2], 1))
     return s.masked_fill(hidden, -torch.inf)
 
 

@@ -111,6 +111,21 @@ static void check_option_tensors(void) {
   CHECK(run(&p, &options) == ANYFLASH_OK);
   CHECK(near(p.out[0], 29));
 
+  /* Query 0 sees keys 1 and 2, query 1 key 2 alone, in the second interval. */
+  int64_t of_keys[4] = {1, 1, 3, 4}, of_one[4] = {1, 1, 3, 2};
+  int32_t rows[12] = {5, 1, 2, 2, 0, 1, 9, -9, INT32_MIN, 1, 1, INT32_MAX};
+  DLTensor ranges = typed(rows, 4, of_keys, kDLInt, 32);
+  options.key_ranges = &ranges;
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(near(p.lse[0], log(5)) && near(p.lse[1], 0));
+  ranges = typed(rows, 4, of_one, kDLInt, 32); /* [5, 1), [2, 2) and [0, 1) */
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(near(p.lse[0], log(3)) && p.lse[1] == -INFINITY && p.out[3] == 0);
+  ranges.dtype.bits = 64;
+  make_problem(&p);
+  expect(&p, &options, ANYFLASH_INVALID_TYPE, "key_ranges is int64; it must be int32");
+  options.key_ranges = NULL;
+
   int32_t used = 2;
   const DLTensor lengths = typed(&used, 1, one, kDLInt, 32);
   options.seqused_k = &lengths;

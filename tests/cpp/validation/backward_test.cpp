@@ -283,7 +283,7 @@ struct PackedBackward : Backward {
     options.cu_seqlens_k = &starts_k.view;
     options.max_seqlen_q = options.max_seqlen_k = 3;
     options.bias = options.block_mask = options.alibi_slopes = options.seqused_k = nullptr;
-    wanted.dbias = wanted.dalibi_slopes = nullptr;
+    wanted.dbias = wanted.dalibi_slopes = options.key_ranges = nullptr;
     starts_q.assign<int32_t>({0, 3, 3, 5});
     starts_k.assign<int32_t>({0, 1, 4, 6});
   }

@@ -101,11 +101,12 @@ const Case kTensors[] = {
     {"threads", [](Appending& c) { c.options.num_threads = -1; }, kValue, {"num_threads is -1"}},
 };
 
-constexpr char kRefused[] = "attention with a KV cache takes no bias, block_mask, dropout_p";
+constexpr char kRefused[] = "attention with a KV cache takes no bias, block_mask, key_ranges";
 
 const Case kRefusedOptions[] = {
     {"bias", [](Appending& c) { c.options.bias = &kAny.view; }, kValue, {"bias is", kRefused}},
     {"map", [](Appending& c) { c.options.block_mask = &kAny.view; }, kValue, {"block_mask is"}},
+    {"ranges", [](Appending& c) { c.options.key_ranges = &kAny.view; }, kValue, {"key_ranges is"}},
     {"dropout",
      [](Appending& c) { c.options.dropout_p = 0.5; },
      kValue,

@@ -44,6 +44,7 @@ struct Packed : Full {
     options.alibi_slopes = &packed_slopes.view;
     options.bias = &packed_bias.view;
     options.block_mask = &packed_blocks.view;
+    options.key_ranges = &packed_ranges.view;
     options.dropout_mask = &packed_mask.view;
     options.max_logits = &packed_maxima.view;
   }
@@ -54,6 +55,7 @@ struct Packed : Full {
   SmallTensor packed_slopes{DType::kFloat32, {4}};
   SmallTensor packed_bias{DType::kBool, {3, 1, 4, 7}};
   SmallTensor packed_blocks{DType::kBool, {1, 4, 1, 1}};
+  SmallTensor packed_ranges{DType::kInt32, {2, 6, 2}};
   SmallTensor packed_mask{DType::kBool, {3, 4, 4, 7}};
   SmallTensor packed_maxima{DType::kFloat32, {3, 4}};
 };
@@ -149,6 +151,14 @@ const CaseOf<Packed> kPacked[] = {
      [](Packed& c) { c.packed_blocks.view.shape[2] = 2; },
      kValue,
      {"blocks of 128 x 128 of 4 queries and 7 keys, max_seqlen_q and max_seqlen_k"}},
+    {"ranges of a batch",
+     [](Packed& c) { c.packed_ranges.view.rank = 4; },
+     kValue,
+     {"key_ranges has 4 dim", "expected 3: (heads_k or 1, total_k, 2 or 4)"}},
+    {"ranges of the longest",
+     [](Packed& c) { c.packed_ranges.view.shape[1] = 7; },
+     kValue,
+     {"key_ranges has shape (2, 7, 2); expected (2 or 1, 6, 2): (heads_k or 1, total_k, 2 or 4)"}},
     {"used of another batch",
      [](Packed& c) { c.packed_used.view.shape[0] = 2; },
      kValue,

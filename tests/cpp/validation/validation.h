@@ -99,6 +99,7 @@ struct Full : Call {
     options.alibi_slopes = &slopes.view;
     options.bias = &bias.view;
     options.block_mask = &blocks.view;
+    options.key_ranges = &ranges.view;
     options.sinks = &sinks.view;
     options.dropout_p = 0.25;
     options.rng_state = &rng_state.view;
@@ -111,6 +112,7 @@ struct Full : Call {
   SmallTensor slopes{DType::kFloat32, {2, 4}};
   SmallTensor bias{DType::kFloat64, {1, 4, 1, 6}};
   SmallTensor blocks{DType::kBool, {2, 1, 1, 1}};
+  SmallTensor ranges{DType::kInt32, {2, 1, 6, 4}};
   SmallTensor sinks{DType::kBFloat16, {4}};
   SmallTensor rng_state{DType::kInt64, {2}};
   SmallTensor mask{DType::kBool, {2, 4, 5, 6}};

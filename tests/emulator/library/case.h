@@ -22,7 +22,7 @@ struct Case {
   std::optional<int64_t> diagonal, split;
   double softcap = 0, alibi = 0, dropout = 0;
   std::string bias, bias_axes = "bhqk";
-  std::vector<int64_t> block;
+  std::vector<int64_t> block, ranges;
   bool shared_slopes = false, sink = false;
   std::string out;
   std::vector<int64_t> cu_q, cu_k, used;
@@ -82,6 +82,7 @@ struct Case {
     else if (key == "bias") bias = value;
     else if (key == "bias_axes") bias_axes = value;
     else if (key == "block") block = list(value);
+    else if (key == "ranges") ranges = list(value);
     else if (key == "sink") sink = value == "1";
     else if (key == "out") out = value;
     else if (key == "cu_q") cu_q = list(value);

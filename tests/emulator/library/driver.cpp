@@ -13,6 +13,8 @@
 //   bias=TYPE           fp32, fp16, bf16 (a tenth and every seventh key -inf) or bool
 //   bias_axes=bhqk      with 1 for each axis that is broadcast
 //   block=ROWS,KEYS     random block mask       used=N,N,...    seqused_k
+//   ranges=SIZE,N       key_ranges of documents, the next head's one larger; with N=2 a key is also
+//                       seen by the next document but one
 //   cu_q=0,N,... cu_k=  packed sequences; seqlen_q and seqlen_k are the totals, batch is not read
 //   nan=hidden          NaN in K and V of the keys that no query sees
 //   nan=seen            and NaN and infinity at random places of V

@@ -44,6 +44,7 @@ class Problem {
     make_vectors();
     if (!c.bias.empty()) make_bias(random);
     if (!c.block.empty()) make_block_mask(random);
+    if (!c.ranges.empty()) make_key_ranges();
     if (c.dropout > 0) dropout_mask.emplace(DType::kBool, extent(c.batch, c.heads, max_q, max_k));
   }
 
@@ -64,7 +65,8 @@ class Problem {
   Case c;
   int64_t max_q, max_k;
   Tensor q, k, v, out, lse, max_logits;
-  std::optional<Tensor> slopes, bias, block_mask, sinks, cu_q, cu_k, seqused_k, dropout_mask;
+  std::optional<Tensor> slopes, bias, block_mask, key_ranges, sinks, cu_q, cu_k, seqused_k,
+      dropout_mask;
 
  private:
   static std::array<int64_t, 4> extent(int64_t a, int64_t b, int64_t x, int64_t y) {
@@ -122,6 +124,27 @@ class Problem {
     std::bernoulli_distribution kept(0.6);
     for (int64_t i = 0; i < block_mask->size(); ++i) block_mask->set(i, kept(random) ? 1 : 0);
   }
+
+  // Every thirteenth key is seen by no row.
+  void make_key_ranges() {
+    const int64_t numbers = 2 * c.ranges.at(1);
+    key_ranges.emplace(DType::kInt32, extent(tensors(), c.heads_k, c.seqlen_k, numbers));
+    for (int64_t b = 0; b < c.batch; ++b) {
+      const Sequence s = sequence(b);
+      for (int64_t j = 0; j < s.all_keys; ++j) {
+        for (int64_t h = 0; h < c.heads_k; ++h) {
+          const int64_t size = c.ranges[0] + h;
+          const int64_t begin = j / size * size;
+          const int64_t end = j % 13 == 0 ? begin : begin + size;
+          const int64_t values[] = {begin, end, begin + 2 * size, end + 2 * size};
+          for (int64_t x = 0; x < numbers; ++x) {
+            key_ranges->set(key_ranges->index(s.batch, h, s.first_k + j, x),
+                            static_cast<double>(values[x]));
+          }
+        }
+      }
+    }
+  }
 };
 
 // What a problem's calls are given beside q, k, v, out and lse.
@@ -144,6 +167,7 @@ class Options {
     give(options_.alibi_slopes, p.slopes, 2);
     give(options_.bias, p.bias, 4);
     give(options_.block_mask, p.block_mask, 4);
+    give(options_.key_ranges, p.key_ranges, p.rank());
     give(options_.sinks, p.sinks, 1);
     give(options_.cu_seqlens_q, p.cu_q, 1);
     give(options_.cu_seqlens_k, p.cu_k, 1);
@@ -165,7 +189,7 @@ class Options {
   }
 
   anyflash::ForwardOptions options_;
-  std::array<TensorView, 9> views_;
+  std::array<TensorView, 10> views_;
   std::size_t used_ = 0;
 };
 

@@ -93,7 +93,16 @@ class Reference {
     if (c_.left >= 0 && j < diagonal - c_.left) return false;
     if (right >= 0 && j > diagonal + right) return false;
     if (p_.bias && p_.bias->at(b, h, i, j) == (c_.bias == "bool" ? 0 : -INFINITY)) return false;
-    return !p_.block_mask || p_.block_mask->at(b, h, i / c_.block[0], j / c_.block[1]) != 0;
+    if (p_.block_mask && p_.block_mask->at(b, h, i / c_.block[0], j / c_.block[1]) == 0)
+      return false;
+    bool in_range = !p_.key_ranges;
+    for (int64_t x = 0; p_.key_ranges && x < 2 * c_.ranges[1]; x += 2) {
+      const auto number = [&](int64_t y) {
+        return static_cast<int64_t>(p_.key_ranges->at(s.batch, head_k(h), s.first_k + j, y));
+      };
+      in_range |= number(x) <= i && i < number(x + 1);
+    }
+    return in_range;
   }
 
   // slope: that of the softcap; size: the sum of all absolute values.

@@ -92,6 +92,7 @@ ARRAYS = {
     "sinks": random(4),
     "alibi_slopes": random(2, 4),
     "seqused_k": np.array([40, 13], np.int32),
+    "key_ranges": np.tile(np.array([[0, 20], [7, 30], [9, 2], [-5, 99]], np.int32), (1, 2, 10, 1)),
     "block_mask": np.arange(8).reshape(2, 4, 1, 1) % 4 != 1,
 }
 BLOCKS = {"block_size_q": 64, "block_size_k": 128}

@@ -63,10 +63,12 @@ def test_gradients_of_gradients() -> None:
 
 KEEP = np.random.default_rng(3).random((2, 1, 5, 6)) < 0.6
 KEEP[1, 0, 2] = False  # sees no key
+RANGES = np.random.default_rng(1).integers(-2, 7, (2, 1, 6, 4), np.int32)
 SECOND: dict[str, tuple[dict[str, Any], int, int]] = {
     "keep": ({"bias": KEEP, "softmax_scale": 0.6, "window_size": (3, 2)}, 5, 6),
     "bias-inf": ({"bias": np.where(KEEP, 0.5, -np.inf)}, 5, 6),
     "blocks": ({"block_mask": np.eye(2, dtype=bool), "block_size": (64, 128)}, 70, 140),
+    "ranges": ({"key_ranges": RANGES}, 5, 6),
 }
 
 
@@ -87,6 +89,7 @@ def test_packed_gradients_of_gradients() -> None:
         **{"cu_seqlens_q": np.array([0, 2, 2, 7], np.int32), "max_seqlen_q": 5},
         **{"cu_seqlens_k": np.array([0, 3, 4, 9], np.int32), "max_seqlen_k": 5},
         **{"seqused_k": np.array([3, 1, 4], np.int32), "dropout_p": 0.3, "seed": 3},
+        "key_ranges": np.tile(np.array([[0, 4], [1, 5], [3, 0]], np.int32), (1, 3, 1)),
     }
     floats = {
         **{"q": make((7, 2, 3)), "k": make((9, 1, 3)), "v": make((9, 1, 2))},

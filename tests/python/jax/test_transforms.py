@@ -21,6 +21,7 @@ from calls.jax_calls import arrays, floats_of, narrow, same
 __all__ = ["narrow"]
 
 SIZE = 3
+RANGES = np.random.default_rng(1).integers(-5, 40, (2, 2, 50, 2), np.int32)
 # Which operands are mapped, the options, and whether one call of the core does it all.
 MAPPED: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "all": (("q", "k", "v"), {"causal": True}, True),
@@ -32,6 +33,8 @@ MAPPED: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
     "slopes-batch": (("q",), {"alibi_slopes": random(2, 4)}, True),
     "lengths": (("seqused_k",), {"seqused_k": np.array([7, 50], np.int32)}, True),
     "blocks": (("block_mask",), {"block_mask": np.ones((2, 1, 1, 1), bool)}, True),
+    "ranges": (("key_ranges",), {"key_ranges": RANGES}, True),
+    "ranges-shared": (("q",), {"key_ranges": RANGES[:1, :1]}, True),
     "sinks-shared": (("q",), {"sinks": random(4)}, True),
     "sinks": (("sinks",), {"sinks": random(4)}, False),
     "dropout": (("q",), {"dropout_p": 0.5, "seed": 3}, False),

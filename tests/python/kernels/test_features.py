@@ -75,6 +75,32 @@ def test_a_block_map_is_a_keep_mask(backend: Backend) -> None:
     check(by_mask.out.view, by_mask.lse.view, expected)
 
 
+RANGES = {
+    "documents": [(0, 70), (70, 131)],
+    "two": [(0, 20, 90, 131), (30, 40, 120, 121)],
+    "empty": [(5, 5), (9, 2)],
+    "any": [(-(1 << 31), (1 << 31) - 1), (131, 200)],
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_key_ranges_are_a_keep_mask(backend: Backend, name: str, causal: bool) -> None:
+    numbers = np.array(RANGES[name], np.int32)[np.arange(200) // 100]
+    ranges = np.stack([numbers, numbers[::-1]])[None]  # of each key head
+    row = np.arange(131)[:, None, None]
+    keep = [((r[:, 0::2] <= row) & (row < r[:, 1::2])).any(-1) for r in ranges[0]]
+    keep = np.array(keep)[None].repeat(2, 1)
+    case = replace(BASE, causal=causal)
+    by_ranges = run(backend, case, key_ranges=place(ranges))
+    by_mask = run(backend, case, bias=place(keep))
+    expected = reference(*(x.view for x in by_ranges[:3]), bias=keep, causal=causal)
+    check(by_ranges.out.view, by_ranges.lse.view, expected)
+    check(by_mask.out.view, by_mask.lse.view, expected)
+    if backend.is_cpu:  # where the same kernel runs
+        assert_same_bits(by_ranges, by_mask)
+
+
 def test_nothing_is_the_same_as_no_feature(backend: Backend) -> None:
     plain = run(backend, BASE)
     nothing = place(np.full(4, -np.inf, np.float32), axes="h")

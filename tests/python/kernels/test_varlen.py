@@ -51,6 +51,13 @@ def alone(options: dict[str, Any], index: int, sq: int, sk: int) -> dict[str, An
         else:
             x = x[one]
         single[name] = place(x, axes="bhsd"[: x.ndim])
+    if "key_ranges" in options:
+        x = options["key_ranges"].view
+        if "cu_seqlens_k" in options:
+            x = x[None, :, slice(*options["cu_seqlens_k"].view[index : index + 2])]
+        else:
+            x = x[one, :, :sk]
+        single["key_ranges"] = place(x)
     heads = options["max_logits"].shape[1]
     return single | {"max_logits": empty((1, heads), DTYPES["fp32"], axes="bh")}
 

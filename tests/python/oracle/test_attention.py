@@ -50,6 +50,10 @@ def _at(x: Array, index: tuple[int, ...]) -> float:
     return float(x[tuple(min(i, n - 1) for i, n in zip(index, x.shape, strict=True))])
 
 
+def _at_head(ranges: Array, head: int) -> Array:
+    return ranges[min(head, len(ranges) - 1)]
+
+
 def _row(p: Problem, sequence: dict[str, Any], head: int, i: int) -> tuple[list[float], list[bool]]:
     """Scores of one query, and which of them a mask hides: options.h, line by line."""
     batch, keys = sequence["batch"], sequence["k"]
@@ -73,6 +77,10 @@ def _row(p: Problem, sequence: dict[str, Any], head: int, i: int) -> tuple[list[
         if p.block_mask is not None:
             block = (i // p.block_size[0], j // p.block_size[1])
             hides |= _at(p.block_mask, (batch, head, *block)) == 0
+        if p.key_ranges is not None:
+            numbers = _at_head(sequence["ranges"], head * keys.shape[1] // p.shape[1])[j]
+            pairs = zip(numbers[0::2], numbers[1::2], strict=True)
+            hides |= not any(first <= i < end for first, end in pairs)
         scores.append(s)
         hidden.append(hides)
     return scores, hidden
@@ -89,6 +97,9 @@ def _sequences(p: Problem) -> list[dict[str, Any]]:
         q, k, v = p.q[rows_q], p.k[rows_k], p.v[rows_k]
         used = len(k) if p.seqused_k is None else p.seqused_k[batch]
         one = {"batch": batch, "rows": rows_q, "seqlen_q": len(q)}
+        if p.key_ranges is not None:
+            ranges = p.key_ranges
+            one["ranges"] = ranges[:, rows_k] if p.packed else ranges[min(batch, len(ranges) - 1)]
         sequences.append(one | {"q": q, "k": k[:used], "v": v[:used]})
     return sequences
 

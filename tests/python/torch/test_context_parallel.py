@@ -220,6 +220,11 @@ def calls(torch: ModuleType) -> dict[str, Refused]:
             ValueError,
             r"block_size is \(128, 128\), and chunks have a multiple of 64 rows",
         ),
+        "ranges": (
+            {"key_ranges": torch.zeros(1, 1, 69, 2).int()},
+            ValueError,
+            r"key_ranges has shape \(1, 1, 69, 2\); expected .*, 70, 2 or 4\), of all keys",
+        ),
         "dtype": ({"k": x.double()}, TypeError, "k is float64, but q is float32"),
     }
 
@@ -228,7 +233,7 @@ def calls(torch: ModuleType) -> dict[str, Refused]:
     "wrong",
     [
         *("maxima", "mask", "result", "rank", "type", "length", "lengths", "window", "dropout"),
-        *("seeds", "bias", "blocks", "block-size", "dtype"),
+        *("seeds", "bias", "blocks", "block-size", "ranges", "dtype"),
     ],
 )
 def test_wrong_calls(torch: ModuleType, alone: Any, wrong: str) -> None:

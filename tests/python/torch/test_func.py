@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,11 @@ def tensor(*shape: int) -> torch.Tensor:
     return torch.from_numpy(random(*shape))
 
 
+def ranges(batch: int, heads: int) -> torch.Tensor:
+    numbers = np.random.default_rng(1).integers(-5, 40, (batch, heads, 50, 2), np.int32)
+    return torch.from_numpy(numbers)
+
+
 def several(x: torch.Tensor) -> torch.Tensor:
     """What a mapped argument is: others like x, by value."""
     if x.dtype == torch.bool:
@@ -45,6 +51,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bias-fixed": ({"bias": tensor(2, 1, 1, 50)}, ("q",)),
     "keep": ({"bias": tensor(4, 30, 50) > 0}, ("bias",)),
     "blocks": ({"block_mask": MASK[:, :, None, None]}, ("block_mask", "k")),
+    "ranges": ({"key_ranges": ranges(2, 2)}, ("key_ranges", "k")),
+    "ranges-fixed": ({"key_ranges": ranges(1, 2)}, ("q",)),
     "slopes": ({"alibi_slopes": tensor(4)}, ("alibi_slopes",)),
     "slopes-batch": ({"alibi_slopes": tensor(2, 4)}, ("alibi_slopes", "q")),
     "slopes-fixed": ({"alibi_slopes": tensor(4), "softcap": 0.7}, ("q",)),

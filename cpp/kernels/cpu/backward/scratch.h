@@ -149,7 +149,8 @@ struct BackwardScratch {
     constexpr int kTile = kBlockM * kBlockN;
     carver.take(x.s, kTile);
     carver.take(x.ds, kTile);
-    carver.take(x.bias, p.attention.bias.data != nullptr ? kTile : 0);
+    const bool bias = p.attention.bias.data != nullptr || p.attention.key_ranges.data != nullptr;
+    carver.take(x.bias, bias ? kTile : 0);
     carver.take(x.kept, p.attention.dropout_threshold != 0 ? kTile : 0);
     carver.take(x.sum, p.dbias.data != nullptr ? kTile : 0);
     carver.take(x.dq, whole_rows * x.ld);

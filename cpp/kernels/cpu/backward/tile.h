@@ -25,6 +25,7 @@
 #include "params.h"
 #include "variant/block_mask.h"
 #include "variant/dropout.h"
+#include "variant/key_ranges.h"
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
@@ -53,16 +54,19 @@ class BackwardConfig {
         scratch_(scratch),
         scale_(static_cast<T>(modifier_.scale())) {}
 
-  // Whether the block mask keeps the tile.
+  // Whether block mask and key ranges leave something of the tile.
   bool kept(int head, int first_row, int first_key) const {
-    return BlockMask(a_, blocks_.index(), head).keep(first_row, first_key);
+    if (!BlockMask(a_, blocks_.index(), head).keep(first_row, first_key)) return false;
+    const KeyRanges ranges = ranges_of(head);
+    return !ranges.active() ||
+           ranges.any(first_row, first_row + kBlockM - 1, first_key, first_key + kBlockN);
   }
 
   // P kept and dS0 or dS. With kProduct, what the rows add to dalibi_slopes is added to their sums.
-  // False: the bias hides all.
+  // False: the bias, or key ranges, hide all.
   bool compute(RowBlock<T>& rows, KeyBlock<T>& keys, GradientOf of) {
-    if (modifier_.has_bias() && !load_bias(modifier_, rows.rows, rows.width, keys.first_key, 0,
-                                           keys.count, scratch_.bias, kBlockM)) {
+    if (modifier_.has_bias() && !load_bias(modifier_, ranges_of(rows.head), rows.rows, rows.width,
+                                           keys.first_key, 0, keys.count, scratch_.bias, kBlockM)) {
       return false;
     }
     const int end_key = keys.first_key + kBlockN;
@@ -113,6 +117,10 @@ class BackwardConfig {
   }
 
  private:
+  KeyRanges ranges_of(int head) const {
+    return KeyRanges(a_, blocks_.sequence(), blocks_.index(), blocks_.head_k(head));
+  }
+
   static Columns<T> of_rows(const T* data, std::int64_t ld) {
     return {data, ld, static_cast<int>(ld)};
   }

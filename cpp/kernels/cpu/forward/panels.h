@@ -42,8 +42,8 @@ class PanelTask {
     const int end = rows_.seen.end;
     const int step = p_.attention.block_mask.data == nullptr ? kPanelKeys : kBlockN;
     for (int block = rows_.seen.first / step * step; block < end; block += step) {
-      if (!rows_.begin_block(block)) continue;
       const int keys = end - block < step ? end - block : step;
+      if (!rows_.begin_block(block, keys)) continue;
       const int skipped = rows_.seen.first - block;
       const int first = skipped > 0 ? skipped / kGroupPad * kGroupPad : 0;
       products_.load_keys(block, first, keys);
@@ -153,8 +153,8 @@ class PanelTask {
   bool modified_scores(int panel, int block, const Zones& zones, ScoreRange<T, NV>& range) {
     const QueryRow<T>* const rows = scratch_.rows + panel * kPanel;
     if (rows_.modifier.has_bias() &&
-        !load_bias(rows_.modifier, rows, NV * S::kLanes, block, zones.begin, zones.end,
-                   scratch_.bias, NV * S::kLanes)) {
+        !load_bias(rows_.modifier, rows_.ranges, rows, NV * S::kLanes, block, zones.begin,
+                   zones.end, scratch_.bias, NV * S::kLanes)) {
       return false;
     }
     ScoreRange<T, NV> unused = range;

@@ -40,8 +40,8 @@ class ThinTask {
     }
     const int end = rows_.seen.end;
     for (int block = rows_.seen.first / kBlockN * kBlockN; block < end; block += kBlockN) {
-      if (!rows_.begin_block(block)) continue;
       const int keys = end - block < kBlockN ? end - block : kBlockN;
+      if (!rows_.begin_block(block, keys)) continue;
       const int skipped = rows_.seen.first - block;
       const int first = skipped > 0 ? skipped / S::kLanes * S::kLanes : 0;
       const Keys k = rows_.key_rows(rows_.k, block, first, keys, d, scratch_.k);
@@ -67,7 +67,9 @@ class ThinTask {
     T* const s = scratch_.s;
     single_row_scores(scratch_.q + r * std::int64_t{padded_dim()}, k, padded_dim(), scale_, begin,
                       end, s);
-    if (natural_) modify_row(rows_.modifier, scratch_.rows[r], block, begin, end, s);
+    if (natural_) {
+      modify_row(rows_.modifier, rows_.ranges, scratch_.rows[r], block, begin, end, s);
+    }
     const int first = begin / S::kLanes * S::kLanes;
     const int last = round_up(end, S::kLanes);
     for (int j = first; j < begin; ++j) s[j] = T(-kInfinity);

@@ -9,8 +9,10 @@
 #include "common/launch.h"
 #include "common/layout.h"
 #include "sm80/backward/score_gradient_tile.h"
+#include "variant/apply_key_ranges.h"
 #include "variant/block_mask.h"
 #include "variant/broadcast_tensor.h"
+#include "variant/key_ranges.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
@@ -82,13 +84,14 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
   const BlockMask blocks(params.attention, batch, head);
   const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head);
   const int head_k = head / (params.attention.heads / params.attention.heads_k);
+  const KeyRanges ranges(params.attention, sequence, batch, head_k);
   const Span rows = where.row_tiles(sequence);
   for (int64_t m = rows.first; m < rows.end; ++m) {
     const int row0 = static_cast<int>(m) * kBlockM;
     const Span keys = where.key_tiles(mask.k_range(row0, kBlockM, kBlockN));
     for (int64_t n = keys.first; n < keys.end; ++n) {
       const int col0 = static_cast<int>(n) * kBlockN;
-      if (!blocks.keep(row0, col0)) continue;
+      if (!blocks.keep(row0, col0) || !visits_tile(ranges, row0, kBlockM, col0, kBlockN)) continue;
       __syncthreads();  // every warp has done with the tiles before
       tiles.load_rows(head, row0);
       tiles.load_keys(head_k, col0);

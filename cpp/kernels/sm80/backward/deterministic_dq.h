@@ -9,7 +9,9 @@
 #include "sm80/backward/epilogue.h"
 #include "sm80/backward/score_gradient_tile.h"
 #include "sm80/forward/traits.h"
+#include "variant/apply_key_ranges.h"
 #include "variant/block_mask.h"
+#include "variant/key_ranges.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
@@ -39,12 +41,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const Mask mask(sequence, params.attention.window);
     const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
     const BlockMask blocks(params.attention, batch, head);
+    const KeyRanges ranges(params.attention, sequence, batch, head_k);
     const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head) + row0;
     tiles.load_rows(head, row0);
     const KRange range = mask.k_range(row0, Traits::kBlockM, Traits::kBlockN);
     for (int n = range.begin; n < range.end; ++n) {
       const int col0 = n * Traits::kBlockN;
       if ((Scores::kFeatures & kBlockMask) != 0 && !blocks.keep(row0, col0)) continue;
+      if ((Scores::kFeatures & kKeyRanges) != 0 &&
+          !visits_tile(ranges, row0, Traits::kBlockM, col0, Traits::kBlockN)) {
+        continue;
+      }
       tiles.load_keys(head_k, col0);
       cp_async_wait<0>();
       __syncthreads();  // the tile is there

@@ -14,6 +14,7 @@ struct KeyTiles {
   Mask mask;
   Variant variant;
   KRange range;
+  int rows;  // of the block
   int first;
 
   ANYFLASH_DEVICE KeyTiles(const Attention& attention, const ForwardWorkTile& block, int rows,
@@ -22,6 +23,7 @@ struct KeyTiles {
              attention.window),
         variant(attention, block, keys),
         range(mask.k_range(block.first_row, rows, keys)),
+        rows(rows),
         first(visited(range.first())) {}
 
   ANYFLASH_DEVICE int next(int n) const { return visited(range.next(n)); }
@@ -38,7 +40,7 @@ struct KeyTiles {
   }
 
   ANYFLASH_DEVICE int visited(int n) const {
-    while (n >= 0 && !variant.visits(n)) n = range.next(n);
+    while (n >= 0 && !variant.visits(n, rows)) n = range.next(n);
     return n;
   }
 };

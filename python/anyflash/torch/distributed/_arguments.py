@@ -70,6 +70,12 @@ def check(layout: Layout, whole: Whole, given: Given, rows: int) -> None:
             f"{NAME}: bias has shape {tuple(bias.shape)}; expected (batch or 1, heads or 1, "
             f"{rows} or 1, {whole.seqlen_k} or 1): this rank's rows, and all keys"
         )
+    ranges = given.key_ranges
+    if ranges is not None and ranges.shape[2] != whole.seqlen_k:
+        raise ValueError(
+            f"{NAME}: key_ranges has shape {tuple(ranges.shape)}; expected (batch or 1, heads_k or "
+            f"1, {whole.seqlen_k}, 2 or 4), of all keys"
+        )
     if given.block_mask is None:
         return
     expected = tuple(

@@ -66,6 +66,7 @@ def attend(
         options.sinks,
         options.alibi_slopes,
         four_axes("block_mask", options.block_mask),
+        four_axes("key_ranges", options.key_ranges),
         options.seqused_k,
         _random_state(ranks.group, whole.dropout_p, options, q.device),
     )

@@ -170,6 +170,7 @@ class ContextParallel:
         bias: Tensor | None = None,
         block_mask: Tensor | None = None,
         block_size: tuple[int, int] = BLOCK_SIZE,
+        key_ranges: Tensor | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = NO_DROPOUT,
         seed: int | None = None,
@@ -198,7 +199,7 @@ class ContextParallel:
             Of the whole; default: the ranks tell one another, and the host waits for it.
         bias : (batch or 1, heads or 1, rows or 1, seqlen_k or 1), optional
             This rank's rows, and all keys in their order.
-        block_mask, seqused_k, sinks, alibi_slopes : optional
+        block_mask, key_ranges, seqused_k, sinks, alibi_slopes : optional
             Of the whole, on every rank. A rank's gradient of sinks, of slopes and of a bias with
             one row is its share: their sum over the ranks is the gradient.
         dropout_p, seed, rng_state
@@ -230,6 +231,7 @@ class ContextParallel:
             bias,
             block_mask,
             block_size,
+            key_ranges,
             sinks,
             dropout_p,
             seed,
@@ -262,6 +264,7 @@ class ContextParallel:
         bias: Tensor | None = None,
         block_mask: Tensor | None = None,
         block_size: tuple[int, int] = BLOCK_SIZE,
+        key_ranges: Tensor | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = NO_DROPOUT,
         seed: int | None = None,
@@ -288,6 +291,7 @@ class ContextParallel:
         cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
         max_seqlen_q, max_seqlen_k : int
         seqused_k : (batch,) int32, optional
+        key_ranges : (heads_k or 1, total_k, 2 or 4) int32, optional
             Of the whole, on every rank, as in :func:`anyflash.torch.attention_varlen`.
         seqlen : int or (total_q, total_k), optional
             Rows of the whole; default: the ranks tell one another, and the host waits for it.
@@ -315,6 +319,7 @@ class ContextParallel:
             bias,
             block_mask,
             block_size,
+            key_ranges,
             sinks,
             dropout_p,
             seed,

@@ -61,13 +61,14 @@ class Whole(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A rank's optional tensors. bias and block_mask have four axes; bias those of the rank's rows
-    and of all keys, block_mask those of the whole."""
+    """A rank's optional tensors. bias, block_mask and key_ranges have four axes; bias those of the
+    rank's rows and of all keys, the others those of the whole."""
 
     bias: Tensor | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     block_mask: Tensor | None = None
+    key_ranges: Tensor | None = None
     seqused_k: Tensor | None = None
     rng_state: Any = None
 
@@ -168,7 +169,10 @@ def placed_options(
     """Of the piece that some rows and keys are. Sinks are no part of any piece: they are joined at
     the end."""
     rows, keys = runs
-    bias, mask = given.bias, given.block_mask
+    bias, mask, ranges = given.bias, given.block_mask, given.key_ranges
+    if ranges is not None:
+        ranges = ranges[:, :, keys.start : keys.stop]
+        ranges = ranges if packed is None else ranges[0]
     place = _place(whole, given, packed, rows, keys)
     return AttentionOptions(
         whole.softmax_scale,
@@ -179,6 +183,7 @@ def placed_options(
         None if bias is None else bias_of(bias, rows, keys),
         None if mask is None else _block_mask_of(mask, whole.block_size, rows, keys),
         whole.block_size,
+        ranges,
         None,
         whole.dropout_p or NO_DROPOUT,
         None,

@@ -120,7 +120,7 @@ class Ulysses:
         self.own = heads[group.rank]
         own_pieces = Pieces(
             whole,
-            self._of_heads(given),
+            self._of_heads(given, heads_k[group.rank]),
             pieces.packed,
             Heads(self.own.start, self.total),
             (
@@ -132,7 +132,7 @@ class Ulysses:
         values = self.of_keys.to_heads("exchanging v", v)
         self.ring = Ring(ring, ring_layout, own_pieces, keys, values)
 
-    def _of_heads(self, given: Given) -> Given:
+    def _of_heads(self, given: Given, key_heads: slice) -> Given:
         """What belongs to this rank's heads, and to all rows."""
 
         def own(x: Tensor | None, axis: int) -> Tensor | None:
@@ -146,11 +146,15 @@ class Ulysses:
         elif bias is not None:
             bias = own(bias, 1)
         part = slice(self.own.start, self.own.stop)
+        ranges = given.key_ranges
+        if ranges is not None and ranges.shape[1] != 1:
+            ranges = ranges[:, key_heads]
         return given._replace(
             bias=bias,
             sinks=None if sinks is None else sinks[part],
             alibi_slopes=None if slopes is None else slopes[..., part],
             block_mask=own(given.block_mask, 1),
+            key_ranges=ranges,
         )
 
     def _bias_of_all_rows(self, bias: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Options(ctypes.Structure):
         ("total_heads", ctypes.c_int64),
         ("prior_out", ctypes.POINTER(DLTensor)),
         ("prior_lse", ctypes.POINTER(DLTensor)),
+        ("key_ranges", ctypes.POINTER(DLTensor)),
     )
 
 

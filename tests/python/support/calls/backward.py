@@ -85,6 +85,8 @@ def check(kind: Kind, case: Case, grads: AttentionGrads) -> None:
 
 SLOPES, SINKS, BIAS = random(4), random(4), random(2, 4, 30, 50)
 KEEP = BIAS > 0
+RANGES = np.random.default_rng(1).integers(-5, 40, (2, 2, 50, 4), np.int32)
+RANGES[:, :, :20, 0], RANGES[:, :, :20, 1] = 3, 30  # the first rows see few keys
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"softmax_scale": -0.3},
@@ -107,6 +109,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias-inf": {"bias": np.where(KEEP, np.float32(0.5), np.float32(-np.inf))},
     "keep": {"bias": KEEP},
     "blocks": {"block_mask": np.array([[True], [False]])[:, :, None, None]},
+    "ranges": {"key_ranges": RANGES, "causal": True},
+    "ranges-heads": {"key_ranges": RANGES[:1, :, :, 2:]},
+    "ranges-batch": {"key_ranges": RANGES[:, :1], "alibi_slopes": SLOPES},
     "sinks": {"sinks": SINKS},
     "sinks-strided": {"sinks": random(4, 2)[:, 1]},
     "seqused": {"seqused_k": np.array([37, 0], np.int32), "causal": True, "sinks": SINKS},
@@ -114,5 +119,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {
         **{"window_size": (20, 4), "softcap": 0.7, "alibi_slopes": SLOPES, "bias": BIAS[0]},
         **{"sinks": SINKS, "dropout_p": 0.25, "seed": 7, "softmax_scale": 0.4},
+        "key_ranges": RANGES,
     },
 }

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import anyflash.torch
 from anyflash.torch.distributed import ContextParallel
+from calls.ranges import key_ranges
 from run import ranks
 
 METHODS = ("ring", "gather", "ulysses")
@@ -69,10 +70,6 @@ def blocks(s: Shape) -> Options:
     return {"block_mask": some(1, s.heads, *counts), "block_size": (64, 64)}
 
 
-def seqused(s: Shape) -> Options:
-    return {"seqused_k": torch.tensor([s.keys // 2, s.keys], dtype=torch.int32)}
-
-
 # Changes of the shape, and options that may depend on it.
 FEATURES: dict[str, tuple[Options, Any]] = {
     "causal": ({}, {"causal": True}),
@@ -88,7 +85,8 @@ FEATURES: dict[str, tuple[Options, Any]] = {
     "blocks": ({"rows": 330, "keys": 330}, blocks),
     "sinks": ({}, lambda s: {"sinks": randn(s.heads)}),
     "dropout": ({}, {"dropout_p": 0.3, "seed": 12345}),
-    "seqused": ({}, seqused),
+    "seqused": ({}, lambda s: {"seqused_k": torch.tensor([s.keys // 2, s.keys]).int()}),
+    "ranges": ({}, lambda s: {"key_ranges": key_ranges(s.heads_k, s.keys, s.rows)[None]}),
     "gqa": ({"heads_k": 2}, {}),
     "mqa": ({"heads_k": 1}, {}),
     "dv": ({"columns_v": 20}, {}),
@@ -139,7 +137,7 @@ def cases() -> Iterator[Case]:
         yield Case(*next(turns), (one, two))
     many = ("causal", "left", "softcap", "alibi", "bias", "blocks", "sinks", "dropout", "seqused")
     for way in ways():
-        yield Case(*way, (*many, "gqa", "dv"))
+        yield Case(*way, (*many, "ranges", "gqa", "dv"))
         yield Case(*way, ("causal", "sinks", "dropout", "bias"), torch.float32)
         yield Case(*way, ("window", "alibi", "gqa"), torch.bfloat16)
 
@@ -302,7 +300,7 @@ LENGTHS = {
 PACKED: dict[str, Options] = {
     "plain": {},
     "causal": {"causal": True},
-    "window": {"window_size": (20, 9), "softcap": 2.0},
+    "window, ranges": {"window_size": (20, 9), "softcap": 2.0, "key_ranges": True},
     "seqused": {"causal": True, "seqused_k": True},
     "slopes, sinks": {"alibi_slopes": True, "sinks": True},
     "dropout": {"causal": True, "dropout_p": 0.3, "seed": 77},
@@ -336,6 +334,8 @@ def check_packed(case: PackedCase) -> None:
     if options.pop("seqused_k", False):
         used = [n // 2 if i % 2 else n for i, n in enumerate(lengths_k)]
         options["seqused_k"] = torch.tensor(used, dtype=torch.int32)
+    if options.pop("key_ranges", False):
+        options["key_ranges"] = key_ranges(2, total_k, 40)
     whole = {
         "q": randn(total_q, heads, 8),
         "k": randn(total_k, 2, 8) + 0.1,

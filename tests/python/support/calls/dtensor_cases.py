@@ -213,10 +213,13 @@ def masks() -> None:
         "v": randn(2, 130, 2, 6),
         "block_mask": blocks,
         "seqused_k": torch.tensor([130, 70], dtype=torch.int32),
+        "key_ranges": torch.arange(2 * 2 * 130 * 2).reshape(2, 2, 130, 2).remainder(90).int(),
     }
     options = {"block_size": (64, 64)}
-    compare(given, LINE, BATCH, {"block_mask": BATCH, "seqused_k": BATCH}, **options)
-    compare(given, LINE, HEADS, {"block_mask": [Shard(1)], "seqused_k": WHOLE}, **options)
+    of_batch = {"block_mask": BATCH, "seqused_k": BATCH, "key_ranges": BATCH}
+    compare(given, LINE, BATCH, of_batch, **options)
+    of_heads = {"block_mask": [Shard(1)], "seqused_k": WHOLE, "key_ranges": [Shard(1)]}
+    compare(given, LINE, HEADS, of_heads, **options)
 
 
 @case

@@ -35,6 +35,11 @@ def qkv(heads: int = HEADS, heads_k: int = HEADS) -> dict[str, Any]:
     }
 
 
+def random_ranges(batch: int, heads_k: int) -> Any:
+    generator = np.random.default_rng(1)
+    return generator.integers(-2, ROWS + 2, (batch, heads_k, COLUMNS, 2), np.int32)
+
+
 def alike(spec: Any) -> dict[str, Any]:
     return dict.fromkeys(("q", "k", "v"), spec)
 
@@ -134,6 +139,7 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
             "seqused_k": np.array([7, 12, 0, 3], np.int32),
             "block_mask": np.ones((BATCH, HEADS, 1, 1), bool),
             "bias": random(HEADS, ROWS, COLUMNS) > 0,
+            "key_ranges": random_ranges(BATCH, HEADS),
             "causal": True,
         },
         alike(BOTH) | {"alibi_slopes": P("x", "y")},

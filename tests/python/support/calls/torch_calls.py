@@ -16,6 +16,7 @@ from oracle.gradients import Given, check_gradients, gradient_bounds
 from oracle.problem import Problem
 
 TORCH = Kind("torch")
+RANGES_OF_PACKED = np.random.default_rng(1).integers(-2, 10, (2, 30, 4), np.int32)
 LEAVES = ("q", "k", "v", "bias", "sinks", "alibi_slopes")  # in the order of AttentionGrads
 VARLEN: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -26,6 +27,8 @@ VARLEN: dict[str, dict[str, Any]] = {
     },
     "bias-1": {"bias": random(9, 20), "alibi_slopes": SLOPES},
     "seqused": {"seqused_k": np.array([3, 4, 0, 0, 11], np.int32), "causal": True},
+    "ranges": {"key_ranges": RANGES_OF_PACKED},
+    "ranges-heads": {"key_ranges": RANGES_OF_PACKED[:1, :, :2], "causal": True},
     "validate": {"window_size": (None, 2)},
 }
 

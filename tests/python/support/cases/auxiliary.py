@@ -46,6 +46,9 @@ def options_of(case: Case) -> dict[str, Any]:
     if features.blocks:
         options["block_mask"] = place(_block_mask(case, random), features.blocks.layout)
         options["block_size"] = features.blocks.size
+    if features.ranges:
+        axes = "hsd" if features.packed else "bhsd"
+        options["key_ranges"] = place(key_ranges(case, random), features.ranges.layout, axes)
     if features.packed:
         for name, lengths in (("q", features.packed.q), ("k", features.packed.k)):
             options[f"cu_seqlens_{name}"] = int32_tensor(np.cumsum([0, *lengths]))
@@ -131,6 +134,97 @@ def _block_mask(case: Case, random: np.random.Generator) -> Array:
     if 0 < blocks.keep < 1 and counts[1] > 2:
         keep[..., 1] = False  # keys that nobody sees
     return keep
+
+
+def key_ranges(case: Case, random: np.random.Generator) -> Array:
+    """(batch or 1, heads_k or 1, seqlen_k, 2 or 4), packed (heads_k or 1, total_k, 2 or 4)."""
+    features = case.features
+    assert features.ranges is not None
+    values, intervals, axes, _ = features.ranges
+    starts = features.part.query if features.part and features.part.query else 0
+    starts = np.broadcast_to(np.asarray(starts), (case.batch,))
+    heads = case.heads_k if "h" in axes else 1
+    lengths = case.lengths if features.packed or "b" in axes else case.lengths[:1]
+    parts = []
+    for start, (rows, keys) in zip(starts, lengths, strict=False):
+        of_heads = [RANGES[values](random, rows, keys, intervals) for _ in range(heads)]
+        # Rows count from the whole's first one.
+        moved = np.array(of_heads, np.int64).reshape(heads, keys, 2 * intervals) + start
+        parts.append(np.clip(moved, -INT32_MAX - 1, INT32_MAX).astype(np.int32))
+    if features.packed:
+        return np.concatenate(parts, 1)
+    shape = (len(parts), heads, case.sk, 2 * intervals)
+    return np.array(parts, np.int32).reshape(shape)
+
+
+INT32_MAX = (1 << 31) - 1
+Random = np.random.Generator
+
+
+def _some_rows(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    """Row 2 sees nothing, nor do rows near a border of tiles; some keys are seen by none, or by
+    all other rows, and some intervals end before they begin."""
+    begin = random.integers(-rows // 4 - 1, rows + 2, (keys, intervals))
+    end = begin + random.integers(-rows // 4 - 1, rows // intervals + 2, (keys, intervals))
+    end[begin <= 2] = np.minimum(end[begin <= 2], 2)
+    begin[::9], end[::9] = 3, INT32_MAX
+    begin[5::11], end[5::11] = INT32_MAX, -INT32_MAX - 1
+    return np.stack([begin, end], -1)
+
+
+def _spread(*pairs: Array) -> Array:
+    return np.stack([np.broadcast_to(x, pairs[0].shape) for x in pairs], -1)
+
+
+def _full(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    return np.tile([-INT32_MAX - 1, INT32_MAX], (keys, intervals))
+
+
+def _nothing(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    return np.tile([5, 5, 9, 3][: 2 * intervals], (keys, 1))
+
+
+def _documents(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    """Of 40 tokens; in two halves, where there are two intervals."""
+    begin = np.arange(keys) // 40 * 40
+    pairs = (begin, begin + 40) if intervals == 1 else (begin, begin + 9, begin + 9, begin + 40)
+    return _spread(*pairs)
+
+
+def _prefix(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    """A third of the keys, and causal behind it; or the rows before, and those from 20 on."""
+    key = np.arange(keys)
+    begin = np.where(key < keys // 3, 0, np.maximum(key - (keys - rows), 0))
+    return _spread(begin, rows) if intervals == 1 else _spread(begin, begin + 10, begin + 20, rows)
+
+
+def _tree(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    """A prompt, and eight answers that do not see one another."""
+    prompt = keys // 4
+    each = max(-(-(keys - prompt) // 8), 1)
+    key = np.arange(keys)
+    begin = np.where(key < prompt, 0, prompt + (key - prompt) // each * each)
+    end = np.where(key < prompt, keys, begin + each)
+    return _spread(begin, end) if intervals == 1 else _spread(begin, begin, begin, end)
+
+
+def _far(random: Random, rows: int, keys: int, intervals: int) -> Array:
+    """Rows of which a tile without any lies between the intervals."""
+    pairs = (
+        (np.zeros(keys, int), 10) if intervals == 1 else (np.zeros(keys, int), 10, rows - 9, rows)
+    )
+    return _spread(*pairs)
+
+
+RANGES: dict[str, Callable[[Random, int, int, int], Array]] = {
+    "normal": _some_rows,
+    "full": _full,
+    "nothing": _nothing,
+    "documents": _documents,
+    "prefix": _prefix,
+    "tree": _tree,
+    "far": _far,
+}
 
 
 def _some(random: np.random.Generator, x: Array, value: float, part: float = 0.3) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 from backends.tensors import LAYOUTS, WRITABLE_LAYOUTS
 from cases import varlen as varlen_cases
 from cases.auxiliary import CHANGES
-from cases.case import FULL, Bias, Blocks, Layouts, Packed
+from cases.case import FULL, Bias, Blocks, Layouts, Packed, Ranges
 from cases.features import FEATURE_CASES, HIDING, SINGLE
 from cases.forward import FORWARD_CASES
 from cases.gradient_case import GradientCase, GradientLayouts, make
 from cases.one_feature import one_feature
 from cases.positions import positions
+from cases.ranges import ranges_backward
 
 
 def _lengths() -> Iterator[GradientCase]:
@@ -309,6 +310,7 @@ def _everything() -> Iterator[GradientCase]:
         "alibi": "bh",
         "bias": Bias(values="some_inf"),
         "blocks": Blocks(keep=0.7),
+        "ranges": Ranges("normal", 2),
         "sinks": "none",
         "dropout_p": 0.17,
         "seed": (1 << 63) + 1,
@@ -390,6 +392,7 @@ def _of_the_forward() -> Iterator[GradientCase]:
 
 GROUPS = (
     *(_smoke, _lengths, _dims, _heads, _parts, _features, _biases, _varlen, _leaks, positions),
+    ranges_backward,
     *(_blocks_and_dropout, one_feature, _dtypes, _layouts, _everything, _many, _of_the_forward),
 )
 BACKWARD_CASES = tuple(itertools.chain.from_iterable(group() for group in GROUPS))

@@ -55,6 +55,15 @@ class Blocks(NamedTuple):
     layout: str = "contiguous"
 
 
+class Ranges(NamedTuple):
+    """The rows that see each key, in one interval or two."""
+
+    values: str = "normal"
+    intervals: int = 1
+    axes: str = "bh"  # batch and heads of k; the others have extent 1
+    layout: str = "contiguous"
+
+
 class Packed(NamedTuple):
     """Lengths of packed sequences."""
 
@@ -85,6 +94,7 @@ class Features:
     alibi: str = ""  # axes: "h", "bh", or "1h" for (1, heads)
     bias: Bias | None = None
     blocks: Blocks | None = None
+    ranges: Ranges | None = None
     sinks: str = ""  # "normal", or "none" for the first head and the others normal
     dropout_p: float = 0.0
     seed: int = 0
@@ -102,7 +112,7 @@ class Features:
     def variant(self) -> str:
         """Of the sm_80 forward kernels, the one with the fewest features that can do it."""
         scored = self.softcap or self.alibi
-        if self.bias or self.blocks or (scored and self.dropout_p):
+        if self.bias or self.blocks or self.ranges or (scored and self.dropout_p):
             return "generic"
         return "scored" if scored else "dropout" if self.dropout_p else "plain"
 
@@ -111,7 +121,9 @@ class Features:
         """Of the backward kernels."""
         asked = {"alibi": self.alibi, "softcap": self.softcap, "dropout": self.dropout_p}
         features = [name for name, value in asked.items() if value]
-        if self.bias or self.blocks or len(features) > 1 or self.softcap > LARGE_SOFTCAP:
+        if self.bias or self.blocks or self.ranges or len(features) > 1:
+            return "generic"
+        if self.softcap > LARGE_SOFTCAP:
             return "generic"
         return features[0] if features else "plain"
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cases.case import Bias, Blocks, Case, Features, Layouts, Packed, Part
+from cases.case import Bias, Blocks, Case, Features, Layouts, Packed, Part, Ranges
+from cases.ranges import ranges_forward
 
 FLOATS = ("fp16", "bf16", "fp32")
 FAR = 1 << 62
@@ -24,6 +25,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "bias": {"bias": Bias(axes="hqk", values="some_inf")},
     "keep": {"bias": Bias("bool")},
     "blocks": {"blocks": Blocks()},
+    "ranges": {"ranges": Ranges()},
     "sinks": {"sinks": "normal"},
     "dropout": {"dropout_p": 0.2, "seed": 1234567890123, "offset": 5},
     "seqused": {"seqused_k": (130, 51)},
@@ -68,6 +70,7 @@ EVERYTHING = Features(
     alibi="bh",
     bias=Bias(values="some_inf"),
     blocks=Blocks(keep=0.7),
+    ranges=Ranges("normal", 2),
     sinks="none",
     dropout_p=0.17,
     seed=FAR + 1,
@@ -260,6 +263,7 @@ HIDING: dict[str, dict[str, Any]] = {
     "keep": {"bias": Bias("bool")},
     "inf_bias": {"bias": Bias(values="some_inf")},
     "blocks": {"blocks": Blocks()},
+    "ranges": {"ranges": Ranges()},
     "window": {"window": (20, 20)},
     "seqused": {"seqused_k": (141, 146)},
     "softcap": {"softcap": 4.0, "causal": True},
@@ -348,6 +352,7 @@ GROUPS = (
     _scores,
     _biases,
     _blocks,
+    ranges_forward,
     _leaks,
     _dropout,
     _dims,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from backends.tensors import LAYOUTS, WRITABLE_LAYOUTS
-from cases.auxiliary import CHANGES, SINKS
-from cases.case import Bias, Blocks, Case, Features, Layouts, Packed
+from cases.auxiliary import CHANGES, RANGES, SINKS
+from cases.case import Bias, Blocks, Case, Features, Layouts, Packed, Ranges
 from cases.gradient_case import GradientCase, GradientLayouts
 
 AUXILIARY_DTYPES = ("", "fp32", "fp16", "bf16")
@@ -60,6 +60,14 @@ def _blocks(draw: st.DrawFn) -> Blocks:
 
 
 @st.composite
+def _ranges(draw: st.DrawFn) -> Ranges:
+    axes = "".join(axis for axis in "bh" if draw(st.booleans()))
+    intervals = draw(st.integers(1, 2))
+    values = draw(st.sampled_from(sorted(RANGES)))
+    return Ranges(values, intervals, axes, draw(_layout(tuple(LAYOUTS))))
+
+
+@st.composite
 def _features(draw: st.DrawFn, lengths_k: list[int], packed: Packed | None) -> Features:
     word = st.integers(0, (1 << 64) - 1)
     used = tuple(draw(st.integers(0, n)) for n in lengths_k) if draw(st.booleans()) else ()
@@ -69,6 +77,7 @@ def _features(draw: st.DrawFn, lengths_k: list[int], packed: Packed | None) -> F
         alibi=draw(st.sampled_from(("", "", "h", "1h", "bh"))),
         bias=draw(st.none() | _bias()),
         blocks=draw(st.none() | _blocks()),
+        ranges=draw(st.none() | _ranges()),
         sinks=draw(st.sampled_from(("", "", *sorted(SINKS)))),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5))),
         seed=draw(word),

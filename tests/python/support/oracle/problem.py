@@ -41,6 +41,7 @@ class Problem:
     bias: Array | None = None
     block_mask: Array | None = None
     block_size: tuple[int, int] = (128, 128)
+    key_ranges: Array | None = None
     sinks: Array | None = None
     dropout_p: float = 0.0
     seed: int = 0
@@ -126,7 +127,25 @@ def select(x: Array, sequences: Array, shape: tuple[int, ...]) -> Array:
     return x[:, :, : shape[0], : shape[1]]
 
 
-def _hidden(problem: Problem, sequences: Array, seqlen_q: int, seqlen_k: int, shift: int) -> Array:
+def _out_of_ranges(problem: Problem, ranges: Array, sequences: Array, rows_k: Array) -> Array:
+    """(n, heads or 1, seqlen_q, seqlen_k)"""
+    if problem.packed:
+        ranges = ranges[:, rows_k].swapaxes(0, 1)
+    else:
+        ranges = (ranges if ranges.shape[0] == 1 else ranges[sequences])[:, :, : rows_k.shape[1]]
+    if ranges.shape[1] > 1:
+        ranges = ranges.repeat(problem.group, 1)
+    first_row = problem.position("query_start")[sequences][:, None, None, None]
+    row = first_row + np.arange(problem.shape[2])[:, None]
+    outside = np.ones((1,), bool)
+    for first in range(0, ranges.shape[-1], 2):
+        begin, end = (ranges[:, :, None, :, first + i].astype(np.int64) for i in (0, 1))
+        outside = outside & ~((begin <= row) & (row < end))
+    return outside
+
+
+def _hidden(problem: Problem, sequences: Array, rows_k: Array, seqlen_q: int, shift: int) -> Array:
+    seqlen_k = rows_k.shape[1]
     last = np.arange(seqlen_q)[:, None] + shift
     key = np.arange(seqlen_k)
     hidden = np.zeros((1, 1, seqlen_q, seqlen_k), bool)
@@ -144,6 +163,9 @@ def _hidden(problem: Problem, sequences: Array, seqlen_q: int, seqlen_k: int, sh
         for axis, size in zip((2, 3), problem.block_size, strict=True):
             dropped = dropped.repeat(size, axis)
         hidden = hidden | select(dropped, sequences, (seqlen_q, seqlen_k))
+    if problem.key_ranges is not None:
+        outside = _out_of_ranges(problem, problem.key_ranges, sequences, rows_k)
+        hidden = hidden | outside[:, :, :seqlen_q]
     return hidden
 
 
@@ -163,7 +185,7 @@ def batches(problem: Problem) -> Iterator[Batch]:
         sequences = np.nonzero((kinds == kind).all(1))[0]
         rows_q = first_q[sequences, None] + np.arange(seqlen_q)
         rows_k = first_k[sequences, None] + np.arange(seqlen_k)
-        hidden = _hidden(problem, sequences, seqlen_q, seqlen_k, shift)
+        hidden = _hidden(problem, sequences, rows_k, seqlen_q, shift)
         yield Batch(sequences, rows_q, rows_k, shift, hidden)
 
 

@@ -30,6 +30,11 @@ def _seen(shape: tuple[int, ...], options: dict[str, Any]) -> tuple[Array, Array
         for axis, size in zip((-2, -1), options["block_size"], strict=True):
             mask = mask.repeat(size, axis)
         seen = seen & mask[..., :rows, :columns]
+    ranges = options.get("key_ranges")
+    if ranges is not None:
+        ranges = ranges.repeat(shape[1] // ranges.shape[1], 1)[:, :, None]
+        row = np.arange(rows)[:, None, None]
+        seen = seen & ((ranges[..., 0::2] <= row) & (row < ranges[..., 1::2])).any(-1)
     bias = options.get("bias")
     if bias is not None and bias.dtype == bool:
         seen = seen & bias

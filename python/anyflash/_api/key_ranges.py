@@ -1,0 +1,206 @@
+"""Which queries see each key, as intervals, of the masks that come up most; made with NumPy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+from anyflash._call import parsing
+from anyflash._call.operands import Operands
+from anyflash._call.results import ArrayT
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_NAME = "anyflash.create_key_ranges"
+
+
+@overload
+def create_key_ranges(
+    *,
+    documents: Any = ...,
+    tree: tuple[Any, Any] | None = ...,
+    prefix: Any = ...,
+    seqlen_q: int | None = ...,
+    seqlen_k: int | None = ...,
+    like: None = ...,
+) -> npt.NDArray[np.int32]: ...
+@overload
+def create_key_ranges(
+    *,
+    documents: Any = ...,
+    tree: tuple[Any, Any] | None = ...,
+    prefix: Any = ...,
+    seqlen_q: int | None = ...,
+    seqlen_k: int | None = ...,
+    like: ArrayT,
+) -> ArrayT: ...
+def create_key_ranges(
+    *,
+    documents: Any = None,
+    tree: tuple[Any, Any] | None = None,
+    prefix: Any = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    like: Any = None,
+) -> Any:
+    """The queries that see each key, for ``attention(key_ranges=...)``: of documents, of a tree, or
+    of a prefix, one of the three.
+
+    Arrays are NumPy's, or others on the CPU. Of packed sequences, make those of each, and join
+    them: ``np.concatenate([ranges[0], ...], axis=-2)``.
+
+    Parameters
+    ----------
+    documents : (seqlen,) or (batch, seqlen) integers, optional
+        The number of each token's document. A document's tokens follow one another, and are seen by
+        its queries alone. Tokens with negative numbers are seen by none. For causal documents pass
+        ``causal=True`` to attention as well.
+    tree : (entry, exit), each (seqlen,) or (batch, seqlen) integers, optional
+        Of each token's node: token j is seen by the tokens i with ``entry[j] <= entry[i] <
+        exit[j]``, its own node and those below it. Tokens lie in the order of a depth-first walk,
+        so that ``entry`` never decreases. ``causal=True`` orders the tokens within a node.
+    prefix : int or (batch,) integers, optional
+        So many first keys are seen by all queries; key j behind them by the queries ``i >= j -
+        (seqlen_k - seqlen_q)``, as a causal mask has it. Do not pass ``causal`` with it.
+    seqlen_q, seqlen_k : int
+        With ``prefix``, which says no length; seqlen_q is seqlen_k if not given.
+    like : array, optional
+        The result belongs to its framework and lies on its device; default: a NumPy array.
+
+    Returns
+    -------
+    (batch or 1, 1, seqlen_k, 2) int32
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments that are not as above.
+
+    Examples
+    --------
+    >>> import anyflash
+    >>> anyflash.create_key_ranges(documents=[4, 4, 4, 7, 7])[0, 0].tolist()
+    [[0, 3], [0, 3], [0, 3], [3, 5], [3, 5]]
+
+    A prompt of two tokens, and two answers to it:
+
+    >>> entry, exit = [0, 0, 1, 1, 2], [3, 3, 2, 2, 3]
+    >>> anyflash.create_key_ranges(tree=(entry, exit))[0, 0].tolist()
+    [[0, 5], [0, 5], [2, 4], [2, 4], [4, 5]]
+
+    A prefix of two tokens, before text:
+
+    >>> anyflash.create_key_ranges(prefix=2, seqlen_k=4)[0, 0].tolist()
+    [[0, 4], [0, 4], [2, 4], [3, 4]]
+    """
+    import numpy as np
+
+    given = {"documents": documents, "tree": tree, "prefix": prefix}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ValueError(
+            f"{_NAME}: {' and '.join(names) or 'nothing'} is given; one of documents, tree and "
+            "prefix is expected"
+        )
+    if prefix is not None:
+        begin, end = _of_prefix(prefix, seqlen_q, seqlen_k)
+    elif seqlen_q is not None or seqlen_k is not None:
+        name = "seqlen_q" if seqlen_q is not None else "seqlen_k"
+        raise ValueError(f"{_NAME}: {name} is given with {names[0]}; it belongs to prefix")
+    elif tree is not None:
+        begin, end = _of_tree(tree)
+    else:
+        begin, end = _of_documents(documents)
+    result = np.stack(np.broadcast_arrays(begin, end), axis=-1).astype(np.int32)[:, None]
+    if like is None:
+        return result
+    operands = Operands(_NAME, "like", like)
+    return operands.parse("like", operands.framework.from_numpy, result, like)
+
+
+_Intervals = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.int64]"]  # (batch or 1, seqlen) each
+
+
+def _of_documents(documents: Any) -> _Intervals:
+    import numpy as np
+
+    numbers = _integers("documents", documents)
+    begin, end = np.zeros_like(numbers), np.zeros_like(numbers)
+    for b, row in enumerate(numbers):
+        borders = np.flatnonzero(np.diff(row)) + 1
+        first = np.unique(np.concatenate([[0], borders, [len(row)]]))
+        of_runs = row[first[:-1]]
+        found, counts = np.unique(of_runs[of_runs >= 0], return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f"{_NAME}: documents has {found[counts > 1][0]} in two places; a document's tokens "
+                "are expected to follow one another"
+            )
+        lengths = np.diff(first)
+        begin[b] = np.repeat(first[:-1], lengths)
+        end[b] = np.repeat(np.where(of_runs < 0, first[:-1], first[1:]), lengths)
+    return begin, end
+
+
+def _of_tree(tree: Any) -> _Intervals:
+    import numpy as np
+
+    if not isinstance(tree, (tuple, list)) or len(tree) != 2:
+        raise TypeError(f"{_NAME}: tree is {type(tree).__name__}; (entry, exit) is allowed")
+    entry, leave = _integers("tree[0]", tree[0]), _integers("tree[1]", tree[1])
+    if entry.shape != leave.shape:
+        raise ValueError(
+            f"{_NAME}: tree has arrays of shapes {entry.shape} and {leave.shape}; the same shape "
+            "is expected"
+        )
+    if (np.diff(entry) < 0).any():
+        raise ValueError(
+            f"{_NAME}: tree[0] decreases; tokens in the order of a depth-first walk are expected"
+        )
+    pairs = list(zip(entry, leave, strict=True))
+    begin = [np.searchsorted(enters, enters) for enters, _ in pairs]
+    end = [np.searchsorted(enters, leaves) for enters, leaves in pairs]
+    return np.array(begin).reshape(entry.shape), np.array(end).reshape(entry.shape)
+
+
+def _of_prefix(prefix: Any, seqlen_q: Any, seqlen_k: Any) -> _Intervals:
+    import numpy as np
+
+    if seqlen_k is None:
+        raise ValueError(f"{_NAME}: prefix is given without seqlen_k")
+    keys = _length("seqlen_k", seqlen_k)
+    rows = keys if seqlen_q is None else _length("seqlen_q", seqlen_q)
+    lengths = np.asarray(prefix)
+    if lengths.dtype.kind not in "iu":
+        raise TypeError(f"{_NAME}: prefix is {lengths.dtype}; integers are allowed")
+    if lengths.ndim > 1:
+        raise ValueError(
+            f"{_NAME}: prefix has shape {lengths.shape}; an int or (batch,) is allowed"
+        )
+    key = np.arange(keys)
+    causal = np.clip(key - (keys - rows), 0, rows)
+    begin = np.where(key < lengths.reshape(-1, 1), 0, causal)
+    return begin, np.full_like(begin, rows)
+
+
+def _integers(argument: str, value: Any) -> npt.NDArray[np.int64]:
+    """(batch or 1, seqlen)"""
+    import numpy as np
+
+    x = np.asarray(value)
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{_NAME}: {argument} is {x.dtype}; integers are allowed")
+    if x.ndim not in (1, 2):
+        raise ValueError(
+            f"{_NAME}: {argument} has shape {x.shape}; (seqlen,) or (batch, seqlen) is expected"
+        )
+    rows: npt.NDArray[np.int64] = np.atleast_2d(x.astype(np.int64))
+    return rows
+
+
+def _length(argument: str, value: Any) -> int:
+    try:
+        return parsing.length(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_NAME}: {argument} {error}") from None
