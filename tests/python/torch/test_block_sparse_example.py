@@ -1,0 +1,132 @@
+"""The example of block-sparse attention (examples/block_sparse): exact, measured, drawn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import anyflash
+
+FOLDER = Path(__file__).parents[3] / "python" / "docs" / "examples" / "block_sparse"
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    """Its modules, whose names are everyday ones: they are forgotten afterwards."""
+    path = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    names = ("patterns", "plot", "block_sparse")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path[:] = path
+    for name in names:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def patterns(example: Any) -> Any:
+    return example.patterns
+
+
+def blocks(patterns: Any, name: str, count: int) -> np.ndarray:
+    mask = patterns.block_mask(patterns.PATTERNS[name], count * patterns.BLOCK, "cpu")
+    assert mask.shape == (1, 1, count, count)
+    return mask[0, 0].numpy()
+
+
+def test_local_and_global(patterns: Any) -> None:
+    assert blocks(patterns, "local + global", 5).astype(int).tolist() == [
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 0, 1, 1, 1],
+        [1, 0, 0, 1, 1],
+    ]
+
+
+def test_butterfly(patterns: Any) -> None:
+    kept = blocks(patterns, "butterfly", 16).astype(int)
+    assert np.flatnonzero(kept[0]).tolist() == [0, 1, 2, 4, 8]
+    assert np.flatnonzero(kept[5]).tolist() == [1, 4, 5, 7, 13]
+    assert (np.linalg.matrix_power(kept, 3) == 0).any()
+    assert (np.linalg.matrix_power(kept, 4) > 0).all()  # four layers reach all
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~keep, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("length", [256, 300])
+@pytest.mark.parametrize("kind", ["standard", "dense", "local + global", "butterfly"])
+def test_as_dense_with_the_expanded_mask(patterns: Any, kind: str, length: int) -> None:
+    torch.manual_seed(0)
+    *inputs, dout = torch.randn(4, 2, length, 3, 16, dtype=torch.float64)
+    for x in inputs:
+        x.requires_grad_()
+    attend, kept = patterns.attention(kind, length, "cpu")
+    keep = torch.ones(length, length, dtype=torch.bool)
+    if kind in patterns.PATTERNS:
+        mask = patterns.block_mask(patterns.PATTERNS[kind], length, "cpu")
+        assert 0.5 < kept < 0.9
+        assert kept == pytest.approx(mask.double().mean().item())
+        size = (patterns.BLOCK, patterns.BLOCK)
+        keep = torch.from_numpy(anyflash.expand_block_mask(mask, length, length, size))
+    out, expected = attend(*inputs), dense(*inputs, keep)
+    torch.testing.assert_close(out, expected)
+    found = torch.autograd.grad(out, inputs, dout)
+    wanted = torch.autograd.grad(expected, inputs, dout)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # by an LSE of float32
+
+
+def test_command(tmp_path: Path) -> None:
+    sizes = ("--lengths", "1024", "--heads=1", "--head-dim=16", "--repeats=1")
+    command = [sys.executable, str(FOLDER / "block_sparse.py"), "--device=cpu", *sizes]
+    done = subprocess.run(
+        [*command, "--json", "--plot=plots"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cells = {cell["kind"]: cell for cell in json.loads(done.stdout)["cells"]}
+    assert list(cells) == ["standard", "dense", "local + global", "butterfly"]
+    for cell in cells.values():
+        assert cell["both_s"] > cell["forward_s"] > 0
+    assert cells["butterfly"]["kept"] == pytest.approx(5 / 16)
+    # All scores take 4 MiB.
+    assert cells["butterfly"]["memory_bytes"] < 4 << 20 < cells["standard"]["memory_bytes"]
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert names == ["block_sparse-dark.svg", "block_sparse.svg"]
+
+
+def test_too_large_a_matrix_is_left_out(example: Any) -> None:
+    cells = []
+    for limit in (1, 2):
+        problem = example.block_sparse.Problem("standard", 512, 2, 16, "cpu", 1, limit)
+        cells.append(example.block_sparse.measure(problem))
+    assert cells[0].both_s is None
+    assert cells[1].both_s > 0
+
+
+def test_shows_what_was_measured(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    example.block_sparse.main([f"--read={FOLDER / 'cpu.json'}"])
+    printed = capsys.readouterr().out.splitlines()
+    assert "31.2%" in next(line for line in printed if "butterfly" in line and "1,024" in line)
+    assert " - " in next(line for line in printed if "standard" in line and "8,192" in line)
+
+
+@pytest.mark.parametrize("name", ["block_sparse.svg", "block_sparse-dark.svg"])
+def test_plot_has_the_figures(example: Any, name: str) -> None:
+    """The same bytes: matplotlib's version is pinned."""
+    drawn = example.plot.drawings(json.loads((FOLDER / "cpu.json").read_text())["cells"])
+    assert (FOLDER / name).read_text() == drawn[name], "run: block_sparse.py --read cpu.json --plot"
