@@ -316,6 +316,15 @@ def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
     return [case._replace(head_dim=case.head_dim + head_dim - 64) for case in cases]
 
 
+# For the kernels by chunks of columns, of head dim 512: with one buffer, and with two where 227 KB
+# are.
+# The second chunk of V is not whole.
+CHUNK_CASES = tuple(
+    case._replace(head_dim_v=300, scale=0.05, more=f"{case.more} {memory}")
+    for memory in ("", "smem=232448")
+    for case in wide(BACKWARD_RACES[:6], 512)
+)
+
 # Tiles of 64 rows and 64 keys, in the kernels for wide heads.
 HOPPER_WIDE_CASES = wide(HOPPER_BACKWARD_CASES, 256)
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
 # dim 128 has one buffer; the others have two. In that of 128 for 228 KB of shared memory, groups of
-# warps take turns; that of 256 for 99 KB has V loaded with each tile. Of the forward's, the plain
+# warps take turns; that of 256 for 99 KB has V loaded with each tile; those of 512 go by chunks of
+# columns, with one buffer and with two. Of the forward's, the plain
 # one of head dim 64 has two buffers; for 228 KB, that of 128 rescales lazily, and in that of 256
 # two warps share their rows.
 FORWARD = "sm80_forward_f16_d64"
@@ -15,6 +16,7 @@ PAIRED = "sm80_forward_f16_d256"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
 RELOADED_V = "sm80_backward_f16_d256"
+CHUNKS = "sm80_backward_f16_d512"
 ROWS = "backward_preprocess"
 
 
