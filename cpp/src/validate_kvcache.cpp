@@ -234,7 +234,8 @@ class KvCacheArguments {
   void results() {
     const auto& n = t_.q.shape;
     check_shape(t_.out, "out", {{n[0]}, {n[1]}, {n[2]}, {p_.attention.head_dim_v}}, kLayoutOut,
-                ": q's batch, seqlen_q and heads, and v_cache's head_dim");
+                c_.head_dim_v == 0 ? ": q's batch, seqlen_q and heads, and v_cache's head_dim"
+                                   : ": q's batch, seqlen_q and heads, and head_dim_v");
     check_writable(t_.out, "out");
     check_aligned(t_.out, "out");
     p_.out = t_.out.data;
