@@ -289,6 +289,15 @@ struct CacheTensors {
 inline constexpr char kCacheTypes[] =
     "float64, float32, float16, bfloat16, int8 and float8_e4m3fn are allowed";
 
+// Empty where the values are columns of k_cache.
+inline TensorView values_view(const DLTensor* v_cache, int64_t head_dim_v) {
+  if (v_cache != nullptr) return view_of(v_cache, "v_cache", kCacheTypes);
+  if (head_dim_v != 0) return {};
+  throw Error(ErrorCode::kInvalidValue,
+              "v_cache is NULL; it, or head_dim_v, so many columns of k_cache that are the values, "
+              "is needed");
+}
+
 struct KvCacheArguments : CommonArguments {
   KvCacheArguments(const DLTensor* q_, const DLTensor* k_cache_, const DLTensor* v_cache_,
                    const DLTensor* out_, const DLTensor* lse_,
@@ -318,9 +327,7 @@ struct KvCacheArguments : CommonArguments {
                    const anyflash_forward_options& options_, const anyflash_kvcache_options& known)
       : CommonArguments(q_, out_, options_),
         k_cache(view_of(k_cache_, "k_cache", kCacheTypes)),
-        v_cache(v_cache_ == nullptr && known.head_dim_v != 0
-                    ? TensorView{}
-                    : view_of(v_cache_, "v_cache", kCacheTypes)),
+        v_cache(values_view(v_cache_, known.head_dim_v)),
         lse(lse_, "lse", kMustBeFloat32),
         cache_tensors(known) {
     cache_tensors.put_into(cache_options);

@@ -137,13 +137,15 @@ void Call::kvcache() {
   add("q", Role::kInput, dtype_, {batch_, rows_, heads_, columns_});
   add("k_cache", appends ? Role::kBoth : Role::kInput, cache_dtype_,
       {slots, rows, heads_k_, columns_});
+  const bool latent = feature(29);
+  if (latent) cache_options_.head_dim_v = columns_v_ = std::min(columns_v_, columns_);
   add("v_cache", appends ? Role::kBoth : Role::kInput, cache_dtype_,
-      {slots, rows, heads_k_, columns_v_});
+      {slots, rows, heads_k_, columns_v_}, !latent);
   add("out", Role::kOutput, out_dtype_, {batch_, rows_, heads_, columns_v_});
   add("lse", Role::kOutput, kFloat32, {batch_, heads_, rows_}, feature(24));
   cache_integers();
   add("k_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_}, appends);
-  add("v_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_v_}, appends);
+  add("v_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_v_}, appends && !latent);
   const bool rotates = appends && feature(12) && columns_ >= 2;
   slot("rotary_seqlens").present &= rotates;
   const int64_t positions = keys_ + rows_ + new_rows_ + batch_;
@@ -160,6 +162,7 @@ void Call::kvcache() {
       add(name, Role::kInput, kFloat32, {slots, heads_k_}, feature(14) && feature(26));
     }
   }
+  if (latent) slot("v_scale").present = false;
   if (feature(27)) cache_options_.num_splits = 3;
   if (feature(28) && !feature(27)) cache_options_.split_size = 64;
   small_tensors();
@@ -236,6 +239,7 @@ void Call::numbers() {
     numbers_.push_back({"options", Type::kInt32, &c.reserved});
     numbers_.push_back({"num_splits", Type::kInt64, &c.num_splits});
     numbers_.push_back({"split_size", Type::kInt64, &c.split_size});
+    numbers_.push_back({"head_dim_v", Type::kInt64, &c.head_dim_v});
   }
 }
 

@@ -142,6 +142,7 @@ def of_cache(case: CacheCase) -> bytes:
             26: case.scales,
             27: case.splits,
             28: case.split_size,
+            29: case.latent,
         }
     )
     page = min(case.page.bit_length() - 1, 6) if case.page else 0

@@ -42,6 +42,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "grid_heuristics.h": (),
     "heuristics.h": (),
     "kvcache.cpp": ("splits_for",),
+    "kvcache_combinations.h": (),
     "lengths.cpp": ("HostCopy",),
     "merge_states.cpp": (),
     "plan.h": (),
@@ -59,7 +60,10 @@ FILES: dict[str, tuple[str, ...]] = {
 # mask_test see nothing of the host code.
 TESTS = (
     *(f"validation_{name}_test" for name in ("forward", "features", "packed", "backward")),
-    *(f"validation_{name}_test" for name in ("kvcache", "kvcache_lengths", "kvcache_memory")),
+    *(
+        f"validation_{name}_test"
+        for name in ("kvcache", "kvcache_latent", "kvcache_lengths", "kvcache_memory")
+    ),
     *(f"c_{name}_test" for name in ("api", "options", "backward", "kvcache")),
     *(
         "plan_test",

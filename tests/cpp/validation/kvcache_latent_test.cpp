@@ -49,7 +49,7 @@ const Case kCases[] = {
     {"out",
      [](Latent& c) { c.cache.head_dim_v = 4; },
      kValue,
-     {"out has shape (2, 3, 4, 3); expected (2, 3, 4, 4)"}},
+     {"out has shape (2, 3, 4, 3); expected (2, 3, 4, 4)", "and head_dim_v"}},
     {"k_cache rank",
      [](Latent& c) { c.k_cache.rank = 3; },
      kValue,

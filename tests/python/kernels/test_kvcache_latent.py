@@ -104,7 +104,11 @@ def test_batch_does_not_change_bits(backend: Backend) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim_v", "message"),
-    [(0, "v_cache is NULL"), (65, "head_dim_v is 65; 1 to 64"), (-1, "head_dim_v is -1; 1 to 64")],
+    [
+        (0, "v_cache is NULL; it, or head_dim_v"),
+        (65, "head_dim_v is 65; 1 to 64"),
+        (-1, "head_dim_v is -1; 1 to 64"),
+    ],
 )
 def test_refused(backend: Backend, head_dim_v: int, message: str) -> None:
     call = SMALL.call()
