@@ -313,16 +313,28 @@ PRIOR = (
 # Of the forward and of the backward.
 RANGES = (
     Mutation(
-        "range-begins-late", KEY_RANGES, "(begin <= row && row < end)", "begin < row && row < end"
+        "range-begins-late",
+        KEY_RANGES,
+        "(begin <= place && place < end)",
+        "begin < place && place < end",
     ),
     Mutation(
-        "range-ends-late", KEY_RANGES, "(begin <= row && row < end)", "begin <= row && row <= end"
+        "range-ends-late",
+        KEY_RANGES,
+        "(begin <= place && place < end)",
+        "begin <= place && place <= end",
     ),
-    Mutation("second-range", KEY_RANGES, "(second_begin <= row && row < second_end)", "false"),
+    Mutation(
+        "range-that-ends-early-has-all",
+        KEY_RANGES,
+        "(begin <= first && last < end)",
+        "begin <= first && last <= end",
+    ),
+    Mutation("second-range", KEY_RANGES, "(second_begin <= place && place < second_end)", "false"),
     Mutation(
         "ranges-not-applied",
         APPLY_KEY_RANGES,
-        "!seen.has(row0 + get<0>(coordinates(row, 0)))",
+        "!seen.has(places[row])",
         "false",
     ),
     Mutation("tile-skipped-for-its-first-row", KEY_RANGES, "first < end", "first + 1 < end"),

@@ -74,7 +74,7 @@ FEATURES = {
     "Softcap": ("softcap",),
     "Dropout": ("dropout",),
     "Scored": ("softcap", "alibi"),
-    "Generic": ("softcap", "alibi", "bias", "block_mask", "dropout"),
+    "Generic": ("softcap", "alibi", "bias", "block_mask", "key_ranges", "dropout"),
 }
 DECODE_FEATURES = {"0": ("softcap", "alibi"), "1": ("softcap", "alibi", "quantized_cache")}
 TILE_CONFIGS = ("", "compact", "wide")
