@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 EXAMPLES = Path(__file__).parents[3] / "python" / "docs" / "examples"
 PAGE_SIZE = 4
@@ -309,4 +310,8 @@ def test_what_cannot_be(example: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="a prompt of 2 tokens and 200 new ones"):
         example.generate.main([f"--folder={folder}", "--prompt=The value", "--new=200"])
     with pytest.raises(SystemExit, match=r"checkpoint\.safetensors does not exist"):
+        example.generate.main([f"--folder={tmp_path}"])
+    file = tmp_path / "checkpoint.safetensors"
+    save_file({"model/tokens": torch.zeros(2)}, file)
+    with pytest.raises(SystemExit, match=r"checkpoint\.safetensors is not of .* torch"):
         example.generate.main([f"--folder={tmp_path}"])

@@ -50,7 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("run"), help="where train.py wrote")
     parser.add_argument("--model", choices=CONFIGS, default="tiny", help="as it was trained")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--requests", type=int, default=16, help="made ones, without --prompt")
     parser.add_argument("--new", type=int, default=40, help="tokens of the longest answer")
