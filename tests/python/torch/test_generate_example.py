@@ -43,7 +43,7 @@ def example() -> Iterator[Any]:
 def folder(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model that was trained for some steps."""
     folder = tmp_path_factory.mktemp("run")
-    example.train.main(["--steps=30", "--batch-size=2", f"--folder={folder}"])
+    example.train.main(["--steps=12", "--batch-size=2", f"--folder={folder}"])
     return folder
 
 
