@@ -10,8 +10,8 @@
 
 namespace anyflash {
 
-// Whether each score of a warp is that of a row and of a key that it sees. A lane asks about two
-// keys or so, in place of all its columns. The warp's rows are whole groups of eight, a row for four
+// Whether each score of a warp is that of a row and of a key that it sees. A lane asks about a few
+// keys, in place of all its columns. The warp's rows are whole groups of eight, a row for four
 // lanes, and its keys groups of 32, eight for a lane (QuadKeyOrder); so all its lanes know where
 // both begin and end.
 template <class Coordinates>
