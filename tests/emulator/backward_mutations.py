@@ -341,7 +341,7 @@ RELOADED_V_MUTATIONS = (
     Mutation("no-barrier-before-p", MAINLOOP, "__syncthreads(); // every warp has done with V"),
 )
 
-CHUNK_LOOP = "const auto for_each_chunk = [&]"
+CHUNK_LOOP = "constexpr int kStep = kFirst + decltype(chunk)::value;"
 CHUNK_MUTATIONS = (
     Mutation("no-barrier-for-chunk", CHUNKED, "__syncthreads(); // the chunk is there"),
     Mutation("no-wait-for-chunk", CHUNKED, "cp_async_wait<0>();", after=CHUNK_LOOP),
@@ -349,7 +349,7 @@ CHUNK_MUTATIONS = (
         "no-barrier-after-chunk", CHUNKED, "__syncthreads(); // every warp has done with the chunk"
     ),
     Mutation(
-        "rows-keep-nan", CHUNKED, "loader.clear_nonfinite_rows(kStep % Traits::kStages)", "false"
+        "rows-keep-nan", CHUNKED, "loader_.clear_nonfinite_rows(kStep % Traits::kStages)", "false"
     ),
     Mutation("dout-not-noted", CHUNKED, "kStep / Products::kChunks == 1", "false"),
     Mutation("keys-keep-nan", CHUNKED, "loader.clear_nonfinite_k();"),

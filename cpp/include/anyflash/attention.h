@@ -129,8 +129,8 @@ class ANYFLASH_API BackwardPlan {
 // key n - seqlen_q + i (causal, windows, ALiBi).
 //
 // The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
-// and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16 bytes need a contiguous last axis
-// and rows that begin at multiples of 16 bytes. Other tensors are read element by element.
+// and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16 bytes need a
+// contiguous last axis and rows at multiples of 16 bytes; else elements are read one by one.
 struct KvCacheTensors {
   TensorView q, k_cache, v_cache, out;
   const TensorView* lse = nullptr;

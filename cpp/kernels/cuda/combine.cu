@@ -31,8 +31,8 @@ struct Smem {
   bool seen[kRowWarps * kLanes];
 };
 
-// kColumns columns of a row of the result by kRowWarps warps, which are a whole CTA if they are more
-// than one.
+// kColumns columns of a row of the result by kRowWarps warps, which are a whole CTA if there are
+// more than one.
 template <int kRowWarps>
 class RowCombiner {
   static constexpr int kRowThreads = kRowWarps * kLanes;

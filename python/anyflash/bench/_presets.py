@@ -171,8 +171,9 @@ def large(wanted: Wanted) -> Iterator[Cell]:
         yield Cell(op, batch, seqlen, heads, 512, dtype, heads_k=heads_k, causal=causal)
     decoding = ((16, 2, 512, 0), (16, 1, 576, 512), (128, 1, 576, 512))
     contexts = (4096, 16384) if on_gpu else (1024,)
-    axes = itertools.product(wanted.dtypes, decoding, contexts, (1, 16) if on_gpu else (1,))
-    for dtype, (heads, heads_k, d, d_v), context, batch in axes:
+    batches = (1, 16) if on_gpu else (1,)
+    steps = itertools.product(wanted.dtypes, decoding, contexts, batches)
+    for dtype, (heads, heads_k, d, d_v), context, batch in steps:
         yield Cell(
             "decode", batch, 1, heads, d, dtype, heads_k=heads_k, seqlen_k=context, causal=True,
             page_size=64, unit="us", timing="graph" if on_gpu else "events", d_v=d_v,

@@ -1,9 +1,9 @@
 // The backward for head dims above 256, by chunks of columns: types, shared memory, loads.
 //
-// Two things do not fit. The tiles of Q, dO, K and V do not fit the shared memory: so only K is held
-// whole, and the others come by chunks of columns, through buffers for a chunk of rows and one of V.
-// The sums of dK and dV do not fit the registers: so each has a launch of its own, and S is computed
-// twice.
+// Two things do not fit. The tiles of Q, dO, K and V do not fit the shared memory: so K alone is
+// held whole. The others come by chunks of columns, through buffers for a chunk of rows and one of
+// V. The sums of dK and dV do not fit the registers: so each has a launch of its own, and S is
+// computed twice.
 //
 //   dK:  S = Q K^T, dP = dO V^T;    dK += dS^T Q, dQ += dS K
 //   dV:  S = Q K^T;                 dV += P^T dO

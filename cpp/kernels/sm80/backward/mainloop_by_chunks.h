@@ -1,5 +1,5 @@
-// The backward's main loop of one CTA for head dims above 256, for one gradient: Q, dO and V come by
-// chunks of columns (column_chunks.h).
+// The backward's main loop of one CTA for head dims above 256, for one gradient: Q, dO and V come
+// by chunks of columns (column_chunks.h).
 //
 // What a tile of rows takes, in this order: chunks of Q for S; of dO for dP or for dV; and again of
 // Q for dK. With two buffers the next chunk arrives while one is multiplied, with one buffer after.
@@ -94,6 +94,69 @@ ANYFLASH_DEVICE void load_step(const ChunkLoader<Traits>& loader, const RowTile&
   cute::cp_async_fence();
 }
 
+// The steps of one tile, which waits for chunks and asks for those to come. `next`: the tile after
+// it.
+template <class Traits, KeyGradient kWhich, class Tiles>
+class ChunkSteps {
+  using Products = ChunkProducts<Traits, kWhich>;
+  using SharedStorage = typename Traits::SharedStorage;
+
+ public:
+  ANYFLASH_DEVICE ChunkSteps(const ChunkLoader<Traits>& loader, SharedStorage& smem,
+                             const RowTile& at, const Tiles& next)
+      : loader_(loader), smem_(smem), at_(at), next_(next) {}
+
+  // Calls multiply(chunk) for the chunks of the steps from kFirst on, as they arrive.
+  template <bool kMasked, int kFirst, class Multiply>
+  ANYFLASH_DEVICE void multiply_chunks(const Multiply& multiply) const {
+    using namespace cute;
+    for_each(make_int_sequence<Products::kChunks>{}, [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
+      constexpr int kStep = kFirst + decltype(chunk)::value;
+      cp_async_wait<0>();
+      if constexpr (kMasked) {
+        const bool found = loader_.clear_nonfinite_rows(kStep % Traits::kStages);
+        if (found && kStep / Products::kChunks == 1) atomicMax(&smem_.nonfinite_dout, 1);
+      }
+      __syncthreads();  // the chunk is there, P or dS too; every warp has done with the last one
+      if constexpr (Traits::kStages > 1) load_next<kStep>();
+      multiply(chunk);
+      if constexpr (Traits::kStages == 1) {
+        __syncthreads();  // every warp has done with the chunk
+        load_next<kStep>();
+      }
+    });
+  }
+
+ private:
+  template <int kStep>
+  ANYFLASH_DEVICE void load_next() const {
+    if constexpr (kStep + 1 < Products::kSteps) load_step<Traits, kWhich, kStep + 1>(loader_, at_);
+    else if (next_.valid()) load_step<Traits, kWhich, 0>(loader_, {next_.head(), next_.row()});
+  }
+
+  const ChunkLoader<Traits>& loader_;
+  SharedStorage& smem_;
+  const RowTile& at_;
+  const Tiles& next_;
+};
+
+// dq_accum += dS K, with K without NaN and infinity where keys may be hidden.
+template <bool kMasked, class Traits>
+ANYFLASH_DEVICE void add_dq(const ChunkLoader<Traits>& loader, const QueryStage<Traits>& dq,
+                            int nonfinite_keys, float* dq_accum) {
+  const bool clear_keys = kMasked && nonfinite_keys != 0;
+  if (clear_keys) {
+    loader.clear_nonfinite_k();
+    __syncthreads();  // K without NaN and infinity
+  }
+  dq.template accumulate_dq<false>(dq_accum);
+  if (clear_keys) {
+    __syncthreads();  // every warp has done with that K
+    loader.load_k();
+    cute::cp_async_fence();
+  }
+}
+
 // sums[c] += the gradient's columns of chunk c, without the scales of dS and of P; for dK also
 // dS K to dq_accum, where there is one.
 template <class Traits, class Scores, KeyGradient kWhich, class Sums>
@@ -123,31 +186,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     constexpr bool kMasked = decltype(masked)::value;
     const RowTile at{tiles.head(), tiles.row()};
     tiles.advance();
-    const auto load_next = [&](auto step) ANYFLASH_INLINE_LAMBDA {
-      if constexpr (step() + 1 < Products::kSteps) {
-        load_step<Traits, kWhich, step() + 1>(loader, at);
-      } else if (tiles.valid()) {
-        load_step<Traits, kWhich, 0>(loader, {tiles.head(), tiles.row()});
-      }
-    };
-    // Calls multiply(chunk) for the chunks of the steps from kFirst on, as they arrive.
-    const auto for_each_chunk = [&](auto first, const auto& multiply) ANYFLASH_INLINE_LAMBDA {
-      for_each(make_int_sequence<Products::kChunks>{}, [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
-        constexpr int kStep = decltype(first)::value + decltype(chunk)::value;
-        cp_async_wait<0>();
-        if constexpr (kMasked) {
-          const bool found = loader.clear_nonfinite_rows(kStep % Traits::kStages);
-          if (found && kStep / Products::kChunks == 1) atomicMax(&smem.nonfinite_dout, 1);
-        }
-        __syncthreads();  // the chunk is there, P or dS too; every warp has done with the last one
-        if constexpr (Traits::kStages > 1) load_next(Int<kStep>{});
-        multiply(chunk);
-        if constexpr (Traits::kStages == 1) {
-          __syncthreads();  // every warp has done with the chunk
-          load_next(Int<kStep>{});
-        }
-      });
-    };
+    const ChunkSteps<Traits, kWhich, decltype(tiles)> steps(loader, smem, at, tiles);
 
     const int64_t stats_row = first_row + at.head * params.padded_rows + at.row;
     const Scores variant(params, sequence, block.batch, at.head, seed);
@@ -165,7 +204,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
 
     variant.template prefetch<kMasked>(aux, coordinates, tile);
     clear(acc_s);
-    for_each_chunk(Int<0>{}, [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
+    steps.template multiply_chunks<kMasked, 0>([&](auto chunk) ANYFLASH_INLINE_LAMBDA {
       Products::template add_scores<chunk()>(smem, acc_s);
     });
     variant.template compute_p<kMasked>(scores, aux, stats, coordinates, tile);
@@ -173,33 +212,26 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     if constexpr (!Products::kDk) {
       p_or_ds.template store<0, 0>(rounded_p);
     } else {
-      for_each_chunk(Int<Products::kChunks>{}, [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
-        if constexpr (chunk() == 0) {
-          Products::template add_dp<0>(smem, acc_dp, variant.initial_dp(acc_dp, stats));
-        } else {
-          Products::template add_dp<chunk()>(smem, acc_dp, acc_dp);
-        }
-      });
+      steps.template multiply_chunks<kMasked, Products::kChunks>(
+          [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
+            if constexpr (chunk() == 0) {
+              Products::template add_dp<0>(smem, acc_dp, variant.initial_dp(acc_dp, stats));
+            } else {
+              Products::template add_dp<chunk()>(smem, acc_dp, acc_dp);
+            }
+          });
       variant.template compute_ds<kMasked>(dp, scores, aux, stats);
       variant.apply_score_derivative(dp, aux);
       p_or_ds.template store<0, 0>(round_fragment<Element>(acc_dp));
     }
-    for_each_chunk(Int<Products::kKeyGradientStep>{}, [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
-      Products::template add_key_gradient<chunk()>(smem, get<chunk()>(sums));
-    });
+    steps.template multiply_chunks<kMasked, Products::kKeyGradientStep>(
+        [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
+          Products::template add_key_gradient<chunk()>(smem, get<chunk()>(sums));
+        });
 
     if (!Products::kDk || params.dq_accum == nullptr) return;
-    const bool clear_keys = kMasked && smem.nonfinite_keys != 0;
-    if (clear_keys) {
-      loader.clear_nonfinite_k();
-      __syncthreads();  // K without NaN and infinity
-    }
-    query_gradients.template accumulate_dq<false>(params.dq_accum + stats_row * Traits::kHeadDim);
-    if (clear_keys) {
-      __syncthreads();  // every warp has done with that K
-      loader.load_k();
-      cp_async_fence();
-    }
+    add_dq<kMasked>(loader, query_gradients, smem.nonfinite_keys,
+                    params.dq_accum + stats_row * Traits::kHeadDim);
   };
   for_each_tile<Traits, Scores>(tiles, tile_step);
 }
