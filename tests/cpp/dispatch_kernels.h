@@ -59,6 +59,13 @@ constexpr KernelDescriptor decode_row(const char* name, int head_dim, int block_
   return row;
 }
 
+constexpr KernelDescriptor latent_row(const char* name, int block_m, std::size_t smem_bytes) {
+  KernelDescriptor row = decode_row(name, 320, block_m, kNoFeatures, smem_bytes);
+  row.head_dim_v = 256;
+  row.latent = true;
+  return row;
+}
+
 constexpr KernelDescriptor tile_row(const char* name, int head_dim, int block_m,
                                     std::size_t smem_bytes, int ctas = 1) {
   KernelDescriptor row = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);

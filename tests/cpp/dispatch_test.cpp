@@ -56,6 +56,8 @@ constexpr KernelDescriptor kRows[] = {
     decode_row("decode_d128_m32", 128, 32, kScores, 70000),
     decode_row("decode_d64_m16", 64, 16, kScores, 30000),
     decode_row("decode_d256_m16", 256, 16, kScores, 90000),
+    latent_row("decode_d320_256_m16", 16, 90000),
+    latent_row("decode_d320_256_m64", 64, 90000),
 };
 constexpr KernelUnit kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
@@ -88,6 +90,14 @@ std::string selected_decode(int head_dim, int64_t rows, unsigned features) {
   return select_kernel({Op::kDecode, device, DType::kFloat16, head_dim, head_dim, features,
                         CpuIsa::kAuto, rows})
       .name;
+}
+
+std::string selected_latent(int head_dim, int head_dim_v, int64_t rows) {
+  Problem problem{Op::kDecode, {DeviceType::kCuda, 0}, DType::kFloat16, head_dim, head_dim_v,
+                  kNoFeatures, CpuIsa::kAuto};
+  problem.rows = rows;
+  problem.latent = true;
+  return select_kernel(problem).name;
 }
 
 std::string selected_on_cpu(Op op) {
@@ -262,6 +272,13 @@ void check_decode_choice() {
   CHECK_EQ(selected_decode(64, 3, kQuantizedCache), "decode_d128_m16_8bit");
   CHECK_EQ(selected_decode(64, 17, kQuantizedCache | kAlibi), "decode_d128_m64_8bit");
   CHECK_EQ(selected_on_cpu(Op::kDecode), "cpu_decode");
+  // Kernels whose values are columns of the keys, and others where these are smaller.
+  CHECK_EQ(selected_latent(320, 256, 1), "decode_d320_256_m16");
+  CHECK_EQ(selected_latent(257, 20, 17), "decode_d320_256_m64");
+  CHECK_EQ(selected_latent(256, 256, 16), "decode_d256_m16");
+  CHECK_EQ(selected_latent(128, 64, 16), "decode_d128_m16");
+  check_error(320, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
+              "q has head dim 320; the decode kernels of this build for float16", Op::kDecode);
   gpu.smem_per_block = 65536;
   CHECK_EQ(selected_decode(128, 64, 0), "decode_d128_m16");
   check_error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from feature_mutations import ONE_FEATURE
 from mutations import (
     BACKWARD,
+    CHUNKS,
     MASK,
     ONE_BUFFER,
     PIECES,
@@ -31,6 +32,8 @@ ROW_PASS = "sm80/backward/deterministic_dq.h"
 DBIAS = "sm80/backward/dbias.h"
 ROW_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
+CHUNKED = "sm80/backward/mainloop_by_chunks.h"
+CHUNKED_KERNEL = "sm80/backward/kernel_by_chunks.h"
 
 ADDED = "atomicAdd(target, value);"
 HIDDEN = "!mask.keep(row, key) || !variant.keep(row, key)"
@@ -338,11 +341,50 @@ RELOADED_V_MUTATIONS = (
     Mutation("no-barrier-before-p", MAINLOOP, "__syncthreads(); // every warp has done with V"),
 )
 
+CHUNK_LOOP = "const auto for_each_chunk = [&]"
+CHUNK_MUTATIONS = (
+    Mutation("no-barrier-for-chunk", CHUNKED, "__syncthreads(); // the chunk is there"),
+    Mutation("no-wait-for-chunk", CHUNKED, "cp_async_wait<0>();", after=CHUNK_LOOP),
+    Mutation(
+        "no-barrier-after-chunk", CHUNKED, "__syncthreads(); // every warp has done with the chunk"
+    ),
+    Mutation(
+        "rows-keep-nan", CHUNKED, "loader.clear_nonfinite_rows(kStep % Traits::kStages)", "false"
+    ),
+    Mutation("dout-not-noted", CHUNKED, "kStep / Products::kChunks == 1", "false"),
+    Mutation("keys-keep-nan", CHUNKED, "loader.clear_nonfinite_k();"),
+    Mutation("no-barrier-for-cleared-keys", CHUNKED, "__syncthreads(); // K without NaN"),
+    Mutation(
+        "keys-not-loaded-again",
+        CHUNKED,
+        "loader.load_k();",
+        after="// every warp has done with that K",
+    ),
+    Mutation("dv-of-dk-columns", CHUNKED_KERNEL, "chunk * Traits::kChunkColumns", "0"),
+    Mutation(
+        "no-barrier-between-chunks", CHUNKED_KERNEL, "__syncthreads(); // every thread has read"
+    ),
+    Mutation("parts-of-one-gradient", CHUNKED_KERNEL, "kPartElementsK<Traits>", "0"),
+    Mutation("dq-of-first-chunk", KERNEL, "column * Traits::kBlockM", "0"),
+    Mutation(
+        "no-barrier-between-dq-chunks",
+        KERNEL,
+        "if (column > 0) __syncthreads(); // every thread has read its pieces",
+    ),
+    Mutation(
+        "no-barrier-before-streamed", ROW_TILE, "__syncthreads(); // every warp has done with what"
+    ),
+    Mutation("no-barrier-for-streamed", ROW_TILE, "__syncthreads(); // the chunks are there"),
+    Mutation("streamed-keys-keep-nan", ROW_TILE, "Traits::kChunked && clears_keys_", "false"),
+    Mutation("deterministic-dq-of-first-chunk", ROW_PASS, ".from_column(params.dq_first_column)"),
+)
+
 BACKWARD_MUTATIONS = (
     *_of_unit(BACKWARD, SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + ONE_FEATURE),
     *_of_unit(BACKWARD, RANGES),
     *_of_unit(ONE_BUFFER, ONE_BUFFER_MUTATIONS),
     *_of_unit(ONE_BUFFER, PINGPONG_MUTATIONS),
     *_of_unit(RELOADED_V, RELOADED_V_MUTATIONS),
+    *_of_unit(CHUNKS, CHUNK_MUTATIONS),
     *_of_unit(ROWS, OF_ROWS),
 )

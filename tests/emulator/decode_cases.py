@@ -22,6 +22,16 @@ def wide(cases: tuple[Case, ...]) -> list[Case]:
     ]
 
 
+def latent(cases: tuple[Case, ...]) -> list[Case]:
+    """For kernels of latent attention, whose V is the first columns of K."""
+    return [
+        case._replace(
+            head_dim=576, head_dim_v=512, scale=case.scale / 3, more=f"{case.more} latent=1"
+        )
+        for case in cases
+    ]
+
+
 # For Thread Sanitizer: few blocks, but several tiles a CTA, and every kernel.
 RACES = decode(
     Case(

@@ -8,6 +8,7 @@ from mutations import MASK, Mutation
 DECODE = "sm80_decode_f16_d64"
 COMBINE = "combine"
 APPEND = "append"
+LATENT = "sm80_decode_f16_d576_512"
 
 MAINLOOP = "sm80/decode/mainloop.h"
 SCORES = "sm80/decode/scores.h"
@@ -23,7 +24,9 @@ WAIT = "cp_async_wait<kStages - 2>();"
 SHORT_WAIT = "cp_async_wait<kStages - 1>();"
 BEFORE_Q = "auto out_matrix = as_matrix(acc_o);"
 BEFORE_TILE = "const bool partial = block.hides(first_key, first_key + kBlockN);"
-CLEAR = "if (partial) found_nonfinite |= loader.clear_values(smem.buffers, stage);"
+CLEAR = (
+    "if (partial && !Traits::kLatent) found_nonfinite |= loader.clear_values(smem.buffers, stage);"
+)
 RESTORE = "__syncthreads_or(found_nonfinite)"
 WEIGHTS = "__syncthreads(); // their weights too"
 SCALE = "scales[cute::get<1>(coordinates(0, col))]"
@@ -144,4 +147,19 @@ IN_APPEND = of(
     ),
 )
 
-DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND
+IN_LATENT = tuple(
+    Mutation(f"decode-latent-{name}", MAINLOOP, old, new, unit=LATENT)
+    for name, old, new in (
+        (
+            "no-barrier-before-clearing",
+            "__syncthreads(); // every warp has done with the tile as",
+            "",
+        ),
+        ("no-barrier-after-clearing", "__syncthreads(); // its values are without NaN", ""),
+        ("keeps-nan", "partial && Traits::kLatent", "false"),
+        ("clears-keys", "partial && !Traits::kLatent", "partial"),
+        ("columns-of-first-warp", "Traits::column_warp() * kColumns", "0"),
+    )
+)
+
+DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND + IN_LATENT

@@ -71,7 +71,8 @@ FEATURE_CASES = (
         seqlen_q=140, seqlen_k=300, scale=-0.2, more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1"
     ),
     Case(seqlen_q=200, seqlen_k=210, heads=4, heads_k=2, more="ranges=63,1 nan=hidden"),
-    Case(seqlen_q=200, seqlen_k=210, causal=1, more="ranges=64,1 alibi=0.1 sink=1 nan=seen"),
+    Case(seqlen_q=200, seqlen_k=210, causal=1, more="ranges=65,1 alibi=0.1 sink=1 nan=seen"),
+    Case(seqlen_q=130, seqlen_k=70, heads=1, more="ranges=95,1"),
     Case(seqlen_q=270, seqlen_k=150, heads=1, more="ranges=20,2 bias=fp16 dropout=0.1 nan=hidden"),
     Case(
         seqlen_q=206,
@@ -212,13 +213,14 @@ BACKWARD_FEATURE_CASES = backward(
         more="block=128,64 alibi=0.1 bias=fp32 dropout=0.1 det=1 dout=fp32",
     ),
     Case(seqlen_q=200, seqlen_k=210, heads=4, heads_k=2, more="ranges=63,1 nan=hidden dlse=1"),
-    Case(seqlen_q=200, seqlen_k=210, causal=1, more="ranges=64,1 alibi=0.1 det=1 nan=hidden"),
+    Case(seqlen_q=200, seqlen_k=210, causal=1, more="ranges=65,1 alibi=0.1 det=1 nan=hidden"),
     Case(seqlen_q=270, seqlen_k=150, heads=1, more="ranges=20,2 bias=fp32 dropout=0.1 nan=hidden"),
     Case(
         seqlen_q=206,
         seqlen_k=350,
         more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 used=60,3,0,200 ranges=24,2 nan=hidden",
     ),
+    Case(seqlen_q=130, seqlen_k=70, heads=1, more="ranges=95,1"),
     Case(seqlen_q=150, seqlen_k=160, more="ranges=40,1 nan=dout"),
     Case(seqlen_q=140, seqlen_k=140, causal=1, more="dropout=0.25 dlse=1 keyless=1"),
     Case(seqlen_q=140, seqlen_k=140, more="dropout=0.25 left=20 right=10 nan=dout"),
@@ -315,6 +317,15 @@ def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
     """For kernels of head dim 128, say, instead of 64."""
     return [case._replace(head_dim=case.head_dim + head_dim - 64) for case in cases]
 
+
+# For the kernels by chunks of columns, of head dim 512: with one buffer, and with two where 227 KB
+# are.
+# The second chunk of V is not whole.
+CHUNK_CASES = tuple(
+    case._replace(head_dim_v=300, scale=0.05, more=f"{case.more} {memory}")
+    for memory in ("", "smem=232448")
+    for case in wide(BACKWARD_RACES[:6], 512)
+)
 
 # Tiles of 64 rows and 64 keys, in the kernels for wide heads.
 HOPPER_WIDE_CASES = wide(HOPPER_BACKWARD_CASES, 256)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
 # dim 128 has one buffer; the others have two. In that of 128 for 228 KB of shared memory, groups of
-# warps take turns; that of 256 for 99 KB has V loaded with each tile. Of the forward's, the plain
+# warps take turns; that of 256 for 99 KB has V loaded with each tile; those of 512 go by chunks of
+# columns, with one buffer and with two. Of the forward's, the plain
 # one of head dim 64 has two buffers; for 228 KB, that of 128 rescales lazily, and in that of 256
 # two warps share their rows.
 FORWARD = "sm80_forward_f16_d64"
@@ -15,6 +16,7 @@ PAIRED = "sm80_forward_f16_d256"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
 RELOADED_V = "sm80_backward_f16_d256"
+CHUNKS = "sm80_backward_f16_d512"
 ROWS = "backward_preprocess"
 
 
@@ -311,16 +313,28 @@ PRIOR = (
 # Of the forward and of the backward.
 RANGES = (
     Mutation(
-        "range-begins-late", KEY_RANGES, "(begin <= row && row < end)", "begin < row && row < end"
+        "range-begins-late",
+        KEY_RANGES,
+        "(begin <= place && place < end)",
+        "begin < place && place < end",
     ),
     Mutation(
-        "range-ends-late", KEY_RANGES, "(begin <= row && row < end)", "begin <= row && row <= end"
+        "range-ends-late",
+        KEY_RANGES,
+        "(begin <= place && place < end)",
+        "begin <= place && place <= end",
     ),
-    Mutation("second-range", KEY_RANGES, "(second_begin <= row && row < second_end)", "false"),
+    Mutation(
+        "range-that-ends-early-has-all",
+        KEY_RANGES,
+        "(begin <= first && last < end)",
+        "begin <= first && last <= end",
+    ),
+    Mutation("second-range", KEY_RANGES, "(second_begin <= place && place < second_end)", "false"),
     Mutation(
         "ranges-not-applied",
         APPLY_KEY_RANGES,
-        "!seen.has(row0 + get<0>(coordinates(row, 0)))",
+        "!seen.has(places[row])",
         "false",
     ),
     Mutation("tile-skipped-for-its-first-row", KEY_RANGES, "first < end", "first + 1 < end"),

@@ -20,11 +20,13 @@ import pytest
 from backward_mutations import BACKWARD_MUTATIONS
 from decode_cases import CASES as DECODE_CASES
 from decode_cases import RACES as DECODE_RACES
-from decode_mutations import APPEND, COMBINE, DECODE, DECODE_MUTATIONS
+from decode_cases import latent
+from decode_mutations import APPEND, COMBINE, DECODE, DECODE_MUTATIONS, LATENT
 from emulated_driver import (
     BACKWARD_CASES,
     BACKWARD_RACES,
     CASES,
+    CHUNK_CASES,
     FORWARD_RACES,
     GROWING_CASES,
     HOPPER_BACKWARD_CASES,
@@ -41,6 +43,7 @@ from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_BACKWARD_MUTATIONS
 from hopper_mutations import HOPPER, HOPPER_MUTATIONS
 from mutations import (
     BACKWARD,
+    CHUNKS,
     FORWARD,
     FORWARD_MUTATIONS,
     LAZY,
@@ -130,6 +133,10 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     keep = ""
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
+    elif mutation.unit == LATENT:
+        keep = "false"  # 16-bit caches
+    elif mutation.unit == CHUNKS:
+        keep = "Plain"
     elif tile_config:
         keep = tile_config
     elif mutation.unit == ONE_BUFFER:
@@ -202,6 +209,11 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
     """With what most mutations change first: a run ends with the first case that is wrong."""
     if unit in (DECODE, COMBINE, APPEND):
         return _decode_cases(unit, sanitizer)
+    if unit == LATENT:
+        cases = [case for case in latent(DECODE_RACES) if "cache=" not in case.more]
+        return [case._replace(seed=seed) for seed in (0, 1) for case in cases]
+    if unit == CHUNKS:
+        return [case._replace(seed=seed) for seed in (0, 1) for case in CHUNK_CASES]
     if unit == HOPPER:
         seeds = (0,) if sanitizer else (0, 1, 2)
         cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES

@@ -18,6 +18,7 @@ from emulated_driver import (
     BACKWARD_PLAIN_CASES,
     BACKWARD_RACES,
     CASES,
+    CHUNK_CASES,
     FORWARD_RACES,
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_RACES,
@@ -41,6 +42,7 @@ RUNS = {
     "tsan-backward-features": ("tsan", list(FEATURES)),
     "tsan-backward-wide": ("tsan", wide(FEATURES)),
     "tsan-backward-pingpong": ("tsan", list(PINGPONG_CASES)),
+    "tsan-backward-chunks": ("tsan", list(CHUNK_CASES if FULL else CHUNK_CASES[3:9])),
     "tsan-hopper-backward": ("tsan", list(HOPPER_BACKWARD_RACES)),
     "tsan-hopper-backward-wide": ("tsan", wide(HOPPER_BACKWARD_RACES, 256)),
     "tsan-forward": ("tsan", list(FORWARD)),
@@ -49,6 +51,8 @@ RUNS = {
     "tsan-backward": ("tsan", list(PLAIN)),
     "tsan-decode": ("tsan", list(decode_cases.RACES)),
     "tsan-decode-wide": ("tsan", decode_cases.wide(decode_cases.RACES)),
+    "tsan-decode-latent": ("tsan", decode_cases.latent(decode_cases.RACES[:3])),
+    "asan-backward-chunks": ("asan", list(CHUNK_CASES)),
     "asan-backward-wide": ("asan", wide(BACKWARD_CASES if FULL else BACKWARD_RACES)),
     "asan-backward-pingpong": ("asan", list(PINGPONG_CASES)),
     "asan-hopper-backward": ("asan", list(HOPPER_BACKWARD_CASES)),
@@ -57,6 +61,7 @@ RUNS = {
     "asan-forward-wide": ("asan", wide(CASES)),
     "asan-hopper": ("asan", list(HOPPER_RACES + HOPPER_CASES)),
     "asan-decode": ("asan", [*decode_cases.RACES, *decode_cases.CASES]),
+    "asan-decode-latent": ("asan", decode_cases.latent(decode_cases.RACES)),
     "asan-decode-wide": ("asan", decode_cases.wide(decode_cases.RACES + decode_cases.CASES)),
 }
 

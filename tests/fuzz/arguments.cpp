@@ -34,6 +34,17 @@ void Call::forward_options() {
        (keys_ + block_ - 1) / block_},
       feature(15));
   options_.block_size[0] = options_.block_size[1] = block_;
+  std::vector<int32_t> ranges;
+  for (int64_t j = 0; j < (packed_ ? total_k_ : keys_); ++j) {
+    for (const int64_t x : {j % 5, j % 7, INT32_MAX - j, j - INT32_MAX}) {
+      ranges.push_back(static_cast<int32_t>(x));
+    }
+  }
+  const auto numbers = static_cast<int64_t>(ranges.size());
+  if (packed_)
+    add("key_ranges", Role::kInput, kInt32, {1, numbers / 4, 4}, feature(30)).integers = ranges;
+  else
+    add("key_ranges", Role::kInput, kInt32, {1, 1, numbers / 4, 4}, feature(30)).integers = ranges;
   add("rng_state", Role::kInput, kInt64, {2}, feature(16));
   if (feature(17)) options_.dropout_p = 0.25;
   const bool outputs = op_ == Op::kForward;
@@ -166,8 +177,8 @@ void Call::kvcache() {
   if (feature(27)) cache_options_.num_splits = 3;
   if (feature(28) && !feature(27)) cache_options_.split_size = 64;
   small_tensors();
-  for (const char* const refused : {"bias", "block_mask", "rng_state", "dropout_mask", "max_logits",
-                                    "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}) {
+  for (const char* const refused : {"bias", "block_mask", "key_ranges", "rng_state", "dropout_mask",
+                                    "max_logits", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}) {
     add(refused, Role::kInput, kFloat32, {2}, false);
   }
 }

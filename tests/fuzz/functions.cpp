@@ -33,6 +33,7 @@ anyflash_forward_options Call::forward_options_given() const {
   o.alibi_slopes = tensor("alibi_slopes");
   o.bias = tensor("bias");
   o.block_mask = tensor("block_mask");
+  o.key_ranges = tensor("key_ranges");
   o.sinks = tensor("sinks");
   o.rng_state = tensor("rng_state");
   o.dropout_mask = tensor("dropout_mask");

@@ -57,6 +57,7 @@ def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]
             "seqlen_k": S,
         },
         "expand_block_mask": {"block_mask": blocks, "seqlen_q": S, "seqlen_k": S},
+        "create_key_ranges": {"prefix": 1, "seqlen_q": S, "seqlen_k": S},
         "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
         "flash_attn_func": dense,
         "flash_attn_varlen_func": varlen,

@@ -101,6 +101,7 @@ def of_forward(case: Case, op: int = FORWARD, more: dict[int, Any] | None = None
             22: f.alibi,
             23: f.sinks,
             24: True,
+            30: f.ranges,
         }
         | (more or {})
     )

@@ -17,6 +17,7 @@ from machine_code.machine import MACHINES, ctas_by_registers
 RECORDED = Path(__file__).parent / "recorded.json"
 ARCH = "sm_80"
 MACS_PER_HMMA = 16 * 8 * 16
+PARTED_ABOVE = 256  # larger head dims take several launches; flash-attn 2 has none of them
 MIN_WARPS_PER_SM = 8  # two a scheduler: one computes while the other waits
 
 # Local loads and stores allowed in the hot loop, by head dim: what flash-attn 2 has, where there is
@@ -74,7 +75,7 @@ FEATURES = {
     "Softcap": ("softcap",),
     "Dropout": ("dropout",),
     "Scored": ("softcap", "alibi"),
-    "Generic": ("softcap", "alibi", "bias", "block_mask", "dropout"),
+    "Generic": ("softcap", "alibi", "bias", "block_mask", "key_ranges", "dropout"),
 }
 DECODE_FEATURES = {"0": ("softcap", "alibi"), "1": ("softcap", "alibi", "quantized_cache")}
 TILE_CONFIGS = ("", "compact", "wide")
@@ -85,14 +86,17 @@ def kernel_key(mangled: str) -> KernelKey | None:
     """Of an operation's main kernel, by its template arguments; None for other kernels."""
     if decode := re.search(
         r"sm80\d+decode_kernelI.*?DecodeTraitsIN7cutlass"
-        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)ELb([01])E",
+        r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])E",
         mangled,
     ):
-        element, dim, block_m, is_8bit = decode.groups()
+        element, dim, dim_v, block_m, is_8bit = decode.groups()
         features = DECODE_FEATURES[is_8bit]
-        return KernelKey("decode", DTYPES[element], int(dim), int(dim), features, int(block_m))
+        dims = int(dim), int(dim_v)
+        return KernelKey("decode", DTYPES[element], *dims, features, int(block_m))
+    if "11KeyGradientE1E" in mangled:  # of the two launches by chunks, that for dK is the main one
+        return None
     found = re.search(
-        r"sm80\d+(forward|backward)_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
+        r"sm80\d+(forward|backward)(?:_by_chunks)?_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
         r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E",
         mangled,
     )
@@ -222,9 +226,13 @@ def figures(analysis: dict[str, Any], _threads: int) -> Figures:
 
 def expected_hmma(row: Row) -> int:
     """Of one warp and iteration. A product takes block_m * block_n * head_dim MACs: Q K^T and P V;
-    the backward's Q K^T, dS K and dS^T Q, and dO V^T and P^T dO."""
+    the backward's Q K^T, dS K and dS^T Q, and dO V^T and P^T dO. Above head dim 256 a launch of the
+    forward makes 256 columns, and the backward's main one leaves out P^T dO."""
     d, dv = row["head_dim"], row["head_dim_v"]
-    columns = 3 * d + 2 * dv if row["op"] == "backward" else d + dv
+    if d <= PARTED_ABOVE:
+        columns = 3 * d + 2 * dv if row["op"] == "backward" else d + dv
+    else:
+        columns = 3 * d + dv if row["op"] == "backward" else d + PARTED_ABOVE
     macs: int = row["block_m"] * row["block_n"] * columns
     warps: int = row["warps"]
     return macs // (MACS_PER_HMMA * warps)

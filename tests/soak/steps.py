@@ -54,6 +54,9 @@ class Steps:
                 "block_mask": self.random.random((batch, 1, -(-rows // 64), -(-keys // 64))) < 0.7,
                 "block_size": (64, 64),
             },
+            "ranges": lambda: {
+                "key_ranges": self.random.integers(-9, rows + 9, (batch, 1, keys, 4), np.int32)
+            },
             "sinks": lambda: {"sinks": self.array(heads)},
             "dropout": lambda: {"dropout_p": 0.2, "seed": int(self.random.integers(1 << 40))},
         }

@@ -118,7 +118,7 @@ inline void hide_by_ranges(const KeyRanges& ranges, const QueryRow<T>* rows, int
   const typename S::Vec hidden = S::broadcast(T(-kInfinity));
   for (int lane = 0; lane < width; lane += S::kLanes) {
     Int query[S::kLanes];
-    for (int i = 0; i < S::kLanes; ++i) query[i] = rows[lane + i].query;
+    for (int i = 0; i < S::kLanes; ++i) query[i] = ranges.place_of(rows[lane + i].query);
     const auto at = S::load(query);
     for (int j = begin; j < end; ++j) {
       const KeyRanges::Rows seen = ranges.rows_of(first_key + j);

@@ -10,21 +10,24 @@
 namespace ANYFLASH_SHARED_NAMESPACE {
 
 // Rows count from the first of the sequence, or of the whole attention where the call is a part of
-// one. Intervals may be any numbers: what lies outside the rows that exist is cut off, so that rows
-// which only round up a tile see nothing, and nothing here leads to an address.
+// one: that is a row's place. Intervals may be any numbers. Rows that only round up a tile have a
+// place that none holds, and nothing here leads to an address.
 class KeyRanges {
  public:
-  // The rows [begin, end) and [second_begin, second_end).
+  // The places [begin, end) and [second_begin, second_end).
   struct Rows {
     int begin;
     int end;
     int second_begin;
     int second_end;
 
-    ANYFLASH_HOST_DEVICE bool has(int row) const {
-      return (begin <= row && row < end) || (second_begin <= row && row < second_end);
+    ANYFLASH_HOST_DEVICE bool has(int place) const {
+      return (begin <= place && place < end) || (second_begin <= place && place < second_end);
     }
-    // Whether some of the rows [first, last] are there.
+    // The places [first, last], all of them or some.
+    ANYFLASH_HOST_DEVICE bool has_all(int first, int last) const {
+      return (begin <= first && last < end) || (second_begin <= first && last < second_end);
+    }
     ANYFLASH_HOST_DEVICE bool has_any(int first, int last) const {
       return meets(begin, end, first, last) || meets(second_begin, second_end, first, last);
     }
@@ -45,54 +48,62 @@ class KeyRanges {
                                                  sequence.first_k * p.key_ranges.stride.row),
         key_stride_(p.key_ranges.stride.row),
         stride_(p.key_ranges.stride.col),
-        two_(p.key_intervals == 2),
+        has_two_(p.key_intervals == 2),
         keys_(sequence.seqlen_k),
-        start_(static_cast<int>(number_of(p.part.query_start, index))),
-        end_(start_ < kMost - sequence.seqlen_q ? start_ + sequence.seqlen_q : kMost) {}
+        start_(clamp_length(number_of(p.part.query_start, index), kMaxShift)),
+        rows_(sequence.seqlen_q < kNowhere - start_ ? sequence.seqlen_q : kNowhere - start_) {}
 
   ANYFLASH_HOST_DEVICE bool active() const { return data_ != nullptr; }
+  ANYFLASH_HOST_DEVICE bool has_two() const { return has_two_; }
 
-  // Of a key, and for tiles that end behind the last key, of that one in place of those behind it.
-  // In rows of the call.
-  ANYFLASH_HOST_DEVICE Rows rows_of(int key) const {
+  ANYFLASH_HOST_DEVICE int place_of(int row) const { return row < rows_ ? start_ + row : kNowhere; }
+
+  // Of a key; behind the last one, of that.
+  ANYFLASH_HOST_DEVICE Rows rows_of(int key) const { return rows_of(key, has_two_); }
+  ANYFLASH_HOST_DEVICE Rows rows_of(int key, bool two) const {
     const int32_t* const at = data_ + (key < keys_ ? key : keys_ - 1) * key_stride_;
-    Rows rows{row(at[0]), row(at[stride_]), 0, 0};
-    if (two_) {
-      rows.second_begin = row(at[2 * stride_]);
-      rows.second_end = row(at[3 * stride_]);
+    Rows rows{at[0], at[stride_], 0, 0};
+    if (two) {
+      rows.second_begin = at[2 * stride_];
+      rows.second_end = at[3 * stride_];
     }
     return rows;
   }
 
   ANYFLASH_HOST_DEVICE bool keep(int row, int key) const {
-    return data_ == nullptr || rows_of(key).has(row);
+    return data_ == nullptr || rows_of(key).has(place_of(row));
   }
 
-  // Whether some of the rows [first, last] see some of the keys [first_key, end_key). A thread asks
-  // about each `step`-th key from the first-th on.
+  // Whether some of the rows [first, last] see some of each `step`-th key of [first_key, end_key).
   ANYFLASH_HOST_DEVICE bool any(int first, int last, int first_key, int end_key,
                                 int step = 1) const {
     const int end = end_key < keys_ ? end_key : keys_;
+    const int last_place = start_ + (last < rows_ ? last : rows_ - 1);
     for (int key = first_key; key < end; key += step) {
-      if (rows_of(key).has_any(first, last)) return true;
+      if (rows_of(key).has_any(start_ + first, last_place)) return true;
     }
     return false;
   }
+  // Whether all of them see all of these keys.
+  ANYFLASH_HOST_DEVICE bool all(int first, int last, int first_key, int end_key, int step) const {
+    if (last >= rows_) return false;
+    const int end = end_key < keys_ ? end_key : keys_;
+    for (int key = first_key; key < end; key += step) {
+      if (!rows_of(key).has_all(start_ + first, start_ + last)) return false;
+    }
+    return true;
+  }
 
  private:
-  static constexpr int kMost = 0x7fffffff;
-
-  ANYFLASH_HOST_DEVICE int row(int x) const {
-    return (x < start_ ? start_ : x < end_ ? x : end_) - start_;
-  }
+  static constexpr int kNowhere = 0x7fffffff;  // less than no end
 
   const int32_t* data_ = nullptr;
   int64_t key_stride_ = 0;
   int64_t stride_ = 0;  // from one number of a key to the next
-  bool two_ = false;
+  bool has_two_ = false;
   int keys_ = 0;
-  int start_ = 0;  // rows of the call are [start_, end_) of the whole
-  int end_ = 0;
+  int start_ = 0;  // of the first row
+  int rows_ = 0;
 };
 
 }  // namespace ANYFLASH_SHARED_NAMESPACE

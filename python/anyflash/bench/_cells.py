@@ -21,6 +21,26 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> float:
     return seqlen_q * (seqlen_k - seqlen_q) + seqlen_q * (seqlen_q + 1) / 2
 
 
+def tree_lengths(seqlen: int) -> tuple[int, int]:
+    """A prompt of half of the tokens, and each of eight answers to it."""
+    return seqlen - seqlen // 16 * 8, seqlen // 16
+
+
+def ranges_pairs(feature: str, seqlen: int) -> float:
+    """Pairs that key_ranges leave, a causal triangle counted as half of its square."""
+    if feature == "8 documents":
+        return 8 * (seqlen / 8) ** 2 / 2
+    if feature == "prefix of a quarter":
+        return (seqlen**2 + (seqlen // 4) ** 2) / 2
+    if feature == "tree of 8 answers":
+        prompt, answer = tree_lengths(seqlen)
+        return prompt**2 / 2 + 8 * (answer * prompt + answer**2 / 2)
+    return seqlen**2 / 2  # of all
+
+
+KEY_RANGES = ("ranges of all", "8 documents", "prefix of a quarter", "tree of 8 answers")
+
+
 @dataclass(frozen=True)
 class Cell:
     """A problem: sizes, options, what is done with it, how it is timed, and the unit of the result.
@@ -107,9 +127,11 @@ class Cell:
     def flop(self) -> float:
         """Floating-point operations, as FlashAttention-2's paper counts them; 0 where a feature
         hides pairs, so that nobody could say."""
-        if self.op not in PRODUCTS or self.feature not in {"", "plain"}:
+        if self.op not in PRODUCTS or self.feature not in {"", "plain", *KEY_RANGES}:
             return 0.0
-        if self.lengths:
+        if self.feature in KEY_RANGES:
+            pairs = self.batch * ranges_pairs(self.feature, self.seqlen)
+        elif self.lengths:
             pairs = sum(visible_pairs(n, n, self.causal) for n in self.lengths)
         else:
             pairs = self.batch * visible_pairs(self.seqlen, self.keys, self.causal)

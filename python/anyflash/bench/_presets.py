@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from anyflash.bench._cells import ITEM_SIZES, Cell
+from anyflash.bench._cells import ITEM_SIZES, KEY_RANGES, Cell
 
 MASKS = (False, True)
 GROUPED = ((32, 8, 64), (32, 8, 128), (64, 8, 128), (16, 1, 128))
@@ -150,6 +150,17 @@ def decode(wanted: Wanted) -> Iterator[Cell]:
         )  # fmt: skip
 
 
+def masks(wanted: Wanted) -> Iterator[Cell]:
+    ops = ("forward",) if wanted.quick else ("forward", "backward")
+    axes = itertools.product(ops, wanted.dtypes, (64, 128), wanted.up_to_tokens(2048, 16384))
+    for op, dtype, d, seqlen in axes:
+        for feature in ("plain", *KEY_RANGES):
+            yield Cell(
+                op, wanted.tokens // seqlen, seqlen, wanted.hidden // d, d, dtype, feature=feature,
+                causal=feature != "prefix of a quarter",
+            )  # fmt: skip
+
+
 def large(wanted: Wanted) -> Iterator[Cell]:
     on_gpu = wanted.backend == "cuda"
     shapes = ((8, 8), (16, 2)) if on_gpu else ((2, 1),)
@@ -248,6 +259,12 @@ PRESETS = {
         x="context",
         ceilings=("read",),
         peers=("flash", "cudnn", "fa2", "fa3", "fa4", "flashinfer"),
+    ),
+    "masks": Preset(
+        "documents, a prefix and a tree by key_ranges: TFLOP/s of what they leave",
+        masks,
+        row="feature",
+        peers=("plain",),
     ),
     "large": Preset(
         "head dim 512, and decoding of latent attention (576 and 512)",

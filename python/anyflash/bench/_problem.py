@@ -9,7 +9,7 @@ from typing import Any
 
 import anyflash
 from anyflash.bench._array_libraries import ArrayLibrary
-from anyflash.bench._cells import Cell
+from anyflash.bench._cells import KEY_RANGES, Cell, tree_lengths
 
 SOFTCAP = 50.0
 DROPOUT = 0.1
@@ -81,6 +81,21 @@ class Problem:
         return blocks
 
     @cached_property
+    def key_ranges(self) -> Any:
+        """Beside a causal mask, but for a prefix, which has its own."""
+        feature, seqlen = self.cell.feature, self.cell.seqlen
+        if feature == "prefix of a quarter":
+            return anyflash.create_key_ranges(prefix=seqlen // 4, seqlen_k=seqlen, like=self.q)
+        if feature == "tree of 8 answers":
+            prompt, answer = tree_lengths(seqlen)
+            entry = [0] * prompt + [1 + i // answer for i in range(8 * answer)]
+            leave = [9] * prompt + [2 + i // answer for i in range(8 * answer)]
+            return anyflash.create_key_ranges(tree=(entry, leave), like=self.q)
+        documents = 8 if feature == "8 documents" else 1
+        numbers = [i * documents // seqlen for i in range(seqlen)]
+        return anyflash.create_key_ranges(documents=numbers, like=self.q)
+
+    @cached_property
     def options(self) -> dict[str, Any]:
         """The cell's feature, in anyflash's arguments."""
         sinks = [i / self.cell.heads for i in range(self.cell.heads)]
@@ -96,6 +111,7 @@ class Problem:
             "alibi": lambda: {"alibi_slopes": self.slopes},
             "bias": lambda: {"bias": self.bias},
             "keep-mask": lambda: {"bias": self.keep},
+            **{name: lambda: {"key_ranges": self.key_ranges} for name in KEY_RANGES},
             "block mask, half": lambda: {"block_mask": self.blocks, "block_size": (BLOCK, BLOCK)},
             "dropout": lambda: {"dropout_p": DROPOUT, "seed": 1},
             "everything, window 512": lambda: {

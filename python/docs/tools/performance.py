@@ -35,6 +35,9 @@ PAGES = (DOCS.parents[1] / "README.md", *sorted((DOCS / "performance").glob("*.m
 NAMES = {
     "flash": "PyTorch's flash",
     "cudnn": "cuDNN",
+    "efficient": "PyTorch's memory-efficient",
+    "math": "PyTorch's math",
+    "plain": "plain",
     "fa2": "flash-attn 2",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
@@ -152,7 +155,7 @@ def figures(document: dict[str, Any], entry: dict[str, Any]) -> Iterator[Figure]
         text = entry["results"][name].get("printed", _report.number(value))
         if len(known) > 1 and cost == min(known.values()):
             text = f"**{text}**"
-        if read and name == _report.OWN:
+        if read and entry["bytes"] and name == _report.OWN:
             text += f" ({100 * entry['bytes'] / cost / read:.0f}%)"
         yield Figure({**entry["labels"], "by": names.get(name, name)}, text)
 

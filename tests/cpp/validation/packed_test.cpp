@@ -254,6 +254,7 @@ void check_no_sequences() {
   none.packed_used.view.shape[0] = none.packed_mask.view.shape[0] = 0;
   none.packed_maxima.view.shape[0] = 0;
   none.packed_bias.view.shape[0] = 1;
+  none.packed_ranges.view.shape[1] = 0;
   for (TensorView* t : {&none.q, &none.k, &none.v, &none.out}) t->shape[0] = 0;
   none.lse.shape[1] = 0;
   CHECK_EQ(none.workspace_size(), std::size_t{0});

@@ -125,7 +125,7 @@ class Problem {
     for (int64_t i = 0; i < block_mask->size(); ++i) block_mask->set(i, kept(random) ? 1 : 0);
   }
 
-  // Every thirteenth key is seen by no row.
+  // The third document is seen by no row.
   void make_key_ranges() {
     const int64_t numbers = 2 * c.ranges.at(1);
     key_ranges.emplace(DType::kInt32, extent(tensors(), c.heads_k, c.seqlen_k, numbers));
@@ -135,7 +135,7 @@ class Problem {
         for (int64_t h = 0; h < c.heads_k; ++h) {
           const int64_t size = c.ranges[0] + h;
           const int64_t begin = j / size * size;
-          const int64_t end = j % 13 == 0 ? begin : begin + size;
+          const int64_t end = j / size == 2 ? begin : begin + size;
           const int64_t values[] = {begin, end, begin + 2 * size, end + 2 * size};
           for (int64_t x = 0; x < numbers; ++x) {
             key_ranges->set(key_ranges->index(s.batch, h, s.first_k + j, x),

@@ -119,7 +119,7 @@ def small_gpu(emulated: ctypes.CDLL) -> Backend:
     return capi.backend("emulated-sm80")
 
 
-@pytest.mark.parametrize("head_dim", [192, 250, 256])
+@pytest.mark.parametrize("head_dim", [192, 250, 256, 512])
 @pytest.mark.parametrize("name", ["plain", "causal", "packed", "features"])
 def test_forward_on_99_kilobytes(small_gpu: Backend, name: str, head_dim: int) -> None:
     """The largest head dims have tiles of their own."""
@@ -128,13 +128,14 @@ def test_forward_on_99_kilobytes(small_gpu: Backend, name: str, head_dim: int) -
         "features": Features(bias=Bias(axes="hk"), dropout_p=0.3),
     }
     kernel = {"features": "_generic"}.get(name, "" if head_dim == 192 else "_compact")
+    kernel += "_compact" if head_dim == 512 and name == "features" else ""
     case = Case("small", "fp16", 2, 70, 200, 4, 2, head_dim, 128 if head_dim == 192 else 0)
     case = replace(case, causal=name == "causal", features=features.get(name, Features()))
-    dims = "192_128" if head_dim == 192 else "256"
+    dims = {192: "192_128", 512: "512"}.get(head_dim, "256")
     verify(replace(small_gpu, expected=f"sm80_forward_f16_d{dims}{kernel}"), case)
 
 
-@pytest.mark.parametrize("head_dim", [192, 250, 256])
+@pytest.mark.parametrize("head_dim", [192, 250, 256, 512])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "features",
@@ -151,18 +152,23 @@ def test_backward_on_99_kilobytes(
     small_gpu: Backend, features: Features, deterministic: bool, head_dim: int
 ) -> None:
     case = Case("small", "fp16", 1, 70, 90, 4, 2, head_dim, causal=True, features=features)
-    dims = 192 if head_dim == 192 else 256
+    dims = {192: 192, 512: 512}.get(head_dim, 256)
     backend = replace(small_gpu, expected=f"sm80_backward_f16_d{dims}_compact")
     verify_backward(backend, GradientCase(case, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("values", ["normal", "nan_v"])
 @pytest.mark.parametrize(
     "name", ["plain", "causal", "square", "one key more", "window", "packed", "float32"]
 )
 @pytest.mark.parametrize(
-    ("head_dim", "kernel"),
-    [(32, "32_wide"), (128, "128_wide"), (192, "192_128_wide"), (256, "256_wide")],
+    ("head_dim", "kernel", "values"),
+    [
+        *itertools.product((32,), ("32_wide",), ("normal", "nan_v")),
+        *itertools.product((128,), ("128_wide",), ("normal", "nan_v")),
+        *itertools.product((192,), ("192_128_wide",), ("normal", "nan_v")),
+        *itertools.product((256,), ("256_wide",), ("normal", "nan_v")),
+        (512, "512_wide", "nan_v"),
+    ],
 )
 def test_backward_on_227_kilobytes(
     emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
@@ -202,7 +208,8 @@ NAMES = pytest.mark.parametrize("name", ["plain", "causal", "window", "packed", 
 @VALUES
 @NAMES
 @pytest.mark.parametrize(
-    ("head_dim", "kernel"), [(128, "128_wide"), (200, "256_wide"), (256, "256_wide")]
+    ("head_dim", "kernel"),
+    [(128, "128_wide"), (200, "256_wide"), (256, "256_wide"), (512, "512_wide")],
 )
 def test_forward_on_227_kilobytes(
     emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
@@ -214,7 +221,9 @@ def test_forward_on_227_kilobytes(
 
 @VALUES
 @NAMES
-@pytest.mark.parametrize(("head_dim", "kernel"), [(60, "64"), (128, "128"), (256, "256")])
+@pytest.mark.parametrize(
+    ("head_dim", "kernel"), [(60, "64"), (128, "128"), (256, "256"), (512, "512")]
+)
 def test_small_problems(
     emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
 ) -> None:
@@ -223,7 +232,7 @@ def test_small_problems(
     on_emulated_gpu(head_dim, f"{kernel}_compact", name, values)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("smem", [A100_SMEM, LARGE_SMEM])
 def test_tiles_do_not_change_bits(

@@ -6,13 +6,18 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 EXAMPLES = Path(__file__).parents[3] / "python" / "docs" / "examples"
 PAGE_SIZE = 4
@@ -22,9 +27,12 @@ PAGE_SIZE = 4
 def example() -> Iterator[Any]:
     """The modules, whose names are everyday ones: they are forgotten afterwards."""
     before, path = set(sys.modules), list(sys.path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # there is little to do: threads would only wait for each other
     sys.path[:0] = [str(EXAMPLES / name) for name in ("generate", "train")]
-    names = ("generate", "engine", "pages", "guesses", "model", "others", "train")
+    names = ("generate", "engine", "pages", "guesses", "model", "others", "serve", "train")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    torch.set_num_threads(threads)
     sys.path[:] = path
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(EXAMPLES):
@@ -35,7 +43,7 @@ def example() -> Iterator[Any]:
 def folder(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model that was trained for some steps."""
     folder = tmp_path_factory.mktemp("run")
-    example.train.main(["--steps=30", "--batch-size=2", f"--folder={folder}"])
+    example.train.main(["--steps=12", "--batch-size=2", f"--folder={folder}"])
     return folder
 
 
@@ -91,6 +99,11 @@ def engine(example: Any, restless: Any, guesses: int = 0, **changes: Any) -> Any
     return example.engine.Engine(model, guesses=guessed, **given)
 
 
+def serve_all(example: Any, served: Any, asked: list[Any]) -> None:
+    """One request comes before each step."""
+    example.generate.way_of(lambda: served, arrivals=1)(asked)
+
+
 @pytest.mark.parametrize("guesses", [0, 1, 6])
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize(
@@ -101,7 +114,7 @@ def test_answers_of_a_plain_loop(
 ) -> None:
     served = engine(example, restless, guesses, sharing=sharing, **changes)
     asked = requests(example, restless)
-    example.generate.serve(served, asked, arrivals=1)
+    serve_all(example, served, asked)
     assert [request.answer for request in asked] == restless.plain
     assert set(served.pages.users) == {0}
     assert len(served.pages.free) == len(served.pages.users)
@@ -114,7 +127,7 @@ def test_right_guesses_save_passes(example: Any, restless: Any) -> None:
         served = engine(example, restless, size)
         keep = served.model.keep
         served.model.keep = lambda feed, path, keep=keep: (moved.append(path), keep(feed, path))
-        example.generate.serve(served, requests(example, restless), arrivals=1)
+        serve_all(example, served, requests(example, restless))
         steps.append(served.steps)
     assert steps[0] > 1.3 * steps[1] > 1.3 * steps[2]
     assert any(path != list(range(len(path))) for path in moved)  # another branch than the first
@@ -144,7 +157,7 @@ def test_the_same_prompt_again(example: Any, restless: Any) -> None:
     assert len(prompt) % PAGE_SIZE == 0
     for _ in range(2):
         again = example.engine.Request(prompt, len(restless.plain[0]))
-        example.generate.serve(served, [again], arrivals=1)
+        serve_all(example, served, [again])
         assert again.answer == restless.plain[0]
     assert served.fed == len(prompt) + PAGE_SIZE + 2 * (len(again.answer) - 1)
 
@@ -247,8 +260,58 @@ def test_command(example: Any, folder: Path, capsys: pytest.CaptureFixture[str])
     assert "shared" not in printed
 
 
+def post(port: int, body: bytes) -> tuple[int, dict[str, str]]:
+    address = f"http://127.0.0.1:{port}/generate"
+    try:
+        with urlopen(Request(address, body), timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+@pytest.fixture
+def port(example: Any, restless: Any) -> Iterator[int]:
+    """Of a server of the restless model. Tokens are written as numbers."""
+    numbers = SimpleNamespace(
+        encode=lambda text: SimpleNamespace(ids=[int(word) for word in text.split()]),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+    )
+    service = example.serve.Service(engine(example, restless, guesses=4), numbers)
+    with example.serve.server(service, 0) as served:
+        Thread(target=served.serve_forever, args=(0.05,), daemon=True).start()
+        yield served.server_port
+        served.shutdown()
+
+
+def test_serves_several_at_a_time(restless: Any, port: int) -> None:
+    pairs = list(zip(restless.prompts, restless.plain, strict=True))
+    bodies = [
+        json.dumps({"prompt": " ".join(map(str, prompt)), "new": len(answer)}).encode()
+        for prompt, answer in pairs
+    ]
+    with ThreadPoolExecutor(len(pairs)) as threads:
+        replies = list(threads.map(post, [port] * len(pairs), bodies))
+    assert replies == [(200, {"answer": " ".join(map(str, answer))}) for _, answer in pairs]
+
+
+def test_says_what_is_wrong_with_a_request(port: int) -> None:
+    status, reply = post(port, b'{"prompt": "1 2", "new": 1000}')
+    assert status == 400
+    assert "a prompt of 2 tokens and 1000 new ones" in reply["error"]
+    for body in (b"no JSON", b"[1]", b'{"prompt": 1, "new": 1}', b'{"prompt": "1", "new": "1"}'):
+        status, reply = post(port, body)
+        assert status == 400
+        assert "expected" in reply["error"]
+    assert post(port, b'{"prompt": "1 2", "new": 3}')[0] == 200  # it still serves
+
+
 def test_what_cannot_be(example: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="a prompt of 2 tokens and 200 new ones"):
         example.generate.main([f"--folder={folder}", "--prompt=The value", "--new=200"])
     with pytest.raises(SystemExit, match=r"checkpoint\.safetensors does not exist"):
+        example.generate.main([f"--folder={tmp_path}"])
+    file = tmp_path / "checkpoint.safetensors"
+    save_file({"model/tokens": torch.zeros(2)}, file)
+    with pytest.raises(SystemExit, match=r"checkpoint\.safetensors is not of .* torch"):
         example.generate.main([f"--folder={tmp_path}"])

@@ -1,12 +1,12 @@
 // The backward for head dims above 256, by chunks of columns: types, shared memory, loads.
 //
-// Two things do not fit a CTA that holds all columns of its rows and keys. Tiles of Q, dO, K and V
-// do not fit the shared memory, so only K is held whole: Q, dO and V come by chunks of columns,
-// through buffers for one chunk of rows and of V. Sums of dK and dV do not fit the registers, so
-// each has a launch of its own, and what both need is computed twice:
+// Two things do not fit. The tiles of Q, dO, K and V do not fit the shared memory: so only K is held
+// whole, and the others come by chunks of columns, through buffers for a chunk of rows and one of V.
+// The sums of dK and dV do not fit the registers: so each has a launch of its own, and S is computed
+// twice.
 //
-//   dV:  S = Q K^T;                 dV += P^T dO                  3 products more than half
-//   dK:  S = Q K^T, dP = dO V^T;    dK += dS^T Q, dQ += dS K      of which are computed once
+//   dK:  S = Q K^T, dP = dO V^T;    dK += dS^T Q, dQ += dS K
+//   dV:  S = Q K^T;                 dV += P^T dO
 #pragma once
 
 #include <cute/tensor.hpp>

@@ -55,7 +55,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     parser.add_argument(
         "--matrix-mib", type=int, default=512, help="standard attention's scores, at most"

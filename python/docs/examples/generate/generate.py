@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "train"))  # its modules are not
 
 import data
 import others
+import serve
 from config import CONFIGS
 from engine import Engine, Request
 from gpt_torch import ATTENTION
@@ -48,7 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("run"), help="where train.py wrote")
     parser.add_argument("--model", choices=CONFIGS, default="tiny", help="as it was trained")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--requests", type=int, default=16, help="made ones, without --prompt")
     parser.add_argument("--new", type=int, default=40, help="tokens of the longest answer")
@@ -60,7 +62,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--guesses", type=int, default=8, help="tokens of a tree; 0: none")
     parser.add_argument("--no-sharing", action="store_true", help="of pages")
     parser.add_argument("--compare", action="store_true", help="with other ways to generate")
+    parser.add_argument("--repeats", type=int, default=1, help="the fastest counts")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="over HTTP, on this machine")
     return parser.parse_args(arguments)
 
 
@@ -78,63 +82,65 @@ def requests_of(options: argparse.Namespace, tokenizer: Any, text: data.Tokens) 
     return requests
 
 
-def serve(engine: Engine, requests: list[Request], arrivals: int) -> None:
-    """So many requests come before each step, until all are done."""
-    waiting = list(requests)
-    while waiting or engine.busy:
-        for request in waiting[:arrivals]:
-            engine.add(request)
-        del waiting[:arrivals]
-        engine.step()
-
-
-def ways(options: argparse.Namespace, file: Path, text: data.Tokens) -> dict[str, Way]:
-    """The one that was asked for comes last."""
-
-    def loaded(attention: str) -> Any:
-        return load(file, CONFIGS[options.model], ATTENTION[attention], options.device)
-
-    def paged(sharing: bool, guesses: Guesses | None) -> Way:
-        model = PagedGPT(loaded("anyflash"), options.pages, options.page_size)
-
-        def way(requests: list[Request]) -> tuple[int, int]:
-            engine = Engine(model, sharing, guesses, options.batch, options.chunk)
-            serve(engine, requests, options.arrivals)
-            return engine.steps, engine.fed
-
-        return way
-
+def engines(
+    options: argparse.Namespace, file: Path, text: data.Tokens
+) -> dict[str, Callable[[], Engine]]:
+    """What makes them, by what they do; the last one does all that is asked for."""
+    gpt = load(file, CONFIGS[options.model], ATTENTION["anyflash"], options.device)
+    model = PagedGPT(gpt, options.pages, options.page_size)
     guesses = Guesses(text.tolist(), options.guesses) if options.guesses else None
-    names = ["paged cache"]
+
+    def maker(sharing: bool, guesses: Guesses | None) -> Callable[[], Engine]:
+        return lambda: Engine(model, sharing, guesses, options.batch, options.chunk)
+
+    found = {"paged cache": maker(False, None)}
     if not options.no_sharing:
-        names.append("+ shared pages")
+        found["+ shared pages"] = maker(True, None)
     if guesses:
-        names.append("+ trees of guesses")
-    found: dict[str, Way] = {}
-    if options.compare:
-        plain = loaded("standard")
-        found["plain loop"] = lambda requests: others.plain(plain, requests)
-        if importlib.util.find_spec("transformers"):
-            gpt2 = others.as_gpt2(plain)
-            found["Hugging Face"] = lambda requests: others.hugging_face(
-                gpt2, requests, options.batch
-            )
-        if len(names) > 1:
-            found[names[0]] = paged(False, None)
-        if len(names) > 2:
-            found[names[1]] = paged(True, None)
-    found[names[-1]] = paged(not options.no_sharing, guesses)
+        found["+ trees of guesses"] = maker(not options.no_sharing, guesses)
     return found
 
 
-def measured(way: Way, asked: list[Request]) -> Result:
+def way_of(make: Callable[[], Engine], arrivals: int) -> Way:
+    """So many requests come before each step."""
+
+    def way(requests: list[Request]) -> tuple[int, int]:
+        engine, waiting = make(), list(requests)
+        while waiting or engine.busy:
+            for request in waiting[:arrivals]:
+                engine.add(request)
+            del waiting[:arrivals]
+            engine.step()
+        return engine.steps, engine.fed
+
+    return way
+
+
+def ways(options: argparse.Namespace, file: Path, text: data.Tokens) -> dict[str, Way]:
+    makers = engines(options, file, text)
+    own = {name: way_of(make, options.arrivals) for name, make in makers.items()}
+    if not options.compare:
+        return dict([own.popitem()])
+    plain = load(file, CONFIGS[options.model], ATTENTION["standard"], options.device)
+    found: dict[str, Way] = {"plain loop": partial(others.plain, plain)}
+    if importlib.util.find_spec("transformers"):
+        gpt2 = others.as_gpt2(plain)
+        found["Hugging Face"] = partial(others.hugging_face, gpt2, batch=options.batch)
+    return found | own
+
+
+def measured(way: Way, asked: list[Request], repeats: int) -> Result:
+    """The fastest run counts."""
     way([Request([1], 2)])  # what is done once does not count
-    requests = [Request(request.prompt, request.new) for request in asked]
-    started = time.perf_counter()
-    passes, fed = way(requests)
-    seconds = time.perf_counter() - started
+    taken = []
+    for _ in range(repeats):
+        requests = [Request(request.prompt, request.new) for request in asked]
+        started = time.perf_counter()
+        passes, fed = way(requests)
+        taken.append(time.perf_counter() - started)
     new = sum(request.new for request in requests)
-    return Result(seconds, new / seconds, passes, fed, [request.answer for request in requests])
+    answers = [request.answer for request in requests]
+    return Result(min(taken), new / min(taken), passes, fed, answers)
 
 
 def table(results: dict[str, Result]) -> Table:
@@ -148,16 +154,28 @@ def table(results: dict[str, Result]) -> Table:
     return shown
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Generates, prints, and returns what --json prints."""
+def show(answers: list[dict[str, str]], results: dict[str, Result]) -> None:
+    console = Console()
+    for pair in answers:
+        prompt, answer = (" ".join(pair[part].split()) for part in ("prompt", "answer"))
+        console.print(Text.assemble((prompt, "dim"), " ", (answer, "bold"), end="\n\n"))
+    console.print(table(results))
+
+
+def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     file = options.folder / "checkpoint.safetensors"
     if not file.exists():
         raise SystemExit(f"{file} does not exist; examples/train/train.py writes it")
     tokenizer, text = data.load(options.folder, CONFIGS[options.model].vocab_size)
+    if options.serve is not None:
+        *_, make = engines(options, file, text).values()
+        serve.run(serve.Service(make(), tokenizer), options.serve)
+        return
     asked = requests_of(options, tokenizer, text)
     try:
-        results = {name: measured(way, asked) for name, way in ways(options, file, text).items()}
+        found = ways(options, file, text)
+        results = {name: measured(way, asked, options.repeats) for name, way in found.items()}
     except ValueError as error:  # a request that is too long
         raise SystemExit(str(error)) from None
     *_, own = results.values()
@@ -165,16 +183,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         {"prompt": tokenizer.decode(request.prompt), "answer": tokenizer.decode(answer)}
         for request, answer in zip(asked, own.answers, strict=True)
     ]
-    document = {"ways": {name: asdict(x) for name, x in results.items()}, "answers": answers}
-    console = Console()
     if options.json:
-        print(json.dumps(document))
-        return document
-    for pair in answers[: len(answers) if options.prompt else 3]:
-        prompt, answer = (" ".join(pair[part].split()) for part in ("prompt", "answer"))
-        console.print(Text.assemble((prompt, "dim"), " ", (answer, "bold"), end="\n\n"))
-    console.print(table(results))
-    return document
+        figures = {name: asdict(result) for name, result in results.items()}
+        print(json.dumps({"ways": figures, "answers": answers}))
+    else:
+        show(answers if options.prompt else answers[:3], results)
 
 
 if __name__ == "__main__":

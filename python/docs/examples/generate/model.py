@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from config import Config
 from gpt_torch import GPT, Attention
@@ -41,9 +44,9 @@ class Feed:
     pages: list[int]
     complete: bool  # the sure tokens are the request's last ones: what follows them is wanted
 
-    def sees(self) -> Tensor:
+    def sees(self) -> npt.NDArray[np.bool_]:
         """Which of these tokens each one sees, itself and its ancestors: (tokens, tokens)."""
-        sees = torch.eye(len(self.tokens), dtype=torch.bool)
+        sees = np.eye(len(self.tokens), dtype=bool)
         for i, parent in enumerate(self.parents):
             if parent >= 0:
                 sees[i] |= sees[parent]
@@ -63,24 +66,27 @@ class Group:
     """Feeds of equally many tokens: one call of attention. As tensors on the model's device."""
 
     def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
-        sees = torch.stack([feed.sees() for feed in feeds])
-        filled = torch.tensor([feed.filled for feed in feeds], dtype=torch.int32)
-        wanted = [
-            [i >= feed.sure - 1 and feed.complete for i in range(sees.shape[1])] for feed in feeds
-        ]
-        pages = max(len(feed.pages) for feed in feeds)
-        table = [feed.pages + [-1] * (pages - len(feed.pages)) for feed in feeds]
-        self.shape = sees.shape[:2]
-        self.tokens = torch.tensor([feed.tokens for feed in feeds]).flatten().to(device)
-        self.places = (filled[:, None] + sees.sum(-1) - 1).flatten().to(device)
-        self.wanted = torch.tensor(wanted).flatten().to(device)
+        sees = np.stack([feed.sees() for feed in feeds])
+        filled = np.array([feed.filled for feed in feeds], np.int32)
+        table = np.full((len(feeds), max(len(feed.pages) for feed in feeds)), -1, np.int32)
+        wanted = np.zeros(sees.shape[:2], bool)
+        for row, feed in enumerate(feeds):
+            table[row, : len(feed.pages)] = feed.pages
+            wanted[row, feed.sure - 1 :] = feed.complete
+        places = filled[:, None] + sees.sum(-1) - 1  # by the number of ancestors
+        is_tree = (sees != np.tri(sees.shape[1], dtype=bool)).any()  # else `causal` says all
+
+        def tensor(x: Any) -> Tensor:
+            return torch.from_numpy(np.asarray(x)).to(device)
+
+        self.shape = wanted.shape
+        self.tokens = tensor([feed.tokens for feed in feeds]).flatten()
+        self.places = tensor(places).flatten()
+        self.wanted = tensor(wanted).flatten()
         self.options = {
-            "cache_seqlens": filled.to(device),
-            "block_table": torch.tensor(table, dtype=torch.int32).to(device),
-            # A chain is what `causal` says anyway.
-            "tree_mask": None
-            if (sees == sees.new_ones(sees.shape).tril()).all()
-            else sees.to(device),
+            "cache_seqlens": tensor(filled),
+            "block_table": tensor(table),
+            "tree_mask": tensor(sees) if is_tree else None,
         }
 
 

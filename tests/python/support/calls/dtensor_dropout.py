@@ -163,7 +163,7 @@ def what_is_refused() -> None:
     refused(
         "total_heads is 0; 8 is allowed",
         lambda: torch.ops.anyflash.forward(
-            *(*spread.values(), *(None,) * 8, 0, 0, False, *options, 0, 0, 0, False),
+            *(*spread.values(), *(None,) * 9, 0, 0, False, *options, 0, 0, 0, False),
             *(True, False, False, None),
         ),
     )

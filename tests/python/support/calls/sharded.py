@@ -35,9 +35,10 @@ def qkv(heads: int = HEADS, heads_k: int = HEADS) -> dict[str, Any]:
     }
 
 
-def random_ranges(batch: int, heads_k: int) -> Any:
+def random_ranges(batch: int, heads_k: int) -> dict[str, Any]:
     generator = np.random.default_rng(1)
-    return generator.integers(-2, ROWS + 2, (batch, heads_k, COLUMNS, 2), np.int32)
+    numbers = generator.integers(-2, ROWS + 2, (batch, heads_k, COLUMNS, 2), np.int32)
+    return {"key_ranges": numbers}
 
 
 def alike(spec: Any) -> dict[str, Any]:
@@ -115,6 +116,23 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "key-heads-one": (qkv(8, 1), {"q": ALL_HEADS}, True),
     "key-heads-apart": (qkv(12, 6), {"q": BOTH, "k": BATCHES, "v": BATCHES}, True),
     "key-heads-first": (qkv(8, 2), alike(P(None, None, "x")) | {"q": ALL_HEADS}, True),
+    "ranges": (
+        qkv(8, 4) | random_ranges(BATCH, 4),
+        alike(BOTH) | {"key_ranges": P("x", "y")},
+        False,
+    ),
+    "ranges-whole": (qkv(8, 4) | random_ranges(BATCH, 4), {"q": BOTH}, True),
+    "ranges-few": (
+        qkv(8, 2) | random_ranges(1, 2),
+        {"q": BOTH, "k": BATCHES, "v": BATCHES},
+        True,
+    ),
+    "ranges-first": (
+        qkv(8, 2) | random_ranges(1, 2),
+        alike(P(None, None, "x")) | {"q": ALL_HEADS, "key_ranges": P(None, "x")},
+        True,
+    ),
+    "ranges-one": (qkv(8, 4) | random_ranges(1, 1), alike(BOTH), False),
     "bias": (
         qkv() | {"bias": random(BATCH, HEADS, ROWS, COLUMNS)},
         alike(BOTH) | {"bias": P("x", "y")},
@@ -139,7 +157,7 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
             "seqused_k": np.array([7, 12, 0, 3], np.int32),
             "block_mask": np.ones((BATCH, HEADS, 1, 1), bool),
             "bias": random(HEADS, ROWS, COLUMNS) > 0,
-            "key_ranges": random_ranges(BATCH, HEADS),
+            **random_ranges(BATCH, HEADS),
             "causal": True,
         },
         alike(BOTH) | {"alibi_slopes": P("x", "y")},
