@@ -116,7 +116,7 @@ class CacheLengths {
     const UsedRows rows = used_rows(index);
     if (places_.data() != nullptr && !is_within(places_.data()[index], p_.slots - 1)) {
       invalid_element("cache_batch_idx", index, places_.data()[index], p_.slots - 1,
-                      "the sequences of the cache");
+                      "the sequences of k_cache");
     }
     if (p_.block_table != nullptr) check_pages(index, rows);
     if (a_.rotary_cos.data != nullptr) check_rotary(index, rows);
@@ -130,19 +130,18 @@ class CacheLengths {
     if (seqlens_.data() != nullptr) {
       filled = seqlens_.data()[index];
       if (!is_within(filled, room)) {
-        const char* const what = p_.block_table == nullptr ? "the cache" : "block_table";
         invalid_element("cache_seqlens", index, filled, room,
-                        what + (" has room for " + std::to_string(p_.attention.seqlen_k)) +
-                            " rows of a sequence, and " + std::to_string(p_.seqlen_new) +
-                            " are appended");
+                        room_of(p_.block_table != nullptr, p_.attention.seqlen_k) + ", and " +
+                            std::to_string(p_.seqlen_new) + " are appended");
       }
     }
     if (leftpad_.data() != nullptr) {
       first = leftpad_.data()[index];
       if (!is_within(first, filled)) {
-        const char* const source = seqlens_.data() == nullptr ? "" : ", of cache_seqlens";
+        const bool all = seqlens_.data() == nullptr;
         invalid_element("cache_leftpad", index, first, filled,
-                        std::string("the rows that are filled") + source);
+                        all ? room_of(p_.block_table != nullptr, p_.attention.seqlen_k)
+                            : "the rows that are filled, of cache_seqlens");
       }
     }
     return {first, filled + p_.seqlen_new};
@@ -161,8 +160,7 @@ class CacheLengths {
       const int32_t entry = copy.data()[page * step - lowest];
       if (entry >= 0 && entry < p_.slots) continue;
       invalid_value("block_table[" + std::to_string(index) + ", " + std::to_string(page) + "] is " +
-                    std::to_string(entry) + "; the cache has " + std::to_string(p_.slots) +
-                    " pages");
+                    std::to_string(entry) + "; k_cache has " + std::to_string(p_.slots) + " pages");
     }
   }
 

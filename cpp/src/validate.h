@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstdint>
+#include <string>
+
 #include "anyflash/attention.h"
 #include "params.h"
 
@@ -39,5 +42,11 @@ void check_lengths(const Attention& attention, const LongestSequences& longest,
 // The elements of the cache's integers: lengths, places, the entries of the block table that are
 // used; and that the rotary tables have the rows that these ask for. Waits for a GPU's stream.
 void check_kvcache_lengths(const AppendParams& params, const Device& device, void* stream);
+
+// "k_cache has room for 16 rows of a sequence", for errors.
+inline std::string room_of(bool paged, int64_t rows) {
+  return (paged ? "block_table has room for " : "k_cache has room for ") + std::to_string(rows) +
+         " rows of a sequence" + (paged ? ", in pages of k_cache" : "");
+}
 
 }  // namespace anyflash

@@ -205,10 +205,8 @@ class KvCacheArguments {
                "(batch, seqlen_new, heads_k, head_dim_v)", ": k_new's, but for v_cache's head_dim");
     }
     if (k.shape[1] > p_.attention.seqlen_k) {
-      const char* const room = c_.block_table == nullptr ? "the cache" : "block_table";
-      invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) + ", but " + room +
-                    " has room for " + std::to_string(p_.attention.seqlen_k) +
-                    " rows of a sequence");
+      invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) + ", but " +
+                    room_of(c_.block_table != nullptr, p_.attention.seqlen_k));
     }
     check_writable(t_.k_cache, "k_cache");
     check_writable(t_.v_cache, "v_cache");
@@ -265,18 +263,17 @@ class KvCacheArguments {
   BroadcastTensor scale(const TensorView* t, const char* argument) {
     if (t == nullptr) return {};
     if (!is_8bit(p_.cache_dtype)) {
-      invalid_value(std::string(argument) + " is given, but the cache is " + name(p_.cache_dtype) +
+      invalid_value(std::string(argument) + " is given, but k_cache is " + name(p_.cache_dtype) +
                     "; int8 and float8_e4m3fn caches have scales");
     }
     const bool paged = c_.block_table != nullptr;
-    const char* const layout =
-        paged ? "(heads_k,) or (pages, heads_k)" : "(heads_k,) or (cache_batch, heads_k)";
+    const char* const layout = paged ? "(heads_k,) or (pages, heads_k) of k_cache"
+                                     : "(heads_k,) or (cache_batch, heads_k) of k_cache";
     check_dtype(*t, argument, DType::kFloat32);
     check_device(*t, argument, t_.q, "q");
     check_aligned(*t, argument);
     if (t->rank == 1) {
-      check_shape(*t, argument, {{p_.attention.heads_k}}, layout,
-                  ", one for each head of the cache");
+      check_shape(*t, argument, {{p_.attention.heads_k}}, layout, ", one for each head of k_cache");
       return auxiliary_of(*t, {&Strides::head});
     }
     check_shape(*t, argument, {{p_.slots}, {p_.attention.heads_k}}, layout);

@@ -133,9 +133,10 @@ def check_room(
     seqlen_new = new[1] if new is not None and len(new) > 1 else 0
     if filled + seqlen_new > capacity:
         allowed = f"0 to {capacity - seqlen_new}" if seqlen_new <= capacity else "none"
+        room = f"has room for {capacity} rows of a sequence"
+        room = f"k_cache {room}" if table is None else f"block_table {room}, in pages of k_cache"
         raise ValueError(
-            f"is {filled}; {allowed} is allowed: {'the cache' if table is None else 'block_table'} "
-            f"has room for {capacity} rows of a sequence, and {seqlen_new} are appended"
+            f"is {filled}; {allowed} is allowed: {room}, and {seqlen_new} are appended"
         )
 
 

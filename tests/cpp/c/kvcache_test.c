@@ -310,8 +310,8 @@ static void check_fields(void) {
       {offsetof(anyflash_kvcache_options, rotary_seqlens), kDLInt,
        "rotary_seqlens is given without rotary_cos"},
       {offsetof(anyflash_kvcache_options, tree_mask), kDLBool, "tree_mask has shape (1, 1, 1)"},
-      {offsetof(anyflash_kvcache_options, k_scale), kDLFloat, "k_scale is given, but the cache"},
-      {offsetof(anyflash_kvcache_options, v_scale), kDLFloat, "v_scale is given, but the cache"},
+      {offsetof(anyflash_kvcache_options, k_scale), kDLFloat, "k_scale is given, but k_cache"},
+      {offsetof(anyflash_kvcache_options, v_scale), kDLFloat, "v_scale is given, but k_cache"},
   };
   int32_t data[1] = {0};
   int64_t shape[3] = {1, 1, 1};

@@ -81,7 +81,7 @@ const Case kCases[] = {
     {"scale of floats",
      [](Latent& c) { c.cache.k_scale = &kAny.view; },
      kValue,
-     {"k_scale is given, but the cache is float32"}},
+     {"k_scale is given, but k_cache is float32"}},
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ const CaseOf<Appending> kLengths[] = {
     {"negative length",
      [](Appending& c) { c.seqlens.data<int32_t>()[1] = -1; },
      kValue,
-     {"cache_seqlens[1] is -1; 0 to 14 is allowed: the cache has room for 16 rows of a sequence, "
+     {"cache_seqlens[1] is -1; 0 to 14 is allowed: k_cache has room for 16 rows of a sequence, "
       "and 2 are appended"}},
     {"no room",
      [](Appending& c) { c.seqlens.data<int32_t>()[0] = 15; },
@@ -51,7 +51,7 @@ const CaseOf<Appending> kLengths[] = {
     {"negative place",
      [](Appending& c) { c.places.data<int32_t>()[0] = -1; },
      kValue,
-     {"cache_batch_idx[0] is -1; 0 to 2 is allowed: the sequences of the cache"}},
+     {"cache_batch_idx[0] is -1; 0 to 2 is allowed: the sequences of k_cache"}},
     {"place behind the cache",
      [](Appending& c) { c.places.data<int32_t>()[1] = 3; },
      kValue,
@@ -111,18 +111,18 @@ const CaseOf<Paged> kTables[] = {
     {"negative page",
      [](Paged& c) { c.table.data<int32_t>()[5] = -1; },
      kValue,
-     {"block_table[1, 1] is -1; the cache has 6 pages"}},
+     {"block_table[1, 1] is -1; k_cache has 6 pages"}},
     {"page behind the cache",
      [](Paged& c) { c.table.data<int32_t>()[2] = 6; },
      kValue,
-     {"block_table[0, 2] is 6; the cache has 6 pages"}},
+     {"block_table[0, 2] is 6; k_cache has 6 pages"}},
     {"page of one row",
      [](Paged& c) {
        c.seqlens.data<int32_t>()[0] = 7;  // rows 7 and 8 are appended
        c.table.data<int32_t>()[2] = 6;
      },
      kValue,
-     {"block_table[0, 2] is 6; the cache has 6 pages"}},
+     {"block_table[0, 2] is 6; k_cache has 6 pages"}},
     {"first page",
      [](Paged& c) { c.table.data<int32_t>()[0] = INT_MIN; },
      kValue,
@@ -138,7 +138,7 @@ const CaseOf<Paged> kTables[] = {
        c.table.view.data = c.table.data<int32_t>() + 7;
      },
      kValue,
-     {"block_table[0, 0] is 99; the cache has 6 pages"}},
+     {"block_table[0, 0] is 99; k_cache has 6 pages"}},
 };
 
 template <class AnyCall>

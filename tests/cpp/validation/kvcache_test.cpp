@@ -191,7 +191,7 @@ const Case kCombinations[] = {
     {"scales of floats",
      [](Appending& c) { c.cache.k_scale = &kAny.view; },
      kValue,
-     {"k_scale is given, but the cache is float32; int8 and float8_e4m3fn caches have scales"}},
+     {"k_scale is given, but k_cache is float32; int8 and float8_e4m3fn caches have scales"}},
     {"negative splits",
      [](Appending& c) { c.cache.num_splits = -1; },
      kValue,
@@ -271,7 +271,7 @@ const Case kCacheOptions[] = {
     {"more than fits",
      [](Appending& c) { c.k_new.view.shape[1] = c.v_new.view.shape[1] = 17; },
      kValue,
-     {"k_new has seqlen_new 17, but the cache has room for 16 rows of a sequence"}},
+     {"k_new has seqlen_new 17, but k_cache has room for 16 rows of a sequence"}},
     {"rotation type",
      [](Appending& c) {
        c.cache.rotary_seqlens = &c.rotations.view;
@@ -370,7 +370,7 @@ const PagedCase kPaged[] = {
     {"scale by head",
      [](Paged& c) { c.v_scale.view.shape[0] = 4; },
      kValue,
-     {"v_scale has shape (4,); expected (2,), one for each head of the cache"}},
+     {"v_scale has shape (4,); expected (2,), one for each head of k_cache"}},
     {"scale by page",
      [](Paged& c) { c.k_scale.view.shape[0] = 2; },
      kValue,

@@ -85,7 +85,7 @@ WRONG: dict[str, Wrong] = {
     "full-int": (
         {"cache_seqlens": 14},
         ValueError,
-        "cache_seqlens is 14; 0 to 13 is allowed: the cache has room for 16 rows .*, and 3 are",
+        "cache_seqlens is 14; 0 to 13 is allowed: k_cache has room for 16 rows .*, and 3 are",
     ),
     "frozen-k": ({"k_cache": frozen(2, 16, 4, 16)}, ValueError, "k_cache is read-only"),
     "frozen-v": ({"v_cache": frozen(2, 16, 4, 24)}, ValueError, "v_cache is read-only"),
@@ -165,7 +165,7 @@ WRONG: dict[str, Wrong] = {
     "scales": (
         {"k_scale": ones(4)},
         ValueError,
-        "k_scale is given, but the cache is float32; int8",
+        "k_scale is given, but k_cache is float32; int8",
     ),
     # splits
     "splits-float": ({"num_splits": 2.0}, TypeError, "num_splits is float; an int is allowed"),
@@ -285,7 +285,7 @@ WRONG_LATENT: dict[str, Wrong] = {
     "frozen": ({"k_cache": frozen(2, 16, 4, 16)}, ValueError, "k_cache is read-only"),
     "k-columns": ({"k": ones(2, 3, 4, 12)}, ValueError, r"k has shape \(2, 3, 4, 12\); expected"),
     "no-lengths": ({"cache_seqlens": None}, ValueError, "k is given without cache_seqlens"),
-    "k-scale": ({"k_scale": ones(4)}, ValueError, "k_scale is given, but the cache is float32"),
+    "k-scale": ({"k_scale": ones(4)}, ValueError, "k_scale is given, but k_cache is float32"),
     "out": ({"out": ones(2, 3, 8, 16)}, ValueError, r"out has shape \(2, 3, 8, 16\); expected"),
 }
 OUT = {"out": np.full((2, 3, 8, 24), 7, np.float32)}
