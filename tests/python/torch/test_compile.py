@@ -280,7 +280,7 @@ def problem(grad: bool, **options: Any) -> Problem:
     leaves = [x.requires_grad_(grad) for x in leaves]
     defaults = Problem(
         *leaves,
-        **dict.fromkeys(Problem._fields[6:11]),
+        **dict.fromkeys(Problem._fields[6:12]),
         **{"max_seqlen_q": 0, "max_seqlen_k": 0, "validate": False, "softmax_scale": None},
         **{"causal": True, "window_left": 2, "window_right": -1, "softcap": 0.7},
         **{"block_m": 128, "block_n": 128, "dropout_p": 0.0, "seed": -3, "offset": 0},
