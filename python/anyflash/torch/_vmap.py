@@ -12,7 +12,7 @@ from anyflash.torch._problem import SIZE, Problem
 
 Rule = Callable[..., tuple[Any, Any]]
 Mapped = Sequence[int | None]
-_MASKS = ("bias", "block_mask", "key_ranges")  # (batch or 1, ...), axes may be missing
+_MASKS = ("bias", "block_mask")  # (batch or 1, ...), axes may be missing
 
 
 def rule(apply: Callable[..., Any]) -> Rule:

@@ -50,6 +50,7 @@ def test_gradients_of_gradients() -> None:
         "window_size": (4, 0),
         "seqused_k": np.array([6, 3], np.int32),
         "block_mask": np.ones((1, 1, 1, 1), bool),
+        "key_ranges": np.array([[[[0, 4]] * 6, [[1, 5]] * 6]], np.int32),
         "dropout_p": 0.3,
         "seed": 3,
         "return_lse": True,
