@@ -229,7 +229,9 @@ def expected_hmma(row: Row) -> int:
     the backward's Q K^T, dS K and dS^T Q, and dO V^T and P^T dO. Above head dim 256 a launch of the
     forward makes 256 columns, and the backward's main one leaves out P^T dO."""
     d, dv = row["head_dim"], row["head_dim_v"]
-    if d <= PARTED_ABOVE:
+    if row["op"] == "decode" and d > PARTED_ABOVE:  # warps that share columns make all scores
+        columns = d * (2 if d != dv else 4 // (row["block_m"] // 16)) + dv
+    elif d <= PARTED_ABOVE:
         columns = 3 * d + 2 * dv if row["op"] == "backward" else d + dv
     else:
         columns = 3 * d + dv if row["op"] == "backward" else d + PARTED_ABOVE
