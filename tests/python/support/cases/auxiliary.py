@@ -145,7 +145,7 @@ def key_ranges(case: Case, random: np.random.Generator) -> Array:
     starts = np.broadcast_to(np.asarray(starts), (case.batch,))
     heads = case.heads_k if "h" in axes else 1
     lengths = case.lengths if features.packed or "b" in axes else case.lengths[:1]
-    parts = []
+    parts = [np.empty((heads, 0, 2 * intervals), np.int32)] if features.packed else []
     for start, (rows, keys) in zip(starts, lengths, strict=False):
         of_heads = [RANGES[values](random, rows, keys, intervals) for _ in range(heads)]
         # Rows count from the whole's first one.
