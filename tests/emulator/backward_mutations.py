@@ -354,17 +354,10 @@ CHUNK_MUTATIONS = (
     Mutation("dout-not-noted", CHUNKED, "kStep / Products::kChunks == 1", "false"),
     Mutation("keys-keep-nan", CHUNKED, "loader.clear_nonfinite_k();"),
     Mutation("no-barrier-for-cleared-keys", CHUNKED, "__syncthreads(); // K without NaN"),
-    Mutation(
-        "keys-not-loaded-again",
-        CHUNKED,
-        "loader.load_k();",
-        after="// every warp has done with that K",
-    ),
     Mutation("dv-of-dk-columns", CHUNKED_KERNEL, "chunk * Traits::kChunkColumns", "0"),
     Mutation(
         "no-barrier-between-chunks", CHUNKED_KERNEL, "__syncthreads(); // every thread has read"
     ),
-    Mutation("parts-of-one-gradient", CHUNKED_KERNEL, "kPartElementsK<Traits>", "0"),
     Mutation("dq-of-first-chunk", KERNEL, "column * Traits::kBlockM", "0"),
     Mutation(
         "no-barrier-between-dq-chunks",
@@ -376,7 +369,13 @@ CHUNK_MUTATIONS = (
     ),
     Mutation("no-barrier-for-streamed", ROW_TILE, "__syncthreads(); // the chunks are there"),
     Mutation("streamed-keys-keep-nan", ROW_TILE, "Traits::kChunked && clears_keys_", "false"),
-    Mutation("deterministic-dq-of-first-chunk", ROW_PASS, ".from_column(params.dq_first_column)"),
+    Mutation(
+        "deterministic-dq-of-first-chunk",
+        ROW_PASS,
+        "params.dq_first_column",
+        "0",
+        after=".from_column(",
+    ),
 )
 
 BACKWARD_MUTATIONS = (

@@ -148,17 +148,18 @@ IN_APPEND = of(
 )
 
 IN_LATENT = tuple(
-    Mutation(f"decode-latent-{name}", MAINLOOP, old, new, unit=LATENT)
-    for name, old, new in (
+    Mutation(f"decode-latent-{name}", MAINLOOP, old, new, sanitizer, unit=LATENT)
+    for name, old, new, sanitizer in (
         (
             "no-barrier-before-clearing",
             "__syncthreads(); // every warp has done with the tile as",
             "",
+            "tsan",
         ),
-        ("no-barrier-after-clearing", "__syncthreads(); // its values are without NaN", ""),
-        ("keeps-nan", "partial && Traits::kLatent", "false"),
-        ("clears-keys", "partial && !Traits::kLatent", "partial"),
-        ("columns-of-first-warp", "Traits::column_warp() * kColumns", "0"),
+        ("no-barrier-after-clearing", "__syncthreads(); // its values are without NaN", "", ""),
+        ("keeps-nan", "partial && Traits::kLatent", "false", ""),
+        ("clears-keys", "partial && !Traits::kLatent", "partial", ""),
+        ("columns-of-first-warp", "Traits::column_warp() * kColumns", "0", ""),
     )
 )
 

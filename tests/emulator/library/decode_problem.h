@@ -169,6 +169,13 @@ class DecodeProblem {
     return false;
   }
 
+  bool seen_by_all(int64_t b, int64_t j) const {
+    for (int64_t i = 0; i < c.seqlen_q; ++i) {
+      if (!visible(b, i, j)) return false;
+    }
+    return true;
+  }
+
   void randomise(Tensor& tensor) {
     for (int64_t i = 0; i < tensor.size(); ++i) tensor.set(i, normal_(random_));
   }
@@ -269,9 +276,12 @@ class DecodeProblem {
         const int64_t first = cache->index(at.slot, at.row, 0, 0);
         const int64_t count = c.heads_k * cache->extent()[3];
         for (int64_t x = 0; x < count; ++x) cache->set(first + x, magnitude() * normal_(random_));
-        if (cache == (c.latent ? &k : &v) && c.nan == "seen" && chosen(random_)) {
-          const bool infinite = c.cache != "e4m3" && !c.latent && j % 2 == 0;
-          cache->set(first + j % count, infinite ? INFINITY : NAN);
+        if (cache == &v && c.nan == "seen" && chosen(random_)) {
+          cache->set(first + j % count, c.cache != "e4m3" && j % 2 == 0 ? INFINITY : NAN);
+        }
+        // A query that sees such a key has NaN in every column: the others must be left.
+        if (cache == &k && c.latent && c.nan == "seen" && j % 2 == 0 && !seen_by_all(b, j)) {
+          cache->set(first + j % count, NAN);
         }
       }
     });

@@ -43,7 +43,7 @@
 //   cache=TYPE          int8 or e4m3            scales=head or slot
 //   splits=N            split_size=N            tree=1      a random tree
 //   nan=seen            NaN and infinity at random places of V
-//   latent=1            V is the first columns of K; nan=seen is NaN alone
+//   latent=1            V is the first columns of K; nan=seen: NaN in keys that not all queries see
 //
 // Exit status 0: all cases are right. --stop: nothing is run after the first wrong one.
 #include <array>
