@@ -60,6 +60,12 @@ struct ScoreTile {
   }
 };
 
+// What a variant keeps beside a (row, col) view of a tile of scores.
+template <class Variant, class Element, class Scores>
+using ScoreAuxOf =
+    typename Variant::template ScoreAux<Element, decltype(cute::size<0>(Scores{}))::value,
+                                        decltype(cute::size<1>(Scores{}))::value>;
+
 // The P of a hidden score, which no other has, not even where it is rounded to 0.
 inline constexpr float kHiddenP = -0.0f;
 ANYFLASH_DEVICE bool is_hidden(float p) { return __float_as_uint(p) == 0x80000000u; }

@@ -51,8 +51,8 @@ quartiles, in percent, the largest of a row. A causal mask counts half of the ar
 def add_parser(commands: Any) -> None:
     """The command's arguments, for `anyflash.__main__`."""
     abouts = {name: preset.about for name, preset in PRESETS.items()}
-    presets = "\n".join(f"  {name:<14}{about}" for name, about in abouts.items())
-    peers = "\n".join(f"  {name:<14}{peer.about}" for name, peer in PEERS.items())
+    presets = "\n".join(f"  {name:<18}{about}" for name, about in abouts.items())
+    peers = "\n".join(f"  {name:<18}{peer.about}" for name, peer in PEERS.items())
     parser = commands.add_parser(
         "bench",
         help="measure attention's speed here, beside other libraries'",

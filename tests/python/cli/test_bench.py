@@ -17,9 +17,10 @@ from anyflash import __main__ as command_line
 from anyflash.bench import _measure, _peers, _presets, _ranks, _report
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
-from anyflash.bench._cells import Cell, visible_pairs
+from anyflash.bench._cells import KEY_RANGES, Cell, visible_pairs
 from anyflash.bench._peers import PEERS, Peer
 from anyflash.bench._presets import PRESETS, Wanted, cells_of
+from anyflash.bench._problem import Problem
 from anyflash.bench._timing import Budget, CpuTimer, take_turns
 from calls.bench_cells import SHORT, TINY, bench_of, document_of
 
@@ -72,6 +73,26 @@ def test_only_takes_labels_and_refuses_what_no_cell_has():
         cells_of("paper", ON_GPU, {"d": frozenset({"65"})})
     with pytest.raises(ValueError, match="these cells have no page"):
         cells_of("paper", ON_GPU, {"page": frozenset({"1"})})
+
+
+@pytest.mark.parametrize("feature", KEY_RANGES)
+def test_pairs_of_key_ranges_are_those_that_they_leave(feature):
+    """But for the half of the diagonal that a triangle does not count; a prefix has none."""
+    causal = feature != "prefix of a quarter"
+    cell = Cell("forward", 1, 256, 1, 8, "float32", causal=causal, feature=feature)
+    begin, end = Problem(cell, NumpyArrays()).key_ranges[0, 0].T
+    row = np.arange(256)[:, None]
+    seen = (begin <= row) & (row < end)
+    if causal:
+        seen &= row >= np.arange(256)
+    rows_of_triangles = 256 if causal else 256 - 64
+    assert cell.flop == 4 * 8 * (seen.sum() - rows_of_triangles / 2)
+
+
+def test_a_latent_cache_counts_once():
+    step = Cell("decode", 2, 1, 16, 576, "bfloat16", heads_k=1, seqlen_k=100, d_v=512)
+    assert step.bytes == 2 * (2 * 100 * 576 + 2 * 16 * (576 + 512))
+    assert replace(step, d_v=0).bytes == 2 * (2 * 100 * 2 * 576 + 2 * 16 * 2 * 576)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 7), (7, 3), (1, 5), (5, 1)])

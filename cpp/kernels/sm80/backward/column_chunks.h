@@ -13,6 +13,7 @@
 
 #include "common/macros.h"
 #include "cuda/backward_epilogue.h"
+#include "cuda/gqa_partials.h"
 #include "sm80/backward/load.h"
 #include "sm80/backward/traits.h"
 #include "variant/backward_scratch.h"
@@ -113,3 +114,11 @@ class ChunkLoader {
 };
 
 }  // namespace anyflash::sm80
+
+namespace anyflash {
+
+// Parts of dK, and after these have been added up, parts of dV.
+template <class Base>
+inline constexpr int kGqaPartialElements<sm80::ChunkedTraits<Base>> = kPartElementsK<Base>;
+
+}  // namespace anyflash

@@ -85,16 +85,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.ds_scale;
   cp_async_wait<0>();
   __syncthreads();  // every warp has done with Q, also if there were no keys
-  const auto store = [&](auto type) {
+  visit_gradient_type<Traits>(params, [&](auto type) {
     const auto target =
         gradient_tile<decltype(type)>(params.dq, params.dq_stride, query_rows(sequence, head, row0),
                                       params.attention.head_dim, params.accumulates_dq)
             .from_column(params.dq_first_column);
     store_gradient<typename Traits::TileQ, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc_dq,
                                                                            smem.q);
-  };
-  if (params.grad_dtype == DType::kFloat32) store(float{});
-  else store(typename Traits::Element{});
+  });
 }
 
 }  // namespace anyflash::sm80

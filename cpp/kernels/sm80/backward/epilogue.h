@@ -47,15 +47,10 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
                                          const BackwardWorkTile& block, Smem& smem,
                                          bool nonfinite_dout, const AccK& acc_dk,
                                          const AccV& acc_dv) {
-  const Sequence& sequence = block.sequence;
-  const TileRows rows{sequence.batch, block.head_k, sequence.first_k + block.first_key,
-                      sequence.all_keys - block.first_key};
-  const auto dk = gradient_tile<Out>(params.dk, params.dk_stride, rows, params.attention.head_dim,
-                                     params.accumulates_dkv);
-  const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, rows, params.attention.head_dim_v,
-                                     params.accumulates_dkv);
+  const auto dv = dv_tile<Out>(params, block);
   const typename Traits::KeyMma mma;
-  store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk, mma, acc_dk, smem.k);
+  store_gradient<typename Traits::TileK, typename Traits::KeyOrder>(dk_tile<Out>(params, block),
+                                                                    mma, acc_dk, smem.k);
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);
   if (nonfinite_dout) {
     __syncthreads();  // dV is there
@@ -73,12 +68,10 @@ ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
   for (int i = 0; i < cute::size(acc_dk); ++i) acc_dk(i) *= params.ds_scale;
   CUTE_UNROLL
   for (int i = 0; i < cute::size(acc_dv); ++i) acc_dv(i) *= p_scale;
-  if (params.grad_dtype == DType::kFloat32) {
-    store_key_gradients<Traits, Scores, float>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
-  } else {
-    store_key_gradients<Traits, Scores, typename Traits::Element>(params, block, smem,
-                                                                  nonfinite_dout, acc_dk, acc_dv);
-  }
+  visit_gradient_type<Traits>(params, [&](auto type) {
+    store_key_gradients<Traits, Scores, decltype(type)>(params, block, smem, nonfinite_dout, acc_dk,
+                                                        acc_dv);
+  });
 }
 
 }  // namespace anyflash::sm80

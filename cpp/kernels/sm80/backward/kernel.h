@@ -76,17 +76,15 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
     for (int i = 0; i < size(acc); ++i) {
       acc(i) = tile[i * Traits::kRowThreads + threadIdx.x] * params.ds_scale;
     }
-    const auto store = [&](auto type) {
+    if (column > 0) __syncthreads();  // every thread has read its pieces
+    visit_gradient_type<Traits>(params, [&](auto type) {
       const auto target =
           gradient_tile<decltype(type)>(params.dq, params.dq_stride,
                                         query_rows(sequence, block.head, block.first_row),
                                         params.attention.head_dim, params.accumulates_dq)
               .from_column(column);
       store_gradient<Tile, PlainKeyOrder<Traits::kBlockM>>(target, mma, acc, smem);
-    };
-    if (column > 0) __syncthreads();  // every thread has read its pieces
-    if (params.grad_dtype == DType::kFloat32) store(float{});
-    else store(typename Traits::Element{});
+    });
   }
 }
 

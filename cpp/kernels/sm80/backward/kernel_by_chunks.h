@@ -65,41 +65,20 @@ class ChunkedSums {
 };
 
 // Writes the gradient of the CTA's keys, also of those that are not used.
-template <class Traits, class Scores, KeyGradient kWhich, class Out>
-ANYFLASH_DEVICE void write_chunks_as(const BackwardScratch& params, const BackwardWorkTile& block,
-                                     ChunkedSums<Traits>& sums,
-                                     typename Traits::SharedStorage& smem, bool nonfinite_dout) {
-  const Sequence& sequence = block.sequence;
-  const TileRows rows{sequence.batch, block.head_k, sequence.first_k + block.first_key,
-                      sequence.all_keys - block.first_key};
-  if constexpr (kWhich == KeyGradient::kDk) {
-    sums.write(gradient_tile<Out>(params.dk, params.dk_stride, rows, params.attention.head_dim,
-                                  params.accumulates_dkv),
-               params.ds_scale, smem.k);
-  } else {
-    const auto dv = gradient_tile<Out>(params.dv, params.dv_stride, rows,
-                                       params.attention.head_dim_v, params.accumulates_dkv);
-    sums.write(dv, Scores::p_scale(params), smem.k);  // dV is there afterwards
-    if (nonfinite_dout) restore_nonfinite<Traits, Scores>(params, block, dv);
-  }
-}
 template <class Traits, class Scores, KeyGradient kWhich>
 ANYFLASH_DEVICE void write_chunks(const BackwardScratch& params, const BackwardWorkTile& block,
                                   ChunkedSums<Traits>& sums, typename Traits::SharedStorage& smem,
                                   bool nonfinite_dout) {
-  if (params.grad_dtype == DType::kFloat32) {
-    write_chunks_as<Traits, Scores, kWhich, float>(params, block, sums, smem, nonfinite_dout);
-  } else {
-    write_chunks_as<Traits, Scores, kWhich, typename Traits::Element>(params, block, sums, smem,
-                                                                      nonfinite_dout);
-  }
-}
-
-// The sums of one gradient in part `part`.
-template <class Traits, KeyGradient kWhich>
-ANYFLASH_DEVICE float* chunks_of_part(const BackwardScratch& params, int64_t part) {
-  return params.gqa_partials + part * kGqaPartialElements<Traits> +
-         (kWhich == KeyGradient::kDk ? 0 : kPartElementsK<Traits>);
+  visit_gradient_type<Traits>(params, [&](auto type) {
+    using Out = decltype(type);
+    if constexpr (kWhich == KeyGradient::kDk) {
+      sums.write(dk_tile<Out>(params, block), params.ds_scale, smem.k);
+    } else {
+      const auto dv = dv_tile<Out>(params, block);
+      sums.write(dv, Scores::p_scale(params), smem.k);  // dV is there afterwards
+      if (nonfinite_dout) restore_nonfinite<Traits, Scores>(params, block, dv);
+    }
+  });
 }
 
 // Grid: as backward_kernel's.
@@ -127,7 +106,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     return;
   }
   const int64_t part = first_part<Traits>(params, block) + block.gqa_split;
-  sums.store_part(chunks_of_part<Traits, kWhich>(params, part));
+  sums.store_part(params.gqa_partials + part * kGqaPartialElements<Traits>);
   if (kWhich == KeyGradient::kDv && threadIdx.x == 0) {
     params.gqa_nonfinite_dout[part] = nonfinite_dout;
   }
@@ -146,7 +125,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   bool nonfinite_dout = false;
   const int64_t first = first_part<Traits>(params, block);
   for (int64_t part = first; part < first + params.gqa_splits; ++part) {
-    sums.add_part(chunks_of_part<Traits, kWhich>(params, part));
+    sums.add_part(params.gqa_partials + part * kGqaPartialElements<Traits>);
     if (kWhich == KeyGradient::kDv) nonfinite_dout |= params.gqa_nonfinite_dout[part];
   }
   write_chunks<Traits, Scores, kWhich>(params, block, sums, smem, nonfinite_dout);

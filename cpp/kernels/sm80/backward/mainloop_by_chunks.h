@@ -198,9 +198,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     auto acc_dp = make_fragment_like(acc_s);  // (MMA, MMA_M, MMA_N)
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
-    typename Scores::template ScoreAux<Element, decltype(size<0>(scores))::value,
-                                       decltype(size<1>(scores))::value>
-        aux;
+    ScoreAuxOf<Scores, Element, decltype(scores)> aux;
 
     variant.template prefetch<kMasked>(aux, coordinates, tile);
     clear(acc_s);

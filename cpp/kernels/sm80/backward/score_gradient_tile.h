@@ -115,9 +115,7 @@ class ScoreGradientTile {
     auto acc_dp = partition_fragment_C(mma, ShapeS{});
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
-    typename Scores::template ScoreAux<Element, decltype(size<0>(scores))::value,
-                                       decltype(size<1>(scores))::value>
-        aux;
+    ScoreAuxOf<Scores, Element, decltype(scores)> aux;
     variant.template prefetch<true>(aux, places, tile);
     clear(acc_s);
     for_each_chunk([&](auto chunk) ANYFLASH_INLINE_LAMBDA {

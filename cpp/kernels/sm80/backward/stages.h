@@ -202,9 +202,7 @@ class ScoreStage {
     clear(acc_s);
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
-    typename Scores::template ScoreAux<Element, decltype(size<0>(scores))::value,
-                                       decltype(size<1>(scores))::value>
-        aux;
+    ScoreAuxOf<Scores, Element, decltype(scores)> aux;
     const ScoreTile tile{whole.mask, whole.row0, whole.col0 + kKey};
 
     variant.template prefetch<kMasked>(aux, coordinates, tile);

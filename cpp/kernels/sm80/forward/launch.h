@@ -26,15 +26,17 @@ namespace anyflash::sm80 {
 template <class Element>
 ForwardParams with_columns(ForwardParams params, int first, int count, bool last) {
   Attention& a = params.attention;
-  const auto advance = [first](auto*& data, std::size_t bytes, const Strides& stride) {
-    if (data == nullptr) return;
-    const int64_t offset = first * stride.col * static_cast<int64_t>(bytes);
-    data = const_cast<char*>(static_cast<const char*>(data) + offset);
+  const auto bytes_before = [first](const Strides& stride, std::size_t element) {
+    return first * stride.col * static_cast<int64_t>(element);
   };
-  advance(a.v, sizeof(Element), a.v_stride);
-  advance(params.out, params.out_dtype == DType::kFloat32 ? sizeof(float) : sizeof(Element),
-          params.out_stride);
-  advance(params.prior.out, sizeof(float), params.prior.out_stride);
+  const bool float_out = params.out_dtype == DType::kFloat32;
+  a.v = static_cast<const char*>(a.v) + bytes_before(a.v_stride, sizeof(Element));
+  params.out = static_cast<char*>(params.out) +
+               bytes_before(params.out_stride, float_out ? sizeof(float) : sizeof(Element));
+  if (params.prior.out != nullptr) {
+    params.prior.out = static_cast<const char*>(params.prior.out) +
+                       bytes_before(params.prior.out_stride, sizeof(float));
+  }
   params.prior.columns -= first;
   a.head_dim_v = count;
   if (!last) {

@@ -37,31 +37,6 @@ ANYFLASH_DEVICE void scale(Acc& acc, float factor) {
   for (int i = 0; i < cute::size(acc); ++i) acc(i) *= factor;
 }
 
-// Calls visit() with a value of the gradients' type.
-template <class Traits, class Visit>
-ANYFLASH_DEVICE void visit_gradient_type(const BackwardScratch& params, const Visit& visit) {
-  if (params.grad_dtype == DType::kFloat32) visit(float{});
-  else visit(typename Traits::Element{});
-}
-
-// The CTA's keys in dK and dV, also those that are not used.
-ANYFLASH_DEVICE TileRows all_key_rows(const BackwardWorkTile& block) {
-  return {block.sequence.batch, block.head_k, block.sequence.first_k + block.first_key,
-          block.sequence.all_keys - block.first_key};
-}
-template <class Out>
-ANYFLASH_DEVICE GradientTile<Out> dk_tile(const BackwardScratch& params,
-                                          const BackwardWorkTile& block) {
-  return gradient_tile<Out>(params.dk, params.dk_stride, all_key_rows(block),
-                            params.attention.head_dim, params.accumulates_dkv);
-}
-template <class Out>
-ANYFLASH_DEVICE GradientTile<Out> dv_tile(const BackwardScratch& params,
-                                          const BackwardWorkTile& block) {
-  return gradient_tile<Out>(params.dv, params.dv_stride, all_key_rows(block),
-                            params.attention.head_dim_v, params.accumulates_dkv);
-}
-
 // What was taken out of dO, when all consumers have stored their part of dV.
 template <class Traits, class Out>
 ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWorkTile& block) {
