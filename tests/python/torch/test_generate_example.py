@@ -271,13 +271,17 @@ def post(port: int, body: bytes) -> tuple[int, dict[str, str]]:
 
 
 @pytest.fixture
-def port(example: Any, restless: Any) -> Iterator[int]:
-    """Of a server of the restless model. Tokens are written as numbers."""
+def service(example: Any, restless: Any) -> Any:
+    """Of the restless model. Tokens are written as numbers."""
     numbers = SimpleNamespace(
         encode=lambda text: SimpleNamespace(ids=[int(word) for word in text.split()]),
         decode=lambda tokens: " ".join(map(str, tokens)),
     )
-    service = example.serve.Service(engine(example, restless, guesses=4), numbers)
+    return example.serve.Service(engine(example, restless, guesses=4), numbers)
+
+
+@pytest.fixture
+def port(example: Any, service: Any) -> Iterator[int]:
     with example.serve.server(service, 0) as served:
         Thread(target=served.serve_forever, args=(0.05,), daemon=True).start()
         yield served.server_port
@@ -304,6 +308,17 @@ def test_says_what_is_wrong_with_a_request(port: int) -> None:
         assert status == 400
         assert "expected" in reply["error"]
     assert post(port, b'{"prompt": "1 2", "new": 3}')[0] == 200  # it still serves
+
+
+def test_clients_are_told_that_the_model_failed(service: Any, port: int) -> None:
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    service.engine.step = fail
+    for _ in range(2):  # who waits, and who comes later
+        status, reply = post(port, b'{"prompt": "1 2", "new": 3}')
+        assert status == 500
+        assert reply == {"error": "the model failed: RuntimeError('no memory')"}
 
 
 def test_what_cannot_be(example: Any, folder: Path, tmp_path: Path) -> None:
