@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from anyflash._arrays.base import BOOL, listed
 from anyflash._call import parsing
-from anyflash._call.operands import Operands
+from anyflash._call.operands import as_like
 from anyflash._call.options import BLOCK_SIZE
 from anyflash._call.results import ArrayT
 
@@ -130,8 +130,7 @@ def create_block_mask(  # noqa: PLR0917
                 target |= np.logical_or.reduceat(kept, begins)
     if like is None:
         return result
-    operands = Operands(name, "like", like)
-    return operands.parse("like", operands.framework.from_numpy, result, like)
+    return as_like(name, result, like)
 
 
 def _kept(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 from anyflash._call import parsing
-from anyflash._call.operands import Operands
+from anyflash._call.operands import as_like
 from anyflash._call.results import ArrayT
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def create_key_ranges(
     result = np.stack(np.broadcast_arrays(begin, end), axis=-1).astype(np.int32)[:, None]
     if like is None:
         return result
-    operands = Operands(_NAME, "like", like)
-    return operands.parse("like", operands.framework.from_numpy, result, like)
+    return as_like(_NAME, result, like)
 
 
 _Intervals = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.int64]"]  # (batch or 1, seqlen) each

@@ -107,3 +107,11 @@ class Operands:
             if name != "anyflash":
                 raise  # the framework's own
             raise type(error)(f"{self.operation}: {message}") from None
+
+
+def as_like(operation: str, result: Any, like: Any) -> Any:
+    """A NumPy array as one of like's framework, on its device. That like wants a gradient is no
+    matter: none of its numbers is used."""
+    detach = getattr(like, "detach", None)
+    operands = Operands(operation, "like", detach() if callable(detach) else like)
+    return operands.parse("like", operands.framework.from_numpy, result, like)

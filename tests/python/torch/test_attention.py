@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import anyflash
 import anyflash.torch as attention_of_torch
@@ -366,3 +367,15 @@ def test_deterministic_follows_torch(torch: ModuleType, monkeypatch: pytest.Monk
         finally:
             torch.use_deterministic_algorithms(False)
     assert seen == [False, False, True, True, False, True]
+
+
+def test_masks_are_made_like_a_tensor_that_wants_a_gradient():
+    q = torch.randn(1, 128, 2, 8, requires_grad=True)
+    blocks = anyflash.create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, 128, 128, (64, 64), like=q
+    )
+    ranges = anyflash.create_key_ranges(documents=[0] * 128, like=q)
+    assert blocks.tolist() == [[[[True, False], [True, True]]]]
+    assert ranges.shape == (1, 1, 128, 2)
+    assert not blocks.requires_grad
+    assert not ranges.requires_grad
