@@ -77,6 +77,17 @@ anyflash_kernels(
     "64,128,256,576_512:_m64_8bit:64, true"
 )
 
+# Packed queries of long sequences: the forward with keys from a cache.
+anyflash_kernels(
+  FAMILY sm80
+  OP prefill
+  HEAD_DIMS 64 128 256
+  KERNELS
+    "*::PlainForward"
+    "64,256:_scored:ScoredForward"
+    "128:_scored:ScoredForward, TileConfig::kCompact"
+)
+
 anyflash_kernel_family(sm90 ARCHS "^90a$" VIRTUAL 90a)
 anyflash_kernels(
   FAMILY sm90
@@ -101,6 +112,7 @@ set(
   "^sm80_(forward|backward)_bf16_d128(_compact|_wide)?$"
   "^sm80_(forward|backward)_bf16_d(256|512)$"
   "^sm80_decode_bf16_d(512|576_512)_m16$"
+  "^sm80_prefill_bf16_d(64|128)$"
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
 )

@@ -135,6 +135,23 @@ void check_integers(const TensorView& t, const char* argument, DType dtype, cons
   check_aligned(t, argument);
 }
 
+void check_cu_seqlens(const TensorView& t, const char* argument, const TensorView& q) {
+  check_rank(t, argument, 1, "(batch + 1,)");
+  if (t.shape[0] == 0) {
+    invalid_value(std::string(argument) + " has shape (0,); expected batch + 1 elements");
+  }
+  check_integers(t, argument, DType::kInt32, q, t.shape[0], "(batch + 1,)", "");
+}
+
+int packed_bound(int64_t given, const char* option, int64_t total) {
+  if (given < 0 || given > kMaxExtent) {
+    invalid_value(std::string(option) + " is " + std::to_string(given) +
+                  "; the length of the longest sequence is expected, 0 to " +
+                  std::to_string(kMaxExtent));
+  }
+  return static_cast<int>(std::min(given, total));
+}
+
 void check_threads(int num_threads) {
   if (num_threads >= 0) return;
   invalid_value("num_threads is " + std::to_string(num_threads) +
@@ -155,6 +172,14 @@ TensorView with_batch(const TensorView& t, bool packed) {
   result.rank = 4;
   result.shape = {1, t.shape[0], t.shape[1], t.shape[2]};
   result.stride = {0, t.stride[0], t.stride[1], t.stride[2]};
+  return result;
+}
+
+TensorView with_leading_axis(const TensorView& t) {
+  TensorView result = t;
+  result.rank = 3;
+  result.shape = {1, t.shape[0], t.shape[1]};
+  result.stride = {0, t.stride[0], t.stride[1]};
   return result;
 }
 

@@ -62,6 +62,12 @@ void check_both(const TensorView* a, const char* name_a, const TensorView* b, co
 void check_integers(const TensorView& t, const char* argument, DType dtype, const TensorView& q,
                     int64_t count, const char* layout, const char* why);
 
+// Where packed sequences begin: (batch + 1,) contiguous int32.
+void check_cu_seqlens(const TensorView& t, const char* argument, const TensorView& q);
+
+// max_seqlen_q or max_seqlen_k; returns what a sequence of a tensor of `total` rows has at most.
+int packed_bound(int64_t given, const char* option, int64_t total);
+
 void check_threads(int num_threads);
 
 // Kernels count rows in 32 bits and round up to whole tiles, which must not overflow.
@@ -72,6 +78,9 @@ int checked_extent(int64_t extent, const char* argument, const char* what);
 // A packed tensor (rows, heads, columns) as (1, rows, heads, columns) with batch stride 0; a
 // batched one as it is.
 TensorView with_batch(const TensorView& t, bool packed);
+
+// A matrix as (1, rows, columns), that axis being broadcast.
+TensorView with_leading_axis(const TensorView& t);
 
 // Of a tensor with_batch().
 inline Strides strides_of(const TensorView& t) {

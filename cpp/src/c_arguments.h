@@ -264,7 +264,8 @@ struct CacheTensors {
         rotary_seqlens(c.rotary_seqlens, "rotary_seqlens", kMustBeInt32),
         tree_mask(c.tree_mask, "tree_mask", kMustBeBool),
         k_scale(c.k_scale, "k_scale", kMustBeFloat32),
-        v_scale(c.v_scale, "v_scale", kMustBeFloat32) {}
+        v_scale(c.v_scale, "v_scale", kMustBeFloat32),
+        cu_seqlens_k_new(c.cu_seqlens_k_new, "cu_seqlens_k_new", kMustBeInt32) {}
 
   void put_into(KvCacheOptions& options) const {
     options.cache_seqlens = cache_seqlens.get();
@@ -279,11 +280,12 @@ struct CacheTensors {
     options.tree_mask = tree_mask.get();
     options.k_scale = k_scale.get();
     options.v_scale = v_scale.get();
+    options.cu_seqlens_k_new = cu_seqlens_k_new.get();
   }
 
   OptionalView cache_seqlens, cache_batch_idx, cache_leftpad, block_table;
   OptionalView k_new, v_new, rotary_cos, rotary_sin, rotary_seqlens;
-  OptionalView tree_mask, k_scale, v_scale;
+  OptionalView tree_mask, k_scale, v_scale, cu_seqlens_k_new;
 };
 
 inline constexpr char kCacheTypes[] =

@@ -34,20 +34,18 @@ inline int64_t resident_ctas(const KernelDescriptor& row, const DeviceProperties
 
 inline constexpr int kMaxSplits = 128;
 
-// Into how many splits the keys of a sequence are divided. A CTA takes the rows of one tile and the
-// keys of one split, at least two blocks of them. An SM has room for `ctas_per_sm` CTAs.
+// Into how many splits the keys of a sequence are divided: `blocks` blocks, for `ctas` tiles of rows.
+// A CTA takes the rows of one tile and the keys of one split, at least two blocks of them. An SM
+// has room for `ctas_per_sm` CTAs.
 //
 // Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters
 // of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that.
 // A CTA alone uses 2/3 of it. The time before and after a CTA's blocks is filled by other CTAs.
 // Joining the splits costs five blocks, and a twentieth each. Measured on an H200, head_dim 128 and
 // 256, 16 to 2048 blocks.
-inline int decode_num_splits(const Attention& attention, const Tile& tile, int64_t ctas_per_sm,
+inline int decode_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
                              int64_t multiprocessors) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t ctas =
-      attention.batch * attention.heads_k * divide(query_rows(attention), tile.block_m);
-  const int64_t blocks = divide(visible_keys(attention), tile.block_n);
   const int most = static_cast<int>(std::min<int64_t>(blocks / 2, kMaxSplits));
   if (ctas == 0 || most <= 1) return 1;
   const auto time = [&](int64_t splits) {
@@ -64,6 +62,28 @@ inline int decode_num_splits(const Attention& attention, const Tile& tile, int64
   int splits = 1;
   while (time(splits) * 100 > least * 105) ++splits;
   return splits;
+}
+
+inline int64_t row_tiles_of(const Attention& attention, const Tile& tile) {
+  return attention.batch * ((query_rows(attention) + tile.block_m - 1) / tile.block_m);
+}
+
+inline int64_t decode_blocks(const Attention& attention, const Tile& tile) {
+  return (visible_keys(attention) + tile.block_n - 1) / tile.block_n;
+}
+
+inline int decode_num_splits(const Attention& attention, const Tile& tile, int64_t ctas_per_sm,
+                             int64_t multiprocessors) {
+  return decode_num_splits(row_tiles_of(attention, tile) * attention.heads_k,
+                           decode_blocks(attention, tile), ctas_per_sm, multiprocessors);
+}
+
+// Packed queries: a bound of the tiles of rows of sequences with at least `least` queries.
+inline int64_t packed_row_tiles(const Attention& attention, int tile_rows, int64_t least) {
+  const int64_t group = attention.heads / attention.heads_k;
+  const int64_t sequences =
+      std::min(attention.batch, attention.total_q / std::max<int64_t>(least, 1));
+  return attention.total_q * group / tile_rows + sequences;
 }
 
 // The same on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not

@@ -100,7 +100,8 @@ struct KernelDescriptor {
   int head_dim = 0;  // the largest of q and k; 0: any
   int head_dim_v = 0;
   unsigned features = kNoFeatures;
-  bool latent = false;  // decoding: for values that are the keys' first columns, and no others
+  bool latent = false;   // decoding: for values that are the keys' first columns, and no others
+  bool prefill = false;  // decoding: for long sequences of packed queries, and no others
   TileConfig tile_config = TileConfig::kDefault;
   Tile tile;
   std::size_t smem_bytes = 0;  // dynamic shared memory of a CTA

@@ -58,6 +58,9 @@ struct Problem {
   bool bounded = false;  // a mask hides keys: causal, or a window
   bool positive_scale = true;
   bool latent = false;  // decode: the values are the first columns of the keys
+  bool prefill =
+      false;  // decode: the rows are of long sequences, with tensors as `prefill` kernels
+              // take them
 };
 
 // The problem of a call whose parameters are valid.

@@ -1,5 +1,11 @@
-// KvCachePlan: validate, plan, append and launch, as forward.cpp. Nothing is repacked:
-// the kernels take any strides.
+// KvCachePlan: validate, plan, append and launch, as forward.cpp. Decoding takes any strides;
+// prefill's queries and results may be repacked, a cache never is.
+#include <algorithm>
+#include <array>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
 #include "anyflash/attention.h"
 #include "append.h"
 #include "arguments.h"
@@ -7,42 +13,125 @@
 #include "device.h"
 #include "heuristics.h"
 #include "plan.h"
+#include "repack.h"
 #include "validate.h"
 
 namespace anyflash {
 
+namespace {
+
+// A tile of prefill has 128 queries of one head, and keys are not split.
+constexpr int kPrefillQueries = 64;
+
+// Which sequences a kernel takes, and into how many splits it divides their keys.
+struct DecodeLaunch {
+  const KernelDescriptor* kernel = nullptr;  // null: none
+  int least_queries = 0;
+  int most_queries = INT_MAX;
+  int num_splits = 1;
+  bool packed_parts = false;
+
+  KvCacheParams params_of(KvCacheParams params) const {
+    params.least_queries = least_queries;
+    params.most_queries = most_queries;
+    params.num_splits = num_splits;
+    params.packed_parts = packed_parts;
+    return params;
+  }
+};
+
+}  // namespace
+
 struct KvCachePlan::State : KernelPlan {
   State(const KvCacheTensors& t, const ForwardOptions& options, const KvCacheOptions& cache_options)
       : append(validate_kvcache(t, options, cache_options)) {
-    KvCacheParams& params = append.cache;
-    select(problem_of(t.q, params, options.cpu_isa), options);
+    const KvCacheParams& params = append.cache;
+    const bool packed = params.attention.cu_seqlens_q != nullptr;
+    Problem problem = problem_of(t.q, params, options.cpu_isa);
+    if (packed) problem.rows = params.attention.heads / params.attention.heads_k;
+    select(problem, options);
     empty = params.attention.batch == 0 || params.attention.seqlen_q == 0;
     rotates_q = append.rotary_cos.data != nullptr && !empty;
     appends = params.attention.batch > 0 && params.seqlen_new > 0;
-    if (params.num_splits == 0) {
-      params.num_splits = on_gpu ? splits_for(device_properties(device.index))
-                                 : decode_num_splits_on_cpu(params.attention);
-    }
+    if (packed && on_gpu) plan_by_length(problem, t);
+    else plan_all();
     decode = params;
     if (rotates_q) reserve_rotated_q(bytes_of(t.q.dtype));
-    reserve_scratch(kernel->decode, decode);
+    for (const DecodeLaunch& one : launches) {
+      if (one.kernel == nullptr || empty) continue;
+      const std::size_t needed =
+          one.kernel->decode.scratch_bytes(one.params_of(decode), context(nullptr, nullptr));
+      scratch_bytes = std::max(scratch_bytes, needed);
+    }
+    scratch_offset = reserve(bytes, scratch_bytes);
   }
 
-  int splits_for(const DeviceProperties& device) const {
-    return decode_num_splits(append.cache.attention, kernel->tile, resident_ctas(*kernel, device),
-                             std::max(device.multiprocessors, 1));
+  // One kernel for all sequences.
+  void plan_all() {
+    const KvCacheParams& params = append.cache;
+    int splits = params.num_splits;
+    if (splits == 0) {
+      splits = on_gpu ? splits_for(*kernel, row_tiles_of(params.attention, kernel->tile))
+                      : decode_num_splits_on_cpu(params.attention);
+    }
+    launches[0] = {kernel, 0, INT_MAX, splits};
+  }
+
+  // Packed queries, by a sequence's own number, so that its bits do not depend on the others:
+  // decoding by the tile that one query's rows of a head of K fit, as long as a sequence does;
+  // decoding by the largest tile; and from kPrefillQueries on, where tensors allow it, prefill.
+  // Only as many splits as were chosen here divide the second kind, whose parts may be many.
+  void plan_by_length(Problem problem, const KvCacheTensors& t) {
+    const KvCacheParams& params = append.cache;
+    const Attention& a = params.attention;
+    const int given = params.num_splits;
+    const int most = kernel->tile.block_m / (a.heads / a.heads_k);
+    if (most > 0) launches[0] = {kernel, 1, most, given > 0 ? given : splits_for(*kernel, a.batch)};
+    if (a.seqlen_q <= most) return;
+    problem.rows = INT_MAX;
+    const KernelDescriptor& large = select_kernel(problem);
+    problem.prefill = takes_prefill(t);
+    const KernelDescriptor& prefill = select_kernel(problem);
+    const int least_of_prefill = prefill.prefill ? std::max(most + 1, kPrefillQueries) : INT_MAX;
+    if (most + 1 < least_of_prefill) {
+      const int64_t tiles = packed_row_tiles(a, large.tile.block_m, most + 1);
+      const int splits = given == 0 ? splits_for(large, tiles) : most > 0 ? 1 : given;
+      launches[1] = {&large, most + 1, least_of_prefill - 1, splits, true};
+    }
+    if (a.seqlen_q < least_of_prefill) return;
+    launches[2] = {&prefill, least_of_prefill, INT_MAX, 1};
+    const InputRules& rules = prefill.family->input_rules;
+    if (!rotates_q) q = plan_repack(with_batch(t.q, true), rules, bytes);
+    if (t.out.dtype == t.q.dtype) out = plan_repack(with_batch(t.out, true), rules, bytes);
+  }
+
+  // Whether the kernels that prefill can read the cache where it lies.
+  bool takes_prefill(const KvCacheTensors& t) const {
+    const KvCacheParams& params = append.cache;
+    const InputRules& rules = kernel->family->input_rules;
+    return params.cache_dtype == t.q.dtype && !params.latent && params.tree_mask.data == nullptr &&
+           fits_kernel(t.k_cache, rules) && fits_kernel(t.v_cache, rules);
+  }
+
+  // `tiles` of rows of one head of K.
+  int splits_for(const KernelDescriptor& one, int64_t tiles) const {
+    const Attention& a = append.cache.attention;
+    const DeviceProperties& gpu = device_properties(device.index);
+    return decode_num_splits(tiles * a.heads_k, decode_blocks(a, one.tile), resident_ctas(one, gpu),
+                             std::max(gpu.multiprocessors, 1));
   }
 
   // Rows that begin at multiples of 32 bytes, for the kernels that read them.
   void reserve_rotated_q(int bytes_per_element) {
-    const KvCacheParams& params = append.cache;
-    const int64_t columns = (int64_t{params.attention.head_dim} + 15) / 16 * 16;
-    const int64_t row_elements = columns * params.attention.heads;
-    const int64_t elements = params.attention.batch * params.attention.seqlen_q * row_elements;
-    append.rotated_q_stride = {params.attention.seqlen_q * row_elements, row_elements, columns, 1};
+    const Attention& a = append.cache.attention;
+    const int64_t columns = (int64_t{a.head_dim} + 15) / 16 * 16;
+    const int64_t row_elements = columns * a.heads;
+    const bool packed = a.cu_seqlens_q != nullptr;
+    const int64_t rows = packed ? a.total_q : a.batch * a.seqlen_q;
+    append.rotated_q_stride = {packed ? 0 : a.seqlen_q * row_elements, row_elements, columns, 1};
     decode.attention.q_stride = append.rotated_q_stride;
-    rotated_q_offset = reserve(
-        bytes, static_cast<std::size_t>(elements) * static_cast<unsigned>(bytes_per_element));
+    rotated_q_offset = reserve(bytes, static_cast<std::size_t>(rows * row_elements) *
+                                          static_cast<unsigned>(bytes_per_element));
   }
 
   void launch(const LaunchContext& context, char* workspace) const {
@@ -57,12 +146,24 @@ struct KvCachePlan::State : KernelPlan {
       }
     }
     if (empty) return;
-    kernel->decode.launch(attended, context);
-    count_launch(*kernel);
+    for (const DecodeLaunch& one : launches) {
+      if (one.kernel == nullptr) continue;
+      KvCacheParams params = one.params_of(attended);
+      const bool copies = one.kernel->prefill;
+      if (copies) {
+        repack_input(q, workspace, context.stream, params.attention.q, params.attention.q_stride);
+        redirect_output(out, true, workspace, context.stream, params.out, params.out_stride);
+      }
+      one.kernel->decode.launch(params, context);
+      if (copies) write_back(out, workspace, context.stream);
+      count_launch(*one.kernel);
+    }
   }
 
   AppendParams append;
   KvCacheParams decode;  // with q's strides after the rotation
+  std::array<DecodeLaunch, 3> launches;
+  Repacked q, out;  // of prefill
   bool rotates_q = false;
   bool appends = false;
   std::size_t rotated_q_offset = 0;

@@ -1,22 +1,23 @@
-// What may not be given together, or at all, in a call of KvCachePlan.
+// What may not be given together, or at all, in a call of KvCachePlan; its splits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
 #include "anyflash/attention.h"
 #include "arguments.h"
+#include "params.h"
 
 namespace anyflash {
 
 inline void refuse_options(const ForwardOptions& options) {
   const auto refuse = [](bool given, const char* option) {
     if (!given) return;
-    invalid_value(
-        std::string(option) +
-        " is given; attention with a KV cache takes no bias, block_mask, key_ranges, "
-        "dropout_p, rng_state, dropout_mask, max_logits, cu_seqlens_q, cu_seqlens_k, seqused_k, "
-        "prior_out, prior_lse, and is no part of a larger attention");
+    invalid_value(std::string(option) +
+                  " is given; attention with a KV cache takes no bias, block_mask, key_ranges, "
+                  "dropout_p, rng_state, dropout_mask, max_logits, cu_seqlens_k, seqused_k, "
+                  "prior_out, prior_lse, and is no part of a larger attention");
   };
   refuse(options.bias != nullptr, "bias");
   refuse(options.block_mask != nullptr, "block_mask");
@@ -25,7 +26,6 @@ inline void refuse_options(const ForwardOptions& options) {
   refuse(options.rng_state != nullptr, "rng_state");
   refuse(options.dropout_mask != nullptr, "dropout_mask");
   refuse(options.max_logits != nullptr, "max_logits");
-  refuse(options.cu_seqlens_q != nullptr, "cu_seqlens_q");
   refuse(options.cu_seqlens_k != nullptr, "cu_seqlens_k");
   refuse(options.seqused_k != nullptr, "seqused_k");
   refuse(options.prior_out != nullptr, "prior_out");
@@ -76,8 +76,13 @@ inline KvCacheTensors with_values(KvCacheTensors t, const KvCacheOptions& c) {
   return t;
 }
 
-// The combinations that are not allowed, whatever the tensors are.
-inline void check_combinations(const KvCacheOptions& c) {
+// The combinations that are not allowed, whatever the tensors are. packed: queries are.
+inline void check_combinations(const KvCacheOptions& c, bool packed) {
+  if (c.cu_seqlens_k_new != nullptr && (!packed || c.k_new == nullptr)) {
+    invalid_value(
+        "cu_seqlens_k_new is given without cu_seqlens_q and k_new; it says where the sequences of "
+        "k_new begin, where that is elsewhere than in packed queries");
+  }
   if (c.head_dim_v == 0) check_both(c.k_new, "k_new", c.v_new, "v_new");
   check_both(c.rotary_cos, "rotary_cos", c.rotary_sin, "rotary_sin");
   if (c.k_new != nullptr && c.cache_seqlens == nullptr) {
@@ -92,6 +97,38 @@ inline void check_combinations(const KvCacheOptions& c) {
   if (c.block_table != nullptr && c.cache_batch_idx != nullptr) {
     invalid_value("cache_batch_idx is given with block_table; only one of both is allowed");
   }
+}
+
+// Leaves num_splits 0 where it is to be chosen.
+inline void set_splits(const KvCacheOptions& c, KvCacheParams& p) {
+  constexpr int64_t kMaxSplitCount = 65535;
+  const int64_t count = c.num_splits;
+  const int64_t size = c.split_size;
+  if (count < 0 || count > kMaxSplitCount) {
+    invalid_value("num_splits is " + std::to_string(count) + "; 0 (chosen) to " +
+                  std::to_string(kMaxSplitCount) + " is allowed");
+  }
+  if (size < 0 || size % 64 != 0) {
+    invalid_value("split_size is " + std::to_string(size) +
+                  "; 0 (not used) or a positive multiple of 64 is allowed");
+  }
+  p.num_splits = static_cast<int>(count);
+  if (size == 0) return;
+  if (count != 0) {
+    invalid_value("num_splits is " + std::to_string(count) + " and split_size " +
+                  std::to_string(size) + "; only one of both is allowed");
+  }
+  // A larger one is the same: one split.
+  const int64_t whole = std::max<int64_t>((int64_t{p.attention.seqlen_k} + 63) / 64 * 64, 64);
+  p.split_size = static_cast<int>(std::min(size, whole));
+  const int64_t needed = (int64_t{p.attention.seqlen_k} + p.split_size - 1) / p.split_size;
+  if (needed > kMaxSplitCount) {
+    invalid_value("split_size is " + std::to_string(size) + ", which makes " +
+                  std::to_string(needed) + " splits of a cache with room for " +
+                  std::to_string(p.attention.seqlen_k) + " rows; at most " +
+                  std::to_string(kMaxSplitCount) + " are allowed");
+  }
+  p.num_splits = static_cast<int>(std::max<int64_t>(needed, 1));
 }
 
 }  // namespace anyflash

@@ -1,5 +1,5 @@
 // The elements of cu_seqlens_q, cu_seqlens_k, seqused_k, query_starts and key_starts, and those of
-// a cache's integers. A GPU's kernels clamp lengths to what the tensors hold (variant/sequence.h,
+// a cache's integers, cu_seqlens_k_new among them. A GPU's kernels clamp lengths to what the tensors hold (variant/sequence.h,
 // variant/cache.h); here they are refused.
 #include <algorithm>
 #include <cstddef>
@@ -110,7 +110,20 @@ class CacheLengths {
         seqlens_(p_.cache_seqlens, p_.attention.batch, device, stream),
         leftpad_(p_.cache_leftpad, p_.attention.batch, device, stream),
         places_(p_.cache_batch_idx, p_.attention.batch, device, stream),
-        rotations_(a_.rotary_seqlens, p_.attention.batch, device, stream) {}
+        rotations_(a_.rotary_seqlens, p_.attention.batch, device, stream),
+        cu_q_(p_.attention.cu_seqlens_q, p_.attention.batch + 1, device, stream),
+        cu_new_(p_.cu_seqlens_k_new, p_.attention.batch + 1, device, stream) {
+    const Attention& a = p_.attention;
+    if (cu_q_.data() != nullptr) {
+      check_cumulative(cu_q_.data(), "cu_seqlens_q", a.batch, a.total_q, "q", a.seqlen_q,
+                       "max_seqlen_q");
+    }
+    if (cu_new_.data() != nullptr) {
+      const bool of_q = p_.cu_seqlens_k_new == a.cu_seqlens_q;
+      check_cumulative(cu_new_.data(), of_q ? "cu_seqlens_q" : "cu_seqlens_k_new", a.batch,
+                       p_.total_new, "k_new", a.seqlen_k, "the room for a sequence in the cache");
+    }
+  }
 
   void check(int64_t index) const {
     const UsedRows rows = used_rows(index);
@@ -123,8 +136,18 @@ class CacheLengths {
   }
 
  private:
+  int64_t seqlen_q(int64_t index) const {
+    if (cu_q_.data() == nullptr) return p_.attention.seqlen_q;
+    return int64_t{cu_q_.data()[index + 1]} - cu_q_.data()[index];
+  }
+  int64_t seqlen_new(int64_t index) const {
+    if (cu_new_.data() == nullptr) return p_.seqlen_new;
+    return int64_t{cu_new_.data()[index + 1]} - cu_new_.data()[index];
+  }
+
   UsedRows used_rows(int64_t index) const {
-    const int64_t room = int64_t{p_.attention.seqlen_k} - p_.seqlen_new;
+    const int64_t appended = seqlen_new(index);
+    const int64_t room = int64_t{p_.attention.seqlen_k} - appended;
     int64_t filled = room;
     int64_t first = 0;
     if (seqlens_.data() != nullptr) {
@@ -132,7 +155,7 @@ class CacheLengths {
       if (!is_within(filled, room)) {
         invalid_element("cache_seqlens", index, filled, room,
                         room_of(p_.block_table != nullptr, p_.attention.seqlen_k) + ", and " +
-                            std::to_string(p_.seqlen_new) + " are appended");
+                            std::to_string(appended) + " are appended");
       }
     }
     if (leftpad_.data() != nullptr) {
@@ -144,7 +167,7 @@ class CacheLengths {
                             : "the rows that are filled, of cache_seqlens");
       }
     }
-    return {first, filled + p_.seqlen_new};
+    return {first, filled + appended};
   }
 
   void check_pages(int64_t index, const UsedRows& rows) const {
@@ -165,26 +188,25 @@ class CacheLengths {
   }
 
   void check_rotary(int64_t index, const UsedRows& rows) const {
-    const int64_t before = rows.last - p_.seqlen_new - rows.first;
-    const int64_t of_q =
-        a_.rotary_steps ? p_.attention.seqlen_q : std::min(p_.attention.seqlen_q, 1);
-    const int64_t count = std::max<int64_t>(p_.seqlen_new, of_q);
+    const int64_t appended = seqlen_new(index);
+    const int64_t queries = seqlen_q(index);
+    const int64_t before = rows.last - appended - rows.first;
+    const int64_t of_q = a_.rotary_steps ? queries : std::min<int64_t>(queries, 1);
+    const int64_t count = std::max<int64_t>(appended, of_q);
     if (rotations_.data() != nullptr) {
       const int64_t most = a_.rotary_rows - std::max<int64_t>(count, 1);
       if (is_within(rotations_.data()[index], most)) return;
       invalid_element("rotary_seqlens", index, rotations_.data()[index], most,
                       "rotary_cos has " + std::to_string(a_.rotary_rows) + " rows, " +
-                          std::to_string(p_.seqlen_new) +
-                          " keys are appended, and q has seqlen_q " +
-                          std::to_string(p_.attention.seqlen_q));
+                          std::to_string(appended) + " keys are appended, and q has seqlen_q " +
+                          std::to_string(queries));
     }
     const int64_t needed = before + count;
     if (needed <= a_.rotary_rows) return;
     invalid_value("rotary_cos has " + std::to_string(a_.rotary_rows) + " rows; sequence " +
                   std::to_string(index) + " needs " + std::to_string(needed) + ": " +
-                  std::to_string(before) + " keys are in the cache, " +
-                  std::to_string(p_.seqlen_new) + " are appended, and q has seqlen_q " +
-                  std::to_string(p_.attention.seqlen_q));
+                  std::to_string(before) + " keys are in the cache, " + std::to_string(appended) +
+                  " are appended, and q has seqlen_q " + std::to_string(queries));
   }
 
   const AppendParams& a_;
@@ -195,6 +217,8 @@ class CacheLengths {
   HostCopy leftpad_;
   HostCopy places_;
   HostCopy rotations_;
+  HostCopy cu_q_;
+  HostCopy cu_new_;
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What a kernel is told: plain data, made by forward.cpp after validation, read by every backend.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "anyflash/tensor_view.h"
@@ -170,9 +171,13 @@ struct BackwardParams {
 
 // Attention to a cache (attention.h: KvCachePlan). k and v are the cache, their strides'
 // `batch` that of a page or of a sequence; seqlen_k is the capacity, a bound of every length.
-// variant/cache.h says where a key lies.
+// variant/cache.h says where a key lies, and which rows of packed queries are a sequence's.
 struct KvCacheParams {
   Attention attention;
+  // A launch takes the sequences with so many queries; of packed queries there are several.
+  int least_queries = 0;
+  int most_queries = INT_MAX;
+  bool packed_parts = false;  // parts of split keys are packed as queries are (cuda/combine.h)
   void* out = nullptr;
   DType out_dtype = DType::kFloat32;
   float* lse = nullptr;  // null: not wanted
@@ -189,14 +194,17 @@ struct KvCacheParams {
   int page_shift = 0;                        // a page has 2^page_shift rows
   BroadcastTensor k_scale;                   // (batch: slot, head), float32; null: 1
   BroadcastTensor v_scale;
-  BroadcastTensor tree_mask;  // (batch, row, col), kBool
-  bool latent = false;        // v is the first columns of k: nothing is appended to it
+  BroadcastTensor tree_mask;  // (batch, row, col), kBool; packed queries: (row, col)
+  int tree_columns = 0;
+  bool latent = false;  // v is the first columns of k: nothing is appended to it
 
   int num_splits = 1;
   int split_size = 0;  // keys of a split; 0: a sequence's keys are shared out evenly
 
   // Appended before attention; q has then been rotated.
-  int seqlen_new = 0;
+  int seqlen_new = 0;                         // packed: an upper bound
+  const int32_t* cu_seqlens_k_new = nullptr;  // null: not packed
+  int64_t total_new = 0;
   const void* k_new = nullptr;
   const void* v_new = nullptr;
   Strides k_new_stride;

@@ -12,25 +12,6 @@ namespace anyflash {
 
 namespace {
 
-// Whether kernels with these rules can read or write the tensor where it lies.
-bool fits_kernel(const TensorView& t, const InputRules& rules) {
-  const auto is_whole = [&](int64_t elements) {
-    const auto bytes = static_cast<uint64_t>(elements) * static_cast<uint64_t>(bytes_of(t.dtype));
-    return bytes % static_cast<uint64_t>(rules.alignment) == 0;
-  };
-  if (std::abs(t.stride[1]) > rules.max_row_stride) return false;
-  if (reinterpret_cast<std::uintptr_t>(t.data) % static_cast<uint64_t>(rules.alignment) != 0) {
-    return false;
-  }
-  if (!is_whole(t.shape[3]) || t.stride[3] != 1) return false;
-  for (int i = 0; i < 3; ++i) {
-    if (t.shape[i] <= 1) continue;
-    if (!is_whole(t.stride[i])) return false;
-    if (rules.positive_strides && t.stride[i] <= 0) return false;
-  }
-  return true;
-}
-
 CopyRowsParams copy_of(const TensorView& t) {
   CopyRowsParams copy;
   copy.batch = t.shape[0];
@@ -51,6 +32,24 @@ void copy_to_workspace(const Repacked& repacked, char* workspace, void* stream) 
 }
 
 }  // namespace
+
+bool fits_kernel(const TensorView& t, const InputRules& rules) {
+  const auto is_whole = [&](int64_t elements) {
+    const auto bytes = static_cast<uint64_t>(elements) * static_cast<uint64_t>(bytes_of(t.dtype));
+    return bytes % static_cast<uint64_t>(rules.alignment) == 0;
+  };
+  if (std::abs(t.stride[1]) > rules.max_row_stride) return false;
+  if (reinterpret_cast<std::uintptr_t>(t.data) % static_cast<uint64_t>(rules.alignment) != 0) {
+    return false;
+  }
+  if (!is_whole(t.shape[3]) || t.stride[3] != 1) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (t.shape[i] <= 1) continue;
+    if (!is_whole(t.stride[i])) return false;
+    if (rules.positive_strides && t.stride[i] <= 0) return false;
+  }
+  return true;
+}
 
 Repacked plan_repack(const TensorView& tensor, const InputRules& rules, std::size_t& total) {
   Repacked repacked;

@@ -19,6 +19,9 @@ struct Repacked {
   std::size_t offset = 0;  // in the workspace
 };
 
+// Whether kernels with these rules can read or write the tensor where it lies.
+bool fits_kernel(const TensorView& t, const InputRules& rules);
+
 // Plans a copy of a tensor with_batch() at the end of a workspace of `total` bytes, if the kernel's
 // rules ask for one.
 Repacked plan_repack(const TensorView& tensor, const InputRules& rules, std::size_t& total);

@@ -74,7 +74,7 @@ std::string with_features(unsigned features) {
 bool suffices(const KernelDescriptor& kernel, const Problem& problem,
               const DeviceProperties& device) {
   return (problem.features & ~kernel.features) == 0 && (problem.latent || !kernel.latent) &&
-         kernel.smem_bytes <= device.smem_per_block &&
+         (problem.prefill || !kernel.prefill) && kernel.smem_bytes <= device.smem_per_block &&
          (problem.positive_scale || !kernel.family->needs_positive_scale) &&
          built_for(*kernel.family, device.compute_capability);
 }

@@ -128,16 +128,6 @@ Prior prior_of(const ForwardTensors& tensors, const ForwardOptions& options, boo
   return prior;
 }
 
-// What a block of packed sequences may have at most; the kernels need no more than there is.
-int packed_bound(int64_t given, const char* option, int64_t total) {
-  if (given < 0 || given > kMaxExtent) {
-    invalid_value(std::string(option) + " is " + std::to_string(given) +
-                  "; the length of the longest sequence is expected, 0 to " +
-                  std::to_string(kMaxExtent));
-  }
-  return static_cast<int>(std::min(given, total));
-}
-
 }  // namespace
 
 Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& options) {

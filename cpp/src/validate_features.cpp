@@ -177,14 +177,6 @@ class Features {
     check_aligned(t, "max_logits");
   }
 
-  void cu_seqlens(const TensorView& t, const char* argument) {
-    check_rank(t, argument, 1, "(batch + 1,)");
-    if (t.shape[0] == 0) {
-      invalid_value(std::string(argument) + " has shape (0,); expected batch + 1 elements");
-    }
-    lengths(t, argument, t.shape[0], "(batch + 1,)", "");
-  }
-
   void lengths(const TensorView& t, const char* argument, int64_t count, const char* layout,
                const char* why) {
     check_integers(t, argument, DType::kInt32, q_, count, layout, why);
@@ -259,9 +251,8 @@ class Features {
 void validate_packed(const TensorView& q, const ForwardOptions& options, Attention& attention) {
   const TensorView* const cu_q = options.cu_seqlens_q;
   const TensorView* const cu_k = options.cu_seqlens_k;
-  Features features(q, options, 0, 0, attention);
-  features.cu_seqlens(*cu_q, "cu_seqlens_q");
-  features.cu_seqlens(*cu_k, "cu_seqlens_k");
+  check_cu_seqlens(*cu_q, "cu_seqlens_q", q);
+  check_cu_seqlens(*cu_k, "cu_seqlens_k", q);
   if (cu_k->shape[0] != cu_q->shape[0]) {
     invalid_value("cu_seqlens_k has shape " + shape_of(*cu_k) + "; expected " + shape_of(*cu_q) +
                   ", as cu_seqlens_q");

@@ -11,10 +11,26 @@ namespace anyflash {
 
 namespace {
 
-constexpr char kLayoutQ[] = "(batch, seqlen_q, heads, head_dim)";
-constexpr char kLayoutOut[] = "(batch, seqlen_q, heads, head_dim_v)";
-constexpr char kLayoutLse[] = "(batch, heads, seqlen_q)";
-constexpr int64_t kMaxSplitCount = 65535;
+struct Layouts {
+  const char* q;
+  const char* out;
+  const char* lse;
+  const char* k_new;
+  const char* v_new;
+  const char* tree_mask;
+};
+constexpr Layouts kBatched = {"(batch, seqlen_q, heads, head_dim)",
+                              "(batch, seqlen_q, heads, head_dim_v)",
+                              "(batch, heads, seqlen_q)",
+                              "(batch, seqlen_new, heads_k, head_dim)",
+                              "(batch, seqlen_new, heads_k, head_dim_v)",
+                              "(batch or 1, seqlen_q, seqlen_q)"};
+constexpr Layouts kPacked = {"(total_q, heads, head_dim) with cu_seqlens_q",
+                             "(total_q, heads, head_dim_v) with cu_seqlens_q",
+                             "(heads, total_q) with cu_seqlens_q",
+                             "(total_new, heads_k, head_dim) with cu_seqlens_q",
+                             "(total_new, heads_k, head_dim_v) with cu_seqlens_q",
+                             "(total_q, columns) with cu_seqlens_q"};
 
 bool is_8bit(DType dtype) { return dtype == DType::kInt8 || dtype == DType::kFloat8E4M3; }
 
@@ -22,11 +38,15 @@ class KvCacheArguments {
  public:
   KvCacheArguments(const KvCacheTensors& tensors, const ForwardOptions& options,
                    const KvCacheOptions& cache_options)
-      : t_(with_values(tensors, cache_options)), options_(options), c_(cache_options) {}
+      : t_(with_values(tensors, cache_options)),
+        options_(options),
+        c_(cache_options),
+        packed_(options.cu_seqlens_q != nullptr),
+        layouts_(packed_ ? kPacked : kBatched) {}
 
   AppendParams validate() {
     refuse_options(options_);
-    check_combinations(c_);
+    check_combinations(c_, packed_);
     types();
     shapes();
     results();
@@ -39,7 +59,7 @@ class KvCacheArguments {
     p_.k_scale = scale(c_.k_scale, "k_scale");
     p_.latent = c_.head_dim_v != 0;
     p_.v_scale = p_.latent ? p_.k_scale : scale(c_.v_scale, "v_scale");
-    splits();
+    set_splits(c_, p_);
     return a_;
   }
 
@@ -69,11 +89,12 @@ class KvCacheArguments {
 
   void shapes() {
     const bool paged = c_.block_table != nullptr;
-    check_rank(t_.q, "q", 4, kLayoutQ);
+    check_rank(t_.q, "q", packed_ ? 3 : 4, layouts_.q);
     check_rank(t_.k_cache, "k_cache", 4,
                paged ? "(pages, page_size, heads_k, head_dim) with block_table"
                      : "(cache_batch, capacity, heads_k, head_dim)");
-    const auto& n = t_.q.shape;
+    const TensorView q = with_batch(t_.q, packed_);
+    const auto& n = q.shape;
     const auto& k = t_.k_cache.shape;
     if (n[2] == 0 || n[3] == 0) {
       invalid_value("q has shape " + shape_of(t_.q) + "; heads and head_dim must be at least 1");
@@ -94,7 +115,8 @@ class KvCacheArguments {
                     "; head_dim_v must be at least 1");
     }
     p_.attention.batch = n[0];
-    p_.attention.seqlen_q = checked_extent(n[1], "q", "seqlen_q");
+    p_.attention.seqlen_q = checked_extent(n[1], "q", packed_ ? "total_q" : "seqlen_q");
+    if (packed_) packed_queries(*options_.cu_seqlens_q);
     p_.attention.heads = checked_extent(n[2], "q", "heads");
     p_.attention.heads_k = checked_extent(k[2], "k_cache", "heads");
     p_.attention.head_dim = checked_extent(n[3], "q", "head_dim");
@@ -104,7 +126,7 @@ class KvCacheArguments {
     p_.attention.q = t_.q.data;
     p_.attention.k = t_.k_cache.data;
     p_.attention.v = t_.v_cache.data;
-    p_.attention.q_stride = strides_of(t_.q);
+    p_.attention.q_stride = strides_of(q);
     p_.attention.k_stride = strides_of(t_.k_cache);
     p_.attention.v_stride = strides_of(t_.v_cache);
     check_aligned(t_.q, "q");
@@ -112,11 +134,24 @@ class KvCacheArguments {
     check_aligned(t_.v_cache, "v_cache");
   }
 
+  void packed_queries(const TensorView& cu_seqlens_q) {
+    Attention& a = p_.attention;
+    check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", t_.q);
+    a.batch = cu_seqlens_q.shape[0] - 1;
+    a.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.data);
+    a.total_q = a.seqlen_q;
+    if (options_.max_seqlen_q == 0) return;
+    a.seqlen_q = packed_bound(options_.max_seqlen_q, "max_seqlen_q", a.total_q);
+  }
+
+  // For errors: where the batch's size is from.
+  const char* batch_of() const { return packed_ ? "cu_seqlens_q" : "q"; }
+
   void slots() {
     p_.attention.seqlen_k = checked_extent(t_.k_cache.shape[1], "k_cache", "capacity");
     if (c_.cache_batch_idx == nullptr && p_.slots < p_.attention.batch) {
       invalid_value("k_cache has shape " + shape_of(t_.k_cache) + ", room for " +
-                    std::to_string(p_.slots) + " sequences, but q has batch " +
+                    std::to_string(p_.slots) + " sequences, but " + batch_of() + " has batch " +
                     std::to_string(p_.attention.batch) +
                     "; at least as many, or cache_batch_idx, are needed");
     }
@@ -134,7 +169,7 @@ class KvCacheArguments {
     check_dtype(table, "block_table", DType::kInt32);
     check_device(table, "block_table", t_.q, "q");
     check_shape(table, "block_table", {{p_.attention.batch}, {table.shape[1]}}, layout,
-                ", with q's batch");
+                packed_ ? ", with the batch of cu_seqlens_q" : ", with q's batch");
     check_aligned(table, "block_table");
     if (table.shape[1] > kMaxExtent / page_size) {
       invalid_value("block_table has " + std::to_string(table.shape[1]) + " pages of " +
@@ -149,23 +184,29 @@ class KvCacheArguments {
 
   void results() {
     const auto& n = t_.q.shape;
-    check_shape(t_.out, "out", {{n[0]}, {n[1]}, {n[2]}, {p_.attention.head_dim_v}}, kLayoutOut,
-                c_.head_dim_v == 0 ? ": q's batch, seqlen_q and heads, and v_cache's head_dim"
-                                   : ": q's batch, seqlen_q and heads, and head_dim_v");
+    const int64_t columns = p_.attention.head_dim_v;
+    const std::string why = std::string(packed_ ? ": q's total_q" : ": q's batch, seqlen_q") +
+                            " and heads, and " +
+                            (c_.head_dim_v == 0 ? "v_cache's head_dim" : "head_dim_v");
+    check_rank(t_.out, "out", t_.q.rank, layouts_.out);
+    if (packed_) check_shape(t_.out, "out", {{n[0]}, {n[1]}, {columns}}, layouts_.out, why);
+    else check_shape(t_.out, "out", {{n[0]}, {n[1]}, {n[2]}, {columns}}, layouts_.out, why);
     check_writable(t_.out, "out");
     check_aligned(t_.out, "out");
     p_.out = t_.out.data;
     p_.out_dtype = t_.out.dtype;
-    p_.out_stride = strides_of(t_.out);
+    p_.out_stride = strides_of(with_batch(t_.out, packed_));
     if (t_.lse == nullptr) return;
     const TensorView& lse = *t_.lse;
     check_dtype(lse, "lse", DType::kFloat32);
     check_device(lse, "lse", t_.q, "q");
-    check_shape(lse, "lse", {{n[0]}, {n[2]}, {n[1]}}, kLayoutLse);
+    check_rank(lse, "lse", packed_ ? 2 : 3, layouts_.lse);
+    if (packed_) check_shape(lse, "lse", {{n[1]}, {n[0]}}, layouts_.lse);
+    else check_shape(lse, "lse", {{n[0]}, {n[2]}, {n[1]}}, layouts_.lse);
     check_writable(lse, "lse");
     check_aligned(lse, "lse");
     p_.lse = static_cast<float*>(lse.data);
-    p_.lse_stride = lse_strides_of(lse, false);
+    p_.lse_stride = lse_strides_of(lse, packed_);
   }
 
   const int32_t* integers(const TensorView* t, const char* argument) {
@@ -181,6 +222,7 @@ class KvCacheArguments {
     p_.cache_leftpad = integers(c_.cache_leftpad, "cache_leftpad");
   }
 
+  // With `rows` of each sequence, or packed of all.
   void new_rows(const TensorView& t, const char* argument, int64_t rows, int64_t columns,
                 const char* layout, const char* why) {
     if (t.dtype != t_.q.dtype) {
@@ -188,34 +230,59 @@ class KvCacheArguments {
                    name(t_.q.dtype) + "; new keys and values must have q's dtype");
     }
     check_device(t, argument, t_.q, "q");
-    check_shape(t, argument, {{p_.attention.batch}, {rows}, {p_.attention.heads_k}, {columns}},
-                layout, why);
+    const int64_t heads = p_.attention.heads_k;
+    check_rank(t, argument, packed_ ? 3 : 4, layout);
+    if (packed_) check_shape(t, argument, {{rows}, {heads}, {columns}}, layout, why);
+    else check_shape(t, argument, {{p_.attention.batch}, {rows}, {heads}, {columns}}, layout, why);
     check_aligned(t, argument);
   }
 
   void new_keys() {
     if (c_.k_new == nullptr) return;
     const TensorView& k = *c_.k_new;
-    const char* const layout = "(batch, seqlen_new, heads_k, head_dim)";
-    check_rank(k, "k_new", 4, layout);
-    new_rows(k, "k_new", k.shape[1], p_.attention.head_dim, layout,
-             ": q's batch and head_dim, and k_cache's heads");
+    check_rank(k, "k_new", packed_ ? 3 : 4, layouts_.k_new);
+    const int64_t rows = k.shape[packed_ ? 0 : 1];
+    new_rows(k, "k_new", rows, p_.attention.head_dim, layouts_.k_new,
+             packed_ ? ": q's head_dim, and k_cache's heads"
+                     : ": q's batch and head_dim, and k_cache's heads");
     if (c_.v_new != nullptr) {
-      new_rows(*c_.v_new, "v_new", k.shape[1], p_.attention.head_dim_v,
-               "(batch, seqlen_new, heads_k, head_dim_v)", ": k_new's, but for v_cache's head_dim");
+      new_rows(*c_.v_new, "v_new", rows, p_.attention.head_dim_v, layouts_.v_new,
+               ": k_new's, but for v_cache's head_dim");
     }
-    if (k.shape[1] > p_.attention.seqlen_k) {
-      invalid_value("k_new has seqlen_new " + std::to_string(k.shape[1]) + ", but " +
-                    room_of(c_.block_table != nullptr, p_.attention.seqlen_k));
-    }
+    packed_ ? packed_new_keys(rows) : batched_new_keys(rows);
     check_writable(t_.k_cache, "k_cache");
     check_writable(t_.v_cache, "v_cache");
-    p_.seqlen_new = static_cast<int>(k.shape[1]);
     p_.k_new = k.data;
-    p_.k_new_stride = strides_of(k);
+    p_.k_new_stride = strides_of(with_batch(k, packed_));
     if (c_.v_new == nullptr) return;
     p_.v_new = c_.v_new->data;
-    p_.v_new_stride = strides_of(*c_.v_new);
+    p_.v_new_stride = strides_of(with_batch(*c_.v_new, packed_));
+  }
+
+  void batched_new_keys(int64_t rows) {
+    if (rows > p_.attention.seqlen_k) {
+      invalid_value("k_new has seqlen_new " + std::to_string(rows) + ", but " +
+                    room_of(c_.block_table != nullptr, p_.attention.seqlen_k));
+    }
+    p_.seqlen_new = static_cast<int>(rows);
+  }
+
+  // They begin where the queries of their sequences do, unless cu_seqlens_k_new says otherwise.
+  void packed_new_keys(int64_t rows) {
+    const TensorView& cu =
+        c_.cu_seqlens_k_new == nullptr ? *options_.cu_seqlens_q : *c_.cu_seqlens_k_new;
+    if (c_.cu_seqlens_k_new != nullptr) {
+      check_cu_seqlens(cu, "cu_seqlens_k_new", t_.q);
+      check_shape(cu, "cu_seqlens_k_new", {{p_.attention.batch + 1}}, "(batch + 1,)",
+                  ", as cu_seqlens_q");
+    } else if (rows != p_.attention.total_q) {
+      invalid_value("k_new has " + std::to_string(rows) + " rows, but q " +
+                    std::to_string(p_.attention.total_q) +
+                    "; cu_seqlens_k_new is needed where new keys are not as many as queries");
+    }
+    p_.cu_seqlens_k_new = static_cast<const int32_t*>(cu.data);
+    p_.total_new = checked_extent(rows, "k_new", "total_new");
+    p_.seqlen_new = static_cast<int>(std::min<int64_t>(rows, p_.attention.seqlen_k));
   }
 
   void rotary() {
@@ -250,14 +317,23 @@ class KvCacheArguments {
 
   void tree_mask() {
     if (c_.tree_mask == nullptr) return;
-    const TensorView& t = *c_.tree_mask;
-    const char* const layout = "(batch or 1, seqlen_q, seqlen_q)";
+    const Attention& a = p_.attention;
+    TensorView t = *c_.tree_mask;
+    if (!packed_ && t.rank == 2) t = with_leading_axis(t);
     check_dtype(t, "tree_mask", DType::kBool);
     check_device(t, "tree_mask", t_.q, "q");
-    check_shape(t, "tree_mask",
-                {{p_.attention.batch, true}, {p_.attention.seqlen_q}, {p_.attention.seqlen_q}},
-                layout);
-    p_.tree_mask = auxiliary_of(t, {&Strides::batch, &Strides::row, &Strides::col});
+    check_rank(t, "tree_mask", packed_ ? 2 : 3, layouts_.tree_mask);
+    if (packed_) {
+      check_shape(t, "tree_mask", {{a.total_q}, {t.shape[1]}}, layouts_.tree_mask);
+      p_.tree_mask = {t.data, t.dtype, {0, t.stride[0], 0, t.stride[1]}};
+      p_.tree_columns = checked_extent(t.shape[1], "tree_mask", "columns");
+    } else {
+      check_shape(t, "tree_mask", {{a.batch, true}, {a.seqlen_q}, {a.seqlen_q}},
+                  layouts_.tree_mask);
+      p_.tree_mask = auxiliary_of(t, {&Strides::batch, &Strides::row, &Strides::col});
+      p_.tree_columns = a.seqlen_q;
+    }
+    if (p_.tree_columns == 0) p_.tree_mask = {};
   }
 
   BroadcastTensor scale(const TensorView* t, const char* argument) {
@@ -280,40 +356,11 @@ class KvCacheArguments {
     return auxiliary_of(*t, {&Strides::batch, &Strides::head});
   }
 
-  // Leaves num_splits 0 where it is to be chosen.
-  void splits() {
-    const int64_t count = c_.num_splits;
-    const int64_t size = c_.split_size;
-    if (count < 0 || count > kMaxSplitCount) {
-      invalid_value("num_splits is " + std::to_string(count) + "; 0 (chosen) to " +
-                    std::to_string(kMaxSplitCount) + " is allowed");
-    }
-    if (size < 0 || size % 64 != 0) {
-      invalid_value("split_size is " + std::to_string(size) +
-                    "; 0 (not used) or a positive multiple of 64 is allowed");
-    }
-    p_.num_splits = static_cast<int>(count);
-    if (size == 0) return;
-    if (count != 0) {
-      invalid_value("num_splits is " + std::to_string(count) + " and split_size " +
-                    std::to_string(size) + "; only one of both is allowed");
-    }
-    // A larger one is the same: one split.
-    const int64_t whole = std::max<int64_t>((int64_t{p_.attention.seqlen_k} + 63) / 64 * 64, 64);
-    p_.split_size = static_cast<int>(std::min(size, whole));
-    const int64_t needed = (int64_t{p_.attention.seqlen_k} + p_.split_size - 1) / p_.split_size;
-    if (needed > kMaxSplitCount) {
-      invalid_value("split_size is " + std::to_string(size) + ", which makes " +
-                    std::to_string(needed) + " splits of a cache with room for " +
-                    std::to_string(p_.attention.seqlen_k) + " rows; at most " +
-                    std::to_string(kMaxSplitCount) + " are allowed");
-    }
-    p_.num_splits = static_cast<int>(std::max<int64_t>(needed, 1));
-  }
-
   const KvCacheTensors t_;
   const ForwardOptions& options_;
   const KvCacheOptions& c_;
+  const bool packed_;
+  const Layouts& layouts_;
   AppendParams a_;
   KvCacheParams& p_ = a_.cache;
 };

@@ -10,6 +10,7 @@ from anyflash._api.key_ranges import create_key_ranges
 from anyflash._api.kvcache import attention_with_kvcache, kvcache_workspace_size
 from anyflash._api.merge import merge_states
 from anyflash._api.varlen import attention_varlen
+from anyflash._api.varlen_kvcache import attention_varlen_with_kvcache
 from anyflash._arrays.base import Array
 from anyflash._call.options import Part
 from anyflash._call.results import AttentionGrads, AttentionResult
@@ -25,6 +26,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_with_kvcache",
     "attention_with_kvcache",
     "build_info",
     "create_block_mask",

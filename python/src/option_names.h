@@ -53,7 +53,8 @@ inline constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {
     {"rotary_cos", &KvCacheOptions::rotary_cos, false, 0},
     {"rotary_sin", &KvCacheOptions::rotary_sin, false, 0},
     {"rotary_seqlens", &KvCacheOptions::rotary_seqlens, false, 0},
-    {"tree_mask", &KvCacheOptions::tree_mask, false, 3},
+    {"cu_seqlens_k_new", &KvCacheOptions::cu_seqlens_k_new, false, 0},
+    {"tree_mask", &KvCacheOptions::tree_mask, false, 0},
     {"k_scale", &KvCacheOptions::k_scale, false, 0},
     {"v_scale", &KvCacheOptions::v_scale, false, 0},
 };
@@ -76,7 +77,8 @@ inline constexpr BackwardTensor kBackwardArguments[] = {
 inline std::string with_python_names(std::string message) {
   for (const char* const name : {"k_new", "v_new"}) {
     for (std::size_t at = 0; (at = message.find(name, at)) != std::string::npos; ++at) {
-      message.erase(at + 1, std::strlen("_new"));
+      const bool is_end = at > 0 && message[at - 1] == '_';  // of cu_seqlens_k_new
+      if (!is_end) message.erase(at + 1, std::strlen("_new"));
     }
   }
   return message;

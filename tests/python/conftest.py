@@ -24,10 +24,12 @@ from cases.features import FEATURE_CASES
 from cases.forward import FORWARD_CASES
 from cases.gradient_case import GradientCase
 from cases.kvcache import CACHE_CASES
+from cases.packed_cache import PACKED_CASES, PackedCase
 from cases.varlen import VARLEN_CASES
 from run.backward import supports_backward
 from run.forward import supports
 from run.kvcache import supports_cache
+from run.packed_cache import supports_packed
 
 # The same random cases in every run; `--hypothesis-profile=random` draws new ones.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None)
@@ -35,8 +37,13 @@ hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
 CASES = (*FORWARD_CASES, *FEATURE_CASES, *VARLEN_CASES)
-SUPPORTS = {Case: supports, GradientCase: supports_backward, CacheCase: supports_cache}
-for table in (CASES, BACKWARD_CASES, CACHE_CASES):
+SUPPORTS = {
+    Case: supports,
+    GradientCase: supports_backward,
+    CacheCase: supports_cache,
+    PackedCase: supports_packed,
+}
+for table in (CASES, BACKWARD_CASES, CACHE_CASES, PACKED_CASES):
     assert len({case.id for case in table}) == len(table), "two cases have one id"
 
 
@@ -83,13 +90,19 @@ def _with_cases(names: list[str], cases: Sequence[Any]) -> Iterator[object]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` is every backend, with `case` each of its cases, with `gradient_case` each of the
-    backward's, with `cache_case` each with a cache; `cpu` and `gpu` are some backends."""
+    backward's, with `cache_case` each with a cache, with `packed_cache_case` each with a cache and
+    packed queries; `cpu` and `gpu` are some backends."""
     names = capi.backend_names()
     if not metafunc.definition.get_closest_marker("hopper"):
         names = [name for name in names if name != "emulated-sm90"]
     cpus = [name for name in names if name.startswith("cpu")]
     gpus = [name for name in names if name not in cpus]
-    tables = (("case", CASES), ("gradient_case", BACKWARD_CASES), ("cache_case", CACHE_CASES))
+    tables = (
+        ("case", CASES),
+        ("gradient_case", BACKWARD_CASES),
+        ("cache_case", CACHE_CASES),
+        ("packed_cache_case", PACKED_CASES),
+    )
     for fixture, cases in tables:
         if fixture in metafunc.fixturenames:
             parameters = list(_with_cases(names, cases))

@@ -175,12 +175,13 @@ typedef struct {
   int64_t split_size;
   const DLTensor* rotary_seqlens;
   int64_t head_dim_v; /* 0: v_cache's; else v_cache is NULL, and v the first columns of k_cache */
+  const DLTensor* cu_seqlens_k_new; /* packed queries (anyflash_forward_options::cu_seqlens_q) */
 } anyflash_kvcache_options;
 
 /* clang-format off */
 #define ANYFLASH_KVCACHE_OPTIONS_INIT                                                      \
   {sizeof(anyflash_kvcache_options), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, \
-   NULL, NULL, NULL, 0, 0, NULL, 0}
+   NULL, NULL, NULL, 0, 0, NULL, 0, NULL}
 /* clang-format on */
 
 /* The cache is written where new keys are given. `lse` and both options may be NULL. */

@@ -128,6 +128,10 @@ class ANYFLASH_API BackwardPlan {
 // Sequence b has n = cache_seqlens[b] + seqlen_new - cache_leftpad[b] keys; query i is aligned with
 // key n - seqlen_q + i (causal, windows, ALiBi).
 //
+// Sequences may have different numbers of queries and new keys: with ForwardOptions::cu_seqlens_q,
+// q and out are (total_q, heads, ...), lse is (heads, total_q), and prompts and single tokens are
+// done by one call.
+//
 // The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
 // and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16 bytes need a
 // contiguous last axis and rows at multiples of 16 bytes; else elements are read one by one.
@@ -138,8 +142,8 @@ struct KvCacheTensors {
 
 class ANYFLASH_API KvCachePlan {
  public:
-  // Of ForwardOptions, softmax_scale, causal, windows, softcap, alibi_slopes, sinks and those that
-  // say how to run are allowed.
+  // Of ForwardOptions, softmax_scale, causal, windows, softcap, alibi_slopes, sinks, cu_seqlens_q,
+  // max_seqlen_q and those that say how to run are allowed.
   KvCachePlan(const KvCacheTensors& tensors, const ForwardOptions& options,
               const KvCacheOptions& cache_options);
   std::size_t workspace_bytes() const;
@@ -147,7 +151,7 @@ class ANYFLASH_API KvCachePlan {
 
  private:
   struct State;
-  alignas(8) std::byte state_[2432];
+  alignas(8) std::byte state_[3072];
 };
 
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:

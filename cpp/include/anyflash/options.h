@@ -146,6 +146,11 @@ struct BackwardOptions {
 // r % page_size of page block_table[b, r / page_size]. Integers are read on the device, when the
 // work runs: a CUDA graph that is replayed sees what they then hold. They are clamped to what the
 // tensors hold; on the CPU (and with ForwardOptions::validate) they are checked.
+//
+// Sequences with different numbers of queries are packed: ForwardOptions::cu_seqlens_q (batch + 1,)
+// says where each begins in q and out (total_q, heads, ...) and lse (heads, total_q). max_seqlen_q
+// is a bound of their lengths that may spare a launch, 0: total_q. Work and workspace follow from
+// shapes and this bound alone.
 struct KvCacheOptions {
   // (batch,) int32: rows of the cache that are filled, before new keys are appended. Null: all.
   const TensorView* cache_seqlens = nullptr;
@@ -159,9 +164,11 @@ struct KvCacheOptions {
 
   // (batch, seqlen_new, heads_k, head_dim), (batch, seqlen_new, heads_k, head_dim_v), q's dtype:
   // written to the cache's rows from cache_seqlens[b] on, before attention, which sees them. Both
-  // or none; they need cache_seqlens.
+  // or none; they need cache_seqlens. With packed queries: (total_new, heads_k, ...).
   const TensorView* k_new = nullptr;
   const TensorView* v_new = nullptr;
+  // (batch + 1,) int32, of packed queries: where the sequences of k_new begin. Null: cu_seqlens_q.
+  const TensorView* cu_seqlens_k_new = nullptr;
 
   // (rows, rotary_dim / 2), float32 or q's dtype: rotary embedding (Su et al., arXiv 2104.09864)
   // of the first rotary_dim columns of k_new, which they need, and of q. New key t is rotated by
@@ -177,6 +184,9 @@ struct KvCacheOptions {
 
   // (batch or 1, seqlen_q, seqlen_q) bool: of the last seqlen_q keys, query i sees key j where
   // [b, i, j] holds (tree attention for speculative decoding). Earlier keys are seen as without it.
+  // A missing leading axis is broadcast.
+  // Packed queries: (total_q, columns), of which column j is the key that the sequence's query j
+  // is aligned with; keys behind the last column are seen as without it.
   const TensorView* tree_mask = nullptr;
 
   // Of an int8 or float8_e4m3fn cache: (heads_k,) or (k_cache.shape[0], heads_k) float32, that is

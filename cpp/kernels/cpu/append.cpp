@@ -82,8 +82,9 @@ struct Source {
   const Strides& stride;
   int columns;
 
-  const E* row(int64_t batch, int64_t row, int64_t head) const {
-    return static_cast<const E*>(data) + batch * stride.batch + row * stride.row +
+  // `row` of the sequence whose first row is `first`, where sequences are packed.
+  const E* row(int64_t batch, int64_t first, int64_t row, int64_t head) const {
+    return static_cast<const E*>(data) + batch * stride.batch + (first + row) * stride.row +
            head * stride.head;
   }
 };
@@ -113,22 +114,25 @@ void append_keys(const AppendParams& p, int num_threads) {
   const Attention& a = cache.attention;
   const Source<E> k{cache.k_new, cache.k_new_stride, a.head_dim};
   const Source<E> v{cache.v_new, cache.v_new_stride, a.head_dim_v};
-  const int64_t count = a.batch * cache.seqlen_new * a.heads_k;
+  const int64_t count = rows_of_k_new(cache) * a.heads_k;
   const bool rotate = p.rotary_cos.data != nullptr;
   const double work = static_cast<double>(count * k.columns) * (rotate ? kRotationWork : kCopyWork);
   for_each_on_threads(count, threads_worth(num_threads, work), [&](int64_t i) {
     const int64_t head = i % a.heads_k;
-    const int t = static_cast<int>(i / a.heads_k % cache.seqlen_new);
-    const int64_t batch = i / a.heads_k / cache.seqlen_new;
-    const CachedSequence sequence = cached_sequence(cache, batch);
+    const SequenceRow at =
+        sequence_row(cache.cu_seqlens_k_new, a.batch, cache.seqlen_new, i / a.heads_k);
+    if (!at.exists) return;
+    const int t = static_cast<int>(at.row);
+    const CachedSequence sequence = cached_sequence(cache, at.batch);
     const CacheSlot place = place_of(cache, sequence, sequence.keys_before + t);
     if (place.slot < 0) return;
     const Rotation<E> rotation =
-        rotate ? Rotation<E>(p, rotary_row(p, sequence, batch, t)) : Rotation<E>(p);
-    rotation.copy_row(k.row(batch, t, head), k.stride.col, k.columns,
+        rotate ? Rotation<E>(p, rotary_row(p, sequence, at.batch, t)) : Rotation<E>(p);
+    const int64_t first = sequence.first_new;
+    rotation.copy_row(k.row(at.batch, first, t, head), k.stride.col, k.columns,
                       cache_row<E, C>(a.k, a.k_stride, cache.k_scale, place, head));
     if (v.data == nullptr) return;
-    Rotation<E>(p).copy_row(v.row(batch, t, head), v.stride.col, v.columns,
+    Rotation<E>(p).copy_row(v.row(at.batch, first, t, head), v.stride.col, v.columns,
                             cache_row<E, C>(a.v, a.v_stride, cache.v_scale, place, head));
   });
 }
@@ -139,17 +143,19 @@ void rotate_queries(const AppendParams& p, int num_threads) {
   const Attention& a = cache.attention;
   const Source<E> q{a.q, a.q_stride, a.head_dim};
   const Strides& st = p.rotated_q_stride;
-  const int64_t count = a.batch * a.seqlen_q * a.heads;
+  const int64_t count = rows_of_q(cache) * a.heads;
   const double work = static_cast<double>(count * q.columns) * kRotationWork;
   for_each_on_threads(count, threads_worth(num_threads, work), [&](int64_t i) {
     const int64_t head = i % a.heads;
-    const int64_t query = i / a.heads % a.seqlen_q;
-    const int64_t batch = i / a.heads / a.seqlen_q;
-    const int step = p.rotary_steps ? static_cast<int>(query) : 0;
-    const int64_t row = rotary_row(p, cached_sequence(cache, batch), batch, step);
-    E* const to = static_cast<E*>(p.rotated_q) + batch * st.batch + query * st.row + head * st.head;
-    Rotation<E>(p, row).copy_row(q.row(batch, query, head), q.stride.col, q.columns,
-                                 Target<E, E>{to, st.col, 1});
+    const SequenceRow at = sequence_row(a.cu_seqlens_q, a.batch, a.seqlen_q, i / a.heads);
+    if (!at.exists) return;
+    const CachedSequence sequence = cached_sequence(cache, at.batch);
+    const int step = p.rotary_steps ? static_cast<int>(at.row) : 0;
+    const int64_t row = rotary_row(p, sequence, at.batch, step);
+    E* const to = static_cast<E*>(p.rotated_q) + at.batch * st.batch +
+                  (sequence.first_q + at.row) * st.row + head * st.head;
+    Rotation<E>(p, row).copy_row(q.row(at.batch, sequence.first_q, at.row, head), q.stride.col,
+                                 q.columns, Target<E, E>{to, st.col, 1});
   });
 }
 

@@ -205,7 +205,7 @@ class TaskRows {
       row.head = head;
       row.query = query;
       row.diagonal = std::int64_t{query} + seq.shift;
-      if (modifier.active()) modifier.begin_row(task.index, &row);
+      if (modifier.active()) modifier.begin_row(task.index, task.first_bias_row, &row);
       const int first_key = mask.first_key(query);
       const int end_key = mask.end_key(query);
       scratch.first[r] = first_key > task.first_key ? first_key : task.first_key;
@@ -304,8 +304,13 @@ class TaskRows {
       const T divisor = static_cast<T>(end.divisor * kept);
       for (int c = 0; c < params.attention.head_dim_v; ++c) o[c] = o[c] / divisor + T(0);
     }
-    const ResultRow result{task.sequence.batch, task.sequence.first_q, row.head, row.query};
+    const ResultRow result = result_row(r);
     store_result<E>(params, result, o, join_prior(params.prior, result, o, end.lse));
+  }
+
+  ResultRow result_row(int r) const {
+    const QueryRow<T>& row = scratch.rows[r];
+    return {task.sequence.batch, task.sequence.first_q, row.head, row.query};
   }
 
   // What to subtract from the scores: their maximum, or 0 while all of them are -inf, since

@@ -24,8 +24,8 @@ class ScoreModifier {
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  // `tail`: the bias is that of the last seqlen_q keys, and the others have none.
-  explicit ScoreModifier(const Attention& p, bool tail = false)
+  // tail: the bias is that of so many keys, the first of which is query 0's; others have none.
+  explicit ScoreModifier(const Attention& p, int tail = 0)
       : p_(p), cap_(static_cast<T>(p.softcap)), tail_(tail) {}
 
   bool has_softcap() const { return p_.softcap > 0; }
@@ -38,22 +38,24 @@ class ScoreModifier {
   // The factor on q.k that operator() takes scores with.
   double scale() const { return p_.softcap > 0 ? p_.softmax_scale / p_.softcap : p_.softmax_scale; }
 
-  void begin_row(std::int64_t sequence, QueryRow<T>* row) const {
+  // The bias of query 0 is in row first_bias_row.
+  void begin_row(std::int64_t sequence, std::int64_t first_bias_row, QueryRow<T>* row) const {
     if (has_alibi()) {
       const Strides& st = p_.alibi_slopes.stride;
       row->slope =
           static_cast<T>(read_number(p_.alibi_slopes, sequence * st.batch + row->head * st.head));
     }
     const Strides& st = p_.bias.stride;
-    row->bias = sequence * st.batch + row->head * st.head + row->query * st.row;
+    row->bias = sequence * st.batch + row->head * st.head + (first_bias_row + row->query) * st.row;
   }
 
   void row_bias(const QueryRow<T>& row, int first_key, int n, T* bias) const {
     const std::int64_t stride = p_.bias.stride.col;
     std::int64_t column = first_key;
-    if (tail_) {
+    if (tail_ > 0) {
       column -= row.diagonal - row.query;
       for (; n > 0 && column < 0; --n, ++column) *bias++ = T(0);
+      for (; n > 0 && column + n > tail_; --n) bias[n - 1] = T(0);
     }
     read_bias(p_.bias, row.bias + column * stride, stride, n, bias);
   }
@@ -76,7 +78,7 @@ class ScoreModifier {
  private:
   const Attention& p_;
   T cap_;
-  bool tail_;
+  int tail_;
 };
 
 // The bias tensor's part of load_bias().

@@ -39,6 +39,7 @@ struct Task {
   bool single_row;  // so few rows that they go one by one
   int first_key;    // no other keys than [first_key, end_key) of the sequence
   int end_key;
+  std::int64_t first_bias_row = 0;
 };
 
 // Tasks are tiles of query rows of a `unit` of a sequence, which is one head. Where a head has too

@@ -16,24 +16,15 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// An element of q, k_new or v_new.
 struct Place {
   int64_t batch;
-  int row;  // query, or number of the new key
+  int row;        // query, or number of the new key
+  int64_t first;  // packed: the sequence's first row
   int head;
   int col;
+  bool exists;
 };
-
-// Element `index` of a contiguous (batch, rows, heads, columns).
-__device__ __forceinline__ Place place_in(int64_t index, int rows, int heads, int columns) {
-  Place place;
-  place.col = static_cast<int>(index % columns);
-  index /= columns;
-  place.head = static_cast<int>(index % heads);
-  index /= heads;
-  place.row = static_cast<int>(index % rows);
-  place.batch = index / rows;
-  return place;
-}
 
 template <class Element>
 class Appender {
@@ -43,17 +34,19 @@ class Appender {
 
   __device__ int64_t queries() const {
     if (p_.rotated_q == nullptr) return 0;
-    return a_.batch * a_.seqlen_q * a_.heads * a_.head_dim;
+    return rows_of_q(c_) * a_.heads * a_.head_dim;
   }
-  __device__ int64_t keys() const { return a_.batch * c_.seqlen_new * a_.heads_k * a_.head_dim; }
+  __device__ int64_t keys() const { return rows_of_k_new(c_) * a_.heads_k * a_.head_dim; }
   __device__ int64_t values() const {
     if (c_.v_new == nullptr) return 0;
-    return a_.batch * c_.seqlen_new * a_.heads_k * a_.head_dim_v;
+    return rows_of_k_new(c_) * a_.heads_k * a_.head_dim_v;
   }
 
   __device__ void query(int64_t index) const {
-    const Place at = place_in(index, a_.seqlen_q, a_.heads, a_.head_dim);
+    Place at = place_in(index, a_.cu_seqlens_q, a_.seqlen_q, a_.heads, a_.head_dim);
+    if (!at.exists) return;
     const CachedSequence sequence = cached_sequence(c_, at.batch);
+    at.first = sequence.first_q;
     const int64_t angle = rotary_row(p_, sequence, at.batch, p_.rotary_steps ? at.row : 0);
     const Strides& stride = p_.rotated_q_stride;
     auto* const target = static_cast<Element*>(p_.rotated_q);
@@ -61,8 +54,10 @@ class Appender {
   }
 
   __device__ void key(int64_t index) const {
-    const Place at = place_in(index, c_.seqlen_new, a_.heads_k, a_.head_dim);
+    Place at = place_in(index, c_.cu_seqlens_k_new, c_.seqlen_new, a_.heads_k, a_.head_dim);
+    if (!at.exists) return;
     const CachedSequence sequence = cached_sequence(c_, at.batch);
+    at.first = sequence.first_new;
     const Element x =
         p_.rotary_cos.data == nullptr
             ? static_cast<const Element*>(c_.k_new)[offset(c_.k_new_stride, at)]
@@ -71,14 +66,32 @@ class Appender {
   }
 
   __device__ void value(int64_t index) const {
-    const Place at = place_in(index, c_.seqlen_new, a_.heads_k, a_.head_dim_v);
+    Place at = place_in(index, c_.cu_seqlens_k_new, c_.seqlen_new, a_.heads_k, a_.head_dim_v);
+    if (!at.exists) return;
+    const CachedSequence sequence = cached_sequence(c_, at.batch);
+    at.first = sequence.first_new;
     const Element x = static_cast<const Element*>(c_.v_new)[offset(c_.v_new_stride, at)];
-    write(a_.v, a_.v_stride, c_.v_scale, cached_sequence(c_, at.batch), at, x);
+    write(a_.v, a_.v_stride, c_.v_scale, sequence, at, x);
   }
 
  private:
+  // Element `index` of the contiguous rows of all sequences, which have `rows` each or are packed.
+  __device__ Place place_in(int64_t index, const int32_t* cu_seqlens, int rows, int heads,
+                            int columns) const {
+    Place place;
+    place.col = static_cast<int>(index % columns);
+    index /= columns;
+    place.head = static_cast<int>(index % heads);
+    const SequenceRow at = sequence_row(cu_seqlens, a_.batch, rows, index / heads);
+    place.batch = at.batch;
+    place.row = static_cast<int>(at.row);
+    place.first = 0;
+    place.exists = at.exists;
+    return place;
+  }
+
   static __device__ int64_t offset(const Strides& stride, const Place& at) {
-    return at.batch * stride.batch + at.row * stride.row + at.head * stride.head +
+    return at.batch * stride.batch + (at.first + at.row) * stride.row + at.head * stride.head +
            at.col * stride.col;
   }
 
@@ -154,8 +167,8 @@ void append_to_cache(const AppendParams& params, void* stream) {
   const KvCacheParams& c = params.cache;
   const Attention& a = c.attention;
   const int64_t per_row = int64_t{a.heads_k} * (a.head_dim + a.head_dim_v);
-  int64_t count = a.batch * c.seqlen_new * per_row;
-  if (params.rotated_q != nullptr) count += a.batch * a.seqlen_q * a.heads * a.head_dim;
+  int64_t count = rows_of_k_new(c) * per_row;
+  if (params.rotated_q != nullptr) count += rows_of_q(c) * a.heads * a.head_dim;
   if (params.dtype == DType::kFloat16) {
     launch_grid_stride<append_kernel<__half>>(count, kThreads, kThreads, 0, stream, params);
   } else {

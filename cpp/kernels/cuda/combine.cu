@@ -10,6 +10,7 @@
 #include "common/store.h"
 #include "cuda/combine.h"
 #include "variant/broadcast_tensor.h"
+#include "variant/cache.h"
 
 namespace anyflash {
 
@@ -49,9 +50,9 @@ class RowCombiner {
   // The columns from first_column on, and with the first ones the row's LSE.
   __device__ void combine(int64_t row, int first_column) {
     first_column_ = first_column;
-    const int64_t query = row % p_.attention.seqlen_q;
-    const int64_t head = row / p_.attention.seqlen_q % p_.attention.heads;
-    const int64_t batch = row / p_.attention.seqlen_q / p_.attention.heads;
+    const Place place = place_of(row);
+    if (!place.exists) return;
+    const auto [exists, batch, head, query] = place;
     const float sink = p_.attention.sinks.data == nullptr
                            ? -INFINITY
                            : load_float(p_.attention.sinks, head * p_.attention.sinks.stride.head);
@@ -82,6 +83,28 @@ class RowCombiner {
   }
 
  private:
+  // Where a row of the parts goes.
+  struct Place {
+    bool exists;
+    int64_t batch;  // these as in p_.out
+    int64_t head;
+    int64_t query;
+  };
+
+  __device__ Place place_of(int64_t row) const {
+    const Attention& a = p_.attention;
+    const int64_t rows = part_rows(p_);
+    const Place place{true, row / rows / a.heads, row / rows % a.heads, row % rows};
+    if (a.cu_seqlens_q == nullptr) return place;
+    const int64_t batch =
+        p_.packed_parts ? sequence_of_row(a.cu_seqlens_q, a.batch, place.query) : place.batch;
+    const PackedRows of = packed_rows(a.cu_seqlens_q, batch, a.total_q, a.seqlen_q);
+    const int64_t query = p_.packed_parts ? place.query - of.first : place.query;
+    const bool exists = p_.least_queries <= of.length && of.length <= p_.most_queries &&
+                        0 <= query && query < of.length;
+    return {exists, 0, place.head, of.first + query};
+  }
+
   static __device__ void sync() {
     if constexpr (kRowWarps == 1) __syncwarp();
     else __syncthreads();

@@ -24,18 +24,24 @@ ANYFLASH_DEVICE T* first_of(Void* data, const Strides& stride, const Sequence& s
          (sequence.first_q + row) * stride.row;
 }
 
-// Gives what was taken out of partly hidden tiles of V to the rows that see it.
-template <class Traits, class Out, class Variant>
+// Reads elements of V, (key, column), as floats.
+template <class Element>
+ANYFLASH_DEVICE auto tensor_values(const Attention& attention, const ForwardWorkTile& block) {
+  const Strides& stride = attention.v_stride;
+  const auto* const v = static_cast<const Element*>(attention.v) +
+                        block.sequence.batch * stride.batch + block.head_k * stride.head +
+                        block.sequence.first_k * stride.row;
+  return [v, row = stride.row](int key, int x) { return static_cast<float>(v[key * row + x]); };
+}
+
+// Gives what was taken out of partly hidden tiles of V to the rows that see it. values: as
+// tensor_values().
+template <class Traits, class Out, class Variant, class Values>
 ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWorkTile& block,
-                                    const Variant& variant) {
-  using Element = typename Traits::Element;
+                                    const Variant& variant, const Values& values) {
   constexpr int kBlockN = Traits::kBlockN;
   const Sequence& sequence = block.sequence;
   const Mask mask(sequence, params.attention.window);
-  const auto* const v = static_cast<const Element*>(params.attention.v) +
-                        sequence.batch * params.attention.v_stride.batch +
-                        block.head_k * params.attention.v_stride.head +
-                        sequence.first_k * params.attention.v_stride.row;
   Out* const out = first_of<Out>(params.out, params.out_stride, sequence, block.head);
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, kBlockN);
   const IndexRange rows{block.first_row, min(block.first_row + Traits::kBlockM, sequence.seqlen_q)};
@@ -44,10 +50,7 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
     if (!cleared || !variant.visits(tile, Traits::kBlockM)) continue;
     const IndexRange keys{tile * kBlockN, min((tile + 1) * kBlockN, sequence.seqlen_k)};
     restore_nonfinite<Traits::kThreads>(
-        keys, rows, params.attention.head_dim_v,
-        [&](int key, int x) {
-          return static_cast<float>(v[key * params.attention.v_stride.row + x]);
-        },
+        keys, rows, params.attention.head_dim_v, values,
         [&](int row, int key) {
           if (!mask.keep(row, key) || !variant.keep(row, key)) return TermWeight::kHidden;
           return variant.is_dropped(row, key) ? TermWeight::kDropped : TermWeight::kVisible;

@@ -1,4 +1,4 @@
-// Where the keys of a sequence lie in a cache, and how many there are.
+// Where the keys of a sequence lie in a cache, how many there are, and which queries see them.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,10 @@
 namespace ANYFLASH_SHARED_NAMESPACE {
 
 struct CachedSequence {
+  int64_t first_q;  // packed queries: row of its first in q and in the results; else 0
+  int seqlen_q;
+  int seqlen_new;        // keys that are appended
+  int64_t first_new;     // packed: row of its first in k_new and v_new; else 0
   const int32_t* pages;  // its row of the block table; null: not paged
   int64_t slot;          // not paged: its place along the cache's first axis, -1 if it has none
   int first_row;         // of key 0
@@ -24,19 +28,86 @@ struct CacheSlot {
   int row;
 };
 
+// Rows of a packed tensor.
+struct PackedRows {
+  int64_t first;
+  int length;
+};
+
+// Those of sequence `index`: no more than `most`, and within the tensor's `total`.
+ANYFLASH_HOST_DEVICE PackedRows packed_rows(const int32_t* cu_seqlens, int64_t index, int64_t total,
+                                            int most) {
+  const int64_t first = clamp_length(cu_seqlens[index], total);
+  const int64_t rest = total - first;
+  return {first, clamp_length(cu_seqlens[index + 1] - first, rest < most ? rest : most)};
+}
+
+// The sequence that a packed row belongs to: the last one that begins there or before.
+ANYFLASH_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_seqlens, int64_t batch,
+                                             int64_t row) {
+  int64_t low = 0;
+  int64_t high = batch;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (cu_seqlens[middle] <= row) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// Of all sequences.
+ANYFLASH_HOST_DEVICE int64_t rows_of_q(const KvCacheParams& p) {
+  const Attention& a = p.attention;
+  return a.cu_seqlens_q == nullptr ? a.batch * a.seqlen_q : a.total_q;
+}
+ANYFLASH_HOST_DEVICE int64_t rows_of_k_new(const KvCacheParams& p) {
+  return p.cu_seqlens_k_new == nullptr ? p.attention.batch * p.seqlen_new : p.total_new;
+}
+
+// Row `row` of q or of k_new, of all sequences one after the other: packed as they are, else with
+// `rows` each.
+struct SequenceRow {
+  int64_t batch;
+  int64_t row;  // of the sequence
+  bool exists;  // behind the last sequence there may be rows of none
+};
+
+ANYFLASH_HOST_DEVICE SequenceRow sequence_row(const int32_t* cu_seqlens, int64_t batch, int rows,
+                                              int64_t row) {
+  if (cu_seqlens == nullptr) return {row / rows, row % rows, true};
+  const int64_t index = sequence_of_row(cu_seqlens, batch, row);
+  const int64_t first = cu_seqlens[index];
+  return {index, row - first,
+          0 <= first && first <= row && row < cu_seqlens[index + 1] && row - first < rows};
+}
+
 // Lengths that do not fit the tensors are clamped to what does.
 ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int64_t index) {
   CachedSequence s;
+  s.first_q = s.first_new = 0;
+  s.seqlen_q = p.attention.seqlen_q;
+  s.seqlen_new = p.seqlen_new;
+  if (p.attention.cu_seqlens_q != nullptr) {
+    const PackedRows rows =
+        packed_rows(p.attention.cu_seqlens_q, index, p.attention.total_q, p.attention.seqlen_q);
+    s.first_q = rows.first;
+    s.seqlen_q = rows.length;
+  }
+  if (p.cu_seqlens_k_new != nullptr) {
+    const PackedRows rows = packed_rows(p.cu_seqlens_k_new, index, p.total_new, p.seqlen_new);
+    s.first_new = rows.first;
+    s.seqlen_new = rows.length;
+  }
   s.pages = nullptr;
   s.slot = p.cache_batch_idx == nullptr ? index : int64_t{p.cache_batch_idx[index]};
   if (p.block_table != nullptr) s.pages = p.block_table + index * p.block_table_stride.batch;
   else if (s.slot < 0 || s.slot >= p.slots) s.slot = -1;
-  const int capacity = p.attention.seqlen_k - p.seqlen_new;
+  const int capacity = p.attention.seqlen_k - s.seqlen_new;
   const int filled =
       p.cache_seqlens == nullptr ? capacity : clamp_length(p.cache_seqlens[index], capacity);
   s.first_row = p.cache_leftpad == nullptr ? 0 : clamp_length(p.cache_leftpad[index], filled);
   s.keys_before = filled - s.first_row;
-  s.seqlen_k = s.keys_before + p.seqlen_new;
+  s.seqlen_k = s.keys_before + s.seqlen_new;
   return s;
 }
 

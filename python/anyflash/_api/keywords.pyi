@@ -95,3 +95,8 @@ class KvCacheKeywords(TypedDict, Generic[_X], total=False):
     split_size: int | None
     head_dim_v: int | None
     out_dtype: Any
+
+class VarlenKvCacheKeywords(KvCacheKeywords[_X], Generic[_X], total=False):
+    cu_seqlens_k_new: _X | None
+    max_seqlen_q: int | None
+    validate: bool

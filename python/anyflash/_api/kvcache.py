@@ -241,24 +241,38 @@ def attention_with_kvcache(
         head_dim_v,
     )
     outputs = OutputRequest(return_lse, out_dtype=out_dtype, out=out, stream=stream)
+    name = "anyflash.attention_with_kvcache"
     tensors = (q, k_cache, v_cache)
-    if (adapter := adapter_of(q, k_cache, v_cache, k, v)) is not None:
-        refuse("anyflash.attention_with_kvcache", out=out, stream=stream, workspace=workspace)
+    return attend_with_kvcache(name, tensors, cache, options, outputs, workspace=workspace)
+
+
+def attend_with_kvcache(
+    operation: str,
+    tensors: tuple[ArrayT, Any, Any],
+    cache: KvCacheOptions,
+    options: AttentionOptions,
+    outputs: OutputRequest,
+    *,
+    workspace: Any = None,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
+    if (adapter := adapter_of(*tensors, cache.k, cache.v)) is not None:
+        refuse(operation, out=outputs.out, stream=outputs.stream, workspace=workspace)
         result: ArrayT | tuple[ArrayT, ArrayT] = adapter.attend_with_kvcache(
             tensors, cache, options, outputs
         )
         return result
-    operation = "anyflash.attention_with_kvcache"
     return KvCacheCall(operation, tensors, cache, options, outputs, workspace=workspace).attend()
 
 
 _SIGNATURE = inspect.signature(attention_with_kvcache)
+_VARLEN = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "validate")
 
 
 def kvcache_workspace_size(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
 ) -> int:
-    """Bytes of ``workspace`` that :func:`attention_with_kvcache` needs for the same arguments.
+    """Bytes of ``workspace`` that :func:`attention_with_kvcache` needs for the same arguments, or,
+    with ``cu_seqlens_q`` among them, :func:`attention_varlen_with_kvcache`.
 
     For memory that is one's own, and the same in every step: in a CUDA graph, say. It counts for
     whatever the arrays hold, whatever lengths and pages they name; where sizes differ (of a batch
@@ -291,7 +305,9 @@ def kvcache_workspace_size(
     >>> anyflash.attention_with_kvcache(q, cache, cache, workspace=memory, **options).shape
     (1, 1, 4, 16)
     """
+    is_packed = options.get("cu_seqlens_q") is not None
+    packing = {name: options.pop(name) for name in _VARLEN if is_packed and name in options}
     bound = _SIGNATURE.bind(q, k_cache, v_cache, k, v, **options)
     bound.apply_defaults()
-    call = KvCacheCall.of("anyflash.kvcache_workspace_size", bound.arguments)
+    call = KvCacheCall.of("anyflash.kvcache_workspace_size", {**bound.arguments, **packing})
     return call.workspace_size()

@@ -22,6 +22,7 @@ _LAYOUTS = {
     "v_cache": "(batch, capacity, heads_k, head_dim_v), or with a block_table (pages, page_size, "
     "heads_k, head_dim_v)",
 }
+_PACKED_LAYOUT = "(total_q, heads, head_dim)"
 _NO_GRADIENTS = "attention with a KV cache has no backward"
 
 
@@ -82,9 +83,12 @@ class KvCacheCall(Forward[ArrayT]):
             name: operands.read(name, x, FLOATS if name == "q" else CACHES)
             for name, x in given.items()
         }
+        packed = cache.cu_seqlens_q is not None
         for name, (shape, _) in read.items():
-            if len(shape) != 4:
-                self._refuse_rank(_LAYOUTS[name], 4, **{name: shape})
+            layout = _PACKED_LAYOUT if packed and name == "q" else _LAYOUTS[name]
+            rank = 3 if layout is _PACKED_LAYOUT else 4
+            if len(shape) != rank:
+                self._refuse_rank(layout, rank, **{name: shape})
         shape, k_shape, *others = (shape for shape, _ in read.values())
         columns = others[0][3] if others else self._read_columns(cache.head_dim_v, k_shape[3])
         self._begin(q, read["q"][1], (shape, k_shape, (*k_shape[:3], columns)), options)
@@ -94,6 +98,8 @@ class KvCacheCall(Forward[ArrayT]):
         self._cache_options: dict[str, Any] = {} if others else {"head_dim_v": columns}
         self._seqlens: int | None = None  # the same for all sequences
         self._owner: Any = None  # of the memory that they are written to
+        if packed:
+            self._pack_queries(cache)
         self._read_options(options)
         self._read_cache(cache)
         self._read_appended(cache)
@@ -114,6 +120,18 @@ class KvCacheCall(Forward[ArrayT]):
             made(OutputRequest),
             workspace=given.get("workspace"),
         )
+
+    def _pack_queries(self, cache: KvCacheOptions) -> None:
+        """Sequences have different numbers of queries."""
+        shape = self._array("cu_seqlens_q", cache.cu_seqlens_q, INT32)
+        operation = self._operands.operation
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"{operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)")
+        self._batch = shape[0] - 1
+        if cache.max_seqlen_q is not None:
+            longest = self._operands.parse("max_seqlen_q", parsing.length, cache.max_seqlen_q)
+            self._options["max_seqlen"] = (longest, 0)
+        (self._options["validate"],) = parsing.flags(operation, validate=cache.validate)
 
     def _read_columns(self, head_dim_v: Any, most: int) -> int:
         return self._operands.parse("head_dim_v", parsing.columns, head_dim_v, most)
@@ -147,6 +165,7 @@ class KvCacheCall(Forward[ArrayT]):
             ("rotary_cos", "rotary_cos", cache.rotary_cos, FLOATS),
             ("rotary_sin", "rotary_sin", cache.rotary_sin, FLOATS),
             ("rotary_seqlens", "rotary_seqlens", cache.rotary_seqlens, INT32),
+            ("cu_seqlens_k_new", "cu_seqlens_k_new", cache.cu_seqlens_k_new, INT32),
         ):
             if x is not None:
                 self._cache_array(name, argument, x, allowed)
@@ -183,8 +202,8 @@ class KvCacheCall(Forward[ArrayT]):
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
         if self._seqlens is not None:
-            shapes = (self._cache_shapes.get(name) for name in ("block_table", "k_new"))
-            room = (self._seqlens, self._shapes[1], *shapes)
+            new = None if "cu_seqlens_q" in self._arrays else self._cache_shapes.get("k_new")
+            room = (self._seqlens, self._shapes[1], self._cache_shapes.get("block_table"), new)
             operands.parse("cache_seqlens", parsing.check_room, *room)
             self._owner, lengths = operands.parse(
                 "cache_seqlens",

@@ -192,7 +192,8 @@ class GradientRequest(NamedTuple):
 
 class KvCacheOptions(NamedTuple):
     """What attention with a KV cache is given besides: keys and values to append, how they and the
-    queries are rotated, where the cache's keys lie, what they are, and how they are divided."""
+    queries are rotated, where the cache's keys lie, what they are, how they are divided, and where
+    packed queries and new keys lie."""
 
     k: Any
     v: Any
@@ -210,3 +211,7 @@ class KvCacheOptions(NamedTuple):
     num_splits: Any
     split_size: Any
     head_dim_v: Any
+    cu_seqlens_q: Any = None
+    cu_seqlens_k_new: Any = None
+    max_seqlen_q: Any = None
+    validate: Any = False

@@ -108,6 +108,7 @@ def rows_in_cache(
     q: torch.Tensor,
     cache_seqlens: int | torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """flash-attn rotates by the row in the cache, the pad included, anyflash without it."""
     if cache_leftpad is None:
@@ -116,7 +117,8 @@ def rows_in_cache(
         return cache_seqlens
     if not (isinstance(cache_seqlens, int) and 0 <= cache_seqlens < 1 << 31 and is_tensor(q)):
         return None  # which attention_with_kvcache refuses
-    return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 def is_tensor(x: Any) -> bool:

@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anyflash.flash_attn._kvcache import rows_in_cache
 from anyflash.flash_attn._options import as_int, score_options
 from anyflash.flash_attn_3._arguments import refuse
-from anyflash.torch import attention_with_kvcache
-from anyflash.torch._paged import attention_varlen_paged, split_pages
+from anyflash.torch import attention_varlen_with_kvcache, attention_with_kvcache
+from anyflash.torch._paged import split_pages
 
 _NAME = "flash_attn_with_kvcache"
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ def flash_attn_with_kvcache(
     cache_leftpad: Tensor | None = None,
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     rotary_seqlens: Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -51,7 +51,8 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """:func:`anyflash.attention_with_kvcache` with FlashAttention-3's signature.
+    """:func:`anyflash.attention_with_kvcache` with FlashAttention-3's signature; with packed queries
+    or new keys, :func:`anyflash.attention_varlen_with_kvcache`.
 
     k and v, if given, are written to the caches in place, from ``cache_seqlens`` on, and seen.
     There is no backward: the results require no grad.
@@ -61,24 +62,28 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : (batch, seqlen_q, heads, head_dim)
-        With ``cu_seqlens_q``: (total_q, heads, head_dim), without k and v.
+        With ``cu_seqlens_q``: (total_q, heads, head_dim).
     k_cache : (cache_batch, capacity, heads_k, head_dim)
     v_cache : (cache_batch, capacity, heads_k, head_dim_v)
         q's dtype. With ``page_table``: (pages, page_size, heads_k, head_dim or head_dim_v), any
         page size.
     k, v : (batch, seqlen_new, heads_k, head_dim or head_dim_v), optional
+        With ``cu_seqlens_k_new``: (total_new, heads_k, head_dim or head_dim_v).
     rotary_cos, rotary_sin : (rows, rotary_dim / 2), optional
     cache_seqlens : int or (batch,) int32, optional
     cache_batch_idx, cache_leftpad : (batch,) int32, optional
     page_table : (batch, pages of a sequence) int32, optional
     cu_seqlens_q : (batch + 1,) int32, optional
-        Where packed queries begin, and the last ones end; with ``max_seqlen_q``.
+        Where packed queries begin, and the last ones end. No sequence has more than
+        ``max_seqlen_q``.
+    cu_seqlens_k_new : (batch + 1,) int32, optional
+        The same of packed new keys.
     rotary_seqlens : (batch,) int32, optional
         The row of the rotary tables of each sequence's first new key; default: ``cache_seqlens``.
     num_splits : int
         Parts that the keys are divided into; 0: chosen.
-    qv, cu_seqlens_k_new, attention_chunk
-        None, None and 0 alone are allowed.
+    qv, attention_chunk
+        None and 0 alone are allowed.
     scheduler_metadata, q_descale, k_descale, v_descale, pack_gqa, sm_margin
         Change nothing.
 
@@ -100,58 +105,96 @@ def flash_attn_with_kvcache(
     >>> bool((k_cache[:, 3] == 1).all())
     True
     """
-    refuse(_NAME, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, attention_chunk=attention_chunk)
+    refuse(_NAME, qv=qv, attention_chunk=attention_chunk)
     if k_cache.dtype != q.dtype:
         raise TypeError(
             f"anyflash.flash_attn_3.{_NAME}: k_cache is {k_cache.dtype}, but q is {q.dtype}; both "
             "must have one dtype (anyflash.attention_with_kvcache takes caches of 8 bits)"
         )
     options = score_options(softmax_scale, causal, window_size, softcap, None)
+    k_cache, v_cache, table = split_pages(k_cache, v_cache, page_table)
+    new = _NewKeys.of(q, k, v, cu_seqlens_q, cu_seqlens_k_new)
+    if rotary_cos is not None:
+        longest = q.shape[0] if new.is_packed else q.shape[1]
+        options["window_size"] = _bounds(options["window_size"], longest, k_cache, table)
+    if rotary_cos is not None and rotary_seqlens is None:
+        rotary_seqlens = rows_in_cache(q, cache_seqlens, cache_leftpad, cu_seqlens_q)
     options |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
-    options |= {"num_splits": num_splits}
+    options |= {"cache_seqlens": cache_seqlens, "block_table": table, "num_splits": num_splits}
+    options |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    options |= {"rotary_seqlens": rotary_seqlens, "rotary_interleaved": rotary_interleaved}
     with torch.no_grad():
-        if cu_seqlens_q is not None:
-            refuse(_NAME, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-            if max_seqlen_q is None:
-                raise ValueError(
-                    f"anyflash.flash_attn_3.{_NAME}: max_seqlen_q is None; with cu_seqlens_q it is "
-                    "needed: an upper bound of the numbers of queries"
-                )
-            lengths = (
-                cu_seqlens_q,
-                cache_seqlens,
-                as_int(max_seqlen_q, "max_seqlen_q"),
-                page_table,
-            )
-            out, lse = attention_varlen_paged(q, k_cache, v_cache, *lengths, options)
-        else:
-            k_cache, v_cache, table = split_pages(k_cache, v_cache, page_table)
-            if rotary_cos is not None:
-                options["window_size"] = _bounds(options["window_size"], q, k_cache, table)
-            if rotary_cos is not None and rotary_seqlens is None:
-                rotary_seqlens = rows_in_cache(q, cache_seqlens, cache_leftpad)
-            out, lse = attention_with_kvcache(
-                *(q, k_cache, v_cache, k, v),
-                rotary_cos=rotary_cos,
-                rotary_sin=rotary_sin,
-                rotary_seqlens=rotary_seqlens,
-                rotary_interleaved=rotary_interleaved,
-                cache_seqlens=cache_seqlens,
-                block_table=table,
+        if new.is_packed:
+            if max_seqlen_q is not None:
+                options["max_seqlen_q"] = as_int(max_seqlen_q, "max_seqlen_q")
+            out, lse = attention_varlen_with_kvcache(
+                *(new.q, k_cache, v_cache, new.ends_q, new.k, new.v),
+                cu_seqlens_k_new=new.ends_k,
                 return_lse=True,
                 **options,
+            )
+            out, lse = new.like_q(out, lse)
+        else:
+            out, lse = attention_with_kvcache(
+                *(q, k_cache, v_cache, k, v), return_lse=True, **options
             )
     empty = lse.new_empty(0)
     return (out, lse, empty, empty) if return_softmax_lse else out
 
 
+class _NewKeys(NamedTuple):
+    """Queries and new keys. Where either are packed, both are made so."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    ends_q: Tensor | None
+    ends_k: Tensor | None  # None: as ends_q
+    seqlen_q: int  # of queries that were not packed; else 0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.ends_q is not None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        ends_q: Tensor | None,
+        ends_k: Tensor | None,
+    ) -> _NewKeys:
+        seqlen_q = 0
+        if ends_q is None and ends_k is None:
+            return cls(q, k, v, None, None, 0)
+        if ends_q is None:
+            seqlen_q = q.shape[1]
+            ends_q, q = _ends(q), q.flatten(0, 1)
+        if k is not None and ends_k is None and k.dim() == 4:
+            ends_k, k = _ends(k), k.flatten(0, 1)
+            v = None if v is None else v.flatten(0, 1)
+        return cls(q, k, v, ends_q, ends_k, seqlen_q)
+
+    def like_q(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ends_q is None or not self.seqlen_q:
+            return out, lse
+        return (
+            out.unflatten(0, (-1, self.seqlen_q)),
+            lse.unflatten(1, (-1, self.seqlen_q)).transpose(0, 1),
+        )
+
+
+def _ends(x: Tensor) -> Tensor:
+    """Where the sequences of (batch, seqlen, ...) begin, and the last one ends."""
+    batch, length = x.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * length
+
+
 def _bounds(
-    window: tuple[int, int], q: Tensor, k_cache: Tensor, table: Tensor | None
+    window: tuple[int, int], seqlen_q: int, k_cache: Tensor, table: Tensor | None
 ) -> tuple[int, int]:
     """A bound that no score can meet is none, which is what rotates all queries alike."""
     last_key = k_cache.shape[1] * (1 if table is None else table.shape[1]) - 1
     left, right = window
-    return (
-        -1 if left >= last_key else left,
-        -1 if right >= q.shape[1] - 1 else right,
-    )
+    return (-1 if left >= last_key else left, -1 if right >= seqlen_q - 1 else right)

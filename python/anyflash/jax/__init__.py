@@ -8,10 +8,12 @@ from anyflash.jax._context_parallel import context_parallel_attention, zigzag_or
 from anyflash.jax._dot_product_attention import dot_product_attention
 from anyflash.jax._kvcache import attention_with_kvcache
 from anyflash.jax._varlen import attention_varlen
+from anyflash.jax._varlen_kvcache import attention_varlen_with_kvcache
 
 __all__ = [
     "attention",
     "attention_varlen",
+    "attention_varlen_with_kvcache",
     "attention_with_kvcache",
     "context_parallel_attention",
     "dot_product_attention",

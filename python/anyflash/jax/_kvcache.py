@@ -231,10 +231,15 @@ def attend_with_kvcache(
     outputs: OutputRequest,
 ) -> jax.Array | tuple[jax.Array, ...]:
     given = dict(zip(("q", *CACHES), tensors, strict=True))
-    call = Call("anyflash.jax.attention_with_kvcache", **given)
+    packed = cache.cu_seqlens_q is not None
+    name = "attention_varlen_with_kvcache" if packed else "attention_with_kvcache"
+    call = Call(f"anyflash.jax.{name}", **given)
     check_values(call.operation, given["v_cache"], cache)
     call.scores(options)
-    names = tuple(name for name in given if name in call.arrays)
+    if packed:
+        call.check_rank(("q",), 3, "(total_q, heads, head_dim)")
+        _pack(call, cache)
+    names = tuple(name for name in given if name in call.arrays and not (packed and name == "q"))
     call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
     if cache.head_dim_v is not None:
         columns = call.arrays["k_cache"].shape[3]
@@ -248,7 +253,7 @@ def attend_with_kvcache(
     call.array("rotary_cos", cache.rotary_cos)
     call.array("rotary_sin", cache.rotary_sin)
     call.array("rotary_seqlens", cache.rotary_seqlens)
-    call.array("tree_mask", cache.tree_mask, 3)
+    call.array("tree_mask", cache.tree_mask)
     call.array("k_scale", cache.k_scale)
     call.array("v_scale", cache.v_scale)
     call.array("cache_seqlens", _seqlens(call, cache.cache_seqlens))
@@ -264,15 +269,32 @@ def attend_with_kvcache(
     return _attend(call, return_lse, outputs.out_dtype, appends)
 
 
+def _pack(call: Call, cache: KvCacheOptions) -> None:
+    """Sequences have different numbers of queries."""
+    call.array("cu_seqlens_q", cache.cu_seqlens_q)
+    call.array("cu_seqlens_k_new", cache.cu_seqlens_k_new)
+    shape = tuple(call.arrays["cu_seqlens_q"].shape)
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"{call.operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)")
+    if cache.max_seqlen_q is not None:
+        longest = call.parse("max_seqlen_q", parsing.length, cache.max_seqlen_q)
+        call.numbers["max_seqlen_q"] = longest
+    (call.numbers["validate"],) = parsing.flags(call.operation, validate=cache.validate)
+
+
 def _seqlens(call: Call, cache_seqlens: Any) -> Any:
     """An int is that of all sequences."""
     if not isinstance(cache_seqlens, numbers.Integral):
         return cache_seqlens
     filled = call.parse("cache_seqlens", parsing.length, cache_seqlens)
-    others = (call.arrays.get(name) for name in ("block_table", "k_new"))
-    shapes = (None if x is None else x.shape for x in others)
+    ends = call.arrays.get("cu_seqlens_q")
+    new = (
+        call.arrays.get("k_new") if ends is None else None
+    )  # packed, lengths are known to JAX only
+    shapes = (None if x is None else x.shape for x in (call.arrays.get("block_table"), new))
     call.parse("cache_seqlens", parsing.check_room, filled, call.arrays["k_cache"].shape, *shapes)
-    return jnp.full(call.arrays["q"].shape[:1], filled, jnp.int32)
+    batch = call.arrays["q"].shape[0] if ends is None else ends.shape[0] - 1
+    return jnp.full((batch,), filled, jnp.int32)
 
 
 def _attend(
@@ -281,7 +303,7 @@ def _attend(
     q, k_cache = call.arrays["q"], call.arrays["k_cache"]
     written = (name for name in CACHES if appends and name in call.arrays)
     names = ("out", *(("lse",) if return_lse else ()), *written)
-    settings = call.settings(names, (q.shape[1], k_cache.shape[1]), out_dtype, False)
+    settings = call.settings(names, (q.shape[-3], k_cache.shape[1]), out_dtype, False)
     shapes = _results(settings, call.arrays)
     _ffi.check(call.operation, "forward_with_kvcache", call.arrays | shapes, settings.numbers)
     results = _without_derivative(settings, _ffi.vary_alike(call.arrays))
@@ -294,7 +316,7 @@ def _results(settings: Settings, operands: Arrays) -> Arrays:
     columns = numbers.get("head_dim_v") or operands["v_cache"].shape[-1]
     kinds = {
         "out": ((*q.shape[:-1], columns), settings.out_dtype),
-        "lse": ((q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
+        "lse": ((*q.shape[:-3], q.shape[-2], q.shape[-3]), FLOAT32),
     }
     caches = (name for name in CACHES if name in operands)
     kinds |= {name: (operands[name].shape, operands[name].dtype) for name in caches}

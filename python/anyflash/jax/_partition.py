@@ -38,6 +38,7 @@ _FACTORS = {
     "rng_state": ".",
     "cu_seqlens_q": ".",
     "cu_seqlens_k": ".",
+    "cu_seqlens_k_new": ".",
     "k_cache": "b.g.",
     "v_cache": "b.g.",
     "k_new": "b.g.",
@@ -57,7 +58,7 @@ CACHES = ("k_cache", "v_cache")
 # Their places count along the first axis, as the batch's entries do, if no other argument says so.
 _OF_PLACES = (*CACHES, "k_scale", "v_scale")
 OF_RESULTS = ("dout", "out", "dlse", "lse")  # the backward's operands
-_OF_TOKENS = ("q", "k", "v", "out", "lse")  # packed sequences share an axis
+_OF_TOKENS = ("q", "k", "v", "k_new", "v_new", "out", "lse")  # packed sequences share an axis
 
 
 def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:

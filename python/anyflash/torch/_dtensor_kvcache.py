@@ -13,19 +13,21 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from anyflash.torch._ops import lse_shape
+
 _BATCH, _HEADS = "batch", "heads"
 _ADVICE = (
     "redistribute them, or call it on local tensors: "
     "torch.distributed.tensor.experimental.local_map"
 )
 _CACHES = ("k_cache", "v_cache")
-# Of each argument, the axis that counts the batch, and the one that counts the heads.
+# Of each argument, the axis that counts the batch, and the one that counts the heads. Packed
+# sequences are not sharded on the batch.
 _AXES: dict[str, tuple[int | None, int | None]] = {
-    "q": (0, 2),
     "k_cache": (0, 2),
     "v_cache": (0, 2),
-    "k": (0, 2),
-    "v": (0, 2),
+    "cu_seqlens_q": (None, None),
+    "cu_seqlens_k_new": (None, None),
     "rotary_cos": (None, None),
     "rotary_sin": (None, None),
     "rotary_seqlens": (0, None),
@@ -48,6 +50,8 @@ class _Placed:
             given.get("block_table") is not None
         )
         self.writes = given.get("k") is not None
+        self.packed = given.get("cu_seqlens_q") is not None
+        self.heads = 1 if self.packed else 2  # which axis of q, k and v they are
         for name, x in given.items():
             if hasattr(x, "shape") and not isinstance(x, DTensor):
                 self.refuse(
@@ -69,11 +73,13 @@ class _Placed:
         """What q divides along each axis of the mesh."""
         kinds: list[str | None] = []
         for placement in self.q.placements:
-            kind = {0: _BATCH, 2: _HEADS}.get(placement.dim) if type(placement) is Shard else None
+            axes = {self.heads: _HEADS} if self.packed else {0: _BATCH, self.heads: _HEADS}
+            kind = axes.get(placement.dim) if type(placement) is Shard else None
             if kind is None and not placement.is_replicate():
+                allowed = "" if self.packed else "Shard(0) (batch), "
                 self.refuse(
-                    f"the placements of q are {self.q.placements}; along a mesh axis Shard(0) "
-                    f"(batch), Shard(2) (heads) and Replicate() work. To do: {_ADVICE}"
+                    f"the placements of q are {self.q.placements}; along a mesh axis {allowed}"
+                    f"Shard({self.heads}) (heads) and Replicate() work. To do: {_ADVICE}"
                 )
             kinds.append(kind)
         return kinds
@@ -85,7 +91,7 @@ class _Placed:
 
     def _check(self) -> None:
         ranks, given = self._ranks(_HEADS), self.given
-        heads, heads_k = self.q.shape[2], given["k_cache"].shape[2]
+        heads, heads_k = self.q.shape[self.heads], given["k_cache"].shape[2]
         if heads % ranks or (heads_k % ranks and heads_k != 1):
             self.refuse(
                 f"q has {heads} heads, the caches have {heads_k}, and they are sharded over "
@@ -133,7 +139,7 @@ class _Placed:
 
     def _placements(self, name: str, x: Any) -> tuple[Any, ...]:
         if name in _AXES:
-            axes = _AXES[name]
+            axes = (0, self.heads) if name in {"q", "k", "v"} else _AXES[name]
         elif name == "tree_mask":  # (batch or 1, seqlen_q, seqlen_q), the first may be missing
             axes = (0, None) if x.ndim == 3 and x.shape[0] != 1 else (None, None)
         else:  # alibi_slopes, k_scale, v_scale: (heads,) or (batch or place, heads)
@@ -167,7 +173,7 @@ def attend(
     columns = options["head_dim_v"] if v_cache is None else v_cache.shape[-1]
     local = [placed.local(name, x) for name, x in tensors.items()]
     out, lse = operator(*local, **{name: placed.local(name, x) for name, x in options.items()})
-    whole = placed.result(out, (*q.shape[:-1], columns), 2)
+    whole = placed.result(out, (*q.shape[:-1], columns), placed.heads)
     if not options["return_lse"]:
         return whole, lse
-    return whole, placed.result(lse, (q.shape[0], q.shape[2], q.shape[1]), 1)
+    return whole, placed.result(lse, lse_shape(q), placed.heads - 1)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anyflash._api.keywords import KvCacheKeywords
 
 _OPERATION = "anyflash.torch.attention_with_kvcache"
+_VARLEN_OPERATION = "anyflash.torch.attention_varlen_with_kvcache"
 _SCHEMA = (
     "(Tensor q, Tensor{} k_cache, Tensor{}? v_cache, Tensor? k, Tensor? v, *, Tensor? rotary_cos, "
     "Tensor? rotary_sin, Tensor? rotary_seqlens, bool rotary_interleaved, Tensor? cache_seqlens, "
@@ -33,8 +34,13 @@ _SCHEMA = (
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
     "SymInt num_splits, SymInt? split_size, SymInt? head_dim_v, bool return_lse, "
-    "ScalarType? out_dtype) -> (Tensor, Tensor)"
+    "ScalarType? out_dtype, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k_new=None, "
+    "SymInt? max_seqlen_q=None, bool validate=False) -> (Tensor, Tensor)"
 )
+
+
+def _name(cu_seqlens_q: Tensor | None) -> str:
+    return _OPERATION if cu_seqlens_q is None else _VARLEN_OPERATION
 
 
 def _operator(*tensors: Tensor | None, **given: Any) -> tuple[Tensor, Tensor]:
@@ -43,7 +49,7 @@ def _operator(*tensors: Tensor | None, **given: Any) -> tuple[Tensor, Tensor]:
         given["cache_seqlens"] = filled
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     given |= zip(("q", "k_cache", "v_cache", "k", "v"), tensors, strict=True)
-    result: Any = KvCacheCall.of(_OPERATION, given).attend()
+    result: Any = KvCacheCall.of(_name(given.get("cu_seqlens_q")), given).attend()
     return result if given["return_lse"] else (result, or_empty(None, given["q"]))
 
 
@@ -63,12 +69,12 @@ def _fake(
     return out, lse
 
 
-def _refuse_gradients(arguments: dict[str, Any]) -> None:
+def _refuse_gradients(operation: str, arguments: dict[str, Any]) -> None:
     """As it is done where nothing is traced."""
     for name, x in arguments.items():
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{_OPERATION}: {name} requires grad, but attention with a KV cache has no "
+                f"{operation}: {name} requires grad, but attention with a KV cache has no "
                 "backward; use torch.no_grad(), or detach() the tensor"
             )
 
@@ -215,11 +221,12 @@ def attend_with_kvcache(
     outputs: OutputRequest,
 ) -> Tensor | tuple[Tensor, Tensor]:
     q, k_cache, v_cache = tensors
-    check_tensor(_OPERATION, q)
+    operation = _name(cache.cu_seqlens_q)
+    check_tensor(operation, q)
     outputs = OutputRequest(outputs.return_lse, out_dtype=as_dtype(outputs.out_dtype))
     if not is_traced(q):
-        return KvCacheCall(_OPERATION, tensors, cache, options, outputs).attend()
-    check_values(_OPERATION, v_cache, cache)
+        return KvCacheCall(operation, tensors, cache, options, outputs).attend()
+    check_values(operation, v_cache, cache)
     left, right = (-1 if bound is None else bound for bound in options.window_size)
     is_tensor = isinstance(cache.cache_seqlens, Tensor)
     given: dict[str, Any] = {
@@ -247,16 +254,20 @@ def attend_with_kvcache(
         "head_dim_v": cache.head_dim_v,
         "return_lse": outputs.return_lse,
         "out_dtype": outputs.out_dtype,
+        "cu_seqlens_q": cache.cu_seqlens_q,
+        "cu_seqlens_k_new": cache.cu_seqlens_k_new,
+        "max_seqlen_q": cache.max_seqlen_q,
+        "validate": cache.validate,
     }
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": cache.k, "v": cache.v}
-    _refuse_gradients({**arguments, **given})
+    _refuse_gradients(operation, {**arguments, **given})
     operator: Any = torch.ops.anyflash.attention_with_kvcache_
     if cache.k is None and cache.v is None:
         operator = torch.ops.anyflash.attention_with_kvcache
     if is_distributed(q):
         from anyflash.torch import _dtensor_kvcache
 
-        out, lse = _dtensor_kvcache.attend(_OPERATION, arguments, given, operator)
+        out, lse = _dtensor_kvcache.attend(operation, arguments, given, operator)
     else:
         out, lse = operator(*arguments.values(), **given)
     return (out, lse) if outputs.return_lse else out

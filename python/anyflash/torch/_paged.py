@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflash.torch._kvcache import attention_with_kvcache
+from anyflash.torch._varlen_kvcache import attention_varlen_with_kvcache
 
 
 def split_pages(
@@ -15,7 +15,7 @@ def split_pages(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """anyflash's pages have a power of two of rows: a page of 768 rows is three of 256."""
     tensors = (k_cache, v_cache, block_table)
-    # What is not as it should be, attention_with_kvcache says.
+    # What is not as it should be, attention with a cache says.
     if not all(isinstance(x, Tensor) and x.dim() > 1 for x in tensors):
         return tensors
     assert block_table is not None
@@ -46,28 +46,13 @@ def attention_varlen_paged(  # noqa: PLR0917 (as flash-attn's)
     block_table: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """out (total_q, heads, head_dim_v) and lse (heads, total_q). Nothing waits for the device.
-
-    Each sequence's queries are set flush right in max_seqlen_q rows: as all masks count from the
-    last query and key, the rows before them change nothing.
-    """
-    total = q.shape[0]
-    if total == 0:
-        out = q.new_empty(0, q.shape[1], v.shape[-1])
-        return out, q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    """out (total_q, heads, head_dim_v) and lse (heads, total_q). Nothing waits for the device."""
     k, v, table = split_pages(k, v, block_table)
-    ends = cu_seqlens_q[1:]
-    first = ends - max_seqlen_q
-    rows = first[:, None] + torch.arange(max_seqlen_q, device=q.device)
-    out, lse = attention_with_kvcache(
-        q[rows.clamp(0, total - 1)],
-        *(k, v),
+    return attention_varlen_with_kvcache(
+        *(q, k, v, cu_seqlens_q),
         cache_seqlens=seqlens_k,
+        max_seqlen_q=max_seqlen_q,
         block_table=table,
         return_lse=True,
         **options,
     )
-    tokens = torch.arange(total, dtype=ends.dtype, device=q.device)
-    sequence = torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)
-    column = (tokens - first[sequence]).clamp(0, max_seqlen_q - 1)
-    return out[sequence, column], lse.transpose(1, 2)[sequence, column].t()

@@ -229,6 +229,56 @@ def test_packed_queries(options: dict[str, Any], size: int | None) -> None:
         torch.testing.assert_close(lse[:, at], right_lse[0])
 
 
+@pytest.mark.parametrize("how", ["packed", "batched-new", "batched-queries"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_new_keys(how: str, causal: bool) -> None:
+    """Packed queries, new keys or both, rotated, as each sequence by itself."""
+    rows = [2, 2, 2] if how == "batched-queries" else [3, 0, 1]
+    new = [2, 2, 2] if how == "batched-new" else [4, 1, 0]
+    filled = [40, 5, 20]
+    q, k, v = randn(sum(rows), 4, 16), *randn(2, sum(new), 2, 16, seed=1)
+    caches, alone = (list(randn(2, 3, 48, 2, 16, seed=2)) for _ in range(2))
+    rotary = dict(zip(("rotary_cos", "rotary_sin"), torch.rand(2, 64, 8), strict=True))
+    options = {"causal": causal, **rotary}
+    lengths = {"cu_seqlens_q": cumulative(rows), "cu_seqlens_k_new": cumulative(new)}
+    given = [q, k, v]
+    if how == "batched-new":
+        given[1:] = (x.view(3, 2, 2, 16) for x in (k, v))
+        del lengths["cu_seqlens_k_new"]
+    if how == "batched-queries":
+        given[0] = q.view(3, 2, 4, 16)
+        del lengths["cu_seqlens_q"]
+    out, lse, *_ = fa.flash_attn_with_kvcache(
+        given[0],
+        *caches,
+        *given[1:],
+        **lengths,
+        **options,
+        cache_seqlens=integers(filled),
+        return_softmax_lse=True,
+    )
+    assert out.shape == given[0].shape
+    if how == "batched-queries":
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
+    parts = zip(q.split(rows), k.split(new), v.split(new), strict=True)
+    for b, (q_b, k_b, v_b) in enumerate(parts):
+        own = [x[b : b + 1] for x in alone]
+        right, right_lse, *_ = fa.flash_attn_with_kvcache(
+            q_b[None],
+            *own,
+            k_b[None],
+            v_b[None],
+            **options,
+            cache_seqlens=integers(filled[b : b + 1]),
+            return_softmax_lse=True,
+        )
+        at = slice(sum(rows[:b]), sum(rows[: b + 1]))
+        torch.testing.assert_close(out[at], right[0])
+        torch.testing.assert_close(lse[:, at], right_lse[0])
+    for x, wanted in zip(caches, alone, strict=True):
+        assert torch.equal(x, wanted)
+
+
 def test_combine() -> None:
     """Of parts of the keys, one of which a query does not see."""
     q, k, v = randn(2, 5, 4, 16), randn(2, 12, 4, 16, seed=1), randn(2, 12, 4, 16, seed=2)
@@ -286,29 +336,17 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
         {"k_descale": torch.ones(2, 2)},
         "k_cache is torch.float8_e4m3fn, but q is torch.float32; .*anyflash.attention_with_kvc",
     ),
-    "packed-new": (
-        "flash_attn_with_kvcache",
-        (PACKED[0], *CACHED[1:], Q, Q),
-        {"cu_seqlens_q": CU, "max_seqlen_q": 3},
-        "k is given; only None is allowed: with cu_seqlens_q nothing is appended",
-    ),
     "new-lengths": (
         "flash_attn_with_kvcache",
-        (*CACHED, Q, Q),
+        CACHED,
         {"cu_seqlens_k_new": CU},
-        "cu_seqlens_k_new is given; only None",
+        "cu_seqlens_k_new is given without",
     ),
-    "packed-rotation": (
+    "packed-new": (
         "flash_attn_with_kvcache",
-        (PACKED[0], *CACHED[1:]),
-        {"cu_seqlens_q": CU, "max_seqlen_q": 3, "rotary_cos": torch.ones(32, 8)},
-        "rotary_cos is given; only None",
-    ),
-    "packed-length": (
-        "flash_attn_with_kvcache",
-        (PACKED[0], *CACHED[1:]),
-        {"cu_seqlens_q": CU},
-        "max_seqlen_q is None; with cu_seqlens_q it is needed",
+        (PACKED[0], *CACHED[1:], PACKED[1][:5], PACKED[2][:5]),
+        {"cu_seqlens_q": CU, "cache_seqlens": 3},
+        "k has 5 rows, but q 6; cu_seqlens_k_new is needed",
     ),
 }
 

@@ -223,7 +223,7 @@ class Blocks {
       query.head = block->head;
       query.query = block->first_row + (exists ? r : block->count - 1);
       query.diagonal = std::int64_t{query.query} + sequence_.shift;
-      if (modifier_.active()) modifier_.begin_row(index_, &query);
+      if (modifier_.active()) modifier_.begin_row(index_, 0, &query);
       block->diagonal[r] = static_cast<T>(query.diagonal);
       block->lse[r] = exists ? sums_.lse[offset + r] : T(kInfinity);
       const bool sees = block->lse[r] != T(kInfinity);

@@ -32,10 +32,12 @@ inline int used_splits(const KvCacheParams& p) {
   return splits < 1 ? 1 : splits;
 }
 
-// A tree mask is a bias of the last keys, the same for all heads.
+// A tree mask is a bias of the newest keys, the same for all heads. Of packed sequences the cache
+// has the keys, but tasks ask for their places among packed ones, too.
 inline ForwardParams forward_params(const KvCacheParams& p) {
   ForwardParams forward;
   forward.attention = p.attention;
+  forward.attention.cu_seqlens_k = p.attention.cu_seqlens_q;
   forward.attention.bias = p.tree_mask;
   forward.attention.bias.stride.head = 0;
   forward.out = p.out;
@@ -61,10 +63,11 @@ class DecodeRunner {
     const int split = static_cast<int>(number % splits_);
     const CachedSequence cached = cached_sequence(p_, task.index);
     task.sequence.seqlen_k = task.sequence.all_keys = cached.seqlen_k;
-    task.sequence.shift = cached.seqlen_k - p_.attention.seqlen_q;
+    task.sequence.shift = cached.seqlen_k - cached.seqlen_q;
+    task.first_bias_row = cached.first_q;
     const Mask mask(task.sequence, p_.attention.window);
     const SplitKeys keys =
-        split_keys(p_, split, mask.first_key(0), mask.end_key(p_.attention.seqlen_q - 1), kBlockN);
+        split_keys(p_, split, mask.first_key(0), mask.end_key(cached.seqlen_q - 1), kBlockN);
     task.first_key = keys.begin;
     task.end_key = keys.end;
     const int most = split_.rows_per_task();
@@ -93,9 +96,12 @@ class DecodeRunner {
 inline double decode_work(const KvCacheParams& p) {
   constexpr double kReading = 16;
   const Attention& a = p.attention;
+  const double rows = a.cu_seqlens_q == nullptr || a.batch == 0
+                          ? a.seqlen_q
+                          : static_cast<double>(a.total_q) / static_cast<double>(a.batch);
   double keys = 0;
   for (std::int64_t b = 0; b < a.batch; ++b) keys += cached_sequence(p, b).seqlen_k;
-  const double per_key = 2.0 * a.heads * a.seqlen_q + kReading * a.heads_k;
+  const double per_key = 2.0 * a.heads * rows + kReading * a.heads_k;
   return keys * per_key * (a.head_dim + a.head_dim_v);
 }
 
@@ -124,7 +130,7 @@ void decode(const KvCacheParams& p, const LaunchContext& context) {
     return DecodeRunner<E>(p, forward, split, scratch, partial);
   });
   if (!partial.used()) return;
-  run_tasks(a.batch * a.heads, threads, [&](int thread) {
+  run_tasks(partial.batch * a.heads, threads, [&](int thread) {
     return Joiner<E>(forward, partial, Scratch<T>::carve(a, base + bytes * thread).row);
   });
 }

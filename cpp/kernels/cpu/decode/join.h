@@ -18,39 +18,40 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // In the scratch memory; nothing where the keys are not split.
 template <typename T>
 struct PartialResults {
-  T* out;       // (split, batch, heads, seqlen_q, head_dim_v)
-  double* lse;  // (split, batch, heads, seqlen_q)
+  T* out;       // (split, batch, heads, rows, head_dim_v)
+  double* lse;  // (split, batch, heads, rows)
   std::int64_t batch;
   int heads;
-  int seqlen_q;
+  std::int64_t rows;  // seqlen_q; packed: total_q, and batch is 1
   int head_dim_v;
   int splits;
   std::size_t size;
 
   bool used() const { return splits > 1; }
 
-  std::int64_t row(int split, std::int64_t index, int head, int query) const {
-    return ((split * batch + index) * heads + head) * seqlen_q + query;
+  std::int64_t row(int split, const ResultRow& at) const {
+    return ((split * batch + at.batch) * heads + at.head) * rows + at.first_q + at.query;
   }
   T* out_row(std::int64_t row) const { return out + row * head_dim_v; }
 
   static PartialResults carve(const Attention& a, int splits, char* base) {
     PartialResults x;
-    x.batch = a.batch;
+    const bool packed = a.cu_seqlens_q != nullptr;
+    x.batch = packed ? 1 : a.batch;
     x.heads = a.heads;
-    x.seqlen_q = a.seqlen_q;
+    x.rows = packed ? a.total_q : a.seqlen_q;
     x.head_dim_v = a.head_dim_v;
     x.splits = splits;
-    const std::int64_t rows = splits > 1 ? splits * a.batch * a.heads * a.seqlen_q : 0;
+    const std::int64_t all = splits > 1 ? splits * x.batch * x.heads * x.rows : 0;
     Carver carver(base);
-    carver.take(x.out, rows * a.head_dim_v);
-    carver.take(x.lse, rows);
+    carver.take(x.out, all * a.head_dim_v);
+    carver.take(x.lse, all);
     x.size = carver.size();
     return x;
   }
 };
 
-// One thread's work on the (sequence, head) pairs.
+// One thread's work on the (sequence, head) pairs; packed sequences are one.
 template <typename E>
 class Joiner {
  public:
@@ -62,21 +63,21 @@ class Joiner {
   void run(std::int64_t number) {
     const std::int64_t index = number / p_.attention.heads;
     const int head = static_cast<int>(number % p_.attention.heads);
-    for (int query = 0; query < p_.attention.seqlen_q; ++query) join(index, head, query);
+    for (std::int64_t row = 0; row < partial_.rows; ++row) join({index, row, head, 0});
   }
 
  private:
-  void join(std::int64_t index, int head, int query) {
+  void join(const ResultRow& row) {
     const double infinity = static_cast<double>(kInfinity);
     double top = -infinity;
     for (int split = 0; split < partial_.splits; ++split) {
-      const double lse = partial_.lse[partial_.row(split, index, head, query)];
+      const double lse = partial_.lse[partial_.row(split, row)];
       top = lse > top ? lse : top;
     }
     double sum = 0;
     for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] = T(0);
     for (int split = 0; split < partial_.splits; ++split) {
-      const std::int64_t at = partial_.row(split, index, head, query);
+      const std::int64_t at = partial_.row(split, row);
       if (partial_.lse[at] == -infinity) continue;
       const double weight = ::exp(partial_.lse[at] - top);
       const T factor = static_cast<T>(weight);
@@ -84,10 +85,10 @@ class Joiner {
       for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] += factor * out[c];
       sum += weight;
     }
-    const RowEnd end = end_row(top, sum, read_sink(p_, head));
+    const RowEnd end = end_row(top, sum, read_sink(p_, row.head));
     const T divisor = static_cast<T>(end.divisor);
     for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] = o_[c] / divisor;
-    store_result<E>(p_, {index, 0, head, query}, o_, end.lse);
+    store_result<E>(p_, row, o_, end.lse);
   }
 
   const ForwardParams& p_;

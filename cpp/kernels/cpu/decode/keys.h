@@ -35,8 +35,8 @@ class CacheRows : public TaskRows<Element> {
   // forward: forward_params(p), which this refers to.
   CacheRows(const KvCacheParams& p, const ForwardParams& forward, const Scratch<T>& scratch,
             const PartialResults<T>& partial)
-      : Base(forward, scratch, ScoreModifier<T>(forward.attention, p.tree_mask.data != nullptr),
-             &p.k_scale, &p.v_scale),
+      : Base(forward, scratch, ScoreModifier<T>(forward.attention, p.tree_columns), &p.k_scale,
+             &p.v_scale),
         p_(p),
         partial_(partial) {}
 
@@ -122,10 +122,7 @@ class CacheRows : public TaskRows<Element> {
         read_number(*x.scale, place.slot * st.batch + this->task.head_k * st.head));
   }
 
-  std::int64_t partial_at(int r) const {
-    const QueryRow<T>& row = this->scratch.rows[r];
-    return partial_.row(split_, this->task.index, row.head, row.query);
-  }
+  std::int64_t partial_at(int r) const { return partial_.row(split_, this->result_row(r)); }
 
   const KvCacheParams& p_;
   const PartialResults<T> partial_;

@@ -23,15 +23,13 @@ namespace anyflash::sm80 {
 // Element (row, 0) of the result, or of this split's part of it.
 template <class Out>
 ANYFLASH_DEVICE Out* result_row(const KvCacheParams& params, const DecodeWorkTile& block, int row) {
-  const Strides& stride = params.out_stride;
   return static_cast<Out*>(params.out) + block.split * stride_of_split(params) +
-         block.batch * stride.batch + block.query(row) * stride.row + block.head(row) * stride.head;
+         block.offset(params.out_stride, row);
 }
 ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkTile& block,
                                   int row) {
-  const Strides& stride = params.lse_stride;
-  return params.lse + block.split * lse_stride_of_split(params) + block.batch * stride.batch +
-         block.query(row) * stride.row + block.head(row) * stride.head;
+  return params.lse + block.split * lse_stride_of_split(params) +
+         block.offset(params.lse_stride, row);
 }
 
 // One number of a cache of values, 0 if it does not exist.
@@ -56,7 +54,7 @@ ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWork
 template <class Traits, class Out>
 ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWorkTile& block) {
   const Mask mask = block.mask(params);
-  const TreeMask tree(params, block.batch, block.sequence.seqlen_k);
+  const TreeMask tree(params, block.batch, block.sequence);
   for (int tile = block.keys.begin; tile < block.keys.end; tile += Traits::kBlockN) {
     if (!block.hides(tile, tile + Traits::kBlockN)) continue;
     const IndexRange keys{tile, min(tile + Traits::kBlockN, block.keys.end)};

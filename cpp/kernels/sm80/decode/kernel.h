@@ -19,12 +19,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
     decode_kernel(const __grid_constant__ KvCacheParams params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < 32) {
     const DecodeWorkTile here = decode_block<Traits::kBlockM, Traits::kBlockN>(params, blockIdx.x);
-    smem.block = here;
+    if (threadIdx.x == 0) smem.block = here;
   }
   __syncthreads();  // the block is known to all
   const DecodeWorkTile& block = smem.block;
+  if (block.rows <= 0) return;
   if (params.num_splits > 1 && block.keys.begin >= block.keys.end) {
     decode_nothing<Traits>(params, block);
     return;

@@ -31,23 +31,34 @@ inline std::size_t decode_scratch_bytes(const KvCacheParams& params, const Launc
 inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchContext& context) {
   KvCacheParams parts = params;
   char* const scratch = static_cast<char*>(context.scratch);
-  const int64_t rows = params.attention.seqlen_q;
+  const int64_t rows = part_rows(params);
   const int64_t columns = part_columns(params);
+  const int64_t of_batch = params.packed_parts ? 0 : params.attention.heads * rows;
   parts.out = scratch;
   parts.out_dtype = DType::kFloat32;
-  parts.out_stride = {params.attention.heads * rows * columns, columns, rows * columns, 1};
+  parts.out_stride = {of_batch * columns, columns, rows * columns, 1};
   parts.lse = reinterpret_cast<float*>(scratch + partial_out_bytes(params));
-  parts.lse_stride = {params.attention.heads * rows, 1, rows, 0};
+  parts.lse_stride = {of_batch, 1, rows, 0};
   parts.attention.sinks = {};
   return parts;
+}
+
+// Tiles of rows of one head of K.
+template <int kBlockM>
+int64_t row_tiles(const KvCacheParams& params) {
+  const Attention& a = params.attention;
+  if (a.cu_seqlens_q == nullptr) {
+    return a.batch * ceil_div(int64_t{a.seqlen_q} * (a.heads / a.heads_k), kBlockM);
+  }
+  return has_tile_per_sequence<kBlockM>(params) ? a.batch
+                                                : packed_tiles(a, a.heads / a.heads_k, kBlockM);
 }
 
 template <class Traits>
 void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
   const Attention& a = params.attention;
-  const int64_t rows = int64_t{a.seqlen_q} * (a.heads / a.heads_k);
-  const int64_t row_tiles = ceil_div(rows, Traits::kBlockM);
-  const int64_t blocks = row_tiles * a.batch * a.heads_k * params.num_splits;
+  const int64_t rows = int64_t{a.seqlen_q} * (a.heads / a.heads_k);  // of a sequence at most
+  const int64_t blocks = row_tiles<Traits::kBlockM>(params) * a.heads_k * params.num_splits;
   if (blocks > INT32_MAX || rows > INT32_MAX - Traits::kBlockM) {
     throw Error(ErrorCode::kUnsupported,
                 "batch * heads_k * num_splits * ceil(seqlen_q * heads / heads_k / " +

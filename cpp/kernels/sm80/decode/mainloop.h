@@ -39,9 +39,8 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
     const int row = get<0>(tQcQ(0, i, 0));
     const bool exists = row < block.rows;
     const int existing = exists ? row : 0;
-    const auto* const source = static_cast<const uint16_t*>(a.q) + block.batch * a.q_stride.batch +
-                               block.query(existing) * a.q_stride.row +
-                               block.head(existing) * a.q_stride.head;
+    const auto* const source =
+        static_cast<const uint16_t*>(a.q) + block.offset(a.q_stride, existing);
     CUTE_UNROLL
     for (int panel = 0; panel < size<2>(tQsQ); ++panel) {
       const int first = get<1>(tQcQ(0, i, panel));

@@ -117,8 +117,8 @@ class DecodeScores {
         coordinates_(coordinates),
         rows_(params, block, coordinates),
         score_mod_(params.attention, static_cast<float>(params.attention.softmax_scale)),
-        tree_(params, block.batch, block.sequence.seqlen_k),
-        shift_(block.sequence.seqlen_k - params.attention.seqlen_q) {}
+        tree_(params, block.batch, block.sequence),
+        shift_(block.sequence.seqlen_k - block.sequence.seqlen_q) {}
 
   // Of the keys from col0 on; `scales` are K's. hides: some of them may be hidden.
   template <class Scores>

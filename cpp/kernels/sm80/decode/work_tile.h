@@ -6,6 +6,7 @@
 #include "common/macros.h"
 #include "common/math.h"
 #include "params.h"
+#include "sm80/decode/packed_tiles.h"
 #include "variant/cache.h"
 #include "variant/mask.h"
 #include "variant/tree_mask.h"
@@ -21,14 +22,19 @@ struct DecodeWorkTile {
   // head head_k * group + r % group. So neighbouring rows see nearly the same keys.
   int group;
   int first_row;
-  int rows;         // of the tile that exist
+  int rows;         // of the tile that exist; none: nothing to do
   SplitKeys keys;   // of the split that some row sees
   SplitKeys shown;  // of these, those that all rows see
 
   ANYFLASH_DEVICE int query(int row) const { return (first_row + row) / group; }
   ANYFLASH_DEVICE int head(int row) const { return head_k * group + (first_row + row) % group; }
+  // Of a row in q or in a result. Packed tensors have no stride of the batch.
+  ANYFLASH_DEVICE int64_t offset(const Strides& stride, int row) const {
+    const int64_t first = stride.batch == 0 ? sequence.first_q : 0;
+    return batch * stride.batch + (first + query(row)) * stride.row + head(row) * stride.head;
+  }
   ANYFLASH_DEVICE Mask mask(const KvCacheParams& p) const {
-    return Mask::at_bottom_right(p.attention.seqlen_q, sequence.seqlen_k, p.attention.window);
+    return Mask::at_bottom_right(sequence.seqlen_q, sequence.seqlen_k, p.attention.window);
   }
   // Whether some row does not see some of the keys [begin, end).
   ANYFLASH_DEVICE bool hides(int begin, int end) const {
@@ -42,28 +48,55 @@ struct DecodeWorkTile {
   }
 };
 
-// Grid: x = splits of row tiles of heads of K of sequences, splits fastest.
+// Whether a tile holds all rows of any sequence that the launch takes.
+template <int kBlockM>
+ANYFLASH_HOST_DEVICE bool has_tile_per_sequence(const KvCacheParams& p) {
+  return int64_t{p.most_queries} * (p.attention.heads / p.attention.heads_k) <= kBlockM;
+}
+
+// Grid: x = splits of row tiles of heads of K of sequences, splits fastest. Packed: splits of heads
+// of K of sequences, or of tiles of heads of K. By a whole warp.
+template <int kBlockM>
+ANYFLASH_DEVICE void find_rows(const KvCacheParams& p, unsigned index, DecodeWorkTile& block) {
+  const Attention& a = p.attention;
+  block.group = a.heads / a.heads_k;
+  block.split = index % p.num_splits;
+  index /= p.num_splits;
+  int64_t tile = 0;
+  if (a.cu_seqlens_q == nullptr) {
+    const int row_tiles = ceil_div(a.seqlen_q * block.group, kBlockM);
+    tile = index % row_tiles;
+    index /= row_tiles;
+    block.head_k = index % a.heads_k;
+    block.batch = index / a.heads_k;
+  } else if (has_tile_per_sequence<kBlockM>(p)) {
+    block.head_k = index % a.heads_k;
+    block.batch = index / a.heads_k;
+  } else {
+    const auto tiles = static_cast<unsigned>(packed_tiles(a, block.group, kBlockM));
+    block.head_k = index / tiles;
+    block.batch = sequence_of_tile<kBlockM>(a, block.group, index % tiles);
+    tile = index % tiles - first_tile<kBlockM>(a, block.group, block.batch);
+  }
+  block.sequence = cached_sequence(p, block.batch);
+  const int queries = block.sequence.seqlen_q;
+  const int64_t rest = int64_t{queries} * block.group - tile * kBlockM;
+  const bool takes = p.least_queries <= queries && queries <= p.most_queries && tile >= 0;
+  block.rows = takes && rest > 0 ? static_cast<int>(min(rest, int64_t{kBlockM})) : 0;
+  block.first_row = block.rows > 0 ? static_cast<int>(tile) * kBlockM : 0;
+}
+
 template <int kBlockM, int kBlockN>
 ANYFLASH_DEVICE DecodeWorkTile decode_block(const KvCacheParams& p, unsigned index) {
   DecodeWorkTile block;
-  block.group = p.attention.heads / p.attention.heads_k;
-  const int total_rows = p.attention.seqlen_q * block.group;
-  const int row_tiles = ceil_div(total_rows, kBlockM);
-  block.split = index % p.num_splits;
-  index /= p.num_splits;
-  block.first_row = index % row_tiles * kBlockM;
-  index /= row_tiles;
-  block.head_k = index % p.attention.heads_k;
-  block.batch = index / p.attention.heads_k;
-  block.rows = min(kBlockM, total_rows - block.first_row);
-  block.sequence = cached_sequence(p, block.batch);
-
+  find_rows<kBlockM>(p, index, block);
+  if (block.rows <= 0) return block;
   const Mask mask = block.mask(p);
   const int first = block.query(0);
   const int last = block.query(block.rows - 1);
   block.keys = split_keys(p, block.split, mask.first_key(first), mask.end_key(last), kBlockN);
   block.shown = {mask.first_key(last), min(mask.end_key(first), block.keys.end)};
-  const TreeMask tree(p, block.batch, block.sequence.seqlen_k);
+  const TreeMask tree(p, block.batch, block.sequence);
   if (tree.active()) block.shown.end = min(block.shown.end, tree.first_key());
   return block;
 }

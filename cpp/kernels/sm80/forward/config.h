@@ -184,6 +184,7 @@ inline constexpr ForwardConfig kTable[] = {
     scored(plain_64()),
     scored(plain_128()),
     scored(plain_256()),
+    compact(scored(plain_128()), 2),  // of prefill alone
     dropout(96, plain_128()),
     dropout_128(),
     dropout_256(),

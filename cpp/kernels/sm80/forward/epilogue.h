@@ -35,10 +35,10 @@ ANYFLASH_DEVICE void store_rounded(const ForwardParams& params, const ForwardWor
       params.attention.head_dim_v, smem.q.data(), threadIdx.x);
 }
 
-template <class Traits, class Variant, class AccO, class Softmax>
+template <class Traits, class Variant, class Keys, class AccO, class Softmax>
 ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const ForwardWorkTile& block,
                                       typename Traits::SharedStorage& smem, AccO& acc_o,
-                                      Softmax& softmax, bool found_nonfinite) {
+                                      Softmax& softmax, bool found_nonfinite, const Keys& keys) {
   using namespace cute;
   using Element = typename Traits::Element;
   const int rows = block.sequence.seqlen_q - block.first_row;
@@ -69,8 +69,9 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   else store_rounded<Traits>(params, block, smem, acc_o, tOcO, rows);
 
   if (__syncthreads_or(found_nonfinite)) {  // and the whole tile is in global memory
-    if (float_out) restore_values<Traits, float>(params, block, variant);
-    else restore_values<Traits, Element>(params, block, variant);
+    const auto values = keys.template values<Element>(params.attention, block);
+    if (float_out) restore_values<Traits, float>(params, block, variant, values);
+    else restore_values<Traits, Element>(params, block, variant, values);
   }
 }
 

@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
                                                                      acc_o, softmax, q_factor);
   __syncthreads();     // the block is in shared memory, and every warp has done with Q
   block = smem.block;  // from there, because the loop needs the registers
-  forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite);
+  forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite,
+                                    TensorKeys{});
 }
 
 }  // namespace anyflash::sm80

@@ -46,6 +46,14 @@ ForwardParams with_columns(ForwardParams params, int first, int count, bool last
   return params;
 }
 
+// The softmax wants a positive scale: returns its sign, or 0, which goes into Q.
+inline float prepare_scale(Attention& a) {
+  if (std::fabs(a.softmax_scale) < kLeastScale) a.softmax_scale = 0.0;
+  a.scale_log2 = static_cast<float>(std::fabs(a.softmax_scale)) * kLog2E;
+  if (a.softmax_scale == 0.0) a.scale_log2 = 1.0f;
+  return static_cast<float>((a.softmax_scale > 0.0) - (a.softmax_scale < 0.0));
+}
+
 template <class Traits, class Variant>
 void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   const Attention& a = params.attention;
@@ -57,12 +65,7 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                                              " along the keys; the CUDA kernels take 32 bits");
   }
   ForwardLaunch prepared{params};
-  if (std::fabs(a.softmax_scale) < kLeastScale) prepared.attention.softmax_scale = 0.0;
-  prepared.attention.scale_log2 =
-      static_cast<float>(std::fabs(prepared.attention.softmax_scale)) * kLog2E;
-  if (prepared.attention.softmax_scale == 0.0) prepared.attention.scale_log2 = 1.0f;
-  prepared.q_factor = static_cast<float>((prepared.attention.softmax_scale > 0.0) -
-                                         (prepared.attention.softmax_scale < 0.0));
+  prepared.q_factor = prepare_scale(prepared.attention);
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
   const auto launch_pass = [&] {

@@ -23,7 +23,7 @@ namespace anyflash::sm80 {
 //   S = Q K_n^T,  P = exp2(c * S - c * m),  O = exp2(c * (m_old - m)) O + P V_n
 // For m and the rows' sums, see OnlineSoftmax. O is not normalised. Everything else that happens to
 // S and P is asked of the variant.
-template <class Traits, class Variant>
+template <class Traits, class Variant, class Keys = TensorKeys>
 class ForwardMainloop {
   using Element = typename Traits::Element;
   using Mma = typename Traits::TiledMma;
@@ -42,7 +42,7 @@ class ForwardMainloop {
   // follow.
   ANYFLASH_DEVICE static bool run(const Attention& attention, const ForwardWorkTile& block,
                                   SharedStorage& smem, AccO& acc_o, Softmax& softmax,
-                                  float q_factor) {
+                                  float q_factor, const Keys& keys = {}) {
     // Q first: it arrives while the range of keys is found.
     const QueryTile<Traits> queries(attention, block, smem.q.data());
     const KeyTiles<Variant> key_tiles(attention, block, kBlockM, kBlockN);
@@ -50,7 +50,7 @@ class ForwardMainloop {
       cute::cp_async_wait<0>();  // the output goes where Q is
       return false;
     }
-    ForwardMainloop loop(attention, block, smem, acc_o, softmax, queries, key_tiles);
+    ForwardMainloop loop(attention, keys, block, smem, acc_o, softmax, queries, key_tiles);
     loop.start(q_factor);
     loop.masked_tiles();
     key_tiles.variant.dispatch_score_ops(
@@ -59,9 +59,9 @@ class ForwardMainloop {
   }
 
  private:
-  ANYFLASH_DEVICE ForwardMainloop(const Attention& attention, const ForwardWorkTile& block,
-                                  SharedStorage& smem, AccO& acc_o, Softmax& softmax,
-                                  const QueryTile<Traits>& queries,
+  ANYFLASH_DEVICE ForwardMainloop(const Attention& attention, const Keys& keys,
+                                  const ForwardWorkTile& block, SharedStorage& smem, AccO& acc_o,
+                                  Softmax& softmax, const QueryTile<Traits>& queries,
                                   const KeyTiles<Variant>& key_tiles)
       : block_(block),
         acc_o_(acc_o),
@@ -69,7 +69,7 @@ class ForwardMainloop {
         queries_(queries),
         tiles_(key_tiles),
         n_(key_tiles.first),
-        pipeline_(attention, block, smem, n_),
+        pipeline_(attention, keys, block, smem, n_),
         exchange_(smem),
         tScS_(score_coordinates(threadIdx.x)) {}
 
@@ -189,7 +189,7 @@ class ForwardMainloop {
   QueryTile<Traits> queries_;
   const KeyTiles<Variant> tiles_;
   int n_;  // the tile that comes next, -1 after the last
-  KeyValuePipeline<Traits> pipeline_;
+  KeyValuePipeline<Traits, Keys> pipeline_;
   const RowExchange exchange_;
   decltype(score_coordinates(0)) tScS_;
 };

@@ -91,10 +91,12 @@ ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWor
     fence_all_writes();
   }
   sync_consumers<Traits::kThreads>();
+  using Element = typename Traits::Element;
+  const auto values = tensor_values<Element>(params.attention, block);
   if (params.out_dtype == DType::kFloat32) {
-    restore_values<Traits, float>(params, block, variant);
+    restore_values<Traits, float>(params, block, variant, values);
   } else {
-    restore_values<Traits, typename Traits::Element>(params, block, variant);
+    restore_values<Traits, Element>(params, block, variant, values);
   }
 }
 

@@ -120,6 +120,7 @@ class KvCacheOptions(ctypes.Structure):
         ("split_size", ctypes.c_int64),
         ("rotary_seqlens", ctypes.POINTER(DLTensor)),
         ("head_dim_v", ctypes.c_int64),
+        ("cu_seqlens_k_new", ctypes.POINTER(DLTensor)),
     )
 
 

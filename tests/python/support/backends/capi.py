@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
     name: str
     arch: str  # "sm80", "avx2", ...
-    op: str  # "forward", "backward" or "decode"
+    op: str  # "forward", "backward", "decode" or "prefill"
     dtype: str
     head_dim: int = 0  # the largest of q and k; 0: any
     head_dim_v: int = 0
@@ -65,7 +65,7 @@ class Row(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Row:
         found = re.fullmatch(
-            r"(?:cpu_)?(\w+?)_(forward|backward|decode)_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?"
+            r"(?:cpu_)?(\w+?)_(forward|backward|decode|prefill)_(b?f)(\d+)(?:_d(\d+)(?:_(\d+))?)?"
             r"(?:_([a-z]\w*))?",
             name,
         )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from anyflash.torch import attention_with_kvcache
+from anyflash.torch import attention_varlen_with_kvcache, attention_with_kvcache
 from calls.dtensor_cases import placed, refused
 from calls.kvcache import angles, call, latent
 from run import ranks
@@ -102,6 +102,28 @@ def batch() -> None:
 def heads() -> None:
     same(tensors(), line(), "h", causal=True)
     same(tensors(), line(), "h", window_size=(3, 0))
+
+
+@case
+def packed() -> None:
+    """Sequences of 2, 0 and 4 queries; the heads alone may be sharded."""
+    given = tensors(page_size=4)
+    ends = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    rows = {name: given[name].flatten(0, 1) for name in ("q", "k", "v")}
+    shards = {name: [Shard(1 if name in rows else 2)] for name in (*rows, *CACHES)}
+    new = torch.arange(4, dtype=torch.int32) * (len(rows["k"]) // 3)
+    given |= rows | {"cu_seqlens_q": ends, "cu_seqlens_k_new": new}
+    mesh = line()
+    sharded = {name: placed(x, mesh, shards.get(name, [WHOLE])) for name, x in given.items()}
+    right, right_lse = attention_varlen_with_kvcache(**given, causal=True, return_lse=True)
+    with CommDebugMode() as communication:
+        out, lse = attention_varlen_with_kvcache(**sharded, causal=True, return_lse=True)
+    assert communication.get_total_counts() == 0
+    assert (out.placements, lse.placements) == ((Shard(1),), (Shard(0),))
+    for x, wanted in ((out, right), (lse, right_lse), *((sharded[n], given[n]) for n in CACHES)):
+        torch.testing.assert_close(x.full_tensor(), wanted)
+    sharded["q"] = placed(given["q"], mesh, [Shard(0)])
+    refused("along a mesh axis Shard(1) (heads)", lambda: attention_varlen_with_kvcache(**sharded))
 
 
 @case
