@@ -78,15 +78,25 @@ inline int decode_num_splits(const Attention& attention, const Tile& tile, int64
                            decode_blocks(attention, tile), ctas_per_sm, multiprocessors);
 }
 
-// Packed queries: a bound of the tiles of rows of sequences with at least `least` queries.
-inline int64_t packed_row_tiles(const Attention& attention, int tile_rows, int64_t least) {
-  const int64_t group = attention.heads / attention.heads_k;
+// Packed queries: a bound of the tiles of rows, `group` a query, of sequences with at least `least`
+// queries.
+inline int64_t packed_row_tiles(const Attention& attention, int64_t group, int tile_rows,
+                                int64_t least) {
   const int64_t sequences =
       std::min(attention.batch, attention.total_q / std::max<int64_t>(least, 1));
   return attention.total_q * group / tile_rows + sequences;
 }
 
-// The same on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not
+// Prefill, which is bound by arithmetic: as many as fill the GPU, of at least 16 blocks each.
+inline int prefill_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
+                              int64_t multiprocessors) {
+  constexpr int64_t kLeastBlocks = 16;
+  if (ctas == 0) return 1;
+  const int64_t wanted = (ctas_per_sm * multiprocessors + ctas - 1) / ctas;
+  return static_cast<int>(std::clamp<int64_t>(blocks / kLeastBlocks, 1, wanted));
+}
+
+// Decoding on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not
 // depend on the number of threads that there are: neither do the results.
 inline int decode_num_splits_on_cpu(const Attention& attention) {
   constexpr int64_t kTasks = 256;

@@ -20,7 +20,7 @@ namespace anyflash {
 
 namespace {
 
-// A tile of prefill has 128 queries of one head, and keys are not split.
+// A tile of prefill has 128 queries of one head; decoding's has 64 rows of all heads of a group.
 constexpr int kPrefillQueries = 64;
 
 // Which sequences a kernel takes, and into how many splits it divides their keys.
@@ -71,8 +71,9 @@ struct KvCachePlan::State : KernelPlan {
     const KvCacheParams& params = append.cache;
     int splits = params.num_splits;
     if (splits == 0) {
-      splits = on_gpu ? splits_for(*kernel, row_tiles_of(params.attention, kernel->tile))
-                      : decode_num_splits_on_cpu(params.attention);
+      const Attention& a = params.attention;
+      splits = on_gpu ? splits_for(*kernel, row_tiles_of(a, kernel->tile) * a.heads_k)
+                      : decode_num_splits_on_cpu(a);
     }
     launches[0] = {kernel, 0, INT_MAX, splits};
   }
@@ -80,13 +81,17 @@ struct KvCachePlan::State : KernelPlan {
   // Packed queries, by a sequence's own number, so that its bits do not depend on the others:
   // decoding by the tile that one query's rows of a head of K fit, as long as a sequence does;
   // decoding by the largest tile; and from kPrefillQueries on, where tensors allow it, prefill.
-  // Only as many splits as were chosen here divide the second kind, whose parts may be many.
+  // Only as many splits as were chosen here divide the last two, whose parts may be many.
   void plan_by_length(Problem problem, const KvCacheTensors& t) {
     const KvCacheParams& params = append.cache;
     const Attention& a = params.attention;
     const int given = params.num_splits;
-    const int most = kernel->tile.block_m / (a.heads / a.heads_k);
-    if (most > 0) launches[0] = {kernel, 1, most, given > 0 ? given : splits_for(*kernel, a.batch)};
+    const int group = a.heads / a.heads_k;
+    const int most = kernel->tile.block_m / group;
+    if (most > 0) {
+      const int splits = given > 0 ? given : splits_for(*kernel, a.batch * a.heads_k);
+      launches[0] = {kernel, 1, most, splits};
+    }
     if (a.seqlen_q <= most) return;
     problem.rows = INT_MAX;
     const KernelDescriptor& large = select_kernel(problem);
@@ -94,12 +99,15 @@ struct KvCachePlan::State : KernelPlan {
     const KernelDescriptor& prefill = select_kernel(problem);
     const int least_of_prefill = prefill.prefill ? std::max(most + 1, kPrefillQueries) : INT_MAX;
     if (most + 1 < least_of_prefill) {
-      const int64_t tiles = packed_row_tiles(a, large.tile.block_m, most + 1);
-      const int splits = given == 0 ? splits_for(large, tiles) : most > 0 ? 1 : given;
+      const int64_t tiles = packed_row_tiles(a, group, large.tile.block_m, most + 1);
+      const int chosen = given == 0 ? splits_for(large, tiles * a.heads_k) : 1;
+      const int splits = given > 0 && most == 0 ? given : chosen;
       launches[1] = {&large, most + 1, least_of_prefill - 1, splits, true};
     }
     if (a.seqlen_q < least_of_prefill) return;
-    launches[2] = {&prefill, least_of_prefill, INT_MAX, 1};
+    const int64_t tiles = packed_row_tiles(a, 1, prefill.tile.block_m, least_of_prefill);
+    const int splits = given == 0 ? splits_for(prefill, tiles * a.heads) : 1;
+    launches[2] = {&prefill, least_of_prefill, INT_MAX, splits, true};
     const InputRules& rules = prefill.family->input_rules;
     if (!rotates_q) q = plan_repack(with_batch(t.q, true), rules, bytes);
     if (t.out.dtype == t.q.dtype) out = plan_repack(with_batch(t.out, true), rules, bytes);
@@ -113,12 +121,15 @@ struct KvCachePlan::State : KernelPlan {
            fits_kernel(t.k_cache, rules) && fits_kernel(t.v_cache, rules);
   }
 
-  // `tiles` of rows of one head of K.
-  int splits_for(const KernelDescriptor& one, int64_t tiles) const {
+  // Of so many CTAs' keys.
+  int splits_for(const KernelDescriptor& one, int64_t ctas) const {
     const Attention& a = append.cache.attention;
     const DeviceProperties& gpu = device_properties(device.index);
-    return decode_num_splits(tiles * a.heads_k, decode_blocks(a, one.tile), resident_ctas(one, gpu),
-                             std::max(gpu.multiprocessors, 1));
+    const int64_t blocks = decode_blocks(a, one.tile);
+    const int64_t resident = resident_ctas(one, gpu);
+    const int64_t multiprocessors = std::max(gpu.multiprocessors, 1);
+    return one.prefill ? prefill_num_splits(ctas, blocks, resident, multiprocessors)
+                       : decode_num_splits(ctas, blocks, resident, multiprocessors);
   }
 
   // Rows that begin at multiples of 32 bytes, for the kernels that read them.

@@ -81,6 +81,13 @@ ANYFLASH_HOST_DEVICE SequenceRow sequence_row(const int32_t* cu_seqlens, int64_t
           0 <= first && first <= row && row < cu_seqlens[index + 1] && row - first < rows};
 }
 
+// Of sequence `index`.
+ANYFLASH_HOST_DEVICE int queries_of(const KvCacheParams& p, int64_t index) {
+  const Attention& a = p.attention;
+  if (a.cu_seqlens_q == nullptr) return a.seqlen_q;
+  return packed_rows(a.cu_seqlens_q, index, a.total_q, a.seqlen_q).length;
+}
+
 // Lengths that do not fit the tensors are clamped to what does.
 ANYFLASH_HOST_DEVICE CachedSequence cached_sequence(const KvCacheParams& p, int64_t index) {
   CachedSequence s;

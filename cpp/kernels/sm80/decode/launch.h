@@ -43,6 +43,17 @@ inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchCon
   return parts;
 }
 
+// parts: partial_params(params)
+template <class Element>
+void combine_parts(const KvCacheParams& params, const KvCacheParams& parts, void* stream) {
+  CombineParams combine;
+  combine.result = params;
+  combine.out = static_cast<const float*>(parts.out);
+  combine.lse = parts.lse;
+  combine.q_dtype = kElementType<Element>;
+  combine_splits(combine, stream);
+}
+
 // Tiles of rows of one head of K.
 template <int kBlockM>
 int64_t row_tiles(const KvCacheParams& params) {
@@ -50,8 +61,8 @@ int64_t row_tiles(const KvCacheParams& params) {
   if (a.cu_seqlens_q == nullptr) {
     return a.batch * ceil_div(int64_t{a.seqlen_q} * (a.heads / a.heads_k), kBlockM);
   }
-  return has_tile_per_sequence<kBlockM>(params) ? a.batch
-                                                : packed_tiles(a, a.heads / a.heads_k, kBlockM);
+  if (has_tile_per_sequence<kBlockM>(params)) return a.batch;
+  return PackedTiles<kBlockM>(a, a.heads / a.heads_k, params.least_queries).count();
 }
 
 template <class Traits>
@@ -69,13 +80,7 @@ void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
   const KvCacheParams target = split ? partial_params(params, context) : params;
   launch<decode_kernel<Traits>>(dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
                                 sizeof(typename Traits::SharedStorage), context.stream, target);
-  if (!split) return;
-  CombineParams combine;
-  combine.result = params;
-  combine.out = static_cast<const float*>(target.out);
-  combine.lse = target.lse;
-  combine.q_dtype = kElementType<typename Traits::Element>;
-  combine_splits(combine, context.stream);
+  if (split) combine_parts<typename Traits::Element>(params, target, context.stream);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, bool k8Bit>

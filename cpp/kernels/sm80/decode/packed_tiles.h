@@ -9,34 +9,53 @@
 
 namespace anyflash::sm80 {
 
-// A sequence has `group` rows a query, and tiles of kBlockM rows.
-// Packed queries: the tiles of sequence b are numbers first_tile(b) to first_tile(b + 1), of which
-// the last may be none. They are enough for n rows after c others:
-// ceil(n / M) <= floor((c + n) / M) - floor(c / M) + 1.
+// Of the sequences with at least `least` queries, of `group` rows each, in tiles of kBlockM rows.
+//
+// The tiles of sequence b are numbers first(b) to first(b + 1), of which some may be none. With c
+// queries before it, n of its own, g rows a query and M of a tile, they are enough: what is rounded
+// down grows by at least floor(n g / M + 1) >= ceil(n g / M), where
+//   first(b) = floor(c g / M) + b,  and, since n >= least,  where
+//   first(b) = floor(c (g / M + 1 / least)).
+// The one with fewer numbers in all is taken.
 template <int kBlockM>
-ANYFLASH_DEVICE int64_t first_tile(const Attention& a, int64_t group, int64_t b) {
-  return a.cu_seqlens_q[b] * group / kBlockM + b;
-}
+struct PackedTiles {
+  const int32_t* cu_seqlens;
+  int64_t batch;
+  int64_t total;
+  int64_t group;
+  int64_t least;
 
-// The last sequence that begins at this tile or before. A warp looks at 32 at once.
-template <int kBlockM>
-ANYFLASH_DEVICE int64_t sequence_of_tile(const Attention& a, int64_t group, int64_t tile) {
-  const int64_t lane = threadIdx.x % 32;
-  int64_t low = 0;
-  int64_t high = a.batch;
-  while (high - low > 1) {
-    const int64_t step = ceil_div(high - low, int64_t{32});
-    const int64_t at = low + lane * step;
-    const bool before = lane == 0 || (at < high && first_tile<kBlockM>(a, group, at) <= tile);
-    low += (__popc(__ballot_sync(0xffffffffu, before)) - 1) * step;
-    high = min(low + step, high);
+  ANYFLASH_HOST_DEVICE PackedTiles(const Attention& a, int64_t rows_per_query, int least_queries)
+      : cu_seqlens(a.cu_seqlens_q),
+        batch(a.batch),
+        total(a.total_q),
+        group(rows_per_query),
+        least(least_queries < 1 ? 1 : least_queries) {}
+
+  ANYFLASH_HOST_DEVICE int64_t count() const { return number(total, batch); }
+
+  ANYFLASH_DEVICE int64_t first(int64_t b) const { return number(cu_seqlens[b], b); }
+
+  // The last sequence that begins at this tile or before. A warp looks at 32 at once.
+  ANYFLASH_DEVICE int64_t sequence_of(int64_t tile) const {
+    const int64_t lane = threadIdx.x % 32;
+    int64_t low = 0;
+    int64_t high = batch;
+    while (high - low > 1) {
+      const int64_t step = ceil_div(high - low, int64_t{32});
+      const int64_t at = low + lane * step;
+      const bool before = lane == 0 || (at < high && first(at) <= tile);
+      low += (__popc(__ballot_sync(0xffffffffu, before)) - 1) * step;
+      high = min(low + step, high);
+    }
+    return low;
   }
-  return low;
-}
 
-// How many numbers there are.
-ANYFLASH_HOST_DEVICE int64_t packed_tiles(const Attention& a, int64_t group, int block_m) {
-  return a.total_q * group / block_m + a.batch;
-}
+ private:
+  ANYFLASH_HOST_DEVICE int64_t number(int64_t queries, int64_t sequences) const {
+    if (total / least >= batch) return queries * group / kBlockM + sequences;
+    return queries * (group * least + kBlockM) / (kBlockM * least);
+  }
+};
 
 }  // namespace anyflash::sm80

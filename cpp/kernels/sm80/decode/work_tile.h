@@ -73,13 +73,13 @@ ANYFLASH_DEVICE void find_rows(const KvCacheParams& p, unsigned index, DecodeWor
     block.head_k = index % a.heads_k;
     block.batch = index / a.heads_k;
   } else {
-    const auto tiles = static_cast<unsigned>(packed_tiles(a, block.group, kBlockM));
-    block.head_k = index / tiles;
-    block.batch = sequence_of_tile<kBlockM>(a, block.group, index % tiles);
-    tile = index % tiles - first_tile<kBlockM>(a, block.group, block.batch);
+    const PackedTiles<kBlockM> tiles(a, block.group, p.least_queries);
+    const auto count = static_cast<unsigned>(tiles.count());
+    block.head_k = index / count;
+    block.batch = tiles.sequence_of(index % count);
+    tile = index % count - tiles.first(block.batch);
   }
-  block.sequence = cached_sequence(p, block.batch);
-  const int queries = block.sequence.seqlen_q;
+  const int queries = queries_of(p, block.batch);
   const int64_t rest = int64_t{queries} * block.group - tile * kBlockM;
   const bool takes = p.least_queries <= queries && queries <= p.most_queries && tile >= 0;
   block.rows = takes && rest > 0 ? static_cast<int>(min(rest, int64_t{kBlockM})) : 0;
@@ -91,6 +91,7 @@ ANYFLASH_DEVICE DecodeWorkTile decode_block(const KvCacheParams& p, unsigned ind
   DecodeWorkTile block;
   find_rows<kBlockM>(p, index, block);
   if (block.rows <= 0) return block;
+  block.sequence = cached_sequence(p, block.batch);
   const Mask mask = block.mask(p);
   const int first = block.query(0);
   const int last = block.query(block.rows - 1);

@@ -41,8 +41,7 @@ class KeyTileLoader {
 
  public:
   // `first`: the first tile to be loaded.
-  template <class Keys>
-  ANYFLASH_DEVICE KeyTileLoader(const Keys&, const void* data, const Strides& stride,
+  ANYFLASH_DEVICE KeyTileLoader(const void* data, const Strides& stride,
                                 const ForwardWorkTile& block, int columns, Element* tile, int first)
       : stride_(stride),
         tXgX_(source(data, stride, block, threadIdx.x)),
@@ -76,23 +75,11 @@ class KeyTileLoader {
   ColumnGuard<decltype(cute::size<2>(Target{}))::value> columns_;
 };
 
-// Where the keys of a sequence lie: one after the other. For a cache see sm80/prefill.
-struct TensorKeys {
-  template <class Tile, class KeyOrder>
-  using Loader = KeyTileLoader<Tile, KeyOrder>;
-
-  // Reads elements of V, (key, column), as floats.
-  template <class Element>
-  ANYFLASH_DEVICE static auto values(const Attention& attention, const ForwardWorkTile& block) {
-    return tensor_values<Element>(attention, block);
-  }
-};
-
 // With one buffer each for K and V, a tile of K arrives while P V of the tile before runs. Its tile
 // of V arrives while its Q K^T runs. With two, both arrive during all of the tile before. Waits are
 // for everything that is on its way, so that a commit means something to ptxas only
 // (ForwardConfig::commits_after_k).
-template <class Traits, class Keys>
+template <class Traits>
 class KeyValuePipeline {
   using Mma = typename Traits::TiledMma;
   using TileK = typename Traits::TileK;
@@ -101,12 +88,12 @@ class KeyValuePipeline {
 
  public:
   // `first`: the first tile that is visited.
-  ANYFLASH_DEVICE KeyValuePipeline(const Attention& attention, const Keys& keys,
+  template <class Keys>
+  ANYFLASH_DEVICE KeyValuePipeline(const Attention& attention, const Keys&,
                                    const ForwardWorkTile& block,
                                    typename Traits::SharedStorage& smem, int first)
-      : k_loader_(keys, attention.k, attention.k_stride, block, attention.head_dim, smem.k.data(),
-                  first),
-        v_loader_(keys, attention.v, attention.v_stride, block, attention.head_dim_v, smem.v.data(),
+      : k_loader_(attention.k, attention.k_stride, block, attention.head_dim, smem.k.data(), first),
+        v_loader_(attention.v, attention.v_stride, block, attention.head_dim_v, smem.v.data(),
                   first),
         k_(smem.k.data(), threadIdx.x),
         v_t_(smem.v.data(), threadIdx.x) {}
@@ -174,12 +161,24 @@ class KeyValuePipeline {
     if (clears) found_nonfinite_ |= v_loader_.clear();
   }
 
-  typename Keys::template Loader<TileK, typename Traits::KeyOrder> k_loader_;
-  typename Keys::template Loader<TileV, typename Traits::KeyOrder> v_loader_;
+  KeyTileLoader<TileK, typename Traits::KeyOrder> k_loader_;
+  KeyTileLoader<TileV, typename Traits::KeyOrder> v_loader_;
   LdmatrixOperand<Mma, Side::kB, TileK> k_;
   LdmatrixOperand<Mma, Side::kB, TileV, /*kTransposed=*/true> v_t_;
   int to_other_ = 1;  // in tiles: where the other buffer is
   bool found_nonfinite_ = false;
+};
+
+// Where the keys of a sequence lie: one after the other. For those of a cache see sm80/prefill.
+struct TensorKeys {
+  template <class Traits>
+  using Pipeline = KeyValuePipeline<Traits>;
+
+  // Reads elements of V, (key, column), as floats.
+  template <class Element>
+  ANYFLASH_DEVICE static auto values(const Attention& attention, const ForwardWorkTile& block) {
+    return tensor_values<Element>(attention, block);
+  }
 };
 
 }  // namespace anyflash::sm80

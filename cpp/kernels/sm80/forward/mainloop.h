@@ -189,7 +189,7 @@ class ForwardMainloop {
   QueryTile<Traits> queries_;
   const KeyTiles<Variant> tiles_;
   int n_;  // the tile that comes next, -1 after the last
-  KeyValuePipeline<Traits, Keys> pipeline_;
+  typename Keys::template Pipeline<Traits> pipeline_;
   const RowExchange exchange_;
   decltype(score_coordinates(0)) tScS_;
 };

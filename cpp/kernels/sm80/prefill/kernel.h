@@ -12,6 +12,7 @@
 #include "sm80/forward/mainloop.h"
 #include "sm80/prefill/cached_keys.h"
 #include "variant/cache.h"
+#include "variant/mask.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
@@ -22,21 +23,47 @@ struct PrefillLaunch {
   float q_factor = 1.0f;  // what Q is multiplied by: 1, or the scale's sign or 0
 };
 
-// The rows of a sequence's last blocks, which see the most keys, come first; heads are fastest.
-template <int kBlockM>
-ANYFLASH_DEVICE ForwardWorkTile prefill_block(const PrefillLaunch& params, unsigned index,
+template <class Traits>
+struct PrefillStorage : Traits::SharedStorage {
+  CachedSequence sequence;
+  TileRows<typename Traits::Element, Traits::kBlockN> rows;
+};
+
+// Of a sequence, the keys of a split are a sequence, too: its keys begin later, and the diagonal
+// with them.
+template <int kBlockN>
+ANYFLASH_DEVICE void take_split(const KvCacheParams& p, int split, int rows, ForwardWorkTile& block,
+                                CachedSequence& sequence) {
+  const Mask mask(block.sequence, p.attention.window);
+  const int last_row = min(block.first_row + rows, block.sequence.seqlen_q) - 1;
+  const SplitKeys keys =
+      split_keys(p, split, mask.first_key(block.first_row), mask.end_key(last_row), kBlockN);
+  sequence.first_row += keys.begin;
+  block.sequence.seqlen_k = block.sequence.all_keys = keys.end - keys.begin;
+  block.sequence.shift -= keys.begin;
+  block.sequence.batch = split;  // along which parts are apart; packed queries have no such stride
+}
+
+// Grid: x = splits of heads of blocks of query rows of all sequences, splits fastest. The rows of a
+// sequence's last blocks, which see the most keys, come first.
+template <int kBlockM, int kBlockN>
+ANYFLASH_DEVICE ForwardWorkTile prefill_block(const KvCacheParams& p, unsigned index,
                                               CachedSequence& sequence) {
-  const Attention& a = params.cache.attention;
-  const int64_t tiles = packed_tiles(a, 1, kBlockM);
-  const int64_t number = tiles - 1 - index / a.heads;
+  const Attention& a = p.attention;
+  const int split = index % p.num_splits;
+  index /= p.num_splits;
+  const PackedTiles<kBlockM> tiles(a, 1, p.least_queries);
+  const int64_t tile = tiles.count() - 1 - index / a.heads;
   ForwardWorkTile block;
-  block.batch = sequence_of_tile<kBlockM>(a, 1, number);
+  block.batch = tiles.sequence_of(tile);
+  const int64_t row = (tile - tiles.first(block.batch)) * kBlockM;
+  const int queries = queries_of(p, block.batch);
+  block.first_row = block.sequence.seqlen_q = queries;
+  if (queries < p.least_queries || row < 0 || row >= queries) return block;  // no block
+  block.first_row = static_cast<int>(row);
   block.head = static_cast<int>(index % a.heads);
   block.head_k = block.head / (a.heads / a.heads_k);
-  sequence = cached_sequence(params.cache, block.batch);
-  const int64_t row = (number - first_tile<kBlockM>(a, 1, block.batch)) * kBlockM;
-  const bool takes = sequence.seqlen_q >= params.cache.least_queries && row >= 0;
-  block.first_row = takes && row < sequence.seqlen_q ? static_cast<int>(row) : sequence.seqlen_q;
+  sequence = cached_sequence(p, block.batch);
   block.sequence = {0,
                     sequence.first_q,
                     0,
@@ -44,37 +71,39 @@ ANYFLASH_DEVICE ForwardWorkTile prefill_block(const PrefillLaunch& params, unsig
                     sequence.seqlen_k,
                     sequence.seqlen_k,
                     sequence.seqlen_k - sequence.seqlen_q};
+  if (p.num_splits > 1) take_split<kBlockN>(p, split, kBlockM, block, sequence);
   return block;
 }
 
-template <class Traits>
-struct PrefillStorage : Traits::SharedStorage {
-  CachedSequence sequence;
-};
-
-// Grid: x = heads of blocks of query rows of all sequences, heads fastest.
 template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     prefill_kernel(const __grid_constant__ PrefillLaunch params) {
   using namespace cute;
+  using Element = typename Traits::Element;
+  using Keys = CachedKeys<Element, Traits::kBlockN>;
   auto& smem = *reinterpret_cast<PrefillStorage<Traits>*>(anyflash_smem);
+  const Attention& attention = params.forward.attention;
   CachedSequence sequence;
-  ForwardWorkTile block = prefill_block<Traits::kBlockM>(params, blockIdx.x, sequence);
+  ForwardWorkTile block =
+      prefill_block<Traits::kBlockM, Traits::kBlockN>(params.cache, blockIdx.x, sequence);
   if (block.first_row >= block.sequence.seqlen_q) return;  // not a block, or another kernel's
   if (threadIdx.x == 0) {
     smem.block = block;
     smem.sequence = sequence;
+    smem.rows.k_head =
+        static_cast<const Element*>(attention.k) + block.head_k * attention.k_stride.head;
+    smem.rows.v_head =
+        static_cast<const Element*>(attention.v) + block.head_k * attention.v_stride.head;
   }
-  __syncthreads();  // the sequence is known to all
+  __syncthreads();  // where the sequence lies is known to all
 
-  const Attention& attention = params.forward.attention;
-  const CachedKeys keys{params.cache, smem.sequence};
+  const Keys keys{params.cache, smem.sequence, smem.rows};
   typename Traits::AccO acc_o;
   clear(acc_o);
   typename Traits::Softmax softmax(attention.scale_log2, false);
-  const bool found_nonfinite = ForwardMainloop<Traits, Variant, CachedKeys>::run(
+  const bool found_nonfinite = ForwardMainloop<Traits, Variant, Keys>::run(
       attention, block, smem, acc_o, softmax, params.q_factor, keys);
-  __syncthreads();     // the block is in shared memory, and every warp has done with Q
+  __syncthreads();     // every warp has done with Q
   block = smem.block;  // from there, because the loop needs the registers
   forward_epilogue<Traits, Variant>(params.forward, block, smem, acc_o, softmax, found_nonfinite,
                                     keys);

@@ -6,6 +6,7 @@
 
 #include "cuda/descriptor.h"
 #include "kernel_descriptor.h"
+#include "sm80/decode/launch.h"
 #include "sm80/family.h"
 #include "sm80/forward/launch.h"
 #include "sm80/forward/traits.h"
@@ -13,29 +14,35 @@
 
 namespace anyflash::sm80 {
 
-inline std::size_t no_prefill_scratch(const KvCacheParams&, const LaunchContext&) { return 0; }
-
 template <class Traits, class Variant>
 void launch_prefill(const KvCacheParams& params, const LaunchContext& context) {
   const Attention& a = params.attention;
-  const int64_t blocks = packed_tiles(a, 1, Traits::kBlockM) * a.heads;
+  const int64_t tiles = PackedTiles<Traits::kBlockM>(a, 1, params.least_queries).count();
+  const int64_t blocks = tiles * a.heads * params.num_splits;
   if (blocks > INT32_MAX) {
-    throw Error(ErrorCode::kUnsupported, "heads * (total_q / " + std::to_string(Traits::kBlockM) +
-                                             " + batch) is " + std::to_string(blocks) +
+    throw Error(ErrorCode::kUnsupported, "heads * num_splits * blocks of " +
+                                             std::to_string(Traits::kBlockM) + " queries is " +
+                                             std::to_string(blocks) +
                                              "; a CUDA grid holds at most 2147483647 blocks");
   }
   PrefillLaunch prepared;
-  prepared.cache = params;
-  prepared.forward.attention = a;
-  prepared.forward.out = params.out;
-  prepared.forward.out_dtype = params.out_dtype;
-  prepared.forward.out_stride = params.out_stride;
-  prepared.forward.lse = params.lse;
-  prepared.forward.lse_stride = params.lse_stride;
-  prepared.q_factor = prepare_scale(prepared.forward.attention);
+  prepared.cache = params.num_splits > 1 ? partial_params(params, context) : params;
+  ForwardParams& forward = prepared.forward;
+  forward.attention = prepared.cache.attention;
+  forward.out = prepared.cache.out;
+  forward.out_dtype = prepared.cache.out_dtype;
+  forward.out_stride = prepared.cache.out_stride;
+  forward.out_stride.batch = stride_of_split(params);
+  forward.lse = prepared.cache.lse;
+  forward.lse_stride = prepared.cache.lse_stride;
+  forward.lse_stride.batch = lse_stride_of_split(params);
+  prepared.q_factor = prepare_scale(forward.attention);
   launch<prefill_kernel<Traits, Variant>>(dim3(static_cast<unsigned>(blocks)),
                                           dim3(Traits::kThreads), sizeof(PrefillStorage<Traits>),
                                           context.stream, prepared);
+  if (params.num_splits > 1) {
+    combine_parts<typename Traits::Element>(params, prepared.cache, context.stream);
+  }
 }
 
 // kTileConfig: whose tiles of the forward it has; there is one for a variant.
@@ -48,7 +55,7 @@ constexpr KernelDescriptor prefill_descriptor(const char* name) {
   d.tile = Traits::kTile;
   d.prefill = true;
   d.smem_bytes = sizeof(PrefillStorage<Traits>);
-  d.decode = {no_prefill_scratch, launch_prefill<Traits, Variant>};
+  d.decode = {decode_scratch_bytes, launch_prefill<Traits, Variant>};
   return d;
 }
 

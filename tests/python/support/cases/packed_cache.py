@@ -157,6 +157,7 @@ def _cases() -> Iterator[PackedCase]:
     mixed = (Row(40, 40), Row(70, 1), Row(0, 0), Row(1, 1), Row(129, 5), Row(0, 1), Row(33, 70))
     appended = (Row(0, 40, 40), Row(70, 1, 1), Row(9, 0, 0), Row(128, 5, 5), Row(20, 70, 70))
     other = (Row(0, 3, 40), Row(70, 1, 0), Row(9, 0, 7), Row(128, 5, 2), Row(20, 70, 1))
+    chunks = (Row(500, 70), Row(64, 1), Row(330, 129))  # whose keys are split
     singles = tuple(Row(n, 1) for n in (5, 64, 0, 200, 63))
     trees = (Row(40, 7, 7), Row(3, 1, 1), Row(90, 20, 20), Row(17, 0, 0))
     padded = (Row(40, 7, 7, 31), Row(3, 1, 1, 3), Row(90, 20, 20, 1), Row(17, 0, 0, 4))
@@ -181,6 +182,11 @@ def _cases() -> Iterator[PackedCase]:
         "singles": (singles, {}),
         "singles-splits": (singles, {"splits": 4}),
         "one-prompt": ((Row(0, 100, 100),), {"append": Append()}),
+        "chunks": (chunks, {}),
+        "chunks-full": (chunks, {"causal": False, "sinks": True}),
+        "chunks-window": (chunks, {"causal": False, "window": (150, 10), "page": 64}),
+        "chunks-features": (chunks, {"softcap": 8.0, "alibi": "bh", "sinks": True, "page": 0}),
+        "chunks-out32": (chunks, {"out_dtype": "fp32", "page": 128}),
         "nothing": ((Row(5, 0), Row(0, 0)), {}),
         "append": (appended, {"append": Append(rotary=32, neox=True)}),
         "append-one": (appended, {"append": Append(rotary=32), "causal": False}),
