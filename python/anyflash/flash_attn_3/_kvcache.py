@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from anyflash._call.parsing import flags
 from anyflash.flash_attn._kvcache import rows_in_cache
-from anyflash.flash_attn._options import as_int, score_options
+from anyflash.flash_attn._options import as_int, check_tensors, optional, score_options
 from anyflash.flash_attn_3._arguments import refuse
 from anyflash.torch import attention_with_kvcache
 from anyflash.torch._paged import attention_varlen_paged, split_pages
 
 _NAME = "flash_attn_with_kvcache"
+_FUNCTION = f"anyflash.flash_attn_3.{_NAME}"
 Tensor = torch.Tensor
 
 
@@ -101,6 +103,9 @@ def flash_attn_with_kvcache(
     True
     """
     refuse(_NAME, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, attention_chunk=attention_chunk)
+    (return_softmax_lse,) = flags(_FUNCTION, return_softmax_lse=return_softmax_lse)
+    pages = optional(page_table=page_table, cu_seqlens_q=cu_seqlens_q)
+    check_tensors(_FUNCTION, q=q, k_cache=k_cache, v_cache=v_cache, **pages)
     if k_cache.dtype != q.dtype:
         raise TypeError(
             f"anyflash.flash_attn_3.{_NAME}: k_cache is {k_cache.dtype}, but q is {q.dtype}; both "

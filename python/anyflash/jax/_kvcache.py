@@ -234,7 +234,7 @@ def attend_with_kvcache(
     call = Call("anyflash.jax.attention_with_kvcache", **given)
     check_values(call.operation, given["v_cache"], cache)
     call.scores(options)
-    names = tuple(name for name in given if name in call.arrays)
+    names = tuple(name for name in given if name != "v_cache" or name in call.arrays)
     call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
     if cache.head_dim_v is not None:
         columns = call.arrays["k_cache"].shape[3]
@@ -243,8 +243,8 @@ def attend_with_kvcache(
     call.array("cache_batch_idx", cache.cache_batch_idx)
     call.array("cache_leftpad", cache.cache_leftpad)
     call.array("block_table", cache.block_table)
-    call.array("k_new", cache.k)
-    call.array("v_new", cache.v)
+    call.array("k_new", cache.k, argument="k")
+    call.array("v_new", cache.v, argument="v")
     call.array("rotary_cos", cache.rotary_cos)
     call.array("rotary_sin", cache.rotary_sin)
     call.array("rotary_seqlens", cache.rotary_seqlens)
