@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyflash._call.parsing import flags
-from anyflash.flash_attn._kvcache import rows_in_cache
+from anyflash.flash_attn._kvcache import is_tensor, rows_in_cache
 from anyflash.flash_attn._options import as_int, check_tensors, optional, score_options
 from anyflash.flash_attn_3._arguments import refuse
 from anyflash.torch import attention_with_kvcache
@@ -122,12 +122,9 @@ def flash_attn_with_kvcache(
                     f"anyflash.flash_attn_3.{_NAME}: max_seqlen_q is None; with cu_seqlens_q it is "
                     "needed: an upper bound of the numbers of queries"
                 )
-            lengths = (
-                cu_seqlens_q,
-                cache_seqlens,
-                as_int(max_seqlen_q, "max_seqlen_q"),
-                page_table,
-            )
+            longest = as_int(max_seqlen_q, "max_seqlen_q")
+            _check_packed(q, cu_seqlens_q, longest)
+            lengths = (cu_seqlens_q, cache_seqlens, longest, page_table)
             out, lse = attention_varlen_paged(q, k_cache, v_cache, *lengths, options)
         else:
             k_cache, v_cache, table = split_pages(k_cache, v_cache, page_table)
@@ -150,10 +147,30 @@ def flash_attn_with_kvcache(
     return (out, lse, empty, empty) if return_softmax_lse else out
 
 
+def _check_packed(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> None:
+    """What is read of them before attention_with_kvcache checks its own arguments."""
+    if q.dim() != 3:
+        raise ValueError(
+            f"{_FUNCTION}: q has {q.dim()} dimensions; with cu_seqlens_q 3 are expected: (total_q, "
+            "heads, head_dim)"
+        )
+    shape = tuple(cu_seqlens_q.shape)
+    if len(shape) != 1 or shape[0] < 1 or cu_seqlens_q.dtype != torch.int32:
+        raise ValueError(
+            f"{_FUNCTION}: cu_seqlens_q is {cu_seqlens_q.dtype} of shape {shape}; int32 of shape "
+            "(batch + 1,) is allowed"
+        )
+    if not 0 <= max_seqlen_q < 1 << 31:
+        raise ValueError(f"{_FUNCTION}: max_seqlen_q is {max_seqlen_q}; 0 to 2147483647 is allowed")
+
+
 def _bounds(
     window: tuple[int, int], q: Tensor, k_cache: Tensor, table: Tensor | None
 ) -> tuple[int, int]:
     """A bound that no score can meet is none, which is what rotates all queries alike."""
+    # What is not as it should be, attention_with_kvcache says.
+    if not all(is_tensor(x) for x in (q, k_cache)) or not (table is None or is_tensor(table)):
+        return window
     last_key = k_cache.shape[1] * (1 if table is None else table.shape[1]) - 1
     left, right = window
     return (

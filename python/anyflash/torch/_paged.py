@@ -55,6 +55,7 @@ def attention_varlen_paged(  # noqa: PLR0917 (as flash-attn's)
     if total == 0:
         out = q.new_empty(0, q.shape[1], v.shape[-1])
         return out, q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    max_seqlen_q = min(max_seqlen_q, total)  # which may be far more than any sequence has
     k, v, table = split_pages(k, v, block_table)
     ends = cu_seqlens_q[1:]
     first = ends - max_seqlen_q
