@@ -25,7 +25,7 @@ DONE = @mkdir -p build && echo "$@ $$(date +%s)" >> build/stages
 
 .PHONY: demo test test-full begin environment install build-test lint check-cpp check-python \
   check-oldest check-more check-emulator check-sass check-nvrtc check-embed docs performance \
-  check-docs check-fuzz check-soak wheel check-wheel clean
+  check-docs check-fuzz check-soak check-threads wheel check-wheel clean
 
 # Without a GPU, CUDA kernels would be most of the build's time. Without nvcc, an isolated build
 # brings one.
@@ -45,7 +45,7 @@ demo: .venv/demo install
 	@echo "  make test                             the tests, about an hour on two cores"
 
 test: begin environment install build-test lint check-cpp check-sass check-nvrtc check-emulator \
-  check-python check-oldest check-embed check-fuzz check-soak check-docs
+  check-python check-oldest check-embed check-fuzz check-threads check-soak check-docs
 	@awk 'NR == 1 {first = $$2} NR > 1 {printf "%-16s%6d s\n", $$1, $$2 - last} {last = $$2} \
 	  END {printf "%-16s%6d s\n", "all", last - first}' build/stages
 
@@ -169,6 +169,14 @@ check-fuzz: .venv/test .venv/headers
 	cmake --build --preset fuzz
 	build/fuzz/tests/fuzz/fuzz_c_abi -runs=5000 -seed=1 tests/fuzz/corpus/c_abi
 	build/fuzz/tests/fuzz/fuzz_safetensors -runs=20000 -seed=1 tests/fuzz/corpus/safetensors
+	$(DONE)
+
+# The CPU library under Thread Sanitizer: threads that call at once.
+check-threads: .venv/test .venv/headers
+	cmake --preset tsan -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE=$(BIN)/python \
+	  --log-level=WARNING
+	cmake --build --preset tsan
+	ctest --preset tsan
 	$(DONE)
 
 check-soak: install .venv/test

@@ -212,7 +212,7 @@ class KvCacheArguments {
   const int32_t* integers(const TensorView* t, const char* argument) {
     if (t == nullptr) return nullptr;
     check_integers(*t, argument, DType::kInt32, t_.q, p_.attention.batch, "(batch,)",
-                   ", one for each sequence");
+                   ", one for each sequence of q");
     return static_cast<const int32_t*>(t->data);
   }
 

@@ -236,6 +236,7 @@ int main() {
   CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132), 16);
   CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 16384, 128), 132, 1 << 17), 8);
   CHECK_EQ(heads_per_l2_section(causal_params(1, 16, 16, 1 << 20, 128), 132, 1 << 17), 2);
+  CHECK_EQ(heads_per_l2_section(causal_params(1, 3, 3, 1, 64), 132, 3), 3);  // of one key each
   // Backward, H200: 16 of 64 key heads, and all of 8.
   const Attention backward = causal_params(8, 32, 8, 1024, 128);
   CHECK_EQ(backward_heads_per_l2_section(backward, 132), 16);
@@ -258,6 +259,8 @@ int main() {
   CHECK_EQ(gqa_splits(0, 0), 1);
   Attention grid = causal_params(2, 3, 3, 129, 64);
   CHECK_EQ(anyflash::forward_grid_blocks(grid, 128), 12);
+  grid.seqlen_q = 128;
+  CHECK_EQ(anyflash::forward_grid_blocks(grid, 128), 6);
   grid.batch = INT32_MAX;
   grid.heads = grid.seqlen_q = 1;
   CHECK_EQ(anyflash::forward_grid_blocks(grid, 128), INT32_MAX);

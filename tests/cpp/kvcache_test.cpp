@@ -1,5 +1,6 @@
 // KvCachePlan against ForwardPlan of each sequence's keys, laid out one after the other by
 // this test: places in the cache, new keys, rotation, 8-bit numbers, splits.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -255,6 +256,49 @@ void check_empty() {
   }
 }
 
+// One row more, of two heads each: the others stay.
+void check_one_row() {
+  Appending c;
+  c.k_new.view.shape[1] = c.v_new.view.shape[1] = 1;
+  CHECK(test::run_exactly(c.plan()));
+  for (int64_t b = 0; b < 2; ++b) {
+    const Index first = place(c, b, integers(c.seqlens)[b]);
+    Index second = first;
+    ++second[1];
+    Tensor before(DType::kFloat32, c.v_memory.view.shape);
+    before.bytes = c.v_before;
+    before.view.data = before.bytes.data();
+    CHECK(c.v_memory.get(first) == c.v_new.get({b, 0, 0, 0}));
+    CHECK(c.v_memory.get(second) == before.get(second));
+  }
+}
+
+// Rotation by no angle changes nothing, whatever rows of rotated queries look like.
+void check_no_angle() {
+  Tensor q(DType::kFloat32, {1, 2, 2, 16}), k(DType::kFloat32, {1, 4, 1, 16});
+  Tensor v(DType::kFloat32, {1, 4, 1, 8}), out(DType::kFloat32, {1, 2, 2, 8});
+  unsigned seed = 1;
+  for (Tensor* t : {&q, &k, &v}) t->fill(seed++);
+  SmallTensor cos(DType::kFloat32, {8, 8}), sin(DType::kFloat32, {8, 8});
+  std::fill(cos.data<float>(), cos.data<float>() + 64, 1.0f);
+  const auto tensors = test::kvcache_tensors(q.view, k.view, v.view, out.view);
+  Tensor k_new(DType::kFloat32, {1, 1, 1, 16}), v_new(DType::kFloat32, {1, 1, 1, 8});
+  k_new.fill(seed);
+  v_new.fill(seed);
+  SmallTensor filled(DType::kInt32, {1});
+  filled.assign<int32_t>({3});
+  anyflash::KvCacheOptions cache;
+  cache.cache_seqlens = &filled.view;
+  cache.k_new = &k_new.view;
+  cache.v_new = &v_new.view;
+  CHECK(test::run_exactly(anyflash::KvCachePlan(tensors, {}, cache)));
+  const auto expected = out.bytes;
+  cache.rotary_cos = &cos.view;
+  cache.rotary_sin = &sin.view;
+  CHECK(test::run_exactly(anyflash::KvCachePlan(tensors, {}, cache)));
+  CHECK(out.bytes == expected);
+}
+
 void check_workspace() {
   Appending c;
   const std::size_t bytes = c.workspace_size();
@@ -276,6 +320,8 @@ int main() {
   check_calls<test::LatentOf<Bytes>>();
   check_splits();
   check_empty();
+  check_one_row();
+  check_no_angle();
   check_workspace();
   return check::report();
 }

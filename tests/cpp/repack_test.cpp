@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "copy_rows.h"
+#include "workspace.h"
 
 namespace anyflash {
 
@@ -89,6 +90,10 @@ void check_fits() {
       CHECK(turned.fits(kPositiveRules));
     }
   }
+  Contiguous single;  // 8 rows of one column
+  single.view.shape = {1, 8, 1, 1};
+  single.view.stride = {8, 1, 8, 1};
+  CHECK(single.fits({2, INT64_MAX, true}));
   Contiguous columns;
   columns.view.stride[3] = 2;
   CHECK(!columns.fits());
@@ -201,10 +206,26 @@ void check_not_needed() {
   CHECK_EQ(workspace.memory[0], 0xeeee);
 }
 
+// workspace.h: the pieces begin at a multiple of 256 and end within the memory, wherever it begins.
+void check_workspace() {
+  using anyflash::Workspace;
+  CHECK_EQ(anyflash::size_with_slack(0), std::size_t{0});
+  const std::size_t needed = anyflash::size_with_slack(256);
+  std::vector<char> memory(1024);
+  for (int begin = 0; begin < 256; ++begin) {
+    char* const data = memory.data() + begin;
+    char* const piece = anyflash::first_piece({data, needed}, 256);
+    CHECK_EQ(reinterpret_cast<std::uintptr_t>(piece) % 256, std::uintptr_t{0});
+    CHECK(piece >= data && piece + 256 <= data + needed);
+  }
+  CHECK(anyflash::first_piece(Workspace{}, 0) == nullptr);
+}
+
 }  // namespace
 
 int main() {
   check_fits();
+  check_workspace();
   check_input();
   check_output(/*packed=*/false);
   check_output(/*packed=*/true);

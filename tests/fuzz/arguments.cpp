@@ -137,6 +137,37 @@ void Call::cache_integers() {
       .integers = rotations;
 }
 
+// Queries, results and new keys of a call with a cache, packed or not.
+void Call::cache_tokens() {
+  const bool appends = new_rows_ > 0;
+  const bool latent = feature(29);
+  std::vector<int32_t> ends, new_ends;
+  for (int64_t i = 0; i <= batch_; ++i) {
+    ends.push_back(static_cast<int32_t>(i * rows_));
+    new_ends.push_back(static_cast<int32_t>(i * new_rows_));
+  }
+  add("cu_seqlens_q", Role::kInput, kInt32, {batch_ + 1}, packed_).integers = ends;
+  const bool own_ends = packed_ && appends && (new_rows_ != rows_ || feature(30));
+  add("cu_seqlens_k_new", Role::kInput, kInt32, {batch_ + 1}, own_ends).integers = new_ends;
+  if (packed_) {
+    const int64_t n = batch_ * rows_;
+    add("q", Role::kInput, dtype_, {n, heads_, columns_});
+    add("out", Role::kOutput, out_dtype_, {n, heads_, columns_v_});
+    add("lse", Role::kOutput, kFloat32, {heads_, n}, feature(24));
+    add("k_new", Role::kInput, dtype_, {batch_ * new_rows_, heads_k_, columns_}, appends);
+    add("v_new", Role::kInput, dtype_, {batch_ * new_rows_, heads_k_, columns_v_},
+        appends && !latent);
+    add("tree_mask", Role::kInput, kBool, {n, rows_}, feature(20));
+    return;
+  }
+  add("q", Role::kInput, dtype_, {batch_, rows_, heads_, columns_});
+  add("out", Role::kOutput, out_dtype_, {batch_, rows_, heads_, columns_v_});
+  add("lse", Role::kOutput, kFloat32, {batch_, heads_, rows_}, feature(24));
+  add("k_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_}, appends);
+  add("v_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_v_}, appends && !latent);
+  add("tree_mask", Role::kInput, kBool, {feature(19) ? 1 : batch_, rows_, rows_}, feature(20));
+}
+
 void Call::kvcache() {
   if (page_ > 0) keys_ = (keys_ + page_ - 1) / page_ * page_;
   new_rows_ = std::min(new_rows_, keys_);
@@ -145,18 +176,14 @@ void Call::kvcache() {
   cache_dtype_ = feature(14) ? eight : dtype_;
   const int64_t slots = page_ > 0 ? batch_ * (keys_ / page_) : batch_;
   const int64_t rows = page_ > 0 ? page_ : keys_;
-  add("q", Role::kInput, dtype_, {batch_, rows_, heads_, columns_});
   add("k_cache", appends ? Role::kBoth : Role::kInput, cache_dtype_,
       {slots, rows, heads_k_, columns_});
   const bool latent = feature(29);
   if (latent) cache_options_.head_dim_v = columns_v_ = std::min(columns_v_, columns_);
   add("v_cache", appends ? Role::kBoth : Role::kInput, cache_dtype_,
       {slots, rows, heads_k_, columns_v_}, !latent);
-  add("out", Role::kOutput, out_dtype_, {batch_, rows_, heads_, columns_v_});
-  add("lse", Role::kOutput, kFloat32, {batch_, heads_, rows_}, feature(24));
+  cache_tokens();
   cache_integers();
-  add("k_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_}, appends);
-  add("v_new", Role::kInput, dtype_, {batch_, new_rows_, heads_k_, columns_v_}, appends && !latent);
   const bool rotates = appends && feature(12) && columns_ >= 2;
   slot("rotary_seqlens").present &= rotates;
   const int64_t positions = keys_ + rows_ + new_rows_ + batch_;
@@ -165,7 +192,6 @@ void Call::kvcache() {
   add("rotary_cos", Role::kInput, of_table, {positions, pairs}, rotates);
   add("rotary_sin", Role::kInput, of_table, {positions, pairs}, rotates);
   cache_options_.rotary_neox = feature(18);
-  add("tree_mask", Role::kInput, kBool, {feature(19) ? 1 : batch_, rows_, rows_}, feature(20));
   for (const char* const name : {"k_scale", "v_scale"}) {
     if (feature(25)) {
       add(name, Role::kInput, kFloat32, {heads_k_}, feature(14) && feature(26));
@@ -178,7 +204,7 @@ void Call::kvcache() {
   if (feature(28) && !feature(27)) cache_options_.split_size = 64;
   small_tensors();
   for (const char* const refused : {"bias", "block_mask", "key_ranges", "rng_state", "dropout_mask",
-                                    "max_logits", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}) {
+                                    "max_logits", "cu_seqlens_k", "seqused_k"}) {
     add(refused, Role::kInput, kFloat32, {2}, false);
   }
 }

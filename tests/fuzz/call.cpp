@@ -68,7 +68,7 @@ void Call::read_header(Bytes& bytes) {
   out_dtype_ = feature(0) ? kFloat32 : dtype_;
   small_dtype_ = bytes.one_of(kQTypes);
   if (!feature(1)) small_dtype_ = dtype_;
-  packed_ = feature(2) && op_ != Op::kKvCache;
+  packed_ = feature(2);
   seed_ = bytes.take<uint16_t>();
   values_ = bytes.below(4);
   block_ = 64 * (1 + bytes.below(2));

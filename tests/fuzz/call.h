@@ -69,6 +69,7 @@ class Call {
   void forward();
   void backward();
   void kvcache();
+  void cache_tokens();
   void cache_integers();
   void merge();
   void forward_options();

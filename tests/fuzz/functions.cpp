@@ -67,6 +67,7 @@ anyflash_kvcache_options Call::cache_options_given() const {
   o.k_scale = tensor("k_scale");
   o.v_scale = tensor("v_scale");
   o.rotary_seqlens = tensor("rotary_seqlens");
+  o.cu_seqlens_k_new = tensor("cu_seqlens_k_new");
   return o;
 }
 

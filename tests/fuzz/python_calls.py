@@ -8,103 +8,22 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from right_calls import HAS_JAX, Call, jax_array, tensor
 
-import anyflash
-
-Function = Callable[..., Any]
-ALLOWED = (ValueError, TypeError, NotImplementedError)
-B, S, H, D = 1, 4, 2, 8
-
-
-def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]:
-    """Right arguments of a module's functions, by name."""
-    x = array(np.linspace(-2, 2, B * S * H * D, dtype=np.float32).reshape(B, S, H, D))
-    lse = array(np.zeros((B, H, S), np.float32))
-    ends = array(np.array([0, S], np.int32))
-    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": S, "max_seqlen_k": S}
-    dense = {"q": x, "k": x, "v": x}
-    varlen = {name: t[0] for name, t in dense.items()} | packed
-    lengths = array(np.array([2], np.int32))
-    cache = {"q": x, "k_cache": x, "v_cache": x}
-    appending = cache | {"q": x[:, :1], "k": x[:, :1], "v": x[:, :1], "cache_seqlens": lengths}
-    new = {"k": x[:, :1], "v": x[:, :1]} if module is anyflash else {}
-    parts = {"out_a": x, "lse_a": lse, "out_b": x, "lse_b": lse}
-    whole = {"dout": x, "out": x, "lse": lse}
-    first = {"dout": x[0], "out": x[0], "lse": lse[0]}
-    blocks = array(np.ones((1, 1, 1, 1), np.bool_))
-    return {
-        "attention": dense,
-        "attention_varlen": varlen,
-        "attention_backward": dense | whole,
-        "attention_varlen_backward": varlen | first,
-        "attention_with_kvcache": appending if new else cache,
-        "merge_states": parts,
-        "create_block_mask": {
-            "predicate": lambda b, h, i, j: i >= j,
-            "batch": B,
-            "heads": H,
-            "seqlen_q": S,
-            "seqlen_k": S,
-        },
-        "expand_block_mask": {"block_mask": blocks, "seqlen_q": S, "seqlen_k": S},
-        "create_key_ranges": {"prefix": 1, "seqlen_q": S, "seqlen_k": S},
-        "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
-        "flash_attn_func": dense,
-        "flash_attn_varlen_func": varlen,
-        "flash_attn_with_kvcache": cache,
-    }
-
-
-def tensor(x: Any) -> Any:
-    return torch.from_numpy(np.array(x))
-
-
-MODULES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "numpy": (anyflash, np.array),
-    "neutral": (anyflash, tensor),
-    "torch": (importlib.import_module("anyflash.torch"), tensor),
-    "flash_attn": (importlib.import_module("anyflash.flash_attn"), tensor),
-}
-
-
-@dataclass(frozen=True, repr=False)
-class Call:
-    name: str
-    function: Function
-    arguments: dict[str, Any]
-    parameters: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def parameters_of(function: Function) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    found = inspect.signature(function).parameters
-    return tuple(name for name, parameter in found.items() if parameter.kind not in kinds)
-
-
-def calls() -> list[Call]:
-    found = []
-    for kind, (module, array) in MODULES.items():
-        for name, arguments in bases(array, module).items():
-            function = getattr(module, name, None)
-            if function is None:
-                continue
-            parameters = parameters_of(function)
-            if all(argument in parameters for argument in arguments):
-                found.append(Call(f"{kind}.{name}", function, arguments, parameters))
-    return found
+ALLOWED: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError)
+if HAS_JAX:  # raised when the work runs; by a mesh axis that there is not
+    jax = importlib.import_module("jax")
+    ALLOWED = (*ALLOWED, jax.errors.JaxRuntimeError, NameError)
+    ARRAYS = (np.ndarray, torch.Tensor, jax.Array)
+else:
+    ARRAYS = (np.ndarray, torch.Tensor)
 
 
 class Broken:
@@ -207,7 +126,7 @@ def arrays(draw: st.DrawFn) -> Any:
 @st.composite
 def near(draw: st.DrawFn, right: Any) -> Any:
     """An array close to a right one: another dtype, shape or layout."""
-    x = right if isinstance(right, np.ndarray) else right.numpy()
+    x = np.asarray(right)
     how = draw(st.integers(0, 7))
     if how == 0:
         y = x.astype(draw(st.sampled_from(DTYPES[:14])))
@@ -228,7 +147,7 @@ def near(draw: st.DrawFn, right: Any) -> Any:
     if isinstance(right, np.ndarray) or draw(st.integers(0, 9)) == 0:
         return y
     try:
-        return tensor(y)
+        return tensor(y) if isinstance(right, torch.Tensor) else jax_array(y)
     except (TypeError, ValueError):
         return y
 
@@ -240,7 +159,7 @@ def wrong(right: Any) -> st.SearchStrategy[Any]:
         arrays(),
         st.sampled_from((RuntimeError("no"), KeyError("k"), 5, None)).map(Broken),
     ]
-    if isinstance(right, np.ndarray | torch.Tensor):
+    if isinstance(right, ARRAYS):
         choices += [near(right)] * 6
     return st.one_of(choices)
 
@@ -258,7 +177,7 @@ def changed_calls(draw: st.DrawFn, found: list[Call]) -> tuple[Call, dict[str, A
 
 def is_cheap(name: str, value: Any) -> bool:
     """Whoever asks for a map of 2^31 sequences gets one, as far as memory goes."""
-    sizes = ("batch", "heads", "seqlen_q", "seqlen_k")
+    sizes = ("batch", "heads", "seqlen_q", "seqlen_k", "length", "devices")
     return name not in sizes or not isinstance(value, int | np.integer) or value <= 4096
 
 
@@ -268,11 +187,18 @@ def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         flat = value.detach().reshape(-1).contiguous()
         return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if isinstance(value, ARRAYS) and not isinstance(value, np.ndarray | torch.Tensor):
+        return np.asarray(value).tobytes()
     return None
 
 
 # How messages call what a function's own name for it is.
-ALIASES = {"query": "q", "key": "k", "value": "v", "k": "k_cache", "v": "v_cache"}
+ALIASES = {
+    **{"query": "q", "key": "k", "value": "v", "k": "k_cache", "v": "v_cache"},
+    **{"qkv": "q", "kv": "k", "cu_seqlens": "cu_seqlens_q"},
+    **{"max_seqlen": "max_seqlen_q", "page_table": "block_table"},
+    "prior": r"prior_\w+",  # its parts
+}
 
 
 def names(call: Call, message: str, argument: str) -> bool:

@@ -67,6 +67,7 @@ TESTS = (
     *(f"c_{name}_test" for name in ("api", "options", "backward", "kvcache")),
     *(
         "plan_test",
+        "prior_test",
         "merge_test",
         "kvcache_test",
         "dispatch_test",

@@ -1,6 +1,8 @@
 """Runs random steps twice, each time with another number of threads: the same bits, bounded memory.
 
-python tests/soak/soak.py [--steps N] [--seed S]
+python tests/soak/soak.py [--steps N] [--seed S] [--device cuda]
+
+On a GPU both runs go on at once, so that their kernels meet in other ways each time.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import time
 from itertools import zip_longest
 from pathlib import Path
 
-STEPS = Path(__file__).with_name("steps.py")
+STEPS = Path(__file__).with_name("random_steps.py")
 # Memory of the second half over that of the first: what is allocated once, and the allocator's own.
 MOST_GROWTH = 32 << 20
 
 
-def child(threads: int, steps: int, seed: int) -> subprocess.Popen[str]:
+def child(threads: int, steps: int, seed: int, device: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(STEPS), "--steps", str(steps), "--seed", str(seed)]
+    command += ["--device", device]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -30,9 +33,9 @@ def growth(memory: list[int]) -> int:
     return max(memory[half:], default=0) - max(memory[:half])
 
 
-def soak(steps: int, seed: int) -> list[int]:
+def soak(steps: int, seed: int, device: str = "cpu") -> list[int]:
     """How much memory each run's second half took above its first. AssertionError: what differs."""
-    runs = [child(threads, steps, seed) for threads in (1, 3)]
+    runs = [child(threads, steps, seed, device) for threads in (1, 3)]
     memory: list[list[int]] = [[], []]
     done = 0
     for lines in zip_longest(*(run.stdout for run in runs if run.stdout is not None)):
@@ -53,12 +56,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    grown = soak(arguments.steps, arguments.seed)
+    grown = soak(arguments.steps, arguments.seed, arguments.device)
     print(
-        f"{arguments.steps} steps of seed {arguments.seed}, with 1 and with 3 threads: the same "
-        f"bits; memory of the second half over the first: {grown} bytes; "
+        f"{arguments.steps} steps of seed {arguments.seed} on {arguments.device}, with 1 and 3 "
+        f"threads: the same bits; memory of the second half over the first: {grown} bytes; "
         f"{time.monotonic() - begin:.0f} s"
     )
 

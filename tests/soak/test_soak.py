@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import random_steps as steps
 import soak
 
 
@@ -12,8 +13,16 @@ def test_soak() -> None:
     soak.soak(steps=150, seed=1)
 
 
+def test_steps_of_a_gpu() -> None:
+    """Their tensors, on the CPU: the same bits twice."""
+    pytest.importorskip("torch")
+    runs = [steps.Steps(1, steps.Gpu(device="cpu")) for _ in range(2)]
+    for _ in range(40):
+        assert runs[0].step() == runs[1].step()
+
+
 LEAK = """
-import steps
+import random_steps as steps
 kept = []
 step = steps.Steps.step
 def leaking(self):
@@ -22,7 +31,7 @@ def leaking(self):
 steps.Steps.step = leaking
 """
 OTHER_BITS = """
-import os, steps
+import os, random_steps as steps
 step = steps.Steps.step
 def differing(self):
     self.count = getattr(self, "count", 0) + 1
@@ -31,7 +40,7 @@ def differing(self):
 steps.Steps.step = differing
 """
 EARLY_END = """
-import os, steps
+import os, random_steps as steps
 step = steps.Steps.step
 def ending(self):
     self.count = getattr(self, "count", 0) + 1

@@ -15,6 +15,17 @@ from anyflash._call.parsing import flags
 _NAME = "anyflash.flash_attn"
 
 
+def check_tensors(function: str, **given: Any) -> None:
+    """Of what the functions read themselves, before anyflash's own checks."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{function}: {name} is {type(x).__name__}; a torch.Tensor is allowed")
+
+
+def optional(**given: Any) -> dict[str, Any]:
+    return {name: x for name, x in given.items() if x is not None}
+
+
 def as_int(x: Any, argument: str) -> int:
     """Tensors of one element are allowed where flash-attn wants an int."""
     if isinstance(x, int):

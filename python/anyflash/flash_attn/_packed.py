@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from anyflash.flash_attn._options import check_tensors, optional
 from anyflash.flash_attn._private import attend, backward
 from anyflash.torch._dispatch_state import is_traced
 
@@ -26,7 +27,10 @@ def attend_packed(
     return_softmax: bool,
 ) -> Three:
     """packed: q, k, v; or k, v where q is given. (out, softmax_lse, S_dmask)"""
-    device, slopes = packed.device.type, options["alibi_slopes"]
+    slopes = options["alibi_slopes"]
+    given = {"qkv": packed} if q is None else {"q": q, "kv": packed}
+    check_tensors("anyflash.flash_attn", **given | optional(alibi_slopes=slopes))
+    device = packed.device.type
     arguments = (q, packed, packing, options, dropout_p, deterministic, return_softmax)
     parts = 3 if q is None else 2
     if packed.ndim < 3 or packed.shape[_AXIS] != parts:
@@ -45,6 +49,12 @@ def attend_packed(
         return _by_parts(*arguments)[:3]
     results: Any = _Packed.apply(*arguments)  # type: ignore[no-untyped-call]
     return cast(Three, results)
+
+
+def attend_kv(q: torch.Tensor, kv: torch.Tensor, *others: Any) -> Three:
+    """attend_packed, for which no q would mean that kv is qkv."""
+    check_tensors("anyflash.flash_attn", q=q)
+    return attend_packed(q, kv, *others)
 
 
 def _tensors(q: torch.Tensor | None, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ import torch
 from anyflash.flash_attn import flash_attn_2_cuda as flash_attn_gpu
 from anyflash.flash_attn._kvcache import flash_attn_with_kvcache
 from anyflash.flash_attn._options import check_pages, packing_of, read_flags, score_options
-from anyflash.flash_attn._packed import attend_packed
+from anyflash.flash_attn._packed import attend_kv, attend_packed
 from anyflash.flash_attn._paged import ForwardOnly
 from anyflash.flash_attn._private import (
     _flash_attn_backward,
@@ -259,7 +259,7 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` of q and ``kv`` (batch, seqlen_k, 2, heads_k, head_dim)."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
-    results = attend_packed(q, kv, (), options, dropout_p, deterministic, return_attn_probs)
+    results = attend_kv(q, kv, (), options, dropout_p, deterministic, return_attn_probs)
     return results if return_attn_probs else results[0]
 
 
@@ -306,7 +306,7 @@ def flash_attn_varlen_kvpacked_func(
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    results = attend_packed(q, kv, packing, options, dropout_p, deterministic, return_attn_probs)
+    results = attend_kv(q, kv, packing, options, dropout_p, deterministic, return_attn_probs)
     return results if return_attn_probs else results[0]
 
 

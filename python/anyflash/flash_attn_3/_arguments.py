@@ -8,6 +8,7 @@ of float8 inputs, which are refused; FlashAttention-3 does not read them for oth
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 _NOTHING_NEW = "with cu_seqlens_q nothing is appended and rotated"
@@ -24,7 +25,8 @@ _REASONS = {
 def refuse(function: str, **given: Any) -> None:
     """Those that anyflash has nothing for; None and 0 are allowed."""
     for name, value in given.items():
-        if value is not None and not (name == "attention_chunk" and value == 0):
+        no_chunk = name == "attention_chunk" and isinstance(value, numbers.Integral) and value == 0
+        if value is not None and not no_chunk:
             shown = value if isinstance(value, int) else "given"
             allowed = 0 if name == "attention_chunk" else None
             raise NotImplementedError(

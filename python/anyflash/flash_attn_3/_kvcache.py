@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anyflash.flash_attn._kvcache import rows_in_cache
-from anyflash.flash_attn._options import as_int, score_options
+from anyflash._call.parsing import flags
+from anyflash.flash_attn._kvcache import is_tensor, rows_in_cache
+from anyflash.flash_attn._options import as_int, check_tensors, optional, score_options
 from anyflash.flash_attn_3._arguments import refuse
 from anyflash.torch import attention_varlen_with_kvcache, attention_with_kvcache
 from anyflash.torch._paged import split_pages
 
 _NAME = "flash_attn_with_kvcache"
+_FUNCTION = f"anyflash.flash_attn_3.{_NAME}"
 Tensor = torch.Tensor
 
 
@@ -51,8 +53,8 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """:func:`anyflash.attention_with_kvcache` with FlashAttention-3's signature; with packed queries
-    or new keys, :func:`anyflash.attention_varlen_with_kvcache`.
+    """:func:`anyflash.attention_with_kvcache` with FlashAttention-3's signature; with packed
+    queries or new keys, :func:`anyflash.attention_varlen_with_kvcache`.
 
     k and v, if given, are written to the caches in place, from ``cache_seqlens`` on, and seen.
     There is no backward: the results require no grad.
@@ -106,6 +108,10 @@ def flash_attn_with_kvcache(
     True
     """
     refuse(_NAME, qv=qv, attention_chunk=attention_chunk)
+    (return_softmax_lse,) = flags(_FUNCTION, return_softmax_lse=return_softmax_lse)
+    others = {"page_table": page_table, "k": k, "v": v}
+    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    check_tensors(_FUNCTION, q=q, k_cache=k_cache, v_cache=v_cache, **optional(**others, **packing))
     if k_cache.dtype != q.dtype:
         raise TypeError(
             f"anyflash.flash_attn_3.{_NAME}: k_cache is {k_cache.dtype}, but q is {q.dtype}; both "
@@ -115,8 +121,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache, table = split_pages(k_cache, v_cache, page_table)
     new = _NewKeys.of(q, k, v, cu_seqlens_q, cu_seqlens_k_new)
     if rotary_cos is not None:
-        longest = q.shape[0] if new.is_packed else q.shape[1]
-        options["window_size"] = _bounds(options["window_size"], longest, k_cache, table)
+        options["window_size"] = _bounds(options["window_size"], new, k_cache, table)
     if rotary_cos is not None and rotary_seqlens is None:
         rotary_seqlens = rows_in_cache(q, cache_seqlens, cache_leftpad, cu_seqlens_q)
     options |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
@@ -169,11 +174,16 @@ class _NewKeys(NamedTuple):
         if ends_q is None and ends_k is None:
             return cls(q, k, v, None, None, 0)
         if ends_q is None:
+            if q.dim() != 4:
+                raise ValueError(
+                    f"{_FUNCTION}: q has {q.dim()} dimensions; without cu_seqlens_q 4 are "
+                    "expected: (batch, seqlen_q, heads, head_dim)"
+                )
             seqlen_q = q.shape[1]
             ends_q, q = _ends(q), q.flatten(0, 1)
         if k is not None and ends_k is None and k.dim() == 4:
             ends_k, k = _ends(k), k.flatten(0, 1)
-            v = None if v is None else v.flatten(0, 1)
+            v = v.flatten(0, 1) if v is not None and v.dim() == 4 else v
         return cls(q, k, v, ends_q, ends_k, seqlen_q)
 
     def like_q(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,9 +202,13 @@ def _ends(x: Tensor) -> Tensor:
 
 
 def _bounds(
-    window: tuple[int, int], seqlen_q: int, k_cache: Tensor, table: Tensor | None
+    window: tuple[int, int], new: _NewKeys, k_cache: Tensor, table: Tensor | None
 ) -> tuple[int, int]:
     """A bound that no score can meet is none, which is what rotates all queries alike."""
+    # What is not as it should be, attention_with_kvcache says.
+    if not all(is_tensor(x) for x in (new.q, k_cache)) or not (table is None or is_tensor(table)):
+        return window
     last_key = k_cache.shape[1] * (1 if table is None else table.shape[1]) - 1
+    seqlen_q = new.q.shape[0 if new.is_packed else 1]
     left, right = window
     return (-1 if left >= last_key else left, -1 if right >= seqlen_q - 1 else right)

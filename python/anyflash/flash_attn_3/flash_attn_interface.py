@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from anyflash.flash_attn._options import packing_of, score_options
+from anyflash.flash_attn._options import (
+    as_int,
+    check_tensors,
+    optional,
+    packing_of,
+    read_flags,
+    score_options,
+)
 from anyflash.flash_attn_3._arguments import refuse
 from anyflash.flash_attn_3._kvcache import flash_attn_with_kvcache
 from anyflash.torch import attention, attention_varlen
@@ -29,6 +36,8 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+_NAME = "anyflash.flash_attn_3"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def flash_attn_func(
@@ -103,6 +112,7 @@ def flash_attn_func(
     """
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
     options = score_options(softmax_scale, causal, window_size, softcap, None)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     return attention(
         *(q, k, v), **options, deterministic=deterministic or None, return_lse=return_attn_probs
     )
@@ -174,6 +184,7 @@ def flash_attn_varlen_func(
                 "packs q, k and v alike"
             )
     options = score_options(softmax_scale, causal, window_size, softcap, None)
+    deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attention_varlen(
         *(q, k, v, *packing),
@@ -210,14 +221,21 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4).shape
     torch.Size([2, 5, 4, 16])
     """
+    check_tensors(f"{_NAME}.flash_attn_qkvpacked_func", qkv=qkv)
+    heads = None if num_heads_q is None else as_int(num_heads_q, "num_heads_q")
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif qkv.ndim == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
-        heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = torch.split(qkv, [num_heads_q, heads_k, heads_k], 2)
+    elif (
+        qkv.ndim == 4
+        and heads is not None
+        and 0 < heads <= qkv.shape[2]
+        and (qkv.shape[2] - heads) % 2 == 0
+    ):
+        heads_k = (qkv.shape[2] - heads) // 2
+        q, k, v = torch.split(qkv, [heads, heads_k, heads_k], 2)
     else:
         raise ValueError(
-            f"anyflash.flash_attn_3.flash_attn_qkvpacked_func: qkv has shape {tuple(qkv.shape)}, "
+            f"{_NAME}.flash_attn_qkvpacked_func: qkv has shape {tuple(qkv.shape)}, "
             f"and num_heads_q is {num_heads_q}; expected (batch, seqlen, 3, heads, head_dim), or "
             "(batch, seqlen, num_heads_q + 2 heads_k, head_dim) with num_heads_q"
         )
@@ -263,11 +281,17 @@ def flash_attn_combine(
     >>> bool(torch.allclose(out, parts.mean(0), atol=1e-6))
     True
     """
+    _check_parts(out_partial, lse_partial, out, out_dtype)
     if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
-            "anyflash.flash_attn_3.flash_attn_combine: out_partial has shape "
+            f"{_NAME}.flash_attn_combine: out_partial has shape "
             f"{tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; expected "
             "(parts, batch, seqlen, heads, head_dim) and the same without head_dim"
+        )
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ValueError(
+            f"{_NAME}.flash_attn_combine: out has shape {tuple(out.shape)}; expected "
+            f"{tuple(out_partial.shape[1:])}: out_partial's without the parts"
         )
     with torch.no_grad():
         lse = torch.logsumexp(lse_partial, 0)
@@ -278,6 +302,23 @@ def flash_attn_combine(
         if out is not None:
             return out.copy_(result), lse
         return result.to(out_dtype or result.dtype), lse
+
+
+def _check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> None:
+    """Types and dtypes of flash_attn_combine's arguments."""
+    function = f"{_NAME}.flash_attn_combine"
+    given = {"out_partial": out_partial, "lse_partial": lse_partial, **optional(out=out)}
+    check_tensors(function, **given)
+    dtypes = {name: x.dtype for name, x in given.items()} | optional(out_dtype=out_dtype)
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{function}: {name} is {type(dtype).__name__}; a torch.dtype is allowed"
+            )
+        if dtype not in _DTYPES:
+            raise TypeError(
+                f"{function}: {name} is {dtype}; float64, float32, float16 and bfloat16 are allowed"
+            )
 
 
 def get_scheduler_metadata(
@@ -308,4 +349,5 @@ def get_scheduler_metadata(
     anyflash's kernels read all lengths themselves, so there is nothing to prepare. It is what
     ``scheduler_metadata`` of :func:`flash_attn_with_kvcache` may be.
     """
+    check_tensors(f"{_NAME}.get_scheduler_metadata", cache_seqlens=cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)

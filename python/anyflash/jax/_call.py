@@ -20,6 +20,18 @@ _T = TypeVar("_T")
 _REFUSALS = (TypeError, ValueError)
 
 
+def converted(x: Any) -> jax.Array:
+    """What is wrong with x is raised without its name."""
+    if isinstance(x, jax.Array):  # else JAX 0.6 moves what is mapped and sharded by its type
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        dtype = getattr(x, "dtype", None)
+        what = type(x).__name__ + (f" of {dtype}" if dtype is not None else "")
+        raise TypeError(f"is {what}; what jax.numpy.asarray takes is allowed") from None
+
+
 class Call:
     """Every error begins with the operation's and an argument's names."""
 
@@ -30,19 +42,18 @@ class Call:
         for name, x in arrays.items():
             self.array(name, x)
 
-    def array(self, name: str, x: Any, rank: int = 0) -> None:
-        """Missing leading axes are added up to ``rank``."""
+    def array(self, name: str, x: Any, rank: int = 0, argument: str = "") -> None:
+        """Missing leading axes are added up to ``rank``. ``argument``: its name in errors, where
+        the core has another."""
         if x is None:
             return
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        argument = argument or name
+        if isinstance(x, type) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(
-                f"{self.operation}: {name} is {type(x).__name__}; an array of JAX or NumPy is "
+                f"{self.operation}: {argument} is {type(x).__name__}; an array of JAX or NumPy is "
                 "allowed"
             )
-        if not isinstance(
-            x, jax.Array
-        ):  # else JAX 0.6 moves what is mapped and sharded by its type
-            x = jnp.asarray(x)
+        x = self.parse(argument, converted, x)
         self.arrays[name] = x.reshape((1,) * (rank - x.ndim) + x.shape)
 
     def parse(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -92,9 +103,12 @@ class Call:
 
     def pack(self, packing: Packing) -> None:
         """q, k and v hold packed sequences."""
-        self.array("cu_seqlens_q", packing.cu_seqlens_q)
-        self.array("cu_seqlens_k", packing.cu_seqlens_k)
-        shape = tuple(packing.cu_seqlens_q.shape)
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            given = getattr(packing, name)
+            if given is None:
+                raise TypeError(f"{self.operation}: {name} is None; an array of int32 is allowed")
+            self.array(name, given)
+        shape = tuple(self.arrays["cu_seqlens_q"].shape)
         if len(shape) != 1 or shape[0] < 1:
             raise ValueError(
                 f"{self.operation}: cu_seqlens_q has shape {shape}; expected (batch + 1,)"
@@ -105,6 +119,8 @@ class Call:
 
     def check_rank(self, names: tuple[str, ...], rank: int, layout: str) -> None:
         for name in names:
+            if name not in self.arrays:
+                raise TypeError(f"{self.operation}: {name} is None; expected {layout}")
             shape = tuple(self.arrays[name].shape)
             if len(shape) != rank:
                 raise ValueError(

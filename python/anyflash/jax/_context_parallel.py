@@ -13,6 +13,7 @@ from anyflash._call import parsing
 from anyflash._call.options import NO_DROPOUT, NO_SOFTCAP, UNBOUNDED, AttentionOptions
 from anyflash.jax import _ffi
 from anyflash.jax._call import Call
+from anyflash.jax._operations import Settings, forward_results, struct
 from anyflash.jax._ring import Ring, attend
 
 _NAME = "anyflash.jax.context_parallel_attention"
@@ -37,8 +38,8 @@ def zigzag_order(length: int, devices: int) -> Any:
 
     Raises
     ------
-    ValueError
-        A length that is no such multiple.
+    TypeError, ValueError
+        No integers; a length that is no such multiple.
 
     Examples
     --------
@@ -46,6 +47,11 @@ def zigzag_order(length: int, devices: int) -> Any:
     >>> anyflash.jax.zigzag_order(8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
+    for name, value in (("length", length), ("devices", devices)):
+        try:
+            parsing.length(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"anyflash.jax.zigzag_order: {name} {error}") from None
     if devices < 1 or length % (2 * devices):
         raise ValueError(
             f"anyflash.jax.zigzag_order: length is {length}; a multiple of {2 * devices}, twice "
@@ -155,7 +161,6 @@ def context_parallel_attention(
     call.scores(options)
     call.dropout(options)
     ring = _ring(call, context_axis, layout, (out_dtype, deterministic))
-    _check_bias(call, ring)
     arrays = _ffi.vary_alike(call.arrays)
     floats = {
         name: arrays.pop(name)
@@ -169,9 +174,17 @@ def context_parallel_attention(
 
 def _ring(call: Call, axis: str, layout: str, others: tuple[Any, Any]) -> Ring:
     """``others``: out_dtype and deterministic."""
-    if layout not in _LAYOUTS:
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise ValueError(f"{_NAME}: layout is {layout!r}; {', '.join(_LAYOUTS)} are allowed")
-    size = _psum(1, axis)
+    if not isinstance(axis, str):
+        raise TypeError(f"{_NAME}: context_axis is {type(axis).__name__}; a str is allowed")
+    try:
+        size = _psum(1, axis)
+    except NameError:
+        raise NameError(
+            f"{_NAME}: context_axis is {axis!r}; the name of an axis of the jax.shard_map around "
+            "the call is allowed"
+        ) from None
     out_dtype, deterministic = others
     rows, keys = (call.arrays[name].shape[1] for name in "qk")
     for name, n in (("q", rows), ("k", keys)):
@@ -187,6 +200,7 @@ def _ring(call: Call, axis: str, layout: str, others: tuple[Any, Any]) -> Ring:
             "with dropout a multiple of 8 is allowed"
         )
     settings = call.settings(("out", "lse"), (rows, keys), out_dtype, deterministic)
+    _check_part(call, settings, size)
     left, right = call.numbers["window_left"], call.numbers["window_right"]
     return Ring(
         _NAME,
@@ -200,13 +214,18 @@ def _ring(call: Call, axis: str, layout: str, others: tuple[Any, Any]) -> Ring:
     )
 
 
-def _check_bias(call: Call, ring: Ring) -> None:
-    bias = call.arrays.get("bias")
-    if bias is None:
-        return
-    rows, keys = call.arrays["q"].shape[1], call.arrays["k"].shape[1] * ring.size
-    if bias.shape[2] not in (1, rows) or bias.shape[3] not in (1, keys):
-        raise ValueError(
-            f"{_NAME}: bias has shape {tuple(bias.shape)}; expected (batch or 1, heads or 1, "
-            f"{rows} or 1, {keys} or 1): this device's rows, and all keys"
-        )
+def _check_part(call: Call, settings: Settings, size: int) -> None:
+    """A device's rows and keys, as a call of their own; a bias is of all keys."""
+    arrays = dict(call.arrays)
+    rows, keys = arrays["q"].shape[1], arrays["k"].shape[1]
+    if "bias" in arrays:
+        bias = arrays["bias"]
+        shape = tuple(bias.shape)
+        if len(shape) != 4 or shape[2] not in (1, rows) or shape[3] not in (1, keys * size):
+            raise ValueError(
+                f"{_NAME}: bias has shape {shape}; expected (batch or 1, heads or 1, {rows} or 1, "
+                f"{keys * size} or 1): this device's rows, and all keys"
+            )
+        arrays["bias"] = struct((*shape[:3], min(shape[3], keys)), bias.dtype)
+    shapes = forward_results(settings, settings.results, arrays)
+    _ffi.check(_NAME, "forward", arrays | shapes, settings.numbers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 from typing import Any
 
 import jax
@@ -10,9 +12,10 @@ import numpy as np
 
 from anyflash._call import parsing
 from anyflash._call.options import AttentionOptions, OutputRequest
-from anyflash.jax._call import Call
+from anyflash.jax._call import Call, converted
 
 _OPERATION = "anyflash.jax.dot_product_attention"
+_FAR = 1 << 31  # a window that is wider than any sequence
 
 
 def dot_product_attention(
@@ -79,7 +82,9 @@ def dot_product_attention(
     >>> out.shape
     (1, 6, 4, 8)
     """
-    if implementation not in ("xla", "cudnn", None):
+    if implementation is not None and (
+        not isinstance(implementation, str) or implementation not in ("xla", "cudnn")
+    ):
         raise ValueError(
             f"{_OPERATION}: implementation is {implementation!r}; 'xla', 'cudnn' and None are "
             "allowed"
@@ -87,20 +92,24 @@ def dot_product_attention(
     is_causal, return_residual = parsing.flags(
         _OPERATION, is_causal=is_causal, return_residual=return_residual
     )
-    query, key, value, bias, mask = (
-        None if x is None else jnp.asarray(x) for x in (query, key, value, bias, mask)
+    query, key, value = (
+        _array(name, x, (3, 4)) for name, x in (("query", query), ("key", key), ("value", value))
     )
     shape = query.shape
-    query, key, value, bias, mask = (_with_batch(x) for x in (query, key, value, bias, mask))
+    query, key, value = (_with_batch(x) for x in (query, key, value))
+    scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    bias, mask = _broadcast("bias", bias, scores), _broadcast("mask", mask, scores)
     if mask is not None and mask.dtype != jnp.bool_:
         raise ValueError(f"{_OPERATION}: mask is {mask.dtype.name}; bool is allowed")
+    query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, scores[0])
+    key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, scores[0])
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
     rows, columns, window = _aligned(query.shape[1], key.shape[1], left, right)
     used = None
     if key_value_seq_lengths is not None:
-        lengths = jnp.minimum(jnp.asarray(key_value_seq_lengths), columns)
+        lengths = jnp.minimum(key_value_seq_lengths, columns)
         if window == (-1, -1):
             used = lengths
         else:  # they would move the window
@@ -109,7 +118,7 @@ def dot_product_attention(
     bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
     call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
     options = AttentionOptions(
-        None if scale is None else call.parse("scale", parsing.to_float, scale),
+        None if scale is None else call.parse("scale", _number, scale),
         window_size=window,
         bias=_joined(bias, mask),
         seqused_k=used,
@@ -122,7 +131,7 @@ def dot_product_attention(
         out = jnp.pad(out, ((0, 0), (0, missing), (0, 0), (0, 0)))
         lse = jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=-np.inf)
     if query_seq_lengths is not None:
-        real = jnp.arange(query.shape[1]) < jnp.asarray(query_seq_lengths)[:, None]
+        real = jnp.arange(query.shape[1]) < query_seq_lengths[:, None]
         out = jnp.where(real[:, :, None, None], out, 0)
         lse = jnp.where(real[:, None], lse, -jnp.inf)
     out = out.reshape(*shape[:-1], out.shape[-1])
@@ -132,19 +141,71 @@ def dot_product_attention(
     return out, jax.lax.stop_gradient(residual)
 
 
+def _array(name: str, x: Any, ranks: tuple[int, ...]) -> Any:
+    try:
+        x = converted(x)
+    except TypeError as error:
+        raise TypeError(f"{_OPERATION}: {name} {error}") from None
+    if x.ndim not in ranks:
+        allowed = f"{ranks[0]} or {ranks[-1]}" if len(ranks) > 1 else ranks[0]
+        raise ValueError(
+            f"{_OPERATION}: {name} has {x.ndim} dimensions, shape {x.shape}; expected {allowed}"
+        )
+    return x
+
+
 def _with_batch(x: Any) -> Any:
-    return x if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _broadcast(name: str, x: Any, scores: tuple[int, ...]) -> Any:
+    """A bias or a mask, with 4 dimensions."""
+    if x is None:
+        return None
+    x = _with_batch(_array(name, x, tuple(range(5))))
+    if any(n not in (1, full) for n, full in zip(x.shape, scores, strict=True)):
+        raise ValueError(
+            f"{_OPERATION}: {name} has shape {x.shape}; expected what broadcasts to {scores}: "
+            "(batch, heads, seqlen_q, seqlen_k)"
+        )
+    return x
+
+
+def _number(x: Any) -> float:
+    return parsing.number(parsing.to_float(x))
+
+
+def _lengths(name: str, x: Any, batch: int) -> Any:
+    if x is None:
+        return None
+    x = _array(name, x, (1,))
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{_OPERATION}: {name} is {x.dtype.name} of shape {x.shape}; integers of shape "
+            f"{(batch,)} are allowed"
+        )
+    return x.astype(jnp.int32)
 
 
 def _window(size: Any) -> tuple[int | None, int | None]:
     if size is None:
         return None, None
-    left, right = (size, size) if isinstance(size, int) else size
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(isinstance(n, numbers.Integral) for n in pair):
+        raise TypeError(
+            f"{_OPERATION}: local_window_size is {_shown(size)}; None, an int or a pair of int is "
+            "allowed"
+        )
+    left, right = (min(operator.index(n), _FAR) for n in pair)
     if min(left, right) < 0:
         raise ValueError(
             f"{_OPERATION}: local_window_size is {size}; 0 or more on both sides is allowed"
         )
     return left, right
+
+
+def _shown(x: Any) -> str:
+    return str(x) if isinstance(x, (tuple, list)) else type(x).__name__
 
 
 def _aligned(

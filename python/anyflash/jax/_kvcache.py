@@ -239,7 +239,8 @@ def attend_with_kvcache(
     if packed:
         call.check_rank(("q",), 3, "(total_q, heads, head_dim)")
         _pack(call, cache)
-    names = tuple(name for name in given if name in call.arrays and not (packed and name == "q"))
+    names = ("k_cache",) if packed else ("q", "k_cache")
+    names += ("v_cache",) if "v_cache" in call.arrays else ()
     call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
     if cache.head_dim_v is not None:
         columns = call.arrays["k_cache"].shape[3]
@@ -248,8 +249,8 @@ def attend_with_kvcache(
     call.array("cache_batch_idx", cache.cache_batch_idx)
     call.array("cache_leftpad", cache.cache_leftpad)
     call.array("block_table", cache.block_table)
-    call.array("k_new", cache.k)
-    call.array("v_new", cache.v)
+    call.array("k_new", cache.k, argument="k")
+    call.array("v_new", cache.v, argument="v")
     call.array("rotary_cos", cache.rotary_cos)
     call.array("rotary_sin", cache.rotary_sin)
     call.array("rotary_seqlens", cache.rotary_seqlens)

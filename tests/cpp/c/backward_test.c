@@ -147,6 +147,19 @@ static void check_options(void) {
   options.sinks = NULL;
   backward.dsinks = NULL;
 
+  make_gradients(&g, &options);
+  memset(g.dq, 0, sizeof g.dq);
+  backward.accumulate_dq = 1;
+  for (int i = 0; i < 2; ++i) CHECK(run_backward(&g, &options, &backward) == ANYFLASH_OK);
+  for (int i = 0; i < 4; ++i) g.dq[i] /= 2;
+  check_gradients(&g, kFull, delta, 0);
+  backward.accumulate_dq = 0;
+  const DLTensor wrong = typed(two, 3, lse_shape, kDLComplex, 64);
+  backward.dlse = &wrong;
+  make_gradients(&g, &options);
+  expect_backward(&g, &options, &backward, ANYFLASH_INVALID_TYPE, ": dlse is complex64; it must");
+  backward.dlse = NULL;
+
   number = 0; /* distances: 1 0 1 and 2 1 0 */
   options.alibi_slopes = &single;
   backward.dalibi_slopes = &dsingle;

@@ -142,6 +142,48 @@ static void check_option_tensors(void) {
   expect(&p, &options, ANYFLASH_INVALID_TYPE, "sinks is int32; float64, float32");
 }
 
+/* A tensor of a type that no option has: the error begins with its name. */
+static void check_names(void) {
+  Problem p;
+  int64_t shape[4] = {1, 1, 1, 1};
+  double number[2] = {0, 0};
+  const DLTensor wrong = typed(number, 4, shape, kDLComplex, 128);
+  anyflash_forward_options options = scale_one();
+  const DLTensor** const fields[] = {
+      &options.alibi_slopes, &options.bias,         &options.block_mask,   &options.sinks,
+      &options.rng_state,    &options.dropout_mask, &options.max_logits,   &options.cu_seqlens_q,
+      &options.cu_seqlens_k, &options.seqused_k,    &options.query_starts, &options.key_starts,
+      &options.diagonals,    &options.prior_out,    &options.prior_lse,    &options.key_ranges};
+  const char* const names[] = {"alibi_slopes", "bias",         "block_mask",   "sinks",
+                               "rng_state",    "dropout_mask", "max_logits",   "cu_seqlens_q",
+                               "cu_seqlens_k", "seqused_k",    "query_starts", "key_starts",
+                               "diagonals",    "prior_out",    "prior_lse",    "key_ranges"};
+  make_problem(&p);
+  for (size_t i = 0; i < sizeof fields / sizeof *fields; ++i) {
+    char words[64];
+    *fields[i] = &wrong;
+    snprintf(words, sizeof words, "anyflash_forward_workspace_size: %s is complex128; ", names[i]);
+    expect(&p, &options, ANYFLASH_INVALID_TYPE, words);
+    *fields[i] = NULL;
+  }
+}
+
+/* Keys that begin elsewhere: query 1 sees the first of them alone. */
+static void check_key_starts(void) {
+  Problem p;
+  int64_t one[1] = {1};
+  int32_t start = 1;
+  const DLTensor starts = typed(&start, 1, one, kDLInt, 32);
+  anyflash_forward_options options = scale_one();
+  options.causal = 1;
+  options.has_diagonal = 1; /* query i sees keys up to i */
+  options.key_starts = &starts;
+  make_problem(&p);
+  CHECK(run(&p, &options) == ANYFLASH_OK);
+  CHECK(p.out[0] == 0 && p.lse[0] == -INFINITY);
+  CHECK(near(p.out[2], 6) && near(p.out[3], 12) && near(p.lse[1], log(4)));
+}
+
 /* Dropout and what it returns; seed and offset from the options or from memory. */
 static void check_outputs(void) {
   Problem p;
@@ -243,12 +285,18 @@ static void check_merge(void) {
   CHECK(anyflash_merge_states(&out_a, NULL, &out_b, &lses_b, &result, NULL, NULL) ==
         ANYFLASH_INVALID_VALUE);
   CHECK(strstr(anyflash_last_error(), "lse_a is NULL") != NULL);
+  const DLTensor wrong = typed(&lse_b, 3, shape, kDLComplex, 32);
+  CHECK(anyflash_merge_states(&out_a, &lses_a, &out_b, &wrong, &result, NULL, NULL) ==
+        ANYFLASH_INVALID_TYPE);
+  CHECK(strstr(anyflash_last_error(), "anyflash_merge_states: lse_b is complex32; it must be"));
 }
 
 int main(void) {
   check_windows();
   check_part();
   check_option_tensors();
+  check_names();
+  check_key_starts();
   check_outputs();
   check_packed();
   check_merge();

@@ -15,6 +15,7 @@ using anyflash::TensorView;
 using test::CaseOf;
 using test::check_allowed;
 using test::check_case;
+using test::check_says_no;
 using test::check_throws;
 using test::DType;
 using test::Full;
@@ -61,6 +62,10 @@ const CaseOf<Full> kNumbers[] = {
      },
      kValue,
      {"key_start is 12; with dropout a multiple of 8 is allowed"}},
+    {"another key_start with dropout",
+     [](Full& c) { c.options.key_start = 9; },
+     kValue,
+     {"key_start is 9; with dropout a multiple of 8 is allowed"}},
     {"diagonal",
      [](Full& c) { c.options.diagonal = -(int64_t{1} << 31); },
      kValue,
@@ -245,6 +250,10 @@ const CaseOf<Full> kInputs[] = {
      [](Full& c) { c.rng_state.view.data = c.rng_state.data<char>() + 4; },
      kValue,
      {"rng_state is int64", "not a multiple of 8 bytes"}},
+    {"ranges rank",
+     [](Full& c) { c.ranges.view.rank = 3; },
+     kValue,
+     {"key_ranges has 3 dimensions, shape (2, 1, 6); expected 4: (batch or 1, heads_k or 1, seq"}},
     {"used type",
      [](Full& c) { c.used.view.dtype = DType::kInt64; },
      kType,
@@ -284,6 +293,10 @@ const CaseOf<Full> kOutputs[] = {
      [](Full& c) { c.maxima.view.shape[0] = 1; },
      kValue,
      {"max_logits has shape (1, 4); expected (2, 4)"}},
+    {"maxima device",
+     [](Full& c) { c.maxima.view = on_gpu(c.maxima.view); },
+     kValue,
+     {"max_logits is on cuda:0, but q is on cpu"}},
     {"maxima repeat elements",
      [](Full& c) { c.maxima.view.stride[0] = 0; },
      kValue,
@@ -300,6 +313,32 @@ void check_edges() {
   windows.options.window_left = windows.options.window_right = INT64_MAX;
   windows.options.dropout_p = 1.0 - 1e-16;
   CHECK(windows.workspace_size() > 0);
+  for (const int64_t start : {0, 8}) {
+    Full part;
+    part.options.key_start = start;
+    CHECK(part.workspace_size() > 0);
+  }
+  Full starts;  // of no multiple of 8, but without dropout
+  test::SmallTensor key_starts(DType::kInt32, {2});
+  key_starts.assign<int32_t>({4, 0});
+  starts.options.key_starts = &key_starts.view;
+  starts.options.dropout_p = 0;
+  starts.options.rng_state = nullptr;
+  starts.options.dropout_mask = nullptr;
+  CHECK(test::run_exactly(starts.plan()));
+}
+
+// float64 has no bound of float32's, and sequences that are not packed have no longest one.
+void check_messages() {
+  Full wide;
+  for (TensorView* t : {&wide.q, &wide.k, &wide.v, &wide.out}) t->dtype = DType::kFloat64;
+  wide.options.softcap = 1e-300;
+  CHECK(wide.workspace_size() > 0);
+  wide.options.softmax_scale = kInfinity;
+  check_says_no([&] { wide.plan(); }, "half of float32's");
+  Full blocks;
+  blocks.blocks.view.shape[2] = 2;
+  check_says_no([&] { blocks.plan(); }, "max_seqlen_q");
 }
 
 // What the host refuses for a GPU's tensors, before it looks for one.
@@ -325,6 +364,7 @@ int main() {
   for (const auto& test_case : kInputs) check_case(test_case);
   for (const auto& test_case : kOutputs) check_case(test_case);
   check_edges();
+  check_messages();
   check_gpu_types();
   return check::report();
 }

@@ -193,6 +193,24 @@ void check_no_device() {
   CHECK(call.untouched());
 }
 
+// Extents that no tensor has: what is counted first is named.
+void check_huge() {
+  constexpr int64_t kMuch = int64_t{1} << 53;
+  for (const int64_t batch : {1, 2}) {  // 2^56 elements, and 2^57
+    Call call;
+    call.k.shape = {batch, kMuch, 1, 8};
+    const char* const words = batch == 2 ? "at most 2^56 elements are allowed" : "k";
+    check_throws([&] { call.plan(); }, "huge k", kValue, {"k", words});
+    if (batch == 1) test::check_says_no([&] { call.plan(); }, "2^56");
+  }
+  Call heads;
+  heads.q.shape[2] = heads.out.shape[2] = heads.lse.shape[1] = int64_t{1} << 32;
+  check_throws([&] { heads.plan(); }, "heads", kValue, {"q has heads 4294967296; at most"});
+  Call ranks;
+  ranks.q.rank = 9;
+  test::check_says_no([&] { ranks.plan(); }, "shape");
+}
+
 void check_workspace() {
   Call call;
   const std::size_t bytes = call.workspace_size();
@@ -228,6 +246,7 @@ int main() {
   for (const Case& test_case : kOtherCases) check_case(test_case);
   check_wide_scale();
   check_no_device();
+  check_huge();
   check_workspace();
   Call largest;  // of the scales that float32 kernels take
   largest.options.softmax_scale = static_cast<double>(std::numeric_limits<float>::max()) / 2;

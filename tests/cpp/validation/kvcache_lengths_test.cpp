@@ -116,6 +116,15 @@ const CaseOf<Paged> kTables[] = {
      [](Paged& c) { c.table.data<int32_t>()[2] = 6; },
      kValue,
      {"block_table[0, 2] is 6; k_cache has 6 pages"}},
+    {"room for what is appended alone",
+     [](Paged& c) {
+       c.table.view.shape[1] = 1;
+       c.k_new.view.shape[1] = c.v_new.view.shape[1] = 4;
+       c.seqlens.assign<int32_t>({1, 0});
+       c.cache.rotary_cos = c.cache.rotary_sin = nullptr;
+     },
+     kValue,
+     {"cache_seqlens[0] is 1; 0 to 0 is allowed: block_table has room for 4 rows"}},
     {"page of one row",
      [](Paged& c) {
        c.seqlens.data<int32_t>()[0] = 7;  // rows 7 and 8 are appended
@@ -179,6 +188,13 @@ void check_allowed_lengths() {
   check_runs<Paged>([](Paged& c) {  // pages 0 hold no key
     c.pads.assign<int32_t>({4, 4});
     c.table.assign<int32_t>({-1, 0, 3, -7, 99, 2, -1, 99});
+  });
+  check_runs<Paged>([](Paged& c) {  // no key at all, beside page 1
+    c.cache.k_new = c.cache.v_new = nullptr;
+    c.cache.rotary_cos = c.cache.rotary_sin = nullptr;
+    c.seqlens.assign<int32_t>({9, 5});
+    c.pads.assign<int32_t>({0, 5});
+    c.table.assign<int32_t>({5, 0, 3, -7, 99, -1, -1, 99});
   });
   check_runs<Paged>([](Paged& c) {
     c.table.assign<int32_t>({99, -1, 2, 1, -7, 3, 0, 5});

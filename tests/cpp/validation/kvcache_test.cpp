@@ -230,7 +230,7 @@ const Case kCacheOptions[] = {
     {"lengths shape",
      [](Appending& c) { c.seqlens.view.shape[0] = 1; },
      kValue,
-     {"cache_seqlens has shape (1,); expected (2,), one for each sequence"}},
+     {"cache_seqlens has shape (1,); expected (2,), one for each sequence of q"}},
     {"lengths stride",
      [](Appending& c) { c.seqlens.view.stride[0] = 2; },
      kValue,
@@ -285,7 +285,7 @@ const Case kCacheOptions[] = {
        c.rotations.view.shape[0] = 3;
      },
      kValue,
-     {"rotary_seqlens has shape (3,); expected (2,), one for each sequence"}},
+     {"rotary_seqlens has shape (3,); expected (2,), one for each sequence of q"}},
     {"rotary rank", [](Appending& c) { c.cos.view.rank = 1; }, kValue, {"rotary_cos has 1 dim"}},
     {"rotary type",
      [](Appending& c) { c.cos.view.dtype = DType::kFloat16; },

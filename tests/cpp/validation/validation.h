@@ -151,6 +151,16 @@ inline void check_throws(const std::function<void()>& function, const std::strin
   }
 }
 
+// The message, which must not have these words: what it says beside is for other calls.
+inline void check_says_no(const std::function<void()>& function, const std::string& words) {
+  try {
+    function();
+    CHECK_MSG(false, "no error without " + words);
+  } catch (const Error& error) {
+    CHECK_MSG(!check::contains(error.what(), words), words + std::string(" in: ") + error.what());
+  }
+}
+
 template <class AnyCall>
 void check_case(const CaseOf<AnyCall>& test_case) {
   AnyCall call;

@@ -12,19 +12,41 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 python_api = importlib.import_module("python_api")
 python_calls = importlib.import_module("python_calls")
-CALLS = {call.name: call for call in python_calls.calls()}
+right_calls = importlib.import_module("right_calls")
+CALLS = {call.name: call for call in right_calls.calls()}
+OTHERS = tuple(kind for kind in right_calls.MODULES if kind != "jax")
+needs_jax = pytest.mark.skipif(not right_calls.HAS_JAX, reason="JAX is not installed")
 
 
-def test_random_calls() -> None:
-    """The same in every run; `python tests/fuzz/python_api.py` makes others."""
+@pytest.mark.parametrize(
+    ("modules", "count"), [(OTHERS, 600), pytest.param(("jax",), 200, marks=needs_jax)]
+)
+def test_random_calls(modules: tuple[str, ...], count: int) -> None:
+    """The same in every run; `python tests/fuzz/python_api.py` makes others. JAX compiles each."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        counts = python_api.run(600, seed=1)
+        counts = python_api.run(count, seed=1, modules=modules)
     assert min(counts["returned"], counts["refused"]) > 10
 
 
+# No functions of arrays: names of types and files, and what switches PyTorch's own functions.
+WITHOUT_CALLS = {
+    "numpy": {"Array", "AttentionGrads", "AttentionResult", "Part", "build_info"}
+    | {"get_cmake_dir", "get_include", "get_tvm_ffi_library"},
+    "torch": {"register", "sdpa_routing"},
+    "flash_attn": {"install"},
+    "flash_attn_3": {"install"},
+    "jax": set(),
+}
+
+
 def test_calls_are_right() -> None:
-    assert len(CALLS) > 20
+    """And every public function has one."""
+    for kind, others in WITHOUT_CALLS.items():
+        if kind in right_calls.MODULES:
+            module = importlib.import_module(right_calls.MODULES[kind][0])
+            names = {name for name in module.__all__ if not name.startswith("__")} - others
+            assert names == {name for name in names if f"{kind}.{name}" in CALLS}
     for call in CALLS.values():
         assert python_calls.check(call, {}), call.name
 
@@ -154,10 +176,116 @@ FOUND: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
+FOUND_3: dict[str, tuple[str, dict[str, Any], str]] = {
+    "kvpacked-no-tensor": (
+        "flash_attn.flash_attn_kvpacked_func",
+        {"q": np.zeros((1, 4, 2, 8), np.float32)},
+        "q is ndarray; a torch.Tensor is allowed",
+    ),
+    "qkvpacked-slopes": (
+        "flash_attn.flash_attn_qkvpacked_func",
+        {"alibi_slopes": 1},
+        "alibi_slopes is int; a torch.Tensor is allowed",
+    ),
+    "3-chunk": (
+        "flash_attn_3.flash_attn_func",
+        {"attention_chunk": np.zeros(2)},
+        "attention_chunk is given; only 0 is allowed",
+    ),
+    "3-flag": (
+        "flash_attn_3.flash_attn_func",
+        {"return_attn_probs": 10**400},
+        "return_attn_probs is 1000",
+    ),
+    "3-heads": (
+        "flash_attn_3.flash_attn_qkvpacked_func",
+        {"qkv": torch.zeros(1, 4, 4, 8), "num_heads_q": -2},
+        "num_heads_q is -2",
+    ),
+    "3-out": (
+        "flash_attn_3.flash_attn_combine",
+        {"out": torch.zeros(())},
+        "out has shape (); expected (1, 4, 2, 8)",
+    ),
+    "3-dtype": (
+        "flash_attn_3.flash_attn_combine",
+        {"out_dtype": 2},
+        "out_dtype is int; a torch.dtype is allowed",
+    ),
+    "3-lengths": (
+        "flash_attn_3.get_scheduler_metadata",
+        {"cache_seqlens": 1},
+        "cache_seqlens is int; a torch.Tensor is allowed",
+    ),
+    "3-cache": (
+        "flash_attn_3.flash_attn_with_kvcache",
+        {"k_cache": 1},
+        "k_cache is int; a torch.Tensor is allowed",
+    ),
+}
+FOUND_JAX: dict[str, tuple[str, dict[str, Any], str]] = {
+    "jax-masked": (
+        "jax.attention",
+        {"alibi_slopes": np.ma.masked_array([1.0, 2.0])},
+        "alibi_slopes is MaskedArray of float64; what jax.numpy.asarray takes is allowed",
+    ),
+    "jax-bytes": (
+        "jax.attention_varlen",
+        {"q": np.zeros((4, 2, 8), ">f4")},
+        "q is ndarray of >f4; what jax.numpy.asarray takes",
+    ),
+    "jax-type": ("jax.attention", {"seqused_k": np.float16}, "seqused_k is type; an array"),
+    "jax-none": ("jax.attention", {"k": None}, "k is None; expected (batch, seqlen, heads"),
+    "jax-starts": (
+        "jax.attention_varlen",
+        {"cu_seqlens_q": None},
+        "cu_seqlens_q is None; an array of int32 is allowed",
+    ),
+    "jax-new-keys": ("jax.attention_with_kvcache", {"k": 3}, "kvcache: k is int; an array"),
+    "jax-ring-values": (
+        "jax.context_parallel_attention",
+        {"v": np.zeros((1, 3, 2, 8), np.float32)},
+        "v has shape (1, 3, 2, 8)",
+    ),
+    "jax-ring-axis": (
+        "jax.context_parallel_attention",
+        {"context_axis": 1},
+        "context_axis is int; a str is allowed",
+    ),
+    "jax-zigzag": ("jax.zigzag_order", {"length": b"x"}, "length is bytes; an int is allowed"),
+    "jax-nn-window": (
+        "jax.dot_product_attention",
+        {"local_window_size": (1, 2, 3)},
+        "local_window_size is (1, 2, 3); None, an int or a pair of int is allowed",
+    ),
+    "jax-nn-lengths": (
+        "jax.dot_product_attention",
+        {"key_value_seq_lengths": 2**31},
+        "key_value_seq_lengths is int; what jax.numpy.asarray takes is allowed",
+    ),
+    "jax-nn-rank": (
+        "jax.dot_product_attention",
+        {"key": np.zeros(3, np.float32)},
+        "key has 1 dimensions, shape (3,); expected 3 or 4",
+    ),
+    "jax-nn-mask": (
+        "jax.dot_product_attention",
+        {"mask": np.zeros((3, 4), np.bool_)},
+        "mask has shape (1, 1, 3, 4); expected what broadcasts to (1, 2, 4, 4)",
+    ),
+    "jax-nn-scale": ("jax.dot_product_attention", {"scale": np.nan}, ": scale is nan; a finite"),
+    "jax-nn-implementation": (
+        "jax.dot_product_attention",
+        {"implementation": np.zeros(2)},
+        "implementation is array",
+    ),
+}
+FOUND |= FOUND_3 | (FOUND_JAX if right_calls.HAS_JAX else {})
+
 
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name: str) -> None:
     call, changes, message = FOUND[name]
-    with pytest.raises((TypeError, ValueError)) as error:
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
         CALLS[call].function(**CALLS[call].arguments | changes)
     assert message in str(error.value)

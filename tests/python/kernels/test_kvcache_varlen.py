@@ -60,7 +60,7 @@ def test_batch_invariance(backend: Backend, how: dict[str, int]) -> None:
 
 
 def test_same_bits_as_without_packing(backend: Backend) -> None:
-    """Where the same kernel runs: for single tokens, and above a tile as long as nothing prefills."""
+    """Where the same kernel runs: for single tokens, and above a tile until prefill begins."""
     rows = (Row(90, 1), Row(130, 50), Row(64, 1))
     packed = PackedCase("like-dense", rows, replace(BASE, splits=1)).call()
     call = run_cache(backend, packed.call)

@@ -1,0 +1,196 @@
+"""Right calls of the public Python functions, from which python_calls.py makes others."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import anyflash
+
+Function = Callable[..., Any]
+B, S, H, D = 1, 4, 2, 8
+HAS_JAX = importlib.util.find_spec("jax") is not None
+
+
+@dataclass(frozen=True, repr=False)
+class Call:
+    name: str
+    function: Function
+    arguments: dict[str, Any]
+    parameters: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def tensor(x: Any) -> Any:
+    return torch.from_numpy(np.array(x))
+
+
+def jax_array(x: Any) -> Any:
+    return importlib.import_module("jax.numpy").asarray(x)
+
+
+def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]:
+    """Right arguments of a module's functions, by name."""
+    x = array(np.linspace(-2, 2, B * S * H * D, dtype=np.float32).reshape(B, S, H, D))
+    lse = array(np.zeros((B, H, S), np.float32))
+    ends = array(np.array([0, S], np.int32))
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": S, "max_seqlen_k": S}
+    dense = {"q": x, "k": x, "v": x}
+    varlen = {name: t[0] for name, t in dense.items()} | packed
+    cache = {"q": x, "k_cache": x, "v_cache": x}
+    new = {"q": x[:, :1], "k": x[:, :1], "v": x[:, :1], "cache_seqlens": array(np.array([2], "i4"))}
+    one = {name: t[0] for name, t in new.items() if name != "cache_seqlens"}
+    single = {"cu_seqlens_q": array(np.array([0, 1], "i4")), "cache_seqlens": new["cache_seqlens"]}
+    appends = module is anyflash or module.__name__ == "anyflash.jax"
+    parts = {"out_a": x, "lse_a": lse, "out_b": x, "lse_b": lse}
+    whole = {"dout": x, "out": x, "lse": lse}
+    first = {"dout": x[0], "out": x[0], "lse": lse[0]}
+    blocks = array(np.ones((1, 1, 1, 1), np.bool_))
+    return {
+        "attention": dense,
+        "attention_varlen": varlen,
+        "attention_backward": dense | whole,
+        "attention_varlen_backward": varlen | first,
+        "attention_with_kvcache": cache | new if appends else cache,
+        "attention_varlen_with_kvcache": cache | one | single,
+        "kvcache_workspace_size": cache | new,
+        "merge_states": parts,
+        "create_block_mask": {
+            "predicate": lambda b, h, i, j: i >= j,
+            "batch": B,
+            "heads": H,
+            "seqlen_q": S,
+            "seqlen_k": S,
+        },
+        "expand_block_mask": {"block_mask": blocks, "seqlen_q": S, "seqlen_k": S},
+        "create_key_ranges": {"prefix": 1, "seqlen_q": S, "seqlen_k": S},
+        "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
+        **of_flash_attn(array),
+        "context_parallel_attention": dense | {"context_axis": "cp"},
+        "dot_product_attention": {"query": x, "key": x, "value": x},
+        "zigzag_order": {"length": 8, "devices": 2},
+    }
+
+
+def of_flash_attn(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+    """Of flash-attn's names, versions 2 and 3."""
+    x = array(np.linspace(-2, 2, B * S * H * D, dtype=np.float32).reshape(B, S, H, D))
+    two, three = (array(np.ones((B, S, n, H, D), np.float32)) for n in (2, 3))
+    ends = array(np.array([0, S], np.int32))
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": S, "max_seqlen_k": S}
+    sizes = {"batch_size": B, "num_heads_q": H, "num_heads_kv": H, "headdim": D}
+    return {
+        "flash_attn_func": {"q": x, "k": x, "v": x},
+        "flash_attn_varlen_func": {"q": x[0], "k": x[0], "v": x[0]} | packed,
+        "flash_attn_with_kvcache": {"q": x, "k_cache": x, "v_cache": x},
+        "flash_attn_qkvpacked_func": {"qkv": three},
+        "flash_attn_kvpacked_func": {"q": x, "kv": two},
+        "flash_attn_varlen_qkvpacked_func": {"qkv": three[0], "cu_seqlens": ends, "max_seqlen": S},
+        "flash_attn_varlen_kvpacked_func": {"q": x[0], "kv": two[0]} | packed,
+        "flash_attn_combine": {
+            "out_partial": array(np.ones((2, B, S, H, D), np.float32)),
+            "lse_partial": array(np.zeros((2, B, S, H), np.float32)),
+        },
+        "get_scheduler_metadata": sizes
+        | {"max_seqlen_q": S, "max_seqlen_k": S, "cache_seqlens": array(np.array([2], np.int32))},
+    }
+
+
+def on_a_mesh(function: Function) -> Function:
+    """Within a jax.shard_map of one device, whose axis is called cp."""
+    jax = importlib.import_module("jax")
+    mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.wraps(function)
+    def call(**arguments: Any) -> Any:
+        rows = jax.sharding.PartitionSpec()
+        shared = functools.partial(function, **arguments)
+        return jax.shard_map(shared, mesh=mesh, in_specs=(), out_specs=rows, check_vma=False)()
+
+    return call
+
+
+def awaited(function: Function) -> Function:
+    """Errors of what runs later come from the call itself."""
+    jax = importlib.import_module("jax")
+
+    @functools.wraps(function)
+    def call(**arguments: Any) -> Any:
+        return jax.block_until_ready(function(**arguments))
+
+    return call
+
+
+def differentiated(function: Function) -> Function:
+    """And its gradients: what the forward takes, the backward takes."""
+    jax = importlib.import_module("jax")
+
+    @functools.wraps(function)
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        def total(*x: Any) -> Any:
+            named = dict(zip(("q", "k", "v"), x, strict=True))
+            return jax.tree_util.tree_leaves(function(**named, **options))[0].sum()
+
+        result = function(q=q, k=k, v=v, **options)
+        return result, jax.grad(total, argnums=(0, 1, 2))(*map(jax.numpy.asarray, (q, k, v)))
+
+    return call
+
+
+def parameters_of(function: Function) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    found = inspect.signature(function).parameters
+    return tuple(name for name, parameter in found.items() if parameter.kind not in kinds)
+
+
+def fits(function: Function, arguments: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError:
+        return False
+    return True
+
+
+MODULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "numpy": ("anyflash", np.array),
+    "neutral": ("anyflash", tensor),
+    "torch": ("anyflash.torch", tensor),
+    "flash_attn": ("anyflash.flash_attn", tensor),
+    "flash_attn_3": ("anyflash.flash_attn_3", tensor),
+    **({"jax": ("anyflash.jax", jax_array)} if HAS_JAX else {}),
+}
+
+
+def calls(kinds: tuple[str, ...] = tuple(MODULES)) -> list[Call]:
+    """Those of some modules; of jax with gradients, too."""
+    found = []
+    for kind in kinds:
+        name, array = MODULES[kind]
+        module = importlib.import_module(name)
+        for name, arguments in bases(array, module).items():
+            function = getattr(module, name, None)
+            if function is None:
+                continue
+            if not fits(function, arguments):
+                raise TypeError(f"{kind}.{name} has no longer the arguments {list(arguments)}")
+            parameters = tuple(dict.fromkeys((*parameters_of(function), *arguments)))
+            if kind == "jax":
+                function = on_a_mesh(function) if "context_axis" in arguments else function
+                if name in ("attention", "attention_varlen"):
+                    with_gradients = awaited(differentiated(function))
+                    found.append(
+                        Call(f"{kind}.grad_of_{name}", with_gradients, arguments, parameters)
+                    )
+                function = awaited(function)
+            found.append(Call(f"{kind}.{name}", function, arguments, parameters))
+    return found
