@@ -22,6 +22,14 @@ def wide(cases: tuple[Case, ...]) -> list[Case]:
     ]
 
 
+def longer(cases: tuple[Case, ...]) -> list[Case]:
+    """For kernels of head dim 128 instead of 64."""
+    return [
+        case._replace(head_dim=case.head_dim + 64, head_dim_v=case.head_dim_v + 64)
+        for case in cases
+    ]
+
+
 def latent(cases: tuple[Case, ...]) -> list[Case]:
     """For kernels of latent attention, whose V is the first columns of K."""
     return [
@@ -140,4 +148,32 @@ CASES = decode(
     Case(seqlen_q=25, seqlen_k=130, heads=3, causal=1),
     # Of the join, too, several warps have splits.
     Case(seqlen_q=1, seqlen_k=2300, heads=1, scale=1.0, more="split_size=64 sink=1 out=fp32"),
+)
+
+# Packed queries: 64 and more are prefilled, in tiles of 128; keys are split where SMs would idle.
+PREFILL = decode(
+    Case(
+        batch=2,
+        seqlen_q=70,
+        seqlen_k=320,
+        heads_k=1,
+        causal=1,
+        more="ragged=1 filled=130,66 new=70 rotary=64 page=16 hole=1 nan=seen",
+    ),
+    Case(
+        seqlen_q=130, seqlen_k=2112, causal=1, more="ragged=1 filled=2100 page=64 left=1500 sink=1"
+    ),
+    Case(batch=2, seqlen_q=64, seqlen_k=256, heads=1, more="ragged=1 filled=250,0 leftpad=9,0"),
+    Case(
+        batch=3,
+        seqlen_q=5,
+        seqlen_k=320,
+        heads=6,
+        heads_k=2,
+        causal=1,
+        more="ragged=1 filled=300,3,256",
+    ),
+    Case(
+        batch=2, seqlen_q=9, seqlen_k=192, heads=4, heads_k=1, more="ragged=1 tree=1 new=9 splits=2"
+    ),
 )

@@ -9,6 +9,8 @@ DECODE = "sm80_decode_f16_d64"
 COMBINE = "combine"
 APPEND = "append"
 LATENT = "sm80_decode_f16_d576_512"
+PREFILL = "sm80_prefill_f16_d128"  # with one buffer
+PREFILL_2 = "sm80_prefill_f16_d64"  # with two
 
 MAINLOOP = "sm80/decode/mainloop.h"
 SCORES = "sm80/decode/scores.h"
@@ -19,6 +21,8 @@ LOADER = "sm80/decode/loader.h"
 COMBINE_SOURCE = "cuda/combine.cu"
 APPEND_SOURCE = "cuda/append.cu"
 CACHE = "variant/cache.h"
+CACHED_KEYS = "sm80/prefill/cached_keys.h"
+PREFILL_KERNEL = "sm80/prefill/kernel.h"
 
 WAIT = "cp_async_wait<kStages - 2>();"
 SHORT_WAIT = "cp_async_wait<kStages - 1>();"
@@ -163,4 +167,43 @@ IN_LATENT = tuple(
     )
 )
 
-DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND + IN_LATENT
+FIRST_ROWS = "__syncthreads(); // the tile's rows are known"
+IN_PREFILL = tuple(
+    Mutation(f"prefill-{name}", header, old, new, sanitizer, unit=unit)
+    for name, header, old, new, sanitizer, unit in (
+        ("no-barrier-for-first-rows", CACHED_KEYS, FIRST_ROWS, "", "", PREFILL),
+        ("no-barrier-for-keys", CACHED_KEYS, "__syncthreads(); // K_n is there", "", "", PREFILL),
+        ("no-barrier-for-rows", CACHED_KEYS, "__syncthreads(); // the next rows", "", "", PREFILL),
+        (
+            "rows-of-tile-before",
+            CACHED_KEYS,
+            "ask(kBlockN);",
+            "",
+            "",
+            PREFILL,
+        ),
+        ("holes-read", CACHED_KEYS, "place_.slot < 0", "false", "asan", PREFILL),
+        ("no-sequence-for-block", PREFILL_KERNEL, "__syncthreads(); // where the", "", "", PREFILL),
+        (
+            "split-on-old-diagonal",
+            PREFILL_KERNEL,
+            "block.sequence.shift -= keys.begin;",
+            "",
+            "",
+            PREFILL,
+        ),
+        (
+            "split-of-first-keys",
+            PREFILL_KERNEL,
+            "sequence.first_row += keys.begin;",
+            "",
+            "",
+            PREFILL,
+        ),
+        ("no-barrier-for-two-rows", CACHED_KEYS, "__syncthreads(); // the next", "", "", PREFILL_2),
+        ("no-barrier-for-two", CACHED_KEYS, "__syncthreads(); // K_n is there", "", "", PREFILL_2),
+        ("buffer-in-use", CACHED_KEYS, "k_loader_.advance(to_other_);", "", "", PREFILL_2),
+    )
+)
+
+DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND + IN_LATENT + IN_PREFILL

@@ -238,7 +238,7 @@ ARITHMETIC = (
     Mutation(
         "restored-of-another-sequence",
         CUDA_EPILOGUE,
-        "sequence.first_k * params.attention.v_stride.row",
+        "block.sequence.first_k * stride.row",
         "0",
     ),
     Mutation(

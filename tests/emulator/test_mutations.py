@@ -19,9 +19,18 @@ from pathlib import Path
 import pytest
 from backward_mutations import BACKWARD_MUTATIONS
 from decode_cases import CASES as DECODE_CASES
+from decode_cases import PREFILL as PREFILL_CASES
 from decode_cases import RACES as DECODE_RACES
-from decode_cases import latent
-from decode_mutations import APPEND, COMBINE, DECODE, DECODE_MUTATIONS, LATENT
+from decode_cases import latent, longer
+from decode_mutations import (
+    APPEND,
+    COMBINE,
+    DECODE,
+    DECODE_MUTATIONS,
+    LATENT,
+    PREFILL,
+    PREFILL_2,
+)
 from emulated_driver import (
     BACKWARD_CASES,
     BACKWARD_RACES,
@@ -214,6 +223,10 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         if sanitizer:
             return cases[:2]
         return [case._replace(seed=seed) for seed in (0, 1) for case in cases]
+    if unit in (PREFILL, PREFILL_2):
+        cases = longer(PREFILL_CASES[:3]) if unit == PREFILL else list(PREFILL_CASES)
+        seeds = (0,) if sanitizer else (0, 1, 2, 3)
+        return [case._replace(seed=seed) for seed in seeds for case in cases]
     if unit == CHUNKS:
         return [case._replace(seed=seed) for seed in (0, 1) for case in CHUNK_CASES]
     if unit == HOPPER:

@@ -51,6 +51,8 @@ RUNS = {
     "tsan-backward": ("tsan", list(PLAIN)),
     "tsan-decode": ("tsan", list(decode_cases.RACES)),
     "tsan-decode-wide": ("tsan", decode_cases.wide(decode_cases.RACES)),
+    "tsan-prefill": ("tsan", list(decode_cases.PREFILL)),
+    "tsan-prefill-one-buffer": ("tsan", decode_cases.longer(decode_cases.PREFILL[:1])),
     "tsan-decode-latent": ("tsan", decode_cases.latent(decode_cases.RACES[:3])),
     "asan-backward-chunks": ("asan", list(CHUNK_CASES if FULL else CHUNK_CASES[1::3])),
     "asan-backward-wide": ("asan", wide(BACKWARD_CASES if FULL else BACKWARD_RACES)),
@@ -61,6 +63,8 @@ RUNS = {
     "asan-forward-wide": ("asan", wide(CASES)),
     "asan-hopper": ("asan", list(HOPPER_RACES + HOPPER_CASES)),
     "asan-decode": ("asan", [*decode_cases.RACES, *decode_cases.CASES]),
+    "asan-prefill": ("asan", list(decode_cases.PREFILL)),
+    "asan-prefill-one-buffer": ("asan", decode_cases.longer(decode_cases.PREFILL[:3])),
     "asan-decode-latent": ("asan", decode_cases.latent(decode_cases.RACES)),
     "asan-decode-wide": ("asan", decode_cases.wide(decode_cases.RACES + decode_cases.CASES)),
 }

@@ -39,7 +39,7 @@ struct Case {
 
   // Of decoding.
   bool decode = false, batch_idx = false, hole = false, tree = false, halves = false;
-  bool latent = false;
+  bool latent = false, ragged = false;
   std::vector<int64_t> filled, leftpad, rotary_seqlens;
   int64_t page = 0, new_keys = 0, rotary = 0, splits = 0, split_size = 0;
   std::string cache, scales;
@@ -117,6 +117,7 @@ struct Case {
     else if (key == "halves") halves = value == "1";
     else if (key == "tree") tree = value == "1";
     else if (key == "latent") latent = value == "1";
+    else if (key == "ragged") ragged = value == "1";
     else if (key == "cache") cache = value;
     else if (key == "scales") scales = value;
     else if (key == "splits") splits = std::stoll(value);

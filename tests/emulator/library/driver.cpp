@@ -44,6 +44,7 @@
 //   splits=N            split_size=N            tree=1      a random tree
 //   nan=seen            NaN and infinity at random places of V
 //   latent=1            V is the first columns of K; nan=seen: NaN in keys that not all queries see
+//   ragged=1            queries and new keys are packed, as if their numbers differed
 //
 // Exit status 0: all cases are right. --stop: nothing is run after the first wrong one.
 #include <array>

@@ -84,6 +84,18 @@ class Tensor {
   int64_t bytes() const { return static_cast<int64_t>(bytes_); }
   void* bytes_at(int64_t offset) const { return data_.get() + offset; }
 
+  // Rows of the first two axes as those of one.
+  TensorView packed_view(int rank) const {
+    TensorView packed = view(rank + 1);
+    for (int axis = 0; axis < rank; ++axis) {
+      const auto to = static_cast<std::size_t>(axis);
+      packed.shape[to] = packed.shape[to + 1] * (axis == 0 ? packed.shape[0] : 1);
+      packed.stride[to] = packed.stride[to + 1];
+    }
+    packed.rank = rank;
+    return packed;
+  }
+
   // The last `rank` axes.
   TensorView view(int rank) const {
     TensorView view;
