@@ -177,12 +177,11 @@ IN_PREFILL = tuple(
         (
             "rows-of-tile-before",
             CACHED_KEYS,
-            "ask(kBlockN);",
+            "find_rows(kBlockN);",
             "",
             "",
             PREFILL,
         ),
-        ("holes-read", CACHED_KEYS, "place_.slot < 0", "false", "asan", PREFILL),
         ("no-sequence-for-block", PREFILL_KERNEL, "__syncthreads(); // where the", "", "", PREFILL),
         (
             "split-on-old-diagonal",
@@ -204,6 +203,13 @@ IN_PREFILL = tuple(
         ("no-barrier-for-two", CACHED_KEYS, "__syncthreads(); // K_n is there", "", "", PREFILL_2),
         ("buffer-in-use", CACHED_KEYS, "k_loader_.advance(to_other_);", "", "", PREFILL_2),
     )
+)
+
+IN_PREFILL += of(
+    PREFILL,
+    Mutation(
+        "prefill-holes-read", CACHED_KEYS, "place.slot < 0", "false", after="const auto find ="
+    ),
 )
 
 DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND + IN_LATENT + IN_PREFILL

@@ -109,8 +109,9 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
     ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q. All else is as there, with each sequence's
     own ``seqlen_q`` and ``seqlen_new``.
 
-    On a GPU, which kernel a sequence takes depends on its own number of queries alone. Work and
-    memory follow from shapes and ``max_seqlen_q``, so that a CUDA graph serves any lengths.
+    On a GPU, which kernel a sequence takes depends on its own number of queries alone; from 64 on
+    they are prefilled. Work and memory follow from shapes and ``max_seqlen_q``, so that a CUDA
+    graph serves any lengths.
 
     Parameters that are not listed are those of :func:`attention_with_kvcache`.
 
@@ -136,8 +137,8 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
         Column j says who sees the key that the sequence's query j is aligned with. Keys behind the
         last column are seen as without it.
     num_splits, split_size : int
-        On a GPU, a sequence whose queries and heads do not fit one tile (64 rows of a K/V head) is
-        only split where the number is chosen.
+        On a GPU they divide the keys of sequences with few queries, whose rows of a K/V head fit the
+        tile of one query; those of longer ones are only split where the number is chosen.
 
     Returns
     -------

@@ -106,13 +106,9 @@ class CachedTileLoader {
   ColumnGuard<kPanels> columns_;
 };
 
-// As KeyValuePipeline, with a table between: threads look up a row each of a tile before its keys
-// are loaded, which a barrier separates.
-//
-// With one buffer, the next tile's rows are looked up before Q K^T, behind which its K is loaded; V
-// of a tile is loaded while its Q K^T runs. With two, K is loaded before Q K^T and V behind it. So
-// rows are looked up two tiles ahead, of the tile that comes next as a rule: the one before. Where
-// it is another, they are looked up again.
+// As KeyValuePipeline, with a table between: before Q K^T threads look up a row each of the next
+// tile. Behind it K of that tile is loaded, with two buffers V as well; with one, V of a tile is
+// loaded while its Q K^T runs.
 template <class Traits>
 class CachedKeyPipeline {
   using Element = typename Traits::Element;
@@ -134,20 +130,14 @@ class CachedKeyPipeline {
         v_loader_(attention.v, attention.head_dim_v, smem.v.data()),
         k_(smem.k.data(), threadIdx.x),
         v_t_(smem.v.data(), threadIdx.x),
-        tile_(first),
-        found_(first) {}
+        tile_(first) {}
 
   // The first loads. Only the first tile can hold keys that do not exist: it has `keys`.
   ANYFLASH_DEVICE void start(int keys) {
-    ask(tile_, keys);
-    note(0);
-    if constexpr (kTwoBuffers) {
-      ask(tile_ - 1, kBlockN);
-      note(1);
-    }
-    __syncthreads();  // the first rows are known
-    k_loader_.load(keys_.rows.k[0]);
-    if constexpr (kTwoBuffers) v_loader_.load(keys_.rows.v[0]);
+    find_rows(keys);
+    __syncthreads();  // the tile's rows are known
+    k_loader_.load(keys_.rows.k[current_]);
+    if constexpr (kTwoBuffers) v_loader_.load(keys_.rows.v[current_]);
   }
 
   template <bool kGuardKeys>
@@ -158,30 +148,22 @@ class CachedKeyPipeline {
     if constexpr (!kTwoBuffers) v_loader_.load(keys_.rows.v[current_]);
     current_ ^= 1;
     tile_ += distance;
-    if (distance == 0) return;
-    if constexpr (kTwoBuffers) {
-      if (found_ != tile_) find_again();
-      k_loader_.advance(to_other_);
-      v_loader_.advance(to_other_);
-      k_loader_.load(keys_.rows.k[current_]);
-      ask(tile_ - 1, kBlockN);
-    } else {
-      ask(tile_, kBlockN);
-      note(current_);  // at once: later registers are short
-    }
+    if (distance != 0) find_rows(kBlockN);
   }
 
   ANYFLASH_DEVICE void acquire_values(int distance, bool clears) {
-    if constexpr (kTwoBuffers) {
-      if (distance == 0) return;
-      v_loader_.load(keys_.rows.v[current_]);
-      note(current_ ^ 1);
-    } else {
+    if constexpr (!kTwoBuffers) {
       cute::cp_async_wait<0>();
       clear_values(clears);
-      __syncthreads();  // the next rows are known, V_n is there; every warp has done with K_n
-      if (distance != 0) k_loader_.load(keys_.rows.k[current_]);
     }
+    __syncthreads();  // the next rows are known, V_n is there; every warp has done with K_n
+    if constexpr (kTwoBuffers) {
+      k_loader_.advance(to_other_);
+      v_loader_.advance(to_other_);
+    }
+    if (distance == 0) return;
+    k_loader_.load(keys_.rows.k[current_]);
+    if constexpr (kTwoBuffers) v_loader_.load(keys_.rows.v[current_]);
   }
 
   // Goes on to the next tile's buffers.
@@ -201,32 +183,18 @@ class CachedKeyPipeline {
   ANYFLASH_DEVICE bool found_nonfinite() const { return found_nonfinite_; }
 
  private:
-  // Asks the block table for this thread's row of a tile, which has `keys`.
-  ANYFLASH_DEVICE void ask(int tile, int keys) {
-    const int row = threadIdx.x;
-    found_ = tile;
-    place_ = {-1, 0};
-    if (row < kBlockN && row < keys && tile >= 0) {
-      place_ = place_of(keys_.cache, keys_.sequence, tile * kBlockN + row);
-    }
-  }
-  // Says to all threads where the row lies.
-  ANYFLASH_DEVICE void note(int to) const {
+  // A thread finds one row of tile_, which has `keys`. Before Q K^T, since there are registers then.
+  ANYFLASH_DEVICE void find_rows(int keys) const {
     const int row = threadIdx.x;
     if (row >= kBlockN) return;
+    CacheSlot place{-1, 0};
+    if (row < keys) place = place_of(keys_.cache, keys_.sequence, tile_ * kBlockN + row);
     const auto find = [&](const Element* head, const Strides& stride) {
-      return place_.slot < 0 ? nullptr
-                             : head + place_.slot * stride.batch + place_.row * stride.row;
+      return place.slot < 0 ? nullptr : head + place.slot * stride.batch + place.row * stride.row;
     };
     const Attention& a = keys_.cache.attention;
-    keys_.rows.k[to][row] = find(keys_.rows.k_head, a.k_stride);
-    keys_.rows.v[to][row] = find(keys_.rows.v_head, a.v_stride);
-  }
-  // Where a window leaves out tiles.
-  ANYFLASH_DEVICE void find_again() {
-    ask(tile_, kBlockN);
-    note(current_);
-    __syncthreads();  // the other rows are known
+    keys_.rows.k[current_][row] = find(keys_.rows.k_head, a.k_stride);
+    keys_.rows.v[current_][row] = find(keys_.rows.v_head, a.v_stride);
   }
   ANYFLASH_DEVICE void clear_values(bool clears) {  // this thread's own pieces
     if (clears) found_nonfinite_ |= v_loader_.clear();
@@ -237,11 +205,9 @@ class CachedKeyPipeline {
   CachedTileLoader<TileV, typename Traits::KeyOrder> v_loader_;
   LdmatrixOperand<Mma, Side::kB, TileK> k_;
   LdmatrixOperand<Mma, Side::kB, TileV, /*kTransposed=*/true> v_t_;
-  int tile_;                // the one that is loaded
-  int found_;               // the one that was looked up last
-  CacheSlot place_{-1, 0};  // of this thread's row there
-  int current_ = 0;         // which rows are those of tile_
-  int to_other_ = 1;        // in tiles: where the other buffer is
+  int tile_;          // whose rows are looked up
+  int current_ = 0;   // which rows are those of the tile that is loaded
+  int to_other_ = 1;  // in tiles: where the other buffer is
   bool found_nonfinite_ = false;
 };
 
