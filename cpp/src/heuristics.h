@@ -34,9 +34,9 @@ inline int64_t resident_ctas(const KernelDescriptor& row, const DeviceProperties
 
 inline constexpr int kMaxSplits = 128;
 
-// Into how many splits the keys of a sequence are divided: `blocks` blocks, for `ctas` tiles of rows.
-// A CTA takes the rows of one tile and the keys of one split, at least two blocks of them. An SM
-// has room for `ctas_per_sm` CTAs.
+// Into how many splits the keys of a sequence are divided: `blocks` blocks, for `ctas` tiles of
+// rows. A CTA takes the rows of one tile and the keys of one split, at least two blocks of them. An
+// SM has room for `ctas_per_sm` CTAs.
 //
 // Of 1 to kMaxSplits, the first whose time is within 5 % of the least. Time is counted in quarters
 // of what memory takes for a block of keys where every SM reads one. CTAs on one SM share that.

@@ -54,7 +54,7 @@ std::vector<KernelInfo> kernels() {
     KernelInfo info;
     info.name = kernel->name;
     info.arch = arch_name(*kernel);
-    info.op = name(kernel->op);
+    info.op = kernel->prefill ? "prefill" : name(kernel->op);
     info.dtype = kernel->dtype;
     info.head_dim = kernel->head_dim;
     info.head_dim_v = kernel->head_dim_v;

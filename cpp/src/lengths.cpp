@@ -1,6 +1,6 @@
 // The elements of cu_seqlens_q, cu_seqlens_k, seqused_k, query_starts and key_starts, and those of
-// a cache's integers, cu_seqlens_k_new among them. A GPU's kernels clamp lengths to what the tensors hold (variant/sequence.h,
-// variant/cache.h); here they are refused.
+// a cache's integers, cu_seqlens_k_new among them. A GPU's kernels clamp lengths to what the
+// tensors hold (variant/sequence.h, variant/cache.h); here they are refused.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>

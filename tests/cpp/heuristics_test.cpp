@@ -210,7 +210,35 @@ void check_decode() {
 
 }  // namespace
 
+// Packed queries: there are at least as many tiles as a batch of such sequences can have.
+void check_packed() {
+  for (const int64_t least : {1, 5, 64}) {
+    for (const int64_t group : {1, 4, 70}) {
+      for (const int tile : {64, 128}) {
+        Attention p = decode_params(7, 1, 1, 1, 1000);
+        p.total_q = 7 * least;  // each as short as may be
+        const int64_t of_each = divide(least * group, tile);
+        CHECK(anyflash::packed_row_tiles(p, group, tile, least) >= 7 * of_each);
+        p.total_q = 6 * least + 1000;  // one is long
+        const int64_t of_long = divide(1000 * group, tile);
+        CHECK(anyflash::packed_row_tiles(p, group, tile, least) >= 6 * of_each + of_long);
+        p.batch = 0;
+        p.total_q = 0;
+        CHECK_EQ(anyflash::packed_row_tiles(p, group, tile, least), 0);
+      }
+    }
+  }
+  // As many splits as fill the GPU, none of fewer than 16 blocks.
+  CHECK_EQ(anyflash::prefill_num_splits(0, 128, 2, 132), 1);
+  CHECK_EQ(anyflash::prefill_num_splits(64, 128, 2, 132), 5);
+  CHECK_EQ(anyflash::prefill_num_splits(160, 128, 2, 132), 2);
+  CHECK_EQ(anyflash::prefill_num_splits(264, 128, 2, 132), 1);
+  CHECK_EQ(anyflash::prefill_num_splits(64, 31, 2, 132), 1);
+  CHECK_EQ(anyflash::prefill_num_splits(64, 32, 2, 132), 2);
+}
+
 int main() {
+  check_packed();
   check_decode();
   check_decode_examples();
   check_measured();

@@ -96,7 +96,7 @@ def kernel_key(mangled: str) -> KernelKey | None:
     if "11KeyGradientE1E" in mangled:  # of the two launches by chunks, that for dK is the main one
         return None
     found = re.search(
-        r"sm80\d+(forward|backward)(?:_by_chunks)?_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
+        r"sm80\d+(forward|backward|prefill)(?:_by_chunks)?_kernelI.*?(?:For|Back)wardTraitsIN7cutlass"
         r"\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E",
         mangled,
     )
@@ -111,7 +111,8 @@ def kernel_key(mangled: str) -> KernelKey | None:
         DTYPES[element],
         *dims,
         FEATURES[variant[1]],
-        tile_config=TILE_CONFIGS[int(tile_config[1])],
+        # Prefill has one of the forward's for each variant.
+        tile_config="" if op == "prefill" else TILE_CONFIGS[int(tile_config[1])],
     )
 
 

@@ -171,7 +171,7 @@ ANYFLASH_API void merge_states(const TensorView& out_a, const TensorView& lse_a,
 struct KernelInfo {
   std::string name;
   std::string arch;  // "cpu-avx2", "sm80", ...
-  std::string op;    // "forward", "backward", "decode"
+  std::string op;    // "forward", "backward", "decode", "prefill" (of long packed queries)
   DType dtype = DType::kFloat32;
   int head_dim = 0;  // of q and k: the largest it takes; 0: any
   int head_dim_v = 0;

@@ -137,8 +137,8 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
         Column j says who sees the key that the sequence's query j is aligned with. Keys behind the
         last column are seen as without it.
     num_splits, split_size : int
-        On a GPU they divide the keys of sequences with few queries, whose rows of a K/V head fit the
-        tile of one query; those of longer ones are only split where the number is chosen.
+        On a GPU they divide the keys of sequences with few queries, whose rows of a K/V head fit
+        the tile of one query; those of longer ones are only split where the number is chosen.
 
     Returns
     -------

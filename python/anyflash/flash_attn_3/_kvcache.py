@@ -129,7 +129,7 @@ def flash_attn_with_kvcache(
     options |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     options |= {"rotary_seqlens": rotary_seqlens, "rotary_interleaved": rotary_interleaved}
     with torch.no_grad():
-        if new.is_packed:
+        if new.ends_q is not None:
             if max_seqlen_q is not None:
                 options["max_seqlen_q"] = as_int(max_seqlen_q, "max_seqlen_q")
             out, lse = attention_varlen_with_kvcache(
@@ -189,10 +189,9 @@ class _NewKeys(NamedTuple):
     def like_q(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         if self.ends_q is None or not self.seqlen_q:
             return out, lse
-        return (
-            out.unflatten(0, (-1, self.seqlen_q)),
-            lse.unflatten(1, (-1, self.seqlen_q)).transpose(0, 1),
-        )
+        shape = (-1, self.seqlen_q)
+        out = out.reshape(*shape, *out.shape[1:])
+        return out, lse.reshape(lse.shape[0], *shape).transpose(0, 1)
 
 
 def _ends(x: Tensor) -> Tensor:

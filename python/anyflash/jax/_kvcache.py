@@ -239,9 +239,9 @@ def attend_with_kvcache(
     if packed:
         call.check_rank(("q",), 3, "(total_q, heads, head_dim)")
         _pack(call, cache)
-    names = ("k_cache",) if packed else ("q", "k_cache")
-    names += ("v_cache",) if "v_cache" in call.arrays else ()
-    call.check_rank(names, 4, "(batch, seqlen, heads, head_dim)")
+    names = ["k_cache"] if packed else ["q", "k_cache"]
+    names += ["v_cache"] if "v_cache" in call.arrays else []
+    call.check_rank(tuple(names), 4, "(batch, seqlen, heads, head_dim)")
     if cache.head_dim_v is not None:
         columns = call.arrays["k_cache"].shape[3]
         head_dim_v = call.parse("head_dim_v", parsing.columns, cache.head_dim_v, columns)

@@ -48,7 +48,7 @@ def attention_varlen_paged(  # noqa: PLR0917 (as flash-attn's)
 ) -> tuple[Tensor, Tensor]:
     """out (total_q, heads, head_dim_v) and lse (heads, total_q). Nothing waits for the device."""
     k, v, table = split_pages(k, v, block_table)
-    return attention_varlen_with_kvcache(
+    result: tuple[Tensor, Tensor] = attention_varlen_with_kvcache(
         *(q, k, v, cu_seqlens_q),
         cache_seqlens=seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -56,3 +56,4 @@ def attention_varlen_paged(  # noqa: PLR0917 (as flash-attn's)
         return_lse=True,
         **options,
     )
+    return result

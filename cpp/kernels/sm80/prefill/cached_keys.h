@@ -183,7 +183,7 @@ class CachedKeyPipeline {
   ANYFLASH_DEVICE bool found_nonfinite() const { return found_nonfinite_; }
 
  private:
-  // A thread finds one row of tile_, which has `keys`. Before Q K^T, since there are registers then.
+  // A thread finds one row of tile_, which has `keys`. Before Q K^T, when there are registers.
   ANYFLASH_DEVICE void find_rows(int keys) const {
     const int row = threadIdx.x;
     if (row >= kBlockN) return;

@@ -1,5 +1,5 @@
-// Packed queries of sequences that are too long for a decoding tile: the forward kernel, one CTA per
-// block of query rows of one head, with keys from a cache.
+// Packed queries of sequences that are too long for a decoding tile: the forward kernel, one CTA
+// per block of query rows of one head, with keys from a cache.
 #pragma once
 
 #include <cstdint>
