@@ -185,9 +185,12 @@ class KvCacheArguments {
   void results() {
     const auto& n = t_.q.shape;
     const int64_t columns = p_.attention.head_dim_v;
-    const std::string why = std::string(packed_ ? ": q's total_q" : ": q's batch, seqlen_q") +
-                            " and heads, and " +
-                            (c_.head_dim_v == 0 ? "v_cache's head_dim" : "head_dim_v");
+    const bool latent = c_.head_dim_v != 0;
+    const char* const why =
+        packed_ ? (latent ? ": q's total_q and heads, and head_dim_v"
+                          : ": q's total_q and heads, and v_cache's head_dim")
+                : (latent ? ": q's batch, seqlen_q and heads, and head_dim_v"
+                          : ": q's batch, seqlen_q and heads, and v_cache's head_dim");
     check_rank(t_.out, "out", t_.q.rank, layouts_.out);
     if (packed_) check_shape(t_.out, "out", {{n[0]}, {n[1]}, {columns}}, layouts_.out, why);
     else check_shape(t_.out, "out", {{n[0]}, {n[1]}, {n[2]}, {columns}}, layouts_.out, why);
