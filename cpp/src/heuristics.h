@@ -101,7 +101,10 @@ inline int prefill_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
 inline int decode_num_splits_on_cpu(const Attention& attention) {
   constexpr int64_t kTasks = 256;
   constexpr int64_t kLeastKeys = 1024;
-  const int64_t pairs = std::max<int64_t>(attention.batch * attention.heads_k, 1);
+  // A long packed sequence makes tasks of its own, and its parts would be many.
+  constexpr int64_t kRows = 64;
+  const int64_t sequences = std::max<int64_t>(attention.batch, attention.total_q / kRows);
+  const int64_t pairs = std::max<int64_t>(sequences * attention.heads_k, 1);
   const int64_t wanted = std::min<int64_t>((kTasks + pairs - 1) / pairs, 64);
   return static_cast<int>(std::clamp<int64_t>(visible_keys(attention) / kLeastKeys, 1, wanted));
 }

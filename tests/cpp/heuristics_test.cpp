@@ -185,6 +185,9 @@ void check_decode_examples() {
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 8, 4, 1, 2048)), 2);
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(256, 1, 4, 1, 1 << 20)), 1);
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(0, 1, 4, 1, 0)), 1);
+  Attention packed = decode_params(1, 8, 4, 8192, 131072);
+  packed.total_q = 8192;
+  CHECK_EQ(decode_num_splits_on_cpu(packed), 1);
 }
 
 void check_decode() {

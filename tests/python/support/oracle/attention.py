@@ -209,12 +209,20 @@ def _finite_error(actual: Array, truth: Array) -> Array:
     return error
 
 
-def _score_rounding(problem: Problem, lse: Array) -> float:
-    """What one rounding of the largest score does to out: a small result may be exact by chance."""
+FEW = 16  # results, of which the naive program may get all right by chance
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def _rounding(problem: Problem, lse: Array, results: int) -> float:
+    """What one rounding of the largest score does to out, and where there are few results, one of
+    its probability: a small result may be exact by chance."""
     epsilon = np.finfo(np.float64 if problem.q.dtype == np.float64 else np.float32).eps / 2
     score = np.abs(lse[np.isfinite(lse)]).max(initial=0)
     v = np.abs(problem.v.astype(np.float64))
-    return float(epsilon * (1 + min(score, 20000)) * v[np.isfinite(v)].max(initial=0))
+    relative = epsilon * (1 + min(score, 20000))
+    if results < FEW:
+        relative += ROUNDING.get(problem.q.dtype.name, 0.0)
+    return float(relative * v[np.isfinite(v)].max(initial=0))
 
 
 def reference_of(problem: Problem, rounded_problem: Problem | None = None) -> Reference:
@@ -227,7 +235,7 @@ def reference_of(problem: Problem, rounded_problem: Problem | None = None) -> Re
     rounded = out[np.isfinite(out)].astype(out_dtype)
     third = out_dtype.type(0.3)
     rounding = np.abs(((rounded + third) - third).astype(out.dtype) - rounded.astype(out.dtype))
-    unit = _score_rounding(problem, true.lse)
+    unit = _rounding(problem, true.lse, error.size)
     return Reference(
         *true[:3],
         keyless=true.keyless,
