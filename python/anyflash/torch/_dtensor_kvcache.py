@@ -138,8 +138,10 @@ class _Placed:
         return x.redistribute(placements=wanted).to_local()
 
     def _placements(self, name: str, x: Any) -> tuple[Any, ...]:
-        if name in _AXES:
-            axes = (0, self.heads) if name in {"q", "k", "v"} else _AXES[name]
+        if name in {"q", "k", "v"}:
+            axes: tuple[int | None, int | None] = (0, self.heads)
+        elif name in _AXES:
+            axes = _AXES[name]
         elif name == "tree_mask":  # (batch or 1, seqlen_q, seqlen_q), the first may be missing
             axes = (0, None) if x.ndim == 3 and x.shape[0] != 1 else (None, None)
         else:  # alibi_slopes, k_scale, v_scale: (heads,) or (batch or place, heads)

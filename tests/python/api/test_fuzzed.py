@@ -260,7 +260,7 @@ FOUND_JAX: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "jax-nn-lengths": (
         "jax.dot_product_attention",
-        {"key_value_seq_lengths": 2**31},
+        {"key_value_seq_lengths": 2**70},
         "key_value_seq_lengths is int; what jax.numpy.asarray takes is allowed",
     ),
     "jax-nn-rank": (
