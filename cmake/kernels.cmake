@@ -110,9 +110,9 @@ set(
   ANYFLASH_KERNEL_SET_ci
   "^sm80_(forward|backward|decode)_bf16_d64(_|$)"
   "^sm80_(forward|backward)_bf16_d128(_compact|_wide)?$"
-  "^sm80_(forward|backward)_bf16_d(256|512)$"
+  "^sm80_(forward|backward)_bf16_d256$"
   "^sm80_decode_bf16_d(512|576_512)_m16$"
-  "^sm80_prefill_bf16_d(64|128)$"
+  "^sm80_prefill_bf16_d128$"
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
 )

@@ -52,8 +52,8 @@ struct BackwardPlan::State : KernelPlan {
     dv = plan(t.dv);
   }
 
-  // head_dim and head_dim_v remain the tensors': kernels treat a piece of 16 bytes as one that
-  // exists if its first column does, and copies have room for whole pieces, with zeros.
+  // head_dim and head_dim_v remain the tensors'. Kernels treat a piece of 16 bytes as one that
+  // exists if its first column does. Copies have room for whole pieces, with zeros.
   void launch_on_gpu(const LaunchContext& context, char* workspace) const {
     BackwardParams p = params;
     Attention& a = p.attention;

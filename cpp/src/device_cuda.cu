@@ -43,12 +43,13 @@ void check(cudaError_t status, const char* what) {
 DeviceProperties query(int index) {
   cudaDeviceProp p{};
   check(cudaGetDeviceProperties(&p, index), "cudaGetDeviceProperties");
-  return {p.name,
-          p.major * 10 + p.minor,
-          p.multiProcessorCount,
-          p.sharedMemPerBlockOptin,
-          p.sharedMemPerMultiprocessor,
-          p.multiProcessorCount};
+  DeviceProperties properties;
+  properties.name = p.name;
+  properties.compute_capability = p.major * 10 + p.minor;
+  properties.multiprocessors = properties.full_grid = p.multiProcessorCount;
+  properties.smem_per_block = p.sharedMemPerBlockOptin;
+  properties.smem_per_multiprocessor = p.sharedMemPerMultiprocessor;
+  return properties;
 }
 
 std::vector<DeviceProperties> query_all() {

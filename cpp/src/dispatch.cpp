@@ -21,9 +21,14 @@ unsigned features_of(const Attention& p) {
 }  // namespace
 
 Problem problem_of(Op op, const TensorView& q, const Attention& attention, CpuIsa cpu_isa) {
-  const unsigned features = features_of(attention);
-  Problem problem{op,       q.device, q.dtype, attention.head_dim, attention.head_dim_v,
-                  features, cpu_isa};
+  Problem problem;
+  problem.op = op;
+  problem.device = q.device;
+  problem.dtype = q.dtype;
+  problem.head_dim = attention.head_dim;
+  problem.head_dim_v = attention.head_dim_v;
+  problem.features = features_of(attention);
+  problem.cpu_isa = cpu_isa;
   if (op == Op::kBackward) {
     problem.rows = attention.seqlen_k;
     problem.pairs =

@@ -50,9 +50,10 @@ inline int heads_per_l2_section(const Attention& attention, int multiprocessors,
                         std::min<int64_t>(multiprocessors / 4, std::max<int64_t>(by_keys, 2)));
 }
 
-// Number of CTAs that split the query heads of one K/V head in the backward: each takes at most
-// four heads, so that few K/V heads keep a GPU busy, too. At most 32, because their sums take
-// memory. It depends on the group alone, so that a sequence's results do not depend on its batch.
+// Number of CTAs that split the query heads of one K/V head in the backward. Each takes at most
+// four heads, so that few K/V heads keep a GPU busy, too. There are at most 32, because their sums
+// take memory. It depends on the group alone, so that a sequence's results do not depend on its
+// batch.
 inline int gqa_splits(int heads, int heads_k) {
   constexpr int kHeads = 4;
   constexpr int kMostSplits = 32;
@@ -63,8 +64,8 @@ inline int gqa_splits(int heads, int heads_k) {
 // How many (batch, key head, GQA split) triples share an L2 section of the backward's grid over
 // blocks of keys. Each reads the Q and dO of its heads and adds to their dQ. All of this passes the
 // L2 cache, so a section holds at most half as many as in the forward. On an H200, causal, 4096
-// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as other sections: those whose
-// Q, dO and dQ fit in half of the cache.
+// tokens, that is 1.05 (head dim 256) and 1.09 times (128) as fast as other sections. The others
+// are those whose Q, dO and dQ fit in half of the cache.
 inline int backward_heads_per_l2_section(const Attention& attention, int multiprocessors) {
   if (!attention.window.is_bounded()) return 1;
   const int64_t splits = gqa_splits(attention.heads, attention.heads_k);
@@ -72,11 +73,11 @@ inline int backward_heads_per_l2_section(const Attention& attention, int multipr
 }
 
 // The same for kernels of one CTA a multiprocessor, with blocks of `block_n` keys: as many triples
-// as one wave of CTAs has. CTAs drift apart over a long sequence, and the fewer heads are at work,
-// the less has to lie in the L2 cache between the first CTA that needs it and the last. A section's
+// as one wave of CTAs has. CTAs drift apart over a long sequence. The fewer heads are at work, the
+// less has to lie in the L2 cache between the first CTA that needs it and the last. A section's
 // last blocks are short under a causal mask, so that small sections leave nothing idle. On an H100,
-// head dim 128, causal, 32 heads on 8: 1.4 times as fast as above with 65536 keys, 1.7 with 131072;
-// up to 16384 keys as fast as above.
+// head dim 128, causal, 32 heads on 8, this is 1.4 times as fast as above with 65536 keys, and 1.7
+// times with 131072. Up to 16384 keys it is as fast as above.
 inline int backward_heads_per_wave(const Attention& attention, int block_n, int multiprocessors) {
   const int64_t blocks =
       std::max((int64_t{attention.seqlen_k} + block_n - 1) / block_n, int64_t{1});

@@ -78,9 +78,10 @@ struct KvCachePlan::State : KernelPlan {
     launches[0] = {kernel, 0, INT_MAX, splits};
   }
 
-  // Packed queries, by a sequence's own number, so that its bits do not depend on the others:
-  // decoding by the tile that one query's rows of a head of K fit, as long as a sequence does;
-  // decoding by the largest tile; and from kPrefillQueries on, where tensors allow it, prefill.
+  // Packed queries. A sequence's own number of them decides how it is done, so that its bits do not
+  // depend on the others. Decoding takes the tile that one query's rows of a head of K fit, as long
+  // as a sequence fits it. Longer sequences are decoded by the largest tile. From kPrefillQueries
+  // on, where tensors allow it, they are done by prefill.
   // Only as many splits as were chosen here divide the last two, whose parts may be many.
   void plan_by_length(Problem problem, const KvCacheTensors& t) {
     const KvCacheParams& params = append.cache;
@@ -102,12 +103,14 @@ struct KvCachePlan::State : KernelPlan {
       const int64_t tiles = packed_row_tiles(a, group, large.tile.block_m, most + 1);
       const int chosen = given == 0 ? splits_for(large, tiles * a.heads_k) : 1;
       const int splits = given > 0 && most == 0 ? given : chosen;
-      launches[1] = {&large, most + 1, least_of_prefill - 1, splits, true};
+      launches[1] = {&large, most + 1, least_of_prefill - 1, splits};
+      launches[1].packed_parts = true;
     }
     if (a.seqlen_q < least_of_prefill) return;
     const int64_t tiles = packed_row_tiles(a, 1, prefill.tile.block_m, least_of_prefill);
     const int splits = given == 0 ? splits_for(prefill, tiles * a.heads) : 1;
-    launches[2] = {&prefill, least_of_prefill, INT_MAX, splits, true};
+    launches[2] = {&prefill, least_of_prefill, INT_MAX, splits};
+    launches[2].packed_parts = true;
     const InputRules& rules = prefill.family->input_rules;
     if (!rotates_q) q = plan_repack(with_batch(t.q, true), rules, bytes);
     if (t.out.dtype == t.q.dtype) out = plan_repack(with_batch(t.out, true), rules, bytes);

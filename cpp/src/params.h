@@ -215,7 +215,9 @@ struct KvCacheParams {
 struct AppendParams {
   KvCacheParams cache;            // q as given
   DType dtype = DType::kFloat32;  // of q, k_new and v_new
-  BroadcastTensor rotary_cos;     // (row, col); null: no rotation
+  void* k_cache = nullptr;        // the cache's, to write to; null: there is nothing to append
+  void* v_cache = nullptr;
+  BroadcastTensor rotary_cos;  // (row, col); null: no rotation
   BroadcastTensor rotary_sin;
   int64_t rotary_rows = 0;
   const int32_t* rotary_seqlens = nullptr;  // null: the keys before the append

@@ -120,10 +120,11 @@ const KernelDescriptor& tuned(const Problem& problem, const DeviceProperties& de
   const ProblemSize size = leaves_idle(problem, kGridTile, device) ? ProblemSize::kSmallGrid
                            : problem.rows <= kShortRows            ? ProblemSize::kShort
                                                                    : ProblemSize::kLong;
-  for (const TunedTile* tile = kTunedTiles; tile->compute_capability != 0; ++tile) {
-    if (tile->compute_capability != device.compute_capability || tile->op != problem.op ||
-        !has_dims(*tile) || tile->bounded != problem.bounded || tile->size != size ||
-        std::strcmp(tile->family, chosen.family->name) != 0) {
+  for (const TunedTile* tile = kTunedTiles; tile->target.compute_capability != 0; ++tile) {
+    if (tile->target.compute_capability != device.compute_capability ||
+        tile->kernels.op != problem.op || !has_dims(tile->kernels) ||
+        tile->problems.bounded != problem.bounded || tile->problems.size != size ||
+        std::strcmp(tile->target.family, chosen.family->name) != 0) {
       continue;
     }
     for (const KernelDescriptor* kernel : gpu_kernels(problem.op, problem.dtype)) {

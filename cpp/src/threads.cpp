@@ -128,7 +128,10 @@ void set_work_per_thread(double work) {
 void run_on_threads(int threads, void (*body)(const void* argument, int thread),
                     const void* argument) {
   if (threads <= 1) return body(argument, 0);
-  Job job{body, argument, threads, 1, 0, nullptr, {}};
+  Job job;
+  job.body = body;
+  job.argument = argument;
+  job.threads = threads;
   pool().run(job);
 }
 

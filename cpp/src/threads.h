@@ -18,8 +18,8 @@ int default_threads();
 int threads_worth(int threads, double work);
 
 // Calls body(argument, thread) for thread 0, on the caller's thread, and for some others of
-// [1, threads) on workers, each at most once and perhaps late: body shares the work out by itself,
-// and returns where none is left. Returns when no call runs any more, and none will.
+// [1, threads) on workers. It does so at most once for each, and perhaps late: body shares the work
+// out by itself, and returns where none is left. Returns when no call runs any more, and none will.
 void run_on_threads(int threads, void (*body)(const void* argument, int thread),
                     const void* argument);
 

@@ -14,13 +14,19 @@ inline constexpr int kShortRows = 512;
 // Which of a family's plain kernels for these head dims is the fastest on GPUs of a compute
 // capability.
 struct TunedTile {
-  int compute_capability;  // 90 for 9.0; 0 ends the table
-  const char* family;      // KernelFamily::name
-  Op op;
-  int head_dim;  // the kernel's
-  int head_dim_v;
-  bool bounded;  // as Problem's
-  ProblemSize size;
+  struct Target {
+    int compute_capability;  // 90 for 9.0; 0 ends the table
+    const char* family;      // KernelFamily::name
+  } target;
+  struct Kernels {
+    Op op;
+    int head_dim;
+    int head_dim_v;
+  } kernels;
+  struct Problems {
+    bool bounded;  // as Problem's
+    ProblemSize size;
+  } problems;
   TileConfig tile_config;
 };
 extern const TunedTile kTunedTiles[];

@@ -255,6 +255,8 @@ class KvCacheArguments {
     packed_ ? packed_new_keys(rows) : batched_new_keys(rows);
     check_writable(t_.k_cache, "k_cache");
     check_writable(t_.v_cache, "v_cache");
+    a_.k_cache = t_.k_cache.data;
+    a_.v_cache = t_.v_cache.data;
     p_.k_new = k.data;
     p_.k_new_stride = strides_of(with_batch(k, packed_));
     if (c_.v_new == nullptr) return;

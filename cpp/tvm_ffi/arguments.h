@@ -95,33 +95,33 @@ inline bool set(Options& options, const Option& option, const TVMFFIAny& any) {
   switch (option.kind) {
     case Kind::kNumber:
       if (any.type_index != kTVMFFIFloat && !is_integer) return false;
-      field<double>(options, option.offset) =
+      field<double>(options, option.place.value) =
           is_integer ? static_cast<double>(any.v_int64) : any.v_float64;
       break;
     case Kind::kInteger:
       if (!is_integer) return false;
-      field<int64_t>(options, option.offset) = any.v_int64;
+      field<int64_t>(options, option.place.value) = any.v_int64;
       break;
     case Kind::kBits:
       if (!is_integer) return false;
-      field<uint64_t>(options, option.offset) = static_cast<uint64_t>(any.v_int64);
+      field<uint64_t>(options, option.place.value) = static_cast<uint64_t>(any.v_int64);
       break;
     case Kind::kInt32:
       if (!is_integer || any.v_int64 != static_cast<int32_t>(any.v_int64)) return false;
-      field<int32_t>(options, option.offset) = static_cast<int32_t>(any.v_int64);
+      field<int32_t>(options, option.place.value) = static_cast<int32_t>(any.v_int64);
       break;
     case Kind::kFlag:
       if (!is_flag) return false;
-      field<int32_t>(options, option.offset) = any.v_int64 != 0 ? 1 : 0;
+      field<int32_t>(options, option.place.value) = any.v_int64 != 0 ? 1 : 0;
       break;
     case Kind::kTensor: {
       const DLTensor* tensor = nullptr;
       if (!read_tensor(any, &tensor)) return false;
-      field<const DLTensor*>(options, option.offset) = tensor;
+      field<const DLTensor*>(options, option.place.value) = tensor;
       break;
     }
   }
-  if (option.given != kNone) field<int32_t>(options, option.given) = 1;
+  if (option.place.given != kNone) field<int32_t>(options, option.place.given) = 1;
   return true;
 }
 

@@ -23,31 +23,37 @@ enum class Kind { kNumber, kInteger, kBits, kFlag, kInt32, kTensor };
 
 inline constexpr std::size_t kNone = ~std::size_t{0};
 
-struct Option {
-  const char* name;
-  Kind kind;
-  std::size_t offset;         // in Options
-  unsigned functions;         // that have it
+// Offsets in Options.
+struct Place {
+  std::size_t value;
   std::size_t given = kNone;  // of the flag that says so
 };
 
+struct Option {
+  const char* name;
+  Kind kind;
+  Place place;
+  unsigned functions;  // that have it
+};
+
 // Of a field of Options.
-#define ANYFLASH_AT(field) offsetof(Options, field)
+#define ANYFLASH_AT(field) \
+  Place { offsetof(Options, field) }
+// Of a field of one of its structs that says by has_... whether the field is given.
+#define ANYFLASH_WITH_FLAG(options, field) \
+  Place { offsetof(Options, options.field), offsetof(Options, options.has_##field) }
 
 inline constexpr unsigned kDense = kForward | kBackward;
 inline constexpr unsigned kAttention = kDense | kKvCache;
 
 inline constexpr Option kOptions[] = {
-    {"softmax_scale", Kind::kNumber, ANYFLASH_AT(forward.softmax_scale), kAttention,
-     ANYFLASH_AT(forward.has_softmax_scale)},
+    {"softmax_scale", Kind::kNumber, ANYFLASH_WITH_FLAG(forward, softmax_scale), kAttention},
     {"causal", Kind::kFlag, ANYFLASH_AT(forward.causal), kAttention},
     {"num_threads", Kind::kInt32, ANYFLASH_AT(forward.num_threads), kAttention},
     {"cpu_isa", Kind::kInt32, ANYFLASH_AT(forward.cpu_isa), kAttention},
     {"num_threads", Kind::kInt32, ANYFLASH_AT(merge.num_threads), kMerge},
-    {"window_left", Kind::kInteger, ANYFLASH_AT(forward.window_left), kAttention,
-     ANYFLASH_AT(forward.has_window_left)},
-    {"window_right", Kind::kInteger, ANYFLASH_AT(forward.window_right), kAttention,
-     ANYFLASH_AT(forward.has_window_right)},
+    {"window_left", Kind::kInteger, ANYFLASH_WITH_FLAG(forward, window_left), kAttention},
+    {"window_right", Kind::kInteger, ANYFLASH_WITH_FLAG(forward, window_right), kAttention},
     {"softcap", Kind::kNumber, ANYFLASH_AT(forward.softcap), kAttention},
     {"alibi_slopes", Kind::kTensor, ANYFLASH_AT(forward.alibi_slopes), kAttention},
     {"bias", Kind::kTensor, ANYFLASH_AT(forward.bias), kDense},
@@ -68,12 +74,9 @@ inline constexpr Option kOptions[] = {
     {"max_seqlen_k", Kind::kInteger, ANYFLASH_AT(forward.max_seqlen_k), kDense},
     {"seqused_k", Kind::kTensor, ANYFLASH_AT(forward.seqused_k), kDense},
     {"validate", Kind::kFlag, ANYFLASH_AT(forward.validate), kAttention},
-    {"query_start", Kind::kInteger, ANYFLASH_AT(forward.query_start), kDense,
-     ANYFLASH_AT(forward.has_query_start)},
-    {"key_start", Kind::kInteger, ANYFLASH_AT(forward.key_start), kDense,
-     ANYFLASH_AT(forward.has_key_start)},
-    {"diagonal", Kind::kInteger, ANYFLASH_AT(forward.diagonal), kDense,
-     ANYFLASH_AT(forward.has_diagonal)},
+    {"query_start", Kind::kInteger, ANYFLASH_WITH_FLAG(forward, query_start), kDense},
+    {"key_start", Kind::kInteger, ANYFLASH_WITH_FLAG(forward, key_start), kDense},
+    {"diagonal", Kind::kInteger, ANYFLASH_WITH_FLAG(forward, diagonal), kDense},
     {"query_starts", Kind::kTensor, ANYFLASH_AT(forward.query_starts), kDense},
     {"key_starts", Kind::kTensor, ANYFLASH_AT(forward.key_starts), kDense},
     {"diagonals", Kind::kTensor, ANYFLASH_AT(forward.diagonals), kDense},
@@ -110,5 +113,6 @@ inline constexpr Option kOptions[] = {
 };
 
 #undef ANYFLASH_AT
+#undef ANYFLASH_WITH_FLAG
 
 }  // namespace anyflash_tvm_ffi

@@ -119,10 +119,14 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="search sentences with a real transformer (all-MiniLM-L6-v2)",
         description="Rank sentences by their closeness in meaning to a query. The transformer "
-        "all-MiniLM-L6-v2 runs in NumPy, with every attention layer through anyflash.attention.",
+        "all-MiniLM-L6-v2 runs in NumPy, with every attention layer through anyflash.attention: on "
+        "a GPU where there is one for this build, else on the CPU.",
     )
     demo.add_argument("sentences", nargs="*", metavar="SENTENCE", help="default: a built-in set")
     demo.add_argument("--query", metavar="TEXT", help="default: the first of your sentences")
+    demo.add_argument(
+        "--backend", choices=("cuda", "cpu"), help="of attention; default: cuda where it works"
+    )
     demo.add_argument("--top", type=_positive, default=5, metavar="N", help="default: 5")
     commands.add_parser(
         "doctor",
@@ -153,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             query = sentences.pop(0)
             if not sentences:
                 parser.error("demo: give --query TEXT, or at least two sentences")
-        return demo.run(sentences, query, arguments.top)
+        return demo.run(sentences, query, arguments.top, arguments.backend)
     if arguments.command == "bench":
         return bench.main(arguments, sys.argv[1:] if argv is None else argv)
     info = anyflash.build_info()

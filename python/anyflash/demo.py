@@ -1,8 +1,8 @@
 """A sentence search with a real transformer, all-MiniLM-L6-v2, on `anyflash.attention`.
 
-The model is six layers of BERT: NumPy computes everything except attention, in fp32. Its weights
-and its tokenizer come from packages that anyflash itself does not need; `run` says how to install
-them.
+The model is six layers of BERT: NumPy computes everything except attention, in fp32. Attention runs
+on a GPU where one can be used. The model's weights and its tokenizer come from packages that
+anyflash itself does not need; `run` says how to install them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import importlib
 import importlib.util
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 import anyflash
+from anyflash._cli import gpu
 
 Array: TypeAlias = npt.NDArray[Any]
 Attention: TypeAlias = Callable[[Array, Array, Array], Array]
@@ -37,6 +39,11 @@ INSTALL = {
 # Rounding alone stays about ten times below these (all values are of order one).
 LAYER_BOUND = 1e-5
 EMBEDDING_BOUND = 1e-5
+# On a GPU the weights of softmax are rounded to bfloat16: by 2e-3, and values are up to 5. Inputs
+# are rounded, too: those that differ in the last bit of fp32 can become neighbours.
+GPU_LAYER_BOUND = 2e-2
+GPU_EMBEDDING_BOUND = 2e-3
+LONGEST = (1, 256, 12, 32)  # of the model's sequences: batch, seqlen, heads, head_dim
 
 QUERY = "How can I get back into my account?"
 SENTENCES = (
@@ -57,6 +64,10 @@ SENTENCES = (
 
 class MissingPackageError(Exception):
     """A package that the demonstration needs cannot be used; the message has the cure."""
+
+
+class UnusableGpuError(Exception):
+    """Attention cannot run on a GPU; the message says why."""
 
 
 def check_packages() -> None:
@@ -97,20 +108,71 @@ def naive_attention(q: Array, k: Array, v: Array) -> Array:
     return out
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where attention runs, and how exact it is there."""
+
+    name: str
+    attention: Attention
+    rounded: Callable[[Array], Array]  # an input, as the kernel sees it
+    layer_bound: float = LAYER_BOUND
+    embedding_bound: float = EMBEDDING_BOUND
+
+
+def cpu_place() -> Place:
+    name = f"the CPU ({anyflash.build_info()['cpu']['isa']})"
+    return Place(name, lambda q, k, v: np.asarray(anyflash.attention(q, k, v)), np.asarray)
+
+
+def gpu_place() -> Place:
+    """The first GPU that this build has kernels for."""
+    info = anyflash.build_info()
+    if not info["devices"]:
+        raise UnusableGpuError(info["device_error"])
+    usable = [device for device in info["devices"] if device["supported"]]
+    if not usable:
+        names = ", ".join(device["name"] for device in info["devices"])
+        raise UnusableGpuError(f"this build has no kernels for {names}")
+    try:
+        attention = gpu.Gpu(usable[0]["index"]).attention
+        attention(*[np.zeros(LONGEST, np.float32)] * 3)
+    except Exception as error:  # of the driver, of CUDA: whatever it is, the CPU serves
+        raise UnusableGpuError(str(error)) from error
+    name = f"GPU {usable[0]['index']} ({usable[0]['name']}), in bfloat16"
+    return Place(name, attention, gpu.rounded, GPU_LAYER_BOUND, GPU_EMBEDDING_BOUND)
+
+
+def choose_place(backend: str | None) -> Place:
+    """The GPU where it can be used, unless `backend` is "cpu". Else the CPU, unless it is "cuda";
+    says why where the machine seems to have a GPU."""
+    if backend == "cpu":
+        return cpu_place()
+    try:
+        return gpu_place()
+    except UnusableGpuError as error:
+        if backend == "cuda":
+            raise
+        if anyflash.build_info()["devices"] or shutil.which("nvidia-smi"):
+            print(f"The GPU is not used: {error}.\n")
+    return cpu_place()
+
+
 @dataclass
 class CheckedAttention:
-    """`anyflash.attention` with a stop-watch, each output compared with `naive_attention`."""
+    """Attention with a stop-watch, each output compared with `naive_attention`."""
 
+    place: Place = field(default_factory=cpu_place)
     calls: int = 0
     seconds: float = 0.0
     deviation: float = 0.0
 
     def __call__(self, q: Array, k: Array, v: Array) -> Array:
         start = time.perf_counter()
-        out = np.asarray(anyflash.attention(q, k, v))
+        out = self.place.attention(q, k, v)
         self.seconds += time.perf_counter() - start
         self.calls += 1
-        deviation = np.abs(out - naive_attention(q, k, v)).max()
+        expected = naive_attention(*map(self.place.rounded, (q, k, v)))
+        deviation = np.abs(out - expected).max()
         # np.maximum, unlike max, lets a NaN through, and a NaN fails the check at the end.
         self.deviation = float(np.maximum(self.deviation, deviation))
         return out
@@ -209,17 +271,18 @@ class Encoder:
         return y + self.weights[f"{name}.bias"]
 
 
-def run(sentences: Sequence[str], query: str, top: int) -> int:
+def run(sentences: Sequence[str], query: str, top: int, backend: str | None = None) -> int:
     """Print the `top` sentences closest to `query`, then how exact attention was; exit status."""
-    attention = CheckedAttention()
     try:
+        check_packages()
+        place = choose_place(backend)
+        attention = CheckedAttention(place)
         encoder = Encoder(attention)
-    except MissingPackageError as error:
+    except (MissingPackageError, UnusableGpuError) as error:
         print(f"anyflash demo:\n{error}", file=sys.stderr)
         return 1
-    cpu = anyflash.build_info()["cpu"]
     print(f"all-MiniLM-L6-v2: {encoder.layers} layers of {encoder.heads} heads, fp32,")
-    print(f"attention by anyflash {anyflash.__version__} on the CPU ({cpu['isa']})\n")
+    print(f"attention by anyflash {anyflash.__version__} on {place.name}\n")
 
     tokens = encoder.tokenize([query, *sentences])
     embeddings = encoder.embed_unpadded(tokens)
@@ -230,8 +293,8 @@ def run(sentences: Sequence[str], query: str, top: int) -> int:
 
     padding = float(np.abs(encoder.embed_padded(tokens) - embeddings).max())
     checks = (
-        ("attention layers against float64", attention.deviation, LAYER_BOUND),
-        ("embeddings, padded against unpadded batches", padding, EMBEDDING_BOUND),
+        ("attention layers against float64", attention.deviation, place.layer_bound),
+        ("embeddings, padded against unpadded batches", padding, place.embedding_bound),
     )
     print("\nlargest deviation")
     for what, deviation, bound in checks:

@@ -157,6 +157,13 @@ nb::tuple describe(nb::handle object) {
   return nb::make_tuple(nb::tuple(shape), known ? name(dtype) : text_of(tensor.dtype));
 }
 
+std::uintptr_t address(nb::handle object) {
+  Owner owner{nullptr, nullptr};
+  std::uint64_t flags;
+  const DLTensor tensor = consume(export_array(object, "", false), "", owner, flags);
+  return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
+}
+
 DType dtype_named(const std::string& dtype, const std::string& argument) {
   static constexpr DType kDTypes[] = {DType::kFloat64,  DType::kFloat32, DType::kFloat16,
                                       DType::kBFloat16, DType::kBool,    DType::kInt32,

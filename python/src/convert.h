@@ -31,6 +31,9 @@ Array import_array(nb::handle object, const char* argument, bool as_bits, bool w
 // of its errors do not begin with a name.
 nb::tuple describe(nb::handle object);
 
+// Of its first element, of anything that speaks DLPack. Errors as describe()'s.
+std::uintptr_t address(nb::handle object);
+
 // "float32" and so on. Throws Error, which calls it the argument's.
 DType dtype_named(const std::string& dtype, const std::string& argument);
 

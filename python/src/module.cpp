@@ -185,6 +185,10 @@ nb::tuple named_describe(nb::handle object) {
   return named(nullptr, [&] { return describe(object); });
 }
 
+std::uintptr_t named_address(nb::handle object) {
+  return named(nullptr, [&] { return address(object); });
+}
+
 nb::object named_new_array(const nb::tuple& shape, const std::string& dtype,
                            const std::string& device_kind, int device_index) {
   return named("anyflash", [&] { return new_array(shape, dtype, device_kind, device_index); });
@@ -214,6 +218,7 @@ NB_MODULE(_core, m) {
   m.def("merge_states", &run_merge_states, "operation"_a, "out_a"_a, "lse_a"_a, "out_b"_a,
         "lse_b"_a, "out"_a, "lse"_a, "as_bits_in"_a, "as_bits_out"_a, "stream"_a);
   m.def("describe", &named_describe, "array"_a);
+  m.def("address", &named_address, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_kind"_a, "device_index"_a);
   m.def("check_call", &named_check, "operation"_a, "function"_a, "tensors"_a, "numbers"_a);
   m.def("xla_handlers", &xla_handlers);

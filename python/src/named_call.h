@@ -1,5 +1,6 @@
 // A call of the core whose tensors and numbers are known by name, as a framework's compiler knows
-// them: XLA's handlers make one of the buffers they get, Python one of shapes alone, to check them.
+// them. XLA's handlers make one of the buffers they get. Python makes one of shapes alone, to check
+// them.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -78,8 +78,13 @@ struct BackwardProblem {
       // One of the packed sequences is as long as the bounds say, one has no queries.
       const int64_t seqlen_q = packed ? shape.seqlen_q * (b % 3) / 2 : shape.seqlen_q;
       const int64_t seqlen_k = packed ? shape.seqlen_k / (1 + b % 3) : shape.seqlen_k;
-      sequences.push_back(
-          {packed ? 0 : b, packed ? total_q : 0, packed ? total_k : 0, seqlen_q, seqlen_k});
+      Sequence s;
+      s.batch = packed ? 0 : b;
+      s.first_q = packed ? total_q : 0;
+      s.first_k = packed ? total_k : 0;
+      s.seqlen_q = seqlen_q;
+      s.seqlen_k = seqlen_k;
+      sequences.push_back(s);
       total_q += seqlen_q;
       total_k += seqlen_k;
     }

@@ -79,33 +79,58 @@ using namespace anyflash;
 
 namespace {
 
+// Of float16, without features.
+Problem problem_on(DeviceType device, Op op, int head_dim, int head_dim_v) {
+  Problem problem;
+  problem.op = op;
+  problem.device = {device, 0};
+  problem.dtype = DType::kFloat16;
+  problem.head_dim = head_dim;
+  problem.head_dim_v = head_dim_v;
+  problem.features = kNoFeatures;
+  problem.cpu_isa = CpuIsa::kAuto;
+  return problem;
+}
+
+DeviceProperties gpu_with(int compute_capability, int multiprocessors, std::size_t smem_per_block,
+                          std::size_t smem_per_multiprocessor) {
+  DeviceProperties properties;
+  properties.name = "test GPU";
+  properties.compute_capability = compute_capability;
+  properties.multiprocessors = properties.full_grid = multiprocessors;
+  properties.smem_per_block = smem_per_block;
+  properties.smem_per_multiprocessor = smem_per_multiprocessor;
+  return properties;
+}
+
 std::string selected(int head_dim, int head_dim_v, unsigned features, DType dtype = DType::kFloat16,
                      Op op = Op::kForward) {
-  const Device device{DeviceType::kCuda, 0};
-  return select_kernel({op, device, dtype, head_dim, head_dim_v, features, CpuIsa::kAuto}).name;
+  Problem problem = problem_on(DeviceType::kCuda, op, head_dim, head_dim_v);
+  problem.dtype = dtype;
+  problem.features = features;
+  return select_kernel(problem).name;
 }
 
 std::string selected_decode(int head_dim, int64_t rows, unsigned features) {
-  const Device device{DeviceType::kCuda, 0};
-  return select_kernel({Op::kDecode, device, DType::kFloat16, head_dim, head_dim, features,
-                        CpuIsa::kAuto, rows})
-      .name;
+  Problem problem = problem_on(DeviceType::kCuda, Op::kDecode, head_dim, head_dim);
+  problem.features = features;
+  problem.rows = rows;
+  return select_kernel(problem).name;
 }
 
 std::string selected_latent(int head_dim, int head_dim_v, int64_t rows) {
-  Problem problem{Op::kDecode, {DeviceType::kCuda, 0}, DType::kFloat16, head_dim, head_dim_v,
-                  kNoFeatures, CpuIsa::kAuto};
+  Problem problem = problem_on(DeviceType::kCuda, Op::kDecode, head_dim, head_dim_v);
   problem.rows = rows;
   problem.latent = true;
   return select_kernel(problem).name;
 }
 
-std::string selected_on_cpu(Op op) {
-  return select_kernel({op, {}, DType::kFloat32, 1000, 7, kAllFeatures, CpuIsa::kBaseline}).name;
-}
-
-std::string selected_on_cpu(Op op, CpuIsa isa, DType dtype) {
-  return select_kernel({op, {}, dtype, 64, 64, kNoFeatures, isa}).name;
+std::string selected_on_cpu(Op op, CpuIsa isa = CpuIsa::kBaseline, DType dtype = DType::kFloat32) {
+  Problem problem = problem_on(DeviceType::kCpu, op, 1000, 7);
+  problem.dtype = dtype;
+  problem.features = kAllFeatures;
+  problem.cpu_isa = isa;
+  return select_kernel(problem).name;
 }
 
 template <class Function>
@@ -175,13 +200,12 @@ void check_cpu_choice() {
 // are made for fit a multiprocessor.
 void check_small_grids() {
   const auto with = [](int64_t rows, int64_t pairs, int head_dim = 80) {
-    Problem problem{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, head_dim, head_dim, 0,
-                    CpuIsa::kAuto};
+    Problem problem = problem_on(DeviceType::kCuda, Op::kForward, head_dim, head_dim);
     problem.rows = rows;
     problem.pairs = pairs;
     return std::string(select_kernel(problem).name);
   };
-  gpu = {"test GPU", 80, 108, 163840, 167936, 108};
+  gpu = gpu_with(80, 108, 163840, 167936);
   CHECK_EQ(with(1, 107), "d80_compact");
   CHECK_EQ(with(1, 108), "d80");
   CHECK_EQ(with(128, 107), "d80_compact");
@@ -201,7 +225,7 @@ void check_small_grids() {
 void check_tile_configs() {
   const auto with = [](std::size_t kilobytes) {
     const std::size_t bytes = kilobytes * 1024;
-    gpu = {"test GPU", 80, 108, bytes - 1024, bytes};
+    gpu = gpu_with(80, 108, bytes - 1024, bytes);
     return selected(256, 256, 0, DType::kFloat16, Op::kBackward);
   };
   CHECK_EQ(with(228), "backward_d256_wide");
@@ -213,7 +237,7 @@ void check_tile_configs() {
 
 // What needs all of a block's shared memory runs.
 void check_exact_memory() {
-  gpu = {"test GPU", 80, 108, 150000, 167936};
+  gpu = gpu_with(80, 108, 150000, 167936);
   CHECK_EQ(selected(256, 256, 0), "d256");
   gpu.smem_per_block = 149999;
   check_error(256, 0, DType::kFloat16, ErrorCode::kUnsupported, "");
@@ -221,13 +245,12 @@ void check_exact_memory() {
 
 // A family of one architecture: only there, and before all others, whatever else they have.
 void check_families() {
-  gpu = {"test GPU", 90, 132, 227 * 1024, 228 * 1024, 132};
+  gpu = gpu_with(90, 132, 227 * 1024, 228 * 1024);
   CHECK_EQ(selected(128, 128, 0), "sm90_d128");
   CHECK_EQ(selected(64, 64, 0), "sm90_d112");
   CHECK_EQ(selected(192, 192, 0), "d192");               // none for these head dims,
   CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");  // or with these features
-  Problem negative{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, 128, 128,
-                   kNoFeatures,  CpuIsa::kAuto};
+  Problem negative = problem_on(DeviceType::kCuda, Op::kForward, 128, 128);
   negative.positive_scale = false;
   CHECK_EQ(std::string(select_kernel(negative).name), "d128");
   gpu.smem_per_block = 163840;
@@ -245,10 +268,9 @@ void check_families() {
 
 // A size must not choose between kernels that give a row other bits.
 void check_bits_groups() {
-  gpu = {"test GPU", 80, 108, 163840, 167936, 108};
+  gpu = gpu_with(80, 108, 163840, 167936);
   for (const int64_t rows : {1, 1000}) {
-    Problem problem{Op::kForward, {DeviceType::kCuda, 0}, DType::kFloat16, 48, 48, 0,
-                    CpuIsa::kAuto};
+    Problem problem = problem_on(DeviceType::kCuda, Op::kForward, 48, 48);
     problem.rows = rows;
     problem.pairs = 1;
     CHECK_EQ(select_kernel(problem).name, std::string("d48"));

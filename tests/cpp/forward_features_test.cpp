@@ -79,8 +79,11 @@ struct Problem {
     const int64_t lengths_q[] = {max_q, 0, 1, max_q / 2};
     const int64_t lengths_k[] = {max_k / 3, 9, max_k, 0};
     for (std::size_t i = 0; i < 4; ++i) {
-      Sequence s{total_q, total_k, lengths_q[i], lengths_k[i], 0};
-      if (!has(kPacked)) s = {0, 0, max_q, max_k, 0};
+      Sequence s;
+      s.first_q = has(kPacked) ? total_q : 0;
+      s.first_k = has(kPacked) ? total_k : 0;
+      s.seqlen_q = has(kPacked) ? lengths_q[i] : max_q;
+      s.seqlen_k = has(kPacked) ? lengths_k[i] : max_k;
       s.used = has(kUsed) ? static_cast<int64_t>(random()) % (s.seqlen_k + 1) : s.seqlen_k;
       total_q += s.seqlen_q;
       total_k += s.seqlen_k;

@@ -84,7 +84,7 @@ enum class Layout {
   kLast = kReversed,
 };
 
-// All bytes begin as 0xff, which is NaN in every floating-point type: what is read before it was
+// All bytes begin as 0xff, which is NaN in every floating-point type. So what is read before it was
 // written shows in the results, and what has been written shows in unwritten().
 class Tensor {
  public:

@@ -66,16 +66,16 @@ const char* const kCudaArchs[] = {"compute_80", nullptr};
 const DeviceProperties& device_properties(int) { return gpu; }
 
 const TunedTile kTunedTiles[] = {
-    {90, "sm80", Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kCompact},
-    {90, "sm80", Op::kForward, 64, 64, false, ProblemSize::kLong, TileConfig::kWide},
-    {90, "sm80", Op::kForward, 64, 64, false, ProblemSize::kSmallGrid, TileConfig::kDefault},
-    {90, "sm80", Op::kForward, 128, 128, true, ProblemSize::kLong,
-     TileConfig::kWide},  // is not built
-    {90, "sm80", Op::kBackward, 64, 64, true, ProblemSize::kLong, TileConfig::kWide},
-    {90, "sm80", Op::kBackward, 64, 64, false, ProblemSize::kLong,
-     TileConfig::kCompact},  // has features
-    {90, "sm80", Op::kBackward, 64, 64, true, ProblemSize::kShort, TileConfig::kDefault},
-    {100, "sm80", Op::kForward, 64, 64, true, ProblemSize::kLong, TileConfig::kDefault},
+    {{90, "sm80"}, {Op::kForward, 64, 64}, {true, ProblemSize::kLong}, TileConfig::kCompact},
+    {{90, "sm80"}, {Op::kForward, 64, 64}, {false, ProblemSize::kLong}, TileConfig::kWide},
+    {{90, "sm80"}, {Op::kForward, 64, 64}, {false, ProblemSize::kSmallGrid}, TileConfig::kDefault},
+    // Is not built:
+    {{90, "sm80"}, {Op::kForward, 128, 128}, {true, ProblemSize::kLong}, TileConfig::kWide},
+    {{90, "sm80"}, {Op::kBackward, 64, 64}, {true, ProblemSize::kLong}, TileConfig::kWide},
+    // Has features:
+    {{90, "sm80"}, {Op::kBackward, 64, 64}, {false, ProblemSize::kLong}, TileConfig::kCompact},
+    {{90, "sm80"}, {Op::kBackward, 64, 64}, {true, ProblemSize::kShort}, TileConfig::kDefault},
+    {{100, "sm80"}, {Op::kForward, 64, 64}, {true, ProblemSize::kLong}, TileConfig::kDefault},
     {},
 };
 
@@ -88,7 +88,10 @@ namespace {
 constexpr int kMultiprocessors = 132;
 
 void use_gpu(int compute_capability, std::size_t smem = 227 * 1024) {
-  gpu = {"test GPU", compute_capability, kMultiprocessors, smem, smem + 1024, kMultiprocessors};
+  gpu.compute_capability = compute_capability;
+  gpu.multiprocessors = gpu.full_grid = kMultiprocessors;
+  gpu.smem_per_block = smem;
+  gpu.smem_per_multiprocessor = smem + 1024;
 }
 
 struct Wanted {
@@ -100,13 +103,13 @@ struct Wanted {
 };
 
 std::string selected(Op op, const Wanted& wanted) {
-  Problem problem{op,
-                  {DeviceType::kCuda, 0},
-                  DType::kFloat16,
-                  wanted.head_dim,
-                  wanted.head_dim,
-                  wanted.features,
-                  CpuIsa::kAuto};
+  Problem problem;
+  problem.op = op;
+  problem.device = {DeviceType::kCuda, 0};
+  problem.dtype = DType::kFloat16;
+  problem.head_dim = problem.head_dim_v = wanted.head_dim;
+  problem.features = wanted.features;
+  problem.cpu_isa = CpuIsa::kAuto;
   problem.rows = wanted.pairs < kMultiprocessors ? kGridTile : wanted.rows;
   problem.pairs = wanted.pairs;
   problem.bounded = wanted.bounded;

@@ -61,7 +61,7 @@ def test_a_changed_figure_is_seen() -> None:
 
 def test_a_region_that_asks_for_nothing_raises() -> None:
     document = performance.load("h200-short.json")
-    with pytest.raises(ValueError, match="no cell has the labels"):
+    with pytest.raises(ValueError, match="no case has the labels"):
         list(performance.table(document, {"rows": "d", "columns": "by", "d": "65"}))
     with pytest.raises(ValueError, match="two figures for"):
         list(performance.table(document, {"rows": "d", "columns": "by"}))

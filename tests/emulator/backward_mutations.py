@@ -48,7 +48,7 @@ TILE_THERE = "__syncthreads(); // the tile is there"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
 NEEDS_MASK = "tile < unmasked_begin || tile >= unmasked_end"
 HIDE = "kMasked && seen.hides(j) ? kHiddenP : p"
-END_MAINLOOP = "backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);"
+END_MAINLOOP = "backward_mainloop<Traits, Variant>(params, block, smem, acc_dk, acc_dv);"
 
 SYNCHRONISATION = (
     Mutation("no-barrier-for-tile", MAINLOOP, TILE_THERE),
@@ -233,8 +233,15 @@ ARITHMETIC = (
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),
     Mutation("mask-of-first-part", STAGES, "whole.col0 + kKey", "whole.col0"),
     Mutation("rows-that-round-up-see-all", MASK, "seqlen_q_ + last_", "kFar"),
-    Mutation("edge-everywhere", VISITS, "edge_ && m_ == range_.begin", "m_ == range_.begin"),
-    Mutation("edge-in-all-tiles", VISITS, "edge_ && m_ == range_.begin", "edge_"),
+    Mutation(
+        "edge-everywhere", VISITS, "begins_on_diagonal_ && m_ == range_.begin", "m_ == range_.begin"
+    ),
+    Mutation(
+        "edge-in-all-tiles",
+        VISITS,
+        "begins_on_diagonal_ && m_ == range_.begin",
+        "begins_on_diagonal_",
+    ),
     Mutation("edge-a-row-early", VISITS, "Traits::kTopRows - 1", "Traits::kTopRows - 2"),
     Mutation("nan-of-hidden-generic-dp", SCORES, "p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(

@@ -135,9 +135,9 @@ POSITIONS = (
         "n_ -= tiles_.range.begin;",
     ),
     Mutation(
-        "keys-of-half-the-rows", MAINLOOP, "block_.first_row + kLateRows - 1", "block_.first_row"
+        "keys-of-half-the-rows", MAINLOOP, "block_.first_row + kBottomRows - 1", "block_.first_row"
     ),
-    Mutation("early-half", QUERY_TILE, "kEarlyRows * Tile::kPanelColumns", "0", unit=LAZY),
+    Mutation("early-half", QUERY_TILE, "kTopRows * Tile::kPanelColumns", "0", unit=LAZY),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
     Mutation("keys-begin-as-queries", SEQUENCE, FIRST_K, FIRST_K.replace("_k[", "_q[")),
     Mutation("keys-not-used-are-seen", SEQUENCE, SEQUSED, ""),

@@ -167,7 +167,10 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
     ok = ok && bytes > 0 && bytes % 16 == 0 && bytes < uint64_t{1} << 40;
   }
   if (!ok) return CUDA_ERROR_INVALID_VALUE;
-  TensorMap result = {kMagic, box[1], static_cast<unsigned char*>(data), {}, {}};
+  TensorMap result{};
+  result.magic = kMagic;
+  result.box_rows = box[1];
+  result.data = static_cast<unsigned char*>(data);
   for (int axis = 0; axis < kRank; ++axis) result.extent[axis] = extent[axis];
   for (int axis = 1; axis < kRank; ++axis) result.stride[axis] = stride[axis - 1];
   std::memset(map, 0, sizeof(*map));

@@ -70,7 +70,7 @@ print(u.find_spec('cutlass_library').submodule_search_locations[0] + '/source/in
 
 # With PyTorch's tensors, and with CuPy's and JAX's where these are installed.
 tests() {
-  local -a folders=(kernels api torch flash_attn)
+  local -a folders=(kernels api torch flash_attn cli)
   if "$python" -c "import jax" 2>/dev/null; then folders+=(jax); else echo "no JAX: not tested"; fi
   ANYFLASH_TEST_BACKENDS=cuda "$python" -m pytest -rs -m cuda "${folders[@]/#/tests/python/}"
 }

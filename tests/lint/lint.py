@@ -37,7 +37,10 @@ def commands() -> dict[str, list[str]]:
         "mypy": ["mypy", "--strict", "python/anyflash", "tests/lint/expected_types.py"],
         "includes": [sys.executable, "tests/lint/check_includes.py"],
         "functions": [sys.executable, "tests/lint/check_functions.py"],
+        "aggregates": [sys.executable, "tests/lint/check_aggregates.py"],
+        "torch state": [sys.executable, "tests/lint/check_torch_state.py"],
         "documents": [sys.executable, "tests/lint/check_documents.py"],
+        "sentences": [sys.executable, "tests/lint/check_sentences.py"],
     }
 
 

@@ -77,13 +77,13 @@ def _fastest(configs: set[str], family: Sequence[Measured]) -> tuple[dict[Key, s
     wanted: dict[Key, str] = {}
     gains = []
     for key, grouped in itertools.groupby(family, lambda m: m.key):
-        cells = list(grouped)
+        cases = list(grouped)
         by_config = {
-            config: geometric_mean([m.seconds[m.rules] / m.seconds[config] for m in cells])
+            config: geometric_mean([m.seconds[m.rules] / m.seconds[config] for m in cases])
             for config in sorted(configs)
         }
         config = max(by_config, key=by_config.__getitem__)
-        if all(m.rules in configs for m in cells) and by_config[config] <= LEAST_GAIN:
+        if all(m.rules in configs for m in cases) and by_config[config] <= LEAST_GAIN:
             gains.append(1.0)
         else:
             wanted[key] = config
@@ -92,8 +92,8 @@ def _fastest(configs: set[str], family: Sequence[Measured]) -> tuple[dict[Key, s
 
 
 ROW = re.compile(
-    r"^ *\{(\d+), \"(\w+)\", Op::k(\w+), (\d+), (\d+), (true|false), "
-    r"ProblemSize::k(\w+), TileConfig::k(\w+)\},$"
+    r"^ *\{\{(\d+), \"(\w+)\"\}, \{Op::k(\w+), (\d+), (\d+)\}, "
+    r"\{(true|false), Size::k(\w+)\}, TileConfig::k(\w+)\},$"
 )
 SIZE_NAMES = {"".join(map(str.capitalize, size.split())): size for size in SIZES}
 END = re.compile(r"^ *\{\},$")
@@ -120,8 +120,8 @@ def rewritten(text: str, capability: int, configs: Mapping[Key, str]) -> str:
     table |= {(capability, key): config for key, config in configs.items()}
     names = {size: name for name, size in SIZE_NAMES.items()}
     made = [
-        f'    {{{cc}, "{key.arch}", Op::k{key.op.capitalize()}, {key.d}, {key.d_v}, '
-        f"{str(key.bounded).lower()}, ProblemSize::k{names[key.size]}, "
+        f'    {{{{{cc}, "{key.arch}"}}, {{Op::k{key.op.capitalize()}, {key.d}, {key.d_v}}}, '
+        f"{{{str(key.bounded).lower()}, Size::k{names[key.size]}}}, "
         f"TileConfig::k{config.capitalize() or 'Default'}}},"
         for (cc, key), config in sorted(table.items())
     ]

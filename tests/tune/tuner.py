@@ -27,7 +27,7 @@ from anyflash import _core
 from anyflash.bench import _anyflash_calls, _cli
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import arrays_for
-from anyflash.bench._cells import Cell
+from anyflash.bench._cases import Case
 from anyflash.bench._machine import Monitor
 from anyflash.bench._measure import Bench, timed
 from anyflash.bench._presets import MASKS
@@ -55,24 +55,24 @@ def families(dtype: str) -> dict[Family, dict[str, str]]:
     return {family: configs for family, configs in found.items() if len(configs) > 1}
 
 
-def cells(
+def cases(
     family: Family, dtype: str, multiprocessors: int, quick: bool
-) -> Iterator[tuple[Key, Cell]]:
+) -> Iterator[tuple[Key, Case]]:
     """The problems of each key: the paper's, which fill a GPU; and one sequence of few tokens,
     which does not, by graphs, since the host would take longer."""
     op, d, d_v, arch = family
     heads = HIDDEN // d
     limits = anyflash.build_info()["tuned_tiles"]
     for causal in MASKS:
-        cell = Cell(op, 1, 0, heads, d, dtype, causal=causal, d_v=d_v if d_v != d else 0)
+        case = Case(op, 1, 0, heads, d, dtype, causal=causal, d_v=d_v if d_v != d else 0)
         for seqlen in QUICK_SEQLENS if quick else SEQLENS:
             size = "short" if seqlen <= limits["short_rows"] else "long"
             key = Key(op, d, d_v, causal, size, arch)
-            yield key, replace(cell, batch=TOKENS // seqlen, seqlen=seqlen)
+            yield key, replace(case, batch=TOKENS // seqlen, seqlen=seqlen)
         for seqlen in QUICK_ALONE if quick else ALONE:
             if -(-seqlen // limits["grid_tile"]) * heads < multiprocessors:
                 key = Key(op, d, d_v, causal, "small grid", arch)
-                yield key, replace(cell, seqlen=seqlen, timing="graph")
+                yield key, replace(case, seqlen=seqlen, timing="graph")
 
 
 @contextlib.contextmanager
@@ -103,14 +103,14 @@ class Result:
     """A problem as measured, and the config that is chosen for it now."""
 
     measured: Measured
-    cell: Cell
+    case: Case
     now: str
 
 
-def measure(key: Key, cell: Cell, configs: Configs, bench: Bench) -> Result | None:
+def measure(key: Key, case: Case, configs: Configs, bench: Bench) -> Result | None:
     """None where another kernel runs the problem, since the GPU has too little shared memory."""
-    with bench.arrays.apart() if cell.timing == "graph" else nullcontext():
-        call = _anyflash_calls.anyflash_call(Problem(cell, bench.arrays))
+    with bench.arrays.apart() if case.timing == "graph" else nullcontext():
+        call = _anyflash_calls.anyflash_call(Problem(case, bench.arrays))
         named = {name: config for config, name in configs.items()}
         now, _ = ran(call)
         rules, _ = ran(_preferred(call, ""))
@@ -124,12 +124,12 @@ def measure(key: Key, cell: Cell, configs: Configs, bench: Bench) -> Result | No
             if launched == name:  # else it does not fit
                 # The sums of a backward's dq come in any order.
                 calls[config], results[config] = preferred, outputs[1:] or outputs
-        samples = timed(calls, cell, bench)
+        samples = timed(calls, case, bench)
     for error in samples.errors.values():
         raise error
     seconds = {config: statistics.median(samples.seconds[config]) for config in calls}
     measured = Measured(key, seconds, named[rules], _numbered(results, bench.arrays.difference))
-    return Result(measured, cell, named[now])
+    return Result(measured, case, named[now])
 
 
 def _preferred(call: Call, name: str) -> Call:
@@ -159,7 +159,7 @@ def table(results: Sequence[Result], written: Mapping[Key, str]) -> Table:
     for key in dict.fromkeys(result.measured.key for result in results):
         mine = [result for result in results if result.measured.key == key]
         speeds = {
-            config: geometric_mean([r.cell.flop / r.measured.seconds[config] for r in mine])
+            config: geometric_mean([r.case.flop / r.measured.seconds[config] for r in mine])
             for config in mine[0].measured.seconds
         }
         for config, speed in speeds.items():
@@ -194,14 +194,14 @@ def tune(dtypes: Sequence[str], quick: bool, bench: Bench) -> list[Result]:
     results = []
     for dtype in dtypes:
         for family, configs in families(dtype).items():
-            for key, cell in cells(family, dtype, properties.multi_processor_count, quick):
-                result = measure(key, cell, configs, bench)
+            for key, case in cases(family, dtype, properties.multi_processor_count, quick):
+                result = measure(key, case, configs, bench)
                 bench.arrays.release()
                 if result is not None:
                     results.append(result)
                     seconds = result.measured.seconds.items()
                     told = ", ".join(f"{c or 'default'} {1e6 * s:.1f} us" for c, s in seconds)
-                    print(f"{cell.key}: {told}", file=sys.stderr, flush=True)
+                    print(f"{case.key}: {told}", file=sys.stderr, flush=True)
     if not results:
         raise ValueError(
             f"this build has one plain GPU kernel for each head dim in {', '.join(dtypes)}"
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="tuner.py", description="Measure which tiles are the fastest on this GPU."
     )
     parser.add_argument("--dtype", metavar="NAMES", help="default: bfloat16")
-    parser.add_argument("--quick", action="store_true", help="fewer cells, less often")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, less often")
     parser.add_argument(
         "--write", type=Path, metavar="FILE",
         help="put the fastest tiles into cpp/src/tuned_tiles.cpp of a checkout",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/pythons"
-TESTS = ("tests/python/api/test_capsules.py", "tests/python/kernels/test_errors.py")
+TESTS = ("tests/python/dlpack", "tests/python/kernels/test_errors.py")
 NUMPYS = ("numpy==1.26.4", "numpy")
 # NumPy before 2.1 exports no read-only arrays and reads no capsules of DLPack 1; before 2.0 no
 # array has more than 32 dimensions.

@@ -10,8 +10,8 @@
 
 #include "safetensors.h"
 
-// Memory for anyflash, which allocates none itself: it grows to the largest size asked for, and may
-// be reused as soon as a call has returned (on a GPU: when the stream is done with it).
+// Memory for anyflash, which allocates none itself. It grows to the largest size asked for. It may
+// be reused as soon as a call has returned; on a GPU, when the stream is done with it.
 class WorkspaceMemory {
  public:
   anyflash::Workspace of(std::size_t bytes);
@@ -22,9 +22,12 @@ class WorkspaceMemory {
 
 class Model {
  public:
-  // Tensors of the file, float32; d = heads * head_dim, dk = heads_k * head_dim:
-  //   embedding (vocabulary, d), rotary_cos and rotary_sin (positions, head_dim / 2), norm (d,);
-  //   for each layer i: i.norm_attention (d,), i.q (d, d), i.k and i.v (dk, d), i.o (d, d),
+  // The tensors of the file are float32. With d = heads * head_dim and dk = heads_k * head_dim, the
+  // model has these:
+  //   embedding (vocabulary, d), rotary_cos and rotary_sin (positions, head_dim / 2), norm (d,).
+  // Each layer i has these for its attention:
+  //   i.norm_attention (d,), i.q (d, d), i.k and i.v (dk, d), i.o (d, d).
+  // It has these for its MLP:
   //   i.norm_mlp (d,), i.gate and i.up (hidden, d), i.down (d, hidden).
   // Its metadata: layers, heads, heads_k. The table of rotary_cos bounds the length of a text.
   explicit Model(const std::string& path);

@@ -19,9 +19,10 @@
 // reads no tensor's elements; run() throws anyflash::Error before anything is written.
 //
 // A plan keeps addresses, shapes and strides, of the options' tensors too: the memory must stay,
-// but no TensorView and no options need to. It is a plain value, without memory of its own: it may
-// be copied, and run any number of times, by one thread after the other, since each run writes the
-// same outputs. Different plans, and all functions here, may be used by several threads at once.
+// but no TensorView and no options need to. It is a plain value, without memory of its own, and may
+// be copied. It may be run any number of times, by one thread after the other, since each run
+// writes the same outputs. Different plans, and all functions here, may be used by several threads
+// at once.
 #pragma once
 
 #include <cstddef>
@@ -113,10 +114,10 @@ class ANYFLASH_API BackwardPlan {
   alignas(8) std::byte state_[2432];
 };
 
-// Attention of new queries to a cache of keys and values, which new keys and values are appended to
-// first (options.h: KvCacheOptions): decoding, one token or a few at a time, and prefill in chunks.
-// Flash-decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the query heads of a
-// group and the rows of a sequence share one pass over its keys.
+// Attention of new queries to a cache of keys and values. New keys and values are appended to the
+// cache first (options.h: KvCacheOptions). This serves decoding, one token or a few at a time, and
+// prefill in chunks. Flash-decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the
+// query heads of a group and the rows of a sequence share one pass over its keys.
 //
 //   q        (batch, seqlen_q, heads, head_dim)
 //   k_cache  (cache_batch, capacity, heads_k, head_dim), or with block_table
@@ -128,9 +129,9 @@ class ANYFLASH_API BackwardPlan {
 // Sequence b has n = cache_seqlens[b] + seqlen_new - cache_leftpad[b] keys; query i is aligned with
 // key n - seqlen_q + i (causal, windows, ALiBi).
 //
-// Sequences may have different numbers of queries and new keys: with ForwardOptions::cu_seqlens_q,
-// q and out are (total_q, heads, ...), lse is (heads, total_q), and prompts and single tokens are
-// done by one call.
+// With ForwardOptions::cu_seqlens_q, sequences may have different numbers of queries and new keys.
+// Then q and out are (total_q, heads, ...), and lse is (heads, total_q). So one call does prompts
+// and single tokens.
 //
 // The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
 // and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16 bytes need a
@@ -156,12 +157,12 @@ class ANYFLASH_API KvCachePlan {
 
 // Joins attention over two disjoint sets of keys, given each one's result and LSE:
 //   lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
-// (Milakov and Gimelshein, arXiv 1805.02867). out_a, out_b and out: (batch, seqlen_q, heads,
-// head_dim_v) or (total_q, heads, head_dim_v), float32, float16, bfloat16 (CPU also float64), out_a
-// and out_b of one type; LSEs: (batch, heads, seqlen_q) or (heads, total_q) float32, on the CPU
-// also float64, lse_a and lse_b of one type. An LSE of -inf or +inf (flash-attn's convention) means
-// that the part saw no key. out may be out_a or out_b, lse may be lse_a or lse_b. A sink is one
-// more part: out_b = 0 and lse_b = the sink.
+// (Milakov and Gimelshein, arXiv 1805.02867). out_a, out_b and out are (batch, seqlen_q, heads,
+// head_dim_v) or (total_q, heads, head_dim_v). They are float32, float16 or bfloat16, on the CPU
+// also float64, and out_a and out_b have one type. LSEs are (batch, heads, seqlen_q) or (heads,
+// total_q). They are float32, on the CPU also float64, and lse_a and lse_b have one type. An LSE of
+// -inf or +inf (flash-attn's convention) means that the part saw no key. out may be out_a or out_b,
+// lse may be lse_a or lse_b. A sink is one more part: out_b = 0 and lse_b = the sink.
 ANYFLASH_API void merge_states(const TensorView& out_a, const TensorView& lse_a,
                                const TensorView& out_b, const TensorView& lse_b,
                                const TensorView& out, const TensorView* lse,

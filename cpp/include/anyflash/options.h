@@ -52,11 +52,11 @@ struct ForwardOptions {
   // of 64.
   const TensorView* block_mask = nullptr;
   std::array<int64_t, 2> block_size{128, 128};
-  // (batch or 1, heads_k or 1, seqlen_k, 2 or 4) int32: key j is seen by the rows [a, b) that its
-  // two numbers say, or by those of [a, b) and of [c, d). Packed sequences: (heads_k or 1, total_k,
-  // 2 or 4). Any numbers are allowed: an interval without rows is empty, and what lies outside the
-  // sequence's rows is cut off. Rows count from the sequence's first, wherever the diagonal is;
-  // with query_start, from the whole's first.
+  // (batch or 1, heads_k or 1, seqlen_k, 2 or 4) int32. Key j is seen by the rows [a, b) that its
+  // two numbers say. Four numbers say the rows of [a, b) and of [c, d). Packed sequences: (heads_k
+  // or 1, total_k, 2 or 4). Any numbers are allowed: an interval without rows is empty, and what
+  // lies outside the sequence's rows is cut off. Rows count from the sequence's first, wherever the
+  // diagonal is; with query_start, from the whole's first.
   const TensorView* key_ranges = nullptr;
   // (heads,): a logit that takes part in the denominator only; types as for alibi_slopes.
   const TensorView* sinks = nullptr;
@@ -86,11 +86,11 @@ struct ForwardOptions {
   // (batch,) int32: of a sequence's keys only so many, the first ones, are used. Its queries are
   // aligned (causal, windows, ALiBi) with the last of them.
   const TensorView* seqused_k = nullptr;
-  // A call may be a part of a larger attention: its row i is row query_start + i of the whole, its
-  // key j is key key_start + j, and row r of the whole is on the diagonal with key r + diagonal.
-  // If any of the three is given, also by an array, then
+  // A call may be a part of a larger attention. Its row i is row query_start + i of the whole, and
+  // its key j is key key_start + j. Row r of the whole is on the diagonal with key r + diagonal. If
+  // any of the three is given, also by an array, then
   //   shift = query_start + diagonal - key_start
-  // and the others are 0; all are at most 2^30, and starts at least 0. Dropout counts rows and keys
+  // and the others are 0. All are at most 2^30, and starts at least 0. Dropout counts rows and keys
   // from the starts. With dropout, key_start is a multiple of 8.
   std::optional<int64_t> query_start;
   std::optional<int64_t> key_start;

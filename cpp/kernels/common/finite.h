@@ -1,8 +1,8 @@
 // NaN and infinity in 16-bit tiles.
 //
-// A masked probability is 0, but 0 * NaN is NaN: in a tile that is only partly visible, a NaN or an
-// infinity in V would reach rows that do not see it. Such elements are taken out of the tile, and
-// added to the finished output of the rows that do see them.
+// A masked probability is 0, but 0 * NaN is NaN. So in a tile that is only partly visible, a NaN or
+// an infinity in V would reach rows that do not see it. Such elements are taken out of the tile,
+// and added to the finished output of the rows that do see them.
 #pragma once
 
 #include <cutlass/numeric_types.h>

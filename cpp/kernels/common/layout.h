@@ -1,5 +1,7 @@
-// Views of an mma.sync accumulator as a matrix of rows and columns, and as the next product's
-// operand.
+// Views of an accumulator as a matrix of rows and columns, and as the next product's operand.
+//
+// An accumulator is blocks of m16n8, four elements a thread each. One mma.sync makes one of them. A
+// wgmma makes a row of them for each of its four warps, and so has the same views.
 #pragma once
 
 #include <cute/tensor.hpp>

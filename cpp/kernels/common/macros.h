@@ -18,7 +18,7 @@
 
 // Code that CPU kernels share with the GPU's is compiled once for each instruction set. Inline
 // functions of one name must be the same everywhere, or the linker may put AVX-512 code into the
-// baseline's kernels: hence a namespace for each, which the generated units name.
+// baseline's kernels. Hence each instruction set has a namespace, which the generated units name.
 #if !defined(ANYFLASH_SHARED_NAMESPACE)
 #define ANYFLASH_SHARED_NAMESPACE anyflash
 #endif

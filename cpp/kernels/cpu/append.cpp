@@ -34,8 +34,8 @@ struct Target {
   }
 };
 
-// What is done to a row on its way: the pairs of its first columns are rotated, pair c by the angle
-// whose cosine and sine are in column c of the tables.
+// What is done to a row on its way: the pairs of its first columns are rotated. Pair c turns by the
+// angle whose cosine and sine are in column c of the tables.
 template <class E>
 class Rotation {
  public:
@@ -91,10 +91,9 @@ struct Source {
 
 // A row of k or v of the cache.
 template <class E, class C>
-Target<E, C> cache_row(const void* cache, const Strides& st, const BroadcastTensor& scale,
+Target<E, C> cache_row(void* cache, const Strides& st, const BroadcastTensor& scale,
                        const CacheSlot& place, int64_t head) {
-  // The cache is an output here, and an input of attention.
-  C* const base = static_cast<C*>(const_cast<void*>(cache));
+  C* const base = static_cast<C*>(cache);
   Target<E, C> to{base + place.slot * st.batch + place.row * st.row + head * st.head, st.col, 1};
   if (scale.data != nullptr) {
     to.scale = static_cast<typename Target<E, C>::T>(
@@ -130,10 +129,10 @@ void append_keys(const AppendParams& p, int num_threads) {
         rotate ? Rotation<E>(p, rotary_row(p, sequence, at.batch, t)) : Rotation<E>(p);
     const int64_t first = sequence.first_new;
     rotation.copy_row(k.row(at.batch, first, t, head), k.stride.col, k.columns,
-                      cache_row<E, C>(a.k, a.k_stride, cache.k_scale, place, head));
+                      cache_row<E, C>(p.k_cache, a.k_stride, cache.k_scale, place, head));
     if (v.data == nullptr) return;
     Rotation<E>(p).copy_row(v.row(at.batch, first, t, head), v.stride.col, v.columns,
-                            cache_row<E, C>(a.v, a.v_stride, cache.v_scale, place, head));
+                            cache_row<E, C>(p.v_cache, a.v_stride, cache.v_scale, place, head));
   });
 }
 

@@ -20,10 +20,11 @@ namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 // Register tile: kMaxVectors vectors of rows by scalar_group(NV) keys (or columns of v).
 //   32 registers: 24 sums, 3 vectors, 1 scalar; 11 loads for 24 multiply-adds
 //   16 registers: 12 sums, 3 vectors, 1 scalar;  7 loads for 12
-// All 16 are in use, which SSE2 cannot do (no FMA: each product needs one too) and Clang 20 does
-// not (it spills a sum in each round): there 8 sums and 2 vectors. Float32, head_dim 64 and 128,
-// 2048 keys on an AMD EPYC (Zen 4 or later): GCC SSE2 +20 %, Clang AVX2 +40 %, but GCC AVX2 -10 %.
-// By tiles (cpu/amx/tiles.h) four sums of two by two take all registers.
+// All 16 are in use. SSE2 cannot do that: it has no FMA, so each product needs a register too.
+// Clang 20 does not do it: it spills a sum in each round. In these two cases there are 8 sums and 2
+// vectors. Float32, head_dim 64 and 128, 2048 keys on an AMD EPYC (Zen 4 or later): GCC SSE2 +20 %,
+// Clang AVX2 +40 %, but GCC AVX2 -10 %. By tiles (cpu/amx/tiles.h) four sums of two by two take all
+// registers.
 #if ANYFLASH_CPU_TILES || (ANYFLASH_CPU_VECTORS && defined(__SSE2__) && !defined(__AVX512F__) && \
                            (!defined(__FMA__) || defined(__clang__)))
 inline constexpr int kMaxVectors = 2;
@@ -91,9 +92,9 @@ struct Hiding {
   static constexpr bool kValue = kMayHide;
 };
 
-// Sums over head_dim run in parts of this many terms, and the parts are added up: rounding errors
-// grow with the length of a chain (at head_dim 128 they are about half of those of one chain; the
-// time did not change measurably).
+// Sums over head_dim run in parts of this many terms, and the parts are added up, because rounding
+// errors grow with the length of a chain. At head_dim 128 they are about half of those of one
+// chain. The time did not change measurably.
 inline constexpr int kChain = 32;
 
 // A register tile of sums.
@@ -170,7 +171,7 @@ ANYFLASH_CPU_INLINE void score_group(const T* k, const T* q, int head_dim, T sca
 }
 
 // One group of columns:  o[c][i] = alpha[i] o[c][i] + sum_j v[j][c] p[j][i]
-// over the keys of the zones in their order; outside the full zone a row leaves out keys whose p is
+// over the keys of the zones in their order. Outside the full zone a row leaves out keys whose p is
 // kHiddenKey.
 template <typename T, int NV>
 ANYFLASH_CPU_INLINE void output_group(const T* v, const T* p, const Zones& zones,

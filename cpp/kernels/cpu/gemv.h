@@ -11,8 +11,9 @@
 
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
-// So few rows go one by one; above, the panel costs less. AMD EPYC (Zen 4 or later, AVX-512), 1
-// thread, float32, head_dim 64: a panel of up to 16 rows takes 32 ns a key, a row here 5 to 6 ns.
+// So few rows go one by one; above, the panel costs less. A panel of up to 16 rows takes 32 ns a
+// key, a row here 5 to 6 ns. That is on an AMD EPYC (Zen 4 or later, AVX-512) with 1 thread,
+// float32 and head_dim 64.
 template <typename T>
 inline constexpr int kMaxSingleRows = Simd<T>::kLanes >= 4 ? Simd<T>::kLanes / 4 : 1;
 

@@ -1,8 +1,9 @@
 // What is done to the scores between q.k and the softmax: softcap, ALiBi, bias. Key ranges are a
 // bias of 0 and -inf.
 //
-// These scores stay in natural units to the exponential: a bias of the lowest float (a mask to many
-// programs, though not to the naive formula) would become -inf in units of log2 e.
+// These scores stay in natural units up to the exponential. In units of log2 e, a bias of the
+// lowest float would become -inf. Such a bias is a mask to many programs, though not to the naive
+// formula.
 #pragma once
 
 #include <cstdint>

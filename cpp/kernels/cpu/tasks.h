@@ -76,7 +76,7 @@ class Split {
   std::int64_t tasks() const { return tasks_; }
   int rows_per_task() const { return rows_per_task_; }
 
-  // The tiles of a head follow each other, since they read the same keys; the last ones first:
+  // The tiles of a head follow each other, since they read the same keys. The last ones come first:
   // under a causal mask they see the most keys, and a long task at the end would leave the other
   // threads idle.
   Task task(std::int64_t number) const {

@@ -62,7 +62,7 @@ class Appender {
         p_.rotary_cos.data == nullptr
             ? static_cast<const Element*>(c_.k_new)[offset(c_.k_new_stride, at)]
             : rotated(c_.k_new, c_.k_new_stride, at, rotary_row(p_, sequence, at.batch, at.row));
-    write(a_.k, a_.k_stride, c_.k_scale, sequence, at, x);
+    write(p_.k_cache, a_.k_stride, c_.k_scale, sequence, at, x);
   }
 
   __device__ void value(int64_t index) const {
@@ -71,7 +71,7 @@ class Appender {
     const CachedSequence sequence = cached_sequence(c_, at.batch);
     at.first = sequence.first_new;
     const Element x = static_cast<const Element*>(c_.v_new)[offset(c_.v_new_stride, at)];
-    write(a_.v, a_.v_stride, c_.v_scale, sequence, at, x);
+    write(p_.v_cache, a_.v_stride, c_.v_scale, sequence, at, x);
   }
 
  private:
@@ -117,16 +117,14 @@ class Appender {
   }
 
   // Writes one element of new row `at.row` to the cache, unless its place does not exist.
-  __device__ void write(const void* cache, const Strides& stride, const BroadcastTensor& scale,
+  __device__ void write(void* cache, const Strides& stride, const BroadcastTensor& scale,
                         const CachedSequence& sequence, const Place& at, Element x) const {
     const CacheSlot place = place_of(c_, sequence, sequence.keys_before + at.row);
     if (place.slot < 0) return;
-    // The cache is the caller's to write where there is something to append.
-    void* const target = const_cast<void*>(cache);
     const int64_t index = place.slot * stride.batch + int64_t{place.row} * stride.row +
                           at.head * stride.head + at.col * stride.col;
     if (c_.cache_dtype != DType::kInt8 && c_.cache_dtype != DType::kFloat8E4M3) {
-      static_cast<Element*>(target)[index] = x;
+      static_cast<Element*>(cache)[index] = x;
       return;
     }
     float quantised = static_cast<float>(x);
@@ -135,9 +133,9 @@ class Appender {
     }
     if (c_.cache_dtype == DType::kInt8) {
       const float number = isnan(quantised) ? 0.0f : fminf(fmaxf(quantised, -128.0f), 127.0f);
-      static_cast<signed char*>(target)[index] = static_cast<signed char>(rintf(number));
+      static_cast<signed char*>(cache)[index] = static_cast<signed char>(rintf(number));
     } else {
-      static_cast<unsigned char*>(target)[index] =
+      static_cast<unsigned char*>(cache)[index] =
           __nv_cvt_float_to_fp8(quantised, __NV_SATFINITE, __NV_E4M3);
     }
   }

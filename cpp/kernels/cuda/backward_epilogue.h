@@ -35,11 +35,14 @@ struct GradientTile {
   const Strides& stride;
   int rows;
   int columns;
-  bool accumulates;  // only of float32
+  bool accumulates = false;  // only of float32
 
   // Its columns from one on.
   ANYFLASH_DEVICE GradientTile from_column(int column) const {
-    return {data + column * stride.col, stride, rows, columns - column, accumulates};
+    GradientTile tile = *this;
+    tile.data += column * stride.col;
+    tile.columns -= column;
+    return tile;
   }
 
   // Element by element, as float32 goes. No other thread has the element: the atomic addition is
@@ -58,7 +61,9 @@ ANYFLASH_DEVICE GradientTile<Out> gradient_tile(void* data, const Strides& strid
                                                 bool accumulates) {
   Out* const first = static_cast<Out*>(data) + rows.batch * stride.batch + rows.head * stride.head +
                      rows.first * stride.row;
-  return {first, stride, rows.count, columns, accumulates};
+  GradientTile<Out> tile{first, stride, rows.count, columns};
+  tile.accumulates = accumulates;
+  return tile;
 }
 
 // Calls visit() with a value of the gradients' type.
@@ -86,10 +91,10 @@ ANYFLASH_DEVICE GradientTile<Out> dv_tile(const BackwardScratch& params,
                             params.attention.head_dim_v, params.accumulates_dkv);
 }
 
-// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it: a sum with NaN or
-// infinity in it does not depend on its finite terms and weights. Rare: plain loops over global
-// memory.
-template <class Traits, class Scores, class Out>
+// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it. That is enough: a
+// sum with NaN or infinity in it does not depend on its finite terms and weights. It is rare, so
+// these are plain loops over global memory.
+template <class Traits, class Variant, class Out>
 ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const BackwardWorkTile& block,
                                        const GradientTile<Out>& dv) {
   using Element = typename Traits::Element;
@@ -100,15 +105,15 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
   const int keys = min(Traits::kBlockN, sequence.seqlen_k - block.first_key);
   const int group = params.attention.heads / params.attention.heads_k;
   for (int head = block.head_k * group; head < (block.head_k + 1) * group; ++head) {
-    const Scores variant(params, sequence, block.batch, head,
-                         typename Scores::Seed(params.attention));
+    const Variant variant(params, sequence, block.batch, head,
+                          typename Variant::Seed(params.attention));
     const BlockMask blocks(params.attention, block.batch, head);
     const auto* const dout =
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
     for (int m = range.begin; m < range.end; ++m) {
       const bool cleared = range.needs_mask(m) || (m + 1) * kBlockM > sequence.seqlen_q ||
-                           Scores::template needs_masked_loop<kBlockM, Traits::kBlockN>(
+                           Variant::template needs_masked_loop<kBlockM, Traits::kBlockN>(
                                params, sequence, m * kBlockM, block.first_key);
       if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);

@@ -25,8 +25,13 @@ ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, i
   const int triple = first + rest % section_triples;
   const int64_t batch = triple / heads;
   const int head = triple % heads;
-  return BackwardWorkTile{sequence_of(params.attention, batch), batch, head / params.gqa_splits,
-                          head % params.gqa_splits, rest / section_triples * kBlockN};
+  BackwardWorkTile tile;
+  tile.sequence = sequence_of(params.attention, batch);
+  tile.batch = batch;
+  tile.head_k = head / params.gqa_splits;
+  tile.gqa_split = head % params.gqa_splits;
+  tile.first_key = rest / section_triples * kBlockN;
+  return tile;
 }
 
 // Grid: x = all blocks of keys of all (batch, K/V head) pairs.
@@ -35,8 +40,12 @@ ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int
   const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
   const int pair = index / key_blocks;
   const int64_t batch = pair / params.attention.heads_k;
-  return BackwardWorkTile{sequence_of(params.attention, batch), batch,
-                          pair % params.attention.heads_k, 0, index % key_blocks * kBlockN};
+  BackwardWorkTile tile{};  // gqa_split 0
+  tile.sequence = sequence_of(params.attention, batch);
+  tile.batch = batch;
+  tile.head_k = pair % params.attention.heads_k;
+  tile.first_key = index % key_blocks * kBlockN;
+  return tile;
 }
 
 // Grid: x = all blocks of query rows of all (batch, head) pairs.
@@ -45,10 +54,14 @@ ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int 
   const int row_blocks = (params.attention.seqlen_q + kBlockM - 1) / kBlockM;
   const int pair = index / row_blocks;
   const int64_t batch = pair / params.attention.heads;
-  const int head = pair % params.attention.heads;
   const int group = params.attention.heads / params.attention.heads_k;
-  return ForwardWorkTile{sequence_of(params.attention, batch), batch, head, head / group,
-                         index % row_blocks * kBlockM};
+  ForwardWorkTile tile;
+  tile.sequence = sequence_of(params.attention, batch);
+  tile.batch = batch;
+  tile.head = pair % params.attention.heads;
+  tile.head_k = tile.head / group;
+  tile.first_row = index % row_blocks * kBlockM;
+  return tile;
 }
 
 }  // namespace anyflash

@@ -12,7 +12,7 @@
 namespace anyflash {
 
 // The tiles that a CTA visits, head by head. In each head a few tiles need a mask.
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 class QueryTileIterator {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
@@ -24,8 +24,8 @@ class QueryTileIterator {
         block_(block),
         range_(mask.m_range(block.first_key, kBlockN, kBlockM)),
         m_(range_.begin) {
-    const int last_early_row = m_ * kBlockM + Traits::kTopRows - 1;
-    edge_ = mask.end_key(last_early_row) <= block.first_key + Traits::kTopKeys;
+    const int last_top_row = m_ * kBlockM + Traits::kTopRows - 1;
+    begins_on_diagonal_ = mask.end_key(last_top_row) <= block.first_key + Traits::kTopKeys;
     const int group = params.attention.heads / params.attention.heads_k;
     const int each = group / params.gqa_splits;
     const int larger = group % params.gqa_splits;  // so many parts have one head more
@@ -37,11 +37,11 @@ class QueryTileIterator {
 
   ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
   ANYFLASH_DEVICE bool needs_mask() const {
-    return range_.needs_mask(m_) || Scores::template needs_masked_loop<kBlockM, kBlockN>(
+    return range_.needs_mask(m_) || Variant::template needs_masked_loop<kBlockM, kBlockN>(
                                         params_, block_.sequence, row(), block_.first_key);
   }
   // Whether only DiagonalTop and DiagonalBottom of the tile are seen.
-  ANYFLASH_DEVICE bool on_diagonal() const { return edge_ && m_ == range_.begin; }
+  ANYFLASH_DEVICE bool on_diagonal() const { return begins_on_diagonal_ && m_ == range_.begin; }
   ANYFLASH_DEVICE int head() const { return head_; }
   ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
   ANYFLASH_DEVICE void advance() {
@@ -56,7 +56,7 @@ class QueryTileIterator {
     ++head_;
   }
   ANYFLASH_DEVICE void skip_hidden() {
-    if constexpr ((Scores::kFeatures & kBlockMask) != 0) {
+    if constexpr ((Variant::kFeatures & kBlockMask) != 0) {
       const KeyRanges ranges(params_.attention, block_.sequence, block_.batch, block_.head_k);
       while (valid() &&
              (!BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key) ||
@@ -72,7 +72,7 @@ class QueryTileIterator {
   int m_;
   int head_;
   int end_head_;
-  bool edge_;
+  bool begins_on_diagonal_;
 };
 
 }  // namespace anyflash

@@ -69,8 +69,13 @@ ANYFLASH_DEVICE ForwardWorkTile row_block_at(const LptTileScheduler& scheduler,
                                              const Attention& attention, int index) {
   const LptTileScheduler::TileCoord coord = scheduler.tile_at(index);
   const int row_blocks = (attention.seqlen_q + kBlockM - 1) / kBlockM;
-  return ForwardWorkTile{sequence_of(attention, coord.batch), coord.batch, coord.head, coord.group,
-                         (row_blocks - 1 - coord.block) * kBlockM};
+  ForwardWorkTile tile;
+  tile.sequence = sequence_of(attention, coord.batch);
+  tile.batch = coord.batch;
+  tile.head = coord.head;
+  tile.head_k = coord.group;
+  tile.first_row = (row_blocks - 1 - coord.block) * kBlockM;
+  return tile;
 }
 
 }  // namespace anyflash

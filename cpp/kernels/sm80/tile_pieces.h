@@ -1,7 +1,7 @@
 // A result's way from an accumulator through shared to global memory, where it is written by pieces
 // of 16 bytes.
 //
-// CuTe's partitions by TiledCopy are the same pieces, by thousands of instantiations each: stores
+// CuTe's partitions by TiledCopy are the same pieces, by thousands of instantiations each. Stores
 // of gradients by them were a third of what the compiler's front end did for a backward kernel.
 #pragma once
 

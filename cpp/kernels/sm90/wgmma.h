@@ -17,7 +17,7 @@ inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kPanelBytes = 128;  // a row of a swizzled panel: 64 columns of 16 bits
 
 // A matrix operand in shared memory, in panels of 64 columns with the 128-byte swizzle, which TMA
-// writes: eight rows of 128 bytes are one swizzle atom; panels begin at multiples of 1024 bytes.
+// writes. Eight rows of 128 bytes are one swizzle atom. Panels begin at multiples of 1024 bytes.
 class OperandDescriptor {
  public:
   // `panel_bytes`: from one panel to the next. Along the sum (K-major) the hardware does not look

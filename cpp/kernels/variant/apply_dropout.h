@@ -9,8 +9,8 @@
 
 namespace anyflash {
 
-// Zeros the dropped ones of `scores`, a (row, col) view of accumulators, of which each thread holds
-// whole draws: its columns come in runs of eight that begin at multiples of 8.
+// Zeros the dropped ones of `scores`, a (row, col) view of accumulators. Each thread holds whole
+// draws: its columns come in runs of eight that begin at multiples of 8.
 template <class Scores, class Coordinates>
 ANYFLASH_DEVICE void apply_dropout(Scores& scores, const Dropout& dropout,
                                    const ScorePlaces<Coordinates>& places) {

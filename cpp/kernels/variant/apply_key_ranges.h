@@ -12,8 +12,8 @@ namespace anyflash {
 
 // Whether each score of a warp is that of a row and of a key that it sees. A lane asks about a few
 // keys, in place of all its columns. The warp's rows are whole groups of eight, a row for four
-// lanes, and its keys groups of 32, eight for a lane (QuadKeyOrder); so all its lanes know where
-// both begin and end.
+// lanes. Its keys are groups of 32, a run of eight for a lane. So all its lanes know where both
+// begin and end.
 template <class Coordinates>
 ANYFLASH_DEVICE bool shows_all(const KeyRanges& ranges, const Coordinates& coordinates, int row0,
                                int col0) {
@@ -57,7 +57,7 @@ ANYFLASH_DEVICE void apply_key_ranges(Scores& scores, const KeyRanges& ranges,
 
 // Whether some row of a tile sees some of its keys. Each warp finds out by itself, with a key or
 // two a lane. So there is no summary of the ranges that a kernel would have to make first and keep,
-// none that a caller could get wrong, and the answer is exact, also where two intervals lie far
+// and none that a caller could get wrong. The answer is exact, also where two intervals lie far
 // apart. The numbers are in the cache, since the tile's scores ask for them next.
 ANYFLASH_DEVICE bool visits_tile(const KeyRanges& ranges, int row0, int rows, int col0, int keys) {
   if (!ranges.active()) return true;

@@ -38,8 +38,8 @@ class OneFeatureBackward : public PlainBackward {
   using PlainBackward::PlainBackward;
 };
 
-// A tile that the diagonal does not cross needs no absolute value: its distances have one sign, and
-// what ALiBi adds is a number of the row and one of the column.
+// A tile that the diagonal does not cross needs no absolute value, because its distances have one
+// sign. What ALiBi adds there is a number of the row and one of the column.
 class AlibiBackward : public OneFeatureBackward {
  public:
   static constexpr unsigned kFeatures = kAlibi;
@@ -156,7 +156,7 @@ class SoftcapBackward : public OneFeatureBackward {
 class DropoutBackward : public OneFeatureBackward {
  public:
   static constexpr unsigned kFeatures = kDropout;
-  static constexpr bool kQuadKeys = true;
+  static constexpr bool kKeysInRuns = true;
   using Seed = UniformSeed;
 
   ANYFLASH_DEVICE DropoutBackward(const BackwardScratch& params, const Sequence& sequence,

@@ -66,7 +66,7 @@ using ScoreAuxOf =
     typename Variant::template ScoreAux<Element, decltype(cute::size<0>(Scores{}))::value,
                                         decltype(cute::size<1>(Scores{}))::value>;
 
-// The P of a hidden score, which no other has, not even where it is rounded to 0.
+// Marks the P of a hidden score. No visible P is -0, not even one that is rounded to 0.
 inline constexpr float kHiddenP = -0.0f;
 ANYFLASH_DEVICE bool is_hidden(float p) { return __float_as_uint(p) == 0x80000000u; }
 
@@ -75,7 +75,7 @@ class PlainBackward {
  public:
   static constexpr unsigned kFeatures = kNoFeatures;
   static constexpr bool kGeneric = false;         // with the generic kernel's tiles
-  static constexpr bool kQuadKeys = false;        // with keys in the order of QuadKeyOrder
+  static constexpr bool kKeysInRuns = false;      // a thread's keys must come in runs of eight
   static constexpr bool kAlwaysMasked = false;    // any tile may hide keys
   static constexpr bool kSkipsMaskedHalf = true;  // has code for the halves of a diagonal tile
   static constexpr bool kKeepsAddresses = true;   // leaves registers for the main loop's addresses
@@ -171,7 +171,7 @@ class GenericBackward {
  public:
   static constexpr unsigned kFeatures = kAllFeatures;
   static constexpr bool kGeneric = true;
-  static constexpr bool kQuadKeys = true;
+  static constexpr bool kKeysInRuns = true;
   static constexpr bool kAlwaysMasked = true;
   static constexpr bool kSkipsMaskedHalf = false;
   static constexpr bool kKeepsAddresses = true;

@@ -1,10 +1,11 @@
-// Which probabilities are dropped: a pure function of (seed, offset, batch, head, row, column), the
-// same on every backend and whatever the tiles, so that the backward and a replay agree.
+// Which probabilities are dropped is a pure function of (seed, offset, batch, head, row, column).
+// It is the same on every backend and whatever the tiles, so that the backward and a replay agree.
 //
-// Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with
+// The random bits come from Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+// 2, 3", SC 2011). Its input is
 //   counter = (column / 8, row, batch * heads + head, lower half of offset)
-//   key     = seed, its upper half XOR the upper half of offset
-// gives 128 bits for eight columns: column c takes the (c % 8)-th 16 bits, lowest first, and is
+//   key     = seed, its upper half XOR the upper half of offset.
+// It gives 128 bits for eight columns. Column c takes the (c % 8)-th 16 bits, lowest first, and is
 // dropped if they are below threshold = round(65536 p). Rows and columns count within their
 // sequence. Where a call is a part of an attention (Part in params.h), all four, and heads, are
 // those of the whole; its columns begin at a multiple of 8. Kept probabilities are divided by

@@ -30,7 +30,7 @@ using ScoreOpsTag = std::integral_constant<ScoreOps, kOps>;
 // Nothing: what it answers is a constant. The others answer the same questions.
 struct PlainForward {
   static constexpr bool kNaturalUnits = false;  // scores are scaled by the variant, not the softmax
-  static constexpr bool kQuadKeys = false;      // keys lie in the order of QuadKeyOrder
+  static constexpr bool kKeysInRuns = false;    // a thread's keys must come in runs of eight
   static constexpr bool kAsksPlaces = false;    // where unmasked tiles lie
   static constexpr bool kSkipsTiles = false;    // visits() may say no
   // What masked steps do to scores.
@@ -101,7 +101,7 @@ struct ScoredForward : PlainForward {
 
 // Dropout alone: the plain kernel, but for P V (variant/forward_dropout.h).
 struct DropoutForward : PlainForward {
-  static constexpr bool kQuadKeys = true;
+  static constexpr bool kKeysInRuns = true;
   static constexpr bool kAsksPlaces = true;
   static constexpr unsigned kFeatures = kDropout;
 
@@ -109,7 +109,7 @@ struct DropoutForward : PlainForward {
       : PlainForward(attention, block, keys),
         dropout(attention, UniformSeed(attention), block.batch, block.head) {}
 
-  // Eight of a thread's columns are two blocks of the sum, 32 keys in the order of QuadKeyOrder.
+  // Eight of a thread's columns are two blocks of the sum, and neighbouring keys.
   // Dropped where the product gets to them, so that the rounds of Philox for some keys run beside
   // the tensor instructions for others, and few draws have to be kept.
   template <class Probabilities, class Places>
@@ -132,7 +132,7 @@ struct DropoutForward : PlainForward {
 // another one where there are key ranges.
 struct GenericForward {
   static constexpr bool kNaturalUnits = true;
-  static constexpr bool kQuadKeys = true;
+  static constexpr bool kKeysInRuns = true;
   static constexpr bool kAsksPlaces = true;
   static constexpr bool kSkipsTiles = true;
   static constexpr ScoreOps kOps = ScoreOps::kAll;

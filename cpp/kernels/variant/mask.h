@@ -70,8 +70,8 @@ struct RowBounds {
 //   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right
 // without a bound where left or right is negative. So each row sees a range of keys, whose ends do
 // not decrease from row to row. The diagonal ends at the bottom right, where shift = seqlen_k -
-// seqlen_q, or anywhere, where the sequence is a part of a longer one: then the first rows, or the
-// last, may see nothing.
+// seqlen_q. It may end anywhere where the sequence is a part of a longer one: then the first rows,
+// or the last, may see nothing.
 class Mask {
  public:
   ANYFLASH_HOST_DEVICE Mask(int seqlen_q, int seqlen_k, int64_t shift, const Window& window)

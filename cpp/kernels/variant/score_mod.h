@@ -37,7 +37,7 @@ constexpr bool has_wide_range(ScoreOps ops) { return ops == ScoreOps::kAll; }
 // multiplied by to get there. Tensors of scores are (row, col) views of accumulators, `coordinates`
 // their places relative to (row0, col0), which are the same offsets from a thread's first place in
 // every thread. For a bias, a thread's columns come in runs of eight neighbouring keys that begin
-// at multiples of eight.
+// at multiples of eight. A variant asks for that (kKeysInRuns), and the family orders keys so.
 class ScoreMod {
  public:
   ANYFLASH_DEVICE ScoreMod(const Attention& p, const Sequence& sequence, int64_t batch, int head,

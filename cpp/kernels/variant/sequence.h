@@ -40,7 +40,12 @@ ANYFLASH_HOST_DEVICE int shift_of(const Attention& p, int64_t index, int seqlen_
 // Sequence `index` of the batch. Lengths that do not fit the tensors are clamped to what does, so
 // that wrong ones give wrong results, but no access outside.
 ANYFLASH_HOST_DEVICE Sequence sequence_of(const Attention& p, int64_t index) {
-  Sequence s{index, 0, 0, p.seqlen_q, p.seqlen_k, p.seqlen_k, 0};
+  Sequence s;
+  s.batch = index;
+  s.first_q = 0;
+  s.first_k = 0;
+  s.seqlen_q = p.seqlen_q;
+  s.seqlen_k = p.seqlen_k;
   if (p.cu_seqlens_q != nullptr) {
     s.batch = 0;
     s.first_q = clamp_length(p.cu_seqlens_q[index], p.total_q);

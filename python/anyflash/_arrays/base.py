@@ -170,14 +170,13 @@ class Framework:
         self, size: int, like: Any, device: Device, stream: int | None
     ) -> tuple[Any, int]:
         """GPU memory and its address, which the framework will not reuse before the work on its
-        current stream, or on ``stream``, is done."""
-        raise NotImplementedError(
-            f"{type(like).__name__} cannot allocate GPU memory for anyflash, and this call needs "
-            f"{size} bytes of workspace: the backward always does, the forward where an array's "
-            "rows do not begin at multiples of 16 bytes; pass arrays of PyTorch or CuPy, or, for "
-            "the forward, contiguous arrays with a head dim that is a multiple of 8, or, for "
-            "attention with a KV cache, a workspace"
-        )
+        current stream, or on ``stream``, is done.
+
+        What only speaks DLPack cannot allocate: here anyflash does. To free this memory waits for
+        the GPU.
+        """
+        memory = Array((size,), "int8", device)
+        return memory, _core.address(memory)
 
     def lengths(
         self, count: int, value: int, like: Any, device: Device, stream: int | None

@@ -31,11 +31,8 @@ class Torch(WithAttributes):
 
     def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
         torch = sys.modules["torch"]
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "requires grad, and nothing is recorded for autograd here; use "
-                f"torch.no_grad(), or detach() the tensor; {gradients}"
-            )
+        if x.requires_grad:
+            _refuse_gradients(gradients)
         if x.layout is not torch.strided:
             raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
         if x.is_conj() or x.is_neg():
@@ -104,3 +101,14 @@ class Torch(WithAttributes):
 
     def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
         return sys.modules["torch"].from_numpy(x).to(like.device)
+
+
+def _refuse_gradients(instead: str) -> None:
+    """Where they would be recorded."""
+    from anyflash.torch._dispatch_state import is_grad_enabled
+
+    if is_grad_enabled():
+        raise NotImplementedError(
+            "requires grad, and nothing is recorded for autograd here; use torch.no_grad(), or "
+            f"detach() the tensor; {instead}"
+        )

@@ -40,7 +40,7 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(arrays[0], torch.Tensor):
-        return _of_torch(torch, arrays, autocast)
+        return _of_torch(arrays, autocast)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(arrays[0], jax.Array):
         return _of_jax(jax, arrays)
@@ -49,22 +49,14 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
 
 def fast_path_of(q: Any) -> Callable[..., Any] | None:
     """The forward of PyTorch's tensors that no adapter has to see, which gives None for others:
-    anyflash.torch._fast_path. None where q is not PyTorch's, or where it is compiled."""
+    anyflash.torch._fast_path. None where q is not PyTorch's."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(q, torch.Tensor) or torch.compiler.is_compiling():
+    if torch is None or not isinstance(q, torch.Tensor):
         return None
-    return _fast_path or _import_fast_path()
+    # What torch.compile can follow, and of that what costs least when it is imported already.
+    import anyflash.torch._fast_path as module
 
-
-_fast_path: Callable[..., Any] | None = None
-
-
-def _import_fast_path() -> Callable[..., Any]:
-    global _fast_path  # noqa: PLW0603 (what is looked up in sys.modules costs more)
-    from anyflash.torch._fast_path import attend
-
-    _fast_path = attend
-    return attend
+    return module.attend
 
 
 def refuse(operation: str, **targets: Any) -> None:
@@ -77,16 +69,10 @@ def refuse(operation: str, **targets: Any) -> None:
             )
 
 
-def _of_torch(torch: Any, arrays: tuple[Any, ...], autocast: bool) -> Adapter | None:
-    if torch.compiler.is_compiling():  # it follows imports, but no look at what is imported
-        from anyflash.torch import _adapter
+def _of_torch(arrays: tuple[Any, ...], autocast: bool) -> Adapter | None:
+    import anyflash.torch._adapter as module
 
-        return _adapter
-    module: Any = sys.modules.get("anyflash.torch._adapter")
-    if module is None:
-        from anyflash.torch import _adapter as module
-    adapter: Adapter | None = module if module.needs_adapter(arrays, autocast) else None
-    return adapter
+    return module if module.needs_adapter(arrays, autocast) else None
 
 
 def _of_jax(jax: Any, arrays: tuple[Any, ...]) -> Adapter | None:

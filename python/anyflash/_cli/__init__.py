@@ -1,1 +1,1 @@
-"""What `python -m anyflash` does besides the demonstration and the benchmark."""
+"""Parts of `python -m anyflash`, but for the benchmark."""

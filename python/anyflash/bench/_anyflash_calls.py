@@ -1,4 +1,4 @@
-"""anyflash's own part in a cell, and other ways to do it with anyflash."""
+"""anyflash's own part in a case, and other ways to do it with anyflash."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Call:
     outputs: Callable[[Any], tuple[Any, ...]] = _as_it_is
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     turns: int = 1
-    comparable: bool = True  # with anyflash's result of the same cell
+    comparable: bool = True  # with anyflash's result of the same case
 
 
 def anyflash_call(problem: Problem) -> Call:
     """anyflash's functions, which allocate their results as the peers' do."""
-    cell = problem.cell
-    if cell.op == "decode":
+    case = problem.case
+    if case.op == "decode":
         return _decode(problem)
-    if cell.op == "both":
+    if case.op == "both":
         return _both(problem)
-    if cell.op == "backward":
+    if case.op == "backward":
         return _backward(problem, deterministic=False)
     q, k, v = problem.q, problem.k, problem.v
-    options = {**problem.options, "causal": cell.causal}
-    packing = problem.packing if cell.lengths else ()
-    function: Any = anyflash.attention_varlen if cell.lengths else anyflash.attention
+    options = {**problem.options, "causal": case.causal}
+    packing = problem.packing if case.lengths else ()
+    function: Any = anyflash.attention_varlen if case.lengths else anyflash.attention
     return Call(
         lambda turn: function(q, k, v, *packing, **options), lambda result: (_first(result),)
     )
@@ -52,13 +52,13 @@ def _first(result: Any) -> Any:
 
 
 def _backward(problem: Problem, deterministic: bool) -> Call:
-    cell = problem.cell
+    case = problem.case
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     out, lse = problem.forward_results
-    options = {**problem.options, "causal": cell.causal, "deterministic": deterministic}
-    packing = problem.packing if cell.lengths else ()
+    options = {**problem.options, "causal": case.causal, "deterministic": deterministic}
+    packing = problem.packing if case.lengths else ()
     function: Any = (
-        anyflash.attention_varlen_backward if cell.lengths else anyflash.attention_backward
+        anyflash.attention_varlen_backward if case.lengths else anyflash.attention_backward
     )
     return Call(
         lambda turn: function(dout, q, k, v, out, lse, *packing, **options),
@@ -68,10 +68,10 @@ def _backward(problem: Problem, deterministic: bool) -> Call:
 
 def _both(problem: Problem) -> Call:
     """PyTorch's autograd through anyflash.torch, or the two functions on NumPy's arrays."""
-    cell = problem.cell
+    case = problem.case
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
-    options = {**problem.options, "causal": cell.causal}
-    if cell.lengths:
+    options = {**problem.options, "causal": case.causal}
+    if case.lengths:
         raise Unsupported("forward and backward together are timed for unpacked problems")
     if problem.arrays.name == "torch":
         torch = importlib.import_module("torch")
@@ -88,17 +88,17 @@ def _both(problem: Problem) -> Call:
 
 
 def _decode(problem: Problem) -> Call:
-    cell = problem.cell
+    case = problem.case
     q, filled = problem.q, problem.filled
-    k, v = problem.pages if cell.page_size else problem.caches
+    k, v = problem.pages if case.page_size else problem.caches
     options: dict[str, Any] = {"causal": True}
-    if cell.page_size:
+    if case.page_size:
         options["block_table"] = problem.page_table
-    if cell.latent:
-        options["head_dim_v"] = cell.d_v
+    if case.latent:
+        options["head_dim_v"] = case.d_v
     return Call(
         lambda turn: anyflash.attention_with_kvcache(
-            q, k[turn], None if cell.latent else v[turn], cache_seqlens=filled, **options
+            q, k[turn], None if case.latent else v[turn], cache_seqlens=filled, **options
         ),
         turns=problem.turns,
     )
@@ -106,17 +106,17 @@ def _decode(problem: Problem) -> Call:
 
 def deterministic(problem: Problem) -> Call:
     """The backward with the same bits in every run."""
-    if problem.cell.op != "backward":
+    if problem.case.op != "backward":
         raise Unsupported("only the backward has another way to be deterministic")
     return _backward(problem, deterministic=True)
 
 
 def plain(problem: Problem) -> Call:
     """The same sizes without the feature, or the dense problem where packed lengths are equal."""
-    cell = problem.cell
-    if cell.feature in {"", "plain"} and not cell.lengths:
+    case = problem.case
+    if case.feature in {"", "plain"} and not case.lengths:
         raise Unsupported("there is no feature to leave away")
-    if len(set(cell.lengths)) > 1:
+    if len(set(case.lengths)) > 1:
         raise Unsupported("the lengths differ, so that there is no dense problem like it")
-    dense = replace(cell, feature="", lengths=(), causal=cell.causal and cell.feature != "causal")
+    dense = replace(case, feature="", lengths=(), causal=case.causal and case.feature != "causal")
     return replace(anyflash_call(Problem(dense, problem.arrays)), comparable=False)

@@ -15,11 +15,11 @@ SEED = 0
 
 
 class Unsupported(Exception):
-    """A contender does not have what a cell asks for; the text says what."""
+    """A contender does not have what a case asks for; the text says what."""
 
 
 class ArrayLibrary(Protocol):
-    """What cells need of a framework. Values are random, standard normal where they are numbers:
+    """What cases need of a framework. Values are random, standard normal where they are numbers:
     constant data costs a GPU less power, which makes it faster than it is."""
 
     name: str

@@ -14,14 +14,14 @@ from typing import Any
 import anyflash
 from anyflash.bench import _ranks, _report
 from anyflash.bench._array_libraries import ArrayLibrary, NumpyArrays, arrays_for, default_backend
-from anyflash.bench._ceilings import measure_ceilings
-from anyflash.bench._cells import ITEM_SIZES
+from anyflash.bench._cases import ITEM_SIZES
 from anyflash.bench._compare import compare
 from anyflash.bench._machine import Monitor, facts
 from anyflash.bench._measure import Bench, run
 from anyflash.bench._peers import PEERS, chosen_peers
 from anyflash.bench._plot import plot
-from anyflash.bench._presets import PRESETS, Wanted, cells_of
+from anyflash.bench._presets import PRESETS, Wanted, cases_of
+from anyflash.bench._rooflines import measure_rooflines
 from anyflash.bench._timing import Budget, ColdTimer, CpuTimer, CudaTimer, GraphTimer, Timer
 
 FORMAT = 1
@@ -42,7 +42,7 @@ examples:
   python -m anyflash bench --load new.json --plot speed.png --markdown speed.md
 
 GPU times are those of CUDA events around several calls; of CUDA graphs for decode and half of
-overhead. Contenders take turns. A cell is a median; "spread" is half of the distance between the
+overhead. Contenders take turns. A figure is a median; "spread" is half of the distance between the
 quartiles, in percent, the largest of a row. A causal mask counts half of the arithmetic, a backward
 2.5 times a forward's.
 """
@@ -74,10 +74,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="LABEL=VALUE[,VALUE]",
-        help="cells with this label: op, d, mask, seqlen, ... as in the table; repeatable",
+        help="cases with this label: op, d, mask, seqlen, ... as in the table; repeatable",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="fewer cells; ends within a minute")
-    parser.add_argument("--seconds", type=float, metavar="N", help="begin no cell after so long")
+    parser.add_argument("--quick", action="store_true", help="fewer cases; ends within a minute")
+    parser.add_argument("--seconds", type=float, metavar="N", help="begin no case after so long")
     parser.add_argument("--cold", action="store_true", help="empty the L2 cache before each call")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
@@ -125,7 +125,7 @@ def timers_of(arrays: ArrayLibrary, monitor: Monitor, cold: bool) -> dict[str, T
 
 
 def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """A run as a dictionary: preset, about, ceilings, cells."""
+    """A run as a dictionary: rooflines as "ceilings", cases as "cells", as in older runs."""
     began = time.monotonic()
     backend = arguments.backend or default_backend()
     preset = arguments.preset or ("paper" if backend == "cuda" else "cpu")
@@ -139,16 +139,16 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
         raise ValueError("--cold: only a GPU's L2 cache is emptied")
     peers = chosen_peers(arguments.peers, arrays, PRESETS[preset].peers, arguments.quick)
     wanted = Wanted(backend, dtypes, arguments.quick, arrays.devices())
-    cells = cells_of(preset, wanted, _only(arguments.only))
+    cases = cases_of(preset, wanted, _only(arguments.only))
     monitor = Monitor(arrays)
     budget = QUICK if arguments.quick else Budget()
     timers = timers_of(arrays, monitor, arguments.cold)
-    names = [n for n in PRESETS[preset].ceilings if backend == "cuda" or n == "gemm"]
+    names = [n for n in PRESETS[preset].rooflines if backend == "cuda" or n == "gemm"]
     document: dict[str, Any] = {
         "format": FORMAT,
         "preset": preset,
         "about": facts(arrays, monitor, command),
-        "ceilings": measure_ceilings(names, dtypes, arrays, timers["events"], budget),
+        "ceilings": measure_rooflines(names, dtypes, arrays, timers["events"], budget),
         "cells": [],
     }
     monitor.told()
@@ -156,24 +156,24 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     if limit is None and arguments.quick:
         limit = max(0.0, QUICK_SECONDS - (time.monotonic() - began))
     if PRESETS[preset].shared:
-        entries = _ranks.measured(cells, backend)
+        entries = _ranks.measured(cases, backend)
     else:
-        entries = run(cells, Bench(arrays, peers, timers, budget, monitor), limit)
+        entries = run(cases, Bench(arrays, peers, timers, budget, monitor), limit)
     try:
         for entry in entries:
             document["cells"].append(entry)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-    if len(document["cells"]) < len(cells):
-        document["about"]["cells_left_out"] = len(cells) - len(document["cells"])
+    if len(document["cells"]) < len(cases):
+        document["about"]["cells_left_out"] = len(cases) - len(document["cells"])
     return document
 
 
 def _as_json(document: dict[str, Any]) -> str:
-    """A cell a line."""
+    """A case a line."""
     text = json.dumps({**document, "cells": []}, indent=1)
-    cells = ",\n".join(f"  {json.dumps(entry)}" for entry in document["cells"])
-    return text.replace('"cells": []', f'"cells": [\n{cells}\n ]') + "\n"
+    cases = ",\n".join(f"  {json.dumps(entry)}" for entry in document["cells"])
+    return text.replace('"cells": []', f'"cells": [\n{cases}\n ]') + "\n"
 
 
 def _loaded(path: Path) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if anyflash failed in a cell, 2 where the
+    """Run the command and return its exit status: 1 if anyflash failed in a case, 2 where the
     arguments ask for what is not there."""
     try:
         _check_outputs(arguments)

@@ -37,7 +37,7 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def compare(old: Document, new: Document) -> str:
-    """A line for each cell that both runs have, and the geometric mean of each contender's ratios
+    """A line for each case that both runs have, and the geometric mean of each contender's ratios
     (earlier time by present time: above 1 is faster now)."""
     lines = differences(old, new) or ["the same machine, versions, commit and command"]
     before = {entry["key"]: entry for entry in old["cells"]}
@@ -63,8 +63,8 @@ def compare(old: Document, new: Document) -> str:
     for name, values in ratios.items():
         lines.append(
             f"{name}: {geometric_mean(values):.3f} of the earlier speed in the geometric mean of "
-            f"{len(values)} cells, {min(values):.3f} to {max(values):.3f}"
+            f"{len(values)} cases, {min(values):.3f} to {max(values):.3f}"
         )
     missing = len(old["cells"]) - len(pairs), len(new["cells"]) - len(pairs)
-    lines.append(f"cells only in the earlier run: {missing[0]}; only in this one: {missing[1]}")
+    lines.append(f"cases only in the earlier run: {missing[0]}; only in this one: {missing[1]}")
     return "\n".join(lines) + "\n"

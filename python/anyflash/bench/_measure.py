@@ -1,4 +1,4 @@
-"""One cell after the other: contenders are made, compared, and timed in turns."""
+"""One case after the other: contenders are made, compared, and timed in turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from anyflash.bench import _anyflash_calls, _calls
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import ArrayLibrary, Unsupported
-from anyflash.bench._cells import Cell
+from anyflash.bench._cases import Case
 from anyflash.bench._machine import Monitor
 from anyflash.bench._peers import PEERS
 from anyflash.bench._problem import Problem
@@ -37,7 +37,7 @@ class Bench:
 
     arrays: ArrayLibrary
     peers: Sequence[str]
-    timers: dict[str, Timer]  # by Cell.timing
+    timers: dict[str, Timer]  # by Case.timing
     budget: Budget
     monitor: Monitor
 
@@ -69,14 +69,14 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
     return {"seconds": median, "q1": q1, "q3": q3, "samples": samples}
 
 
-def _comparable(cell: Cell) -> bool:
-    return cell.feature not in {"dropout", "everything, window 512"}
+def _comparable(case: Case) -> bool:
+    return case.feature not in {"dropout", "everything, window 512"}
 
 
 def contenders(
     problem: Problem, bench: Bench, refused: dict[str, dict[str, str]]
 ) -> dict[str, Call]:
-    """Those that can do the cell and agree with anyflash; why the others do not goes to refused."""
+    """Those that can do the case and agree with anyflash; why the others do not goes to refused."""
     calls: dict[str, Call] = {}
     reference: tuple[Any, ...] = ()
     for name in (OWN, *bench.peers):
@@ -101,7 +101,7 @@ def _tried(
     with call.context():
         outputs = call.outputs(call.run(0))
     arrays.synchronize()
-    if reference and call.comparable and _comparable(problem.cell):
+    if reference and call.comparable and _comparable(problem.case):
         _compare(arrays, reference, outputs)
     return call, outputs
 
@@ -140,15 +140,15 @@ def _peak_bytes(call: Call, arrays: ArrayLibrary) -> int:
     return int(torch.cuda.max_memory_allocated() - before)
 
 
-def measure(cell: Cell, bench: Bench) -> dict[str, Any]:
-    """A cell's entry in the results."""
-    with bench.arrays.apart() if cell.timing == "graph" else nullcontext():
-        results, refused = _results(cell, bench)
-    sizes = {name: value for name, value in asdict(cell).items() if name != "lengths"}
-    entry = {"key": cell.key, "labels": cell.labels, **sizes}
-    entry |= {"flop": cell.flop, "bytes": cell.bytes}
-    if cell.lengths:
-        entry["lengths"] = list(cell.lengths)
+def measure(case: Case, bench: Bench) -> dict[str, Any]:
+    """A case's entry in the results."""
+    with bench.arrays.apart() if case.timing == "graph" else nullcontext():
+        results, refused = _results(case, bench)
+    sizes = {name: value for name, value in asdict(case).items() if name != "lengths"}
+    entry = {"key": case.key, "labels": case.labels, **sizes}
+    entry |= {"flop": case.flop, "bytes": case.bytes}
+    if case.lengths:
+        entry["lengths"] = list(case.lengths)
     order = [name for name in (OWN, *bench.peers) if name in results or name in refused]
     order += [name for name in (*results, *refused) if name not in order]
     entry["results"] = {name: refused.get(name) or results[name] for name in order}
@@ -156,42 +156,42 @@ def measure(cell: Cell, bench: Bench) -> dict[str, Any]:
     return {**entry, "gpu": told} if told else entry
 
 
-def timed(calls: dict[str, Call], cell: Cell, bench: Bench) -> Samples:
-    timer = bench.timers["host" if cell.op == "call" else cell.timing]
+def timed(calls: dict[str, Call], case: Case, bench: Bench) -> Samples:
+    timer = bench.timers["host" if case.op == "call" else case.timing]
     budget = bench.budget
-    if cell.timing == "graph":
+    if case.timing == "graph":
         seconds = min(GRAPH_SECONDS, budget.contender_seconds)
         budget = replace(budget, contender_seconds=seconds)
     return take_turns(calls, timer, budget)
 
 
 def _results(
-    cell: Cell, bench: Bench
+    case: Case, bench: Bench
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """Figures, and why there are none."""
     refused: dict[str, dict[str, str]] = {}
     results: dict[str, dict[str, Any]] = {}
-    if cell.op == "call":
-        calls = _host_calls(cell, refused)
+    if case.op == "call":
+        calls = _host_calls(case, refused)
     else:
-        calls = contenders(Problem(cell, bench.arrays), bench, refused)
-    if cell.timing == "memory":
+        calls = contenders(Problem(case, bench.arrays), bench, refused)
+    if case.timing == "memory":
         for name, call in calls.items():
             try:
                 results[name] = {"bytes": _peak_bytes(call, bench.arrays)}
             except Exception as error:
                 refused[name] = refusal(error)
     elif calls:
-        samples = timed(calls, cell, bench)
+        samples = timed(calls, case, bench)
         results = {name: summary(seconds) for name, seconds in samples.seconds.items() if seconds}
         refused |= {name: refusal(error) for name, error in samples.errors.items()}
     return results, refused
 
 
-def _host_calls(cell: Cell, refused: dict[str, dict[str, str]]) -> dict[str, Call]:
+def _host_calls(case: Case, refused: dict[str, dict[str, str]]) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     try:
-        for name, way in _calls.framework_calls(cell.framework):
+        for name, way in _calls.framework_calls(case.framework):
             way()
             calls[name] = _ignoring_turns(way)
     except ImportError as error:
@@ -214,24 +214,24 @@ def _told(entry: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def run(cells: Sequence[Cell], bench: Bench, seconds: float | None) -> Iterator[dict[str, Any]]:
+def run(cases: Sequence[Case], bench: Bench, seconds: float | None) -> Iterator[dict[str, Any]]:
     """Entries as they come. After `seconds`, or when the GPU is lost, the rest is left out, which
     stderr says, as it says what has been measured."""
     start = time.monotonic()
-    for number, cell in enumerate(cells, 1):
+    for number, case in enumerate(cases, 1):
         if seconds is not None and time.monotonic() - start > seconds:
-            print(f"time is up: {len(cells) - number + 1} cells are left out", file=sys.stderr)
+            print(f"time is up: {len(cases) - number + 1} cases are left out", file=sys.stderr)
             return
-        entry = measure(cell, bench)
+        entry = measure(case, bench)
         took = time.monotonic() - start
         clock = f"{int(took) // 60}:{int(took) % 60:02}"
         print(
-            f"{clock} {number}/{len(cells)} {cell.key}: {_told(entry)}", file=sys.stderr, flush=True
+            f"{clock} {number}/{len(cases)} {case.key}: {_told(entry)}", file=sys.stderr, flush=True
         )
         yield entry
         bench.arrays.release()
         try:
             bench.arrays.synchronize()
         except Exception as error:
-            print(f"the GPU is lost, the other cells are left out: {error}", file=sys.stderr)
+            print(f"the GPU is lost, the other cases are left out: {error}", file=sys.stderr)
             return

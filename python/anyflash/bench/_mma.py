@@ -1,4 +1,4 @@
-"""How fast mma.sync alone runs on this GPU: the ceiling of kernels that are built on it.
+"""How fast mma.sync alone runs on this GPU: the roofline of kernels that are built on it.
 
 A kernel in PTX, which the driver compiles: each warp multiplies 4 fragments of A with 4 of B, all
 in registers, again and again. On Hopper this is below what cuBLAS reaches with wgmma.

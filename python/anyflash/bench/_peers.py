@@ -36,9 +36,9 @@ def flash_attn(module_name: str, features: frozenset[str]) -> Callable[[Problem]
     """FlashAttention 2, 3 or 4: the same functions, of which newer ones take fewer features."""
 
     def build(problem: Problem) -> Call:
-        cell, module = problem.cell, _genuine(module_name)
-        options: dict[str, Any] = {"causal": cell.causal}
-        if cell.op == "decode":
+        case, module = problem.case, _genuine(module_name)
+        options: dict[str, Any] = {"causal": case.causal}
+        if case.op == "decode":
             return _flash_attn_decode(problem, module)
         for name, value in problem.options.items():
             if name == "seed":
@@ -47,7 +47,7 @@ def flash_attn(module_name: str, features: frozenset[str]) -> Callable[[Problem]
                 raise Unsupported(f"no {name}")
             options[name] = value
         function = module.flash_attn_func
-        if cell.lengths:
+        if case.lengths:
             function = module.flash_attn_varlen_func
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             known = inspect.signature(function).parameters
@@ -59,30 +59,30 @@ def flash_attn(module_name: str, features: frozenset[str]) -> Callable[[Problem]
 
 
 def _flash_attn_decode(problem: Problem, module: Any) -> Call:
-    cell = problem.cell
+    case = problem.case
     if not hasattr(module, "flash_attn_with_kvcache"):
         raise Unsupported("no function for a KV cache")
     function = module.flash_attn_with_kvcache
     options: dict[str, Any] = {"causal": True, "cache_seqlens": problem.filled}
-    if cell.page_size:
+    if case.page_size:
         known = inspect.signature(function).parameters
         options["page_table" if "page_table" in known else "block_table"] = problem.page_table
     q = problem.q
-    k, v = problem.pages if cell.page_size else problem.caches
+    k, v = problem.pages if case.page_size else problem.caches
     return Call(lambda turn: _first(function(q, k[turn], v[turn], **options)), turns=problem.turns)
 
 
 def flashinfer(problem: Problem) -> Call:
     """Its wrappers for packed prompts and for paged caches; there is no backward."""
-    cell, module = problem.cell, importlib.import_module("flashinfer")
+    case, module = problem.case, importlib.import_module("flashinfer")
     torch = importlib.import_module("torch")
-    dtype = getattr(torch, cell.dtype)
+    dtype = getattr(torch, case.dtype)
     space = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device="cuda")
-    if cell.op == "decode":
+    if case.op == "decode":
         return _flashinfer_decode(problem, module, space, dtype)
-    if cell.op != "forward":
+    if case.op != "forward":
         raise Unsupported("no backward")
-    options: dict[str, Any] = {"causal": cell.causal}
+    options: dict[str, Any] = {"causal": case.causal}
     for name, value in problem.options.items():
         if name == "window_size":
             options |= {"window_left": value[0], "causal": value[1] == 0}
@@ -91,29 +91,29 @@ def flashinfer(problem: Problem) -> Call:
         else:
             raise Unsupported(f"no {name}")
     starts = problem.starts
-    if not cell.lengths:
-        starts = problem.arrays.integers(range(0, cell.batch * cell.seqlen + 1, cell.seqlen))
+    if not case.lengths:
+        starts = problem.arrays.integers(range(0, case.batch * case.seqlen + 1, case.seqlen))
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (problem.q, problem.k, problem.v))
     wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
-    wrapper.plan(starts, starts, cell.heads, cell.kv_heads, cell.d, q_data_type=dtype, **options)
+    wrapper.plan(starts, starts, case.heads, case.kv_heads, case.d, q_data_type=dtype, **options)
     return Call(lambda turn: wrapper.run(q, k, v), lambda out: (out.reshape(problem.q.shape),))
 
 
 def _flashinfer_decode(problem: Problem, module: Any, space: Any, dtype: Any) -> Call:
-    cell = problem.cell
-    if not cell.page_size:
+    case = problem.case
+    if not case.page_size:
         raise Unsupported("only paged caches")
-    if cell.seqlen > 1:
+    if case.seqlen > 1:
         raise Unsupported("its function for decoding takes one query")
-    pages_each = cell.keys // cell.page_size
-    starts = problem.arrays.integers(range(0, cell.batch * pages_each + 1, pages_each))
-    last = problem.arrays.integers([cell.page_size] * cell.batch)
+    pages_each = case.keys // case.page_size
+    starts = problem.arrays.integers(range(0, case.batch * pages_each + 1, pages_each))
+    last = problem.arrays.integers([case.page_size] * case.batch)
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-        space, "NHD", use_tensor_cores=cell.heads >= 4 * cell.kv_heads
+        space, "NHD", use_tensor_cores=case.heads >= 4 * case.kv_heads
     )
     wrapper.plan(
-        starts, problem.page_table.reshape(-1), last, cell.heads, cell.kv_heads, cell.d,
-        cell.page_size, q_data_type=dtype, kv_data_type=dtype,
+        starts, problem.page_table.reshape(-1), last, case.heads, case.kv_heads, case.d,
+        case.page_size, q_data_type=dtype, kv_data_type=dtype,
     )  # fmt: skip
     q, (k, v) = problem.q[:, 0], problem.pages
     return Call(
@@ -125,8 +125,8 @@ def _flashinfer_decode(problem: Problem, module: Any, space: Any, dtype: Any) ->
 
 def xformers(problem: Problem) -> Call:
     """memory_efficient_attention; grouped heads are an axis of their own there."""
-    cell, ops = problem.cell, importlib.import_module("xformers.ops")
-    if cell.op == "decode":
+    case, ops = problem.case, importlib.import_module("xformers.ops")
+    if case.op == "decode":
         raise Unsupported("no KV cache in the plain function")
     dropout = 0.0
     for name, value in problem.options.items():
@@ -135,20 +135,20 @@ def xformers(problem: Problem) -> Call:
         elif name != "seed":
             raise Unsupported(f"no {name}")
     biases = importlib.import_module("xformers.ops.fmha.attn_bias")
-    bias = biases.LowerTriangularMask() if cell.causal else None
-    if cell.lengths:
-        bias = biases.BlockDiagonalMask.from_seqlens(list(cell.lengths))
-        bias = bias.make_causal() if cell.causal else bias
-    group, rows = cell.heads // cell.kv_heads, (1 if cell.lengths else cell.batch, -1)
+    bias = biases.LowerTriangularMask() if case.causal else None
+    if case.lengths:
+        bias = biases.BlockDiagonalMask.from_seqlens(list(case.lengths))
+        bias = bias.make_causal() if case.causal else bias
+    group, rows = case.heads // case.kv_heads, (1 if case.lengths else case.batch, -1)
 
     def into(x: Any) -> Any:
-        shape = (cell.kv_heads, x.shape[-2] // cell.kv_heads) if group > 1 else (x.shape[-2],)
-        return x.reshape(*rows, *shape, cell.d)
+        shape = (case.kv_heads, x.shape[-2] // case.kv_heads) if group > 1 else (x.shape[-2],)
+        return x.reshape(*rows, *shape, case.d)
 
     def back(x: Any) -> Any:
-        heads = cell.heads if group == 1 or x.shape[-2] > 1 else cell.kv_heads
-        lead = (-1,) if cell.lengths else rows
-        return x.reshape(*lead, heads, cell.d)
+        heads = case.heads if group == 1 or x.shape[-2] > 1 else case.kv_heads
+        lead = (-1,) if case.lengths else rows
+        return x.reshape(*lead, heads, case.d)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         k, v = (x.expand(q.shape) if group > 1 else x for x in (k, v))

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from anyflash.bench._presets import PRESETS
-from anyflash.bench._report import OWN, SCALES, ceiling, names_of, value
+from anyflash.bench._report import OWN, SCALES, names_of, roofline, value
 
 FIXED_COLOURS = {OWN: "#d62728"}
 COLOURS = (
     "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22",
 )  # fmt: skip
-CEILINGS = {"gemm": ("matrix product", "--"), "mma": ("mma.sync alone", ":")}
+ROOFLINES = {"gemm": ("matrix product", "--"), "mma": ("mma.sync alone", ":")}
 GREY = "#666666"
 
 Entry = dict[str, Any]
@@ -113,8 +113,8 @@ def _panel(
     axes.grid(alpha=0.3)
     unit = entries[0]["unit"] if entries else ""
     if unit in SCALES:
-        for name, (text, dashes) in CEILINGS.items():
-            most = ceiling(document, name, entries[0]["dtype"])
+        for name, (text, dashes) in ROOFLINES.items():
+            most = roofline(document, name, entries[0]["dtype"])
             if most:
                 label = {"color": GREY, "linestyle": dashes, "linewidth": 1, "label": text}
                 axes.axhline(most / SCALES[unit], **label)

@@ -1,4 +1,4 @@
-"""The cells of each preset."""
+"""The cases of each preset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from anyflash.bench._cells import ITEM_SIZES, KEY_RANGES, Cell
+from anyflash.bench._cases import ITEM_SIZES, KEY_RANGES, Case
 
 MASKS = (False, True)
 GROUPED = ((32, 8, 64), (32, 8, 128), (64, 8, 128), (16, 1, 128))
@@ -52,47 +52,47 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Preset:
-    """Cells, the labels that make figures, their rows, columns and x axes ("": no plot), ceilings
+    """Cases, the labels that make figures, their rows, columns and x axes ("": no plot), rooflines
     to measure, the peers to run if none are asked for ((): all that are found), and whether several
-    devices share a cell, which peers have no part in."""
+    devices share a case, which peers have no part in."""
 
     about: str
-    cells: Callable[[Wanted], Iterable[Cell]]
+    cases: Callable[[Wanted], Iterable[Case]]
     figure: tuple[str, ...] = ("op",)
     row: str = "mask"
     column: str = "d"
     x: str = "seqlen"
-    ceilings: tuple[str, ...] = ("gemm", "mma")
+    rooflines: tuple[str, ...] = ("gemm", "mma")
     peers: tuple[str, ...] = ()
     shared: bool = False
 
 
-def paper(wanted: Wanted) -> Iterator[Cell]:
+def paper(wanted: Wanted) -> Iterator[Case]:
     tokens, hidden = wanted.tokens, wanted.hidden
     seqlens = (1024, 4096, 16384) if wanted.quick else (512, 1024, 2048, 4096, 8192, 16384)
     head_dims = (64, 128) if wanted.quick else (64, 128, 256)
     ops = ("forward", "backward") if wanted.quick else ("forward", "backward", "both")
     axes = itertools.product(ops, wanted.dtypes, head_dims, MASKS, wanted.up_to_tokens(*seqlens))
     for op, dtype, d, causal, seqlen in axes:
-        yield Cell(op, tokens // seqlen, seqlen, hidden // d, d, dtype, causal=causal)
+        yield Case(op, tokens // seqlen, seqlen, hidden // d, d, dtype, causal=causal)
 
 
-def training(wanted: Wanted) -> Iterator[Cell]:
+def training(wanted: Wanted) -> Iterator[Case]:
     part = 1 if wanted.backend == "cuda" else 4  # of the heads
     seqlens = wanted.up_to_tokens(2048) if wanted.quick else wanted.up_to_tokens(2048, 8192)
     for dtype, (model, (heads, d)), seqlen in itertools.product(
         wanted.dtypes, MODELS.items(), seqlens
     ):
         batch = wanted.tokens // seqlen
-        yield Cell("both", batch, seqlen, heads // part, d, dtype, causal=True, model=model)
+        yield Case("both", batch, seqlen, heads // part, d, dtype, causal=True, model=model)
 
 
-def gqa(wanted: Wanted) -> Iterator[Cell]:
+def gqa(wanted: Wanted) -> Iterator[Case]:
     seqlens = wanted.up_to_tokens(*((1024, 4096) if wanted.quick else (1024, 4096, 16384)))
     axes = itertools.product(("forward", "backward"), wanted.dtypes, GROUPED, MASKS, seqlens)
     for op, dtype, (heads, heads_k, d), causal, seqlen in axes:
         batch = wanted.tokens // seqlen
-        yield Cell(op, batch, seqlen, heads, d, dtype, heads_k=heads_k, causal=causal)
+        yield Case(op, batch, seqlen, heads, d, dtype, heads_k=heads_k, causal=causal)
 
 
 def packings(tokens: int, mean: int) -> dict[str, tuple[int, ...]]:
@@ -106,7 +106,7 @@ def packings(tokens: int, mean: int) -> dict[str, tuple[int, ...]]:
     return {"equal": (mean,) * count, "random": cut, "one long": (tokens // 2, *others)}
 
 
-def varlen(wanted: Wanted) -> Iterator[Cell]:
+def varlen(wanted: Wanted) -> Iterator[Case]:
     if wanted.backend == "cuda":
         means = [2048] if wanted.quick else [512, 2048, 4096]
     else:
@@ -114,13 +114,13 @@ def varlen(wanted: Wanted) -> Iterator[Cell]:
     axes = itertools.product(("forward", "backward"), wanted.dtypes, MASKS, means)
     for op, dtype, causal, mean in axes:
         for name, lengths in packings(wanted.tokens, mean).items():
-            yield Cell(
+            yield Case(
                 op, len(lengths), max(lengths), wanted.hidden // 128, 128, dtype, causal=causal,
                 lengths=lengths, packing=f"{name}, mean {mean}",
             )  # fmt: skip
 
 
-def features(wanted: Wanted) -> Iterator[Cell]:
+def features(wanted: Wanted) -> Iterator[Case]:
     ops = ("forward",) if wanted.quick else ("forward", "backward")
     tokens, hidden = wanted.tokens, wanted.hidden
     seqlen = tokens // 4
@@ -128,13 +128,13 @@ def features(wanted: Wanted) -> Iterator[Cell]:
         if op == "backward" and feature == "max_logits":  # an output of the forward only
             continue
         lengths = (seqlen,) * (tokens // seqlen) if feature == "packed" else ()
-        yield Cell(
+        yield Case(
             op, tokens // seqlen, seqlen, hidden // d, d, dtype, causal=feature == "causal",
             feature=feature, lengths=lengths, unit="ms",
         )  # fmt: skip
 
 
-def decode(wanted: Wanted) -> Iterator[Cell]:
+def decode(wanted: Wanted) -> Iterator[Case]:
     small = wanted.quick or wanted.backend == "cpu"
     shapes = DECODE_SHAPES[:1] if small else DECODE_SHAPES
     contexts = (1024, 16384) if small else (1024, 4096, 16384, 131072)
@@ -143,65 +143,65 @@ def decode(wanted: Wanted) -> Iterator[Cell]:
     for dtype, (heads, heads_k, d), context, batch, queries, page_size in axes:
         if 2 * batch * context * heads_k * d * ITEM_SIZES[dtype] > LARGEST_CACHE:
             continue
-        yield Cell(
+        yield Case(
             "decode", batch, queries, heads, d, dtype, heads_k=heads_k, seqlen_k=context,
             causal=True, page_size=page_size, unit="us",
             timing="graph" if wanted.backend == "cuda" else "events",
         )  # fmt: skip
 
 
-def masks(wanted: Wanted) -> Iterator[Cell]:
+def masks(wanted: Wanted) -> Iterator[Case]:
     ops = ("forward",) if wanted.quick else ("forward", "backward")
     axes = itertools.product(ops, wanted.dtypes, (64, 128), wanted.up_to_tokens(2048, 16384))
     for op, dtype, d, seqlen in axes:
         for feature in ("plain", *KEY_RANGES):
-            yield Cell(
+            yield Case(
                 op, wanted.tokens // seqlen, seqlen, wanted.hidden // d, d, dtype, feature=feature,
                 causal=feature != "prefix of a quarter",
             )  # fmt: skip
 
 
-def large(wanted: Wanted) -> Iterator[Cell]:
+def large(wanted: Wanted) -> Iterator[Case]:
     on_gpu = wanted.backend == "cuda"
     shapes = ((8, 8), (16, 2)) if on_gpu else ((2, 1),)
     seqlens = wanted.up_to_tokens(*((1024,) if wanted.quick else (1024, 4096, 16384)))
     axes = itertools.product(("forward", "backward"), wanted.dtypes, shapes, MASKS, seqlens)
     for op, dtype, (heads, heads_k), causal, seqlen in axes:
         batch = wanted.tokens // seqlen
-        yield Cell(op, batch, seqlen, heads, 512, dtype, heads_k=heads_k, causal=causal)
+        yield Case(op, batch, seqlen, heads, 512, dtype, heads_k=heads_k, causal=causal)
     decoding = ((16, 2, 512, 0), (16, 1, 576, 512), (128, 1, 576, 512))
     contexts = (4096, 16384) if on_gpu else (1024,)
     batches = (1, 16) if on_gpu else (1,)
     steps = itertools.product(wanted.dtypes, decoding, contexts, batches)
     for dtype, (heads, heads_k, d, d_v), context, batch in steps:
-        yield Cell(
+        yield Case(
             "decode", batch, 1, heads, d, dtype, heads_k=heads_k, seqlen_k=context, causal=True,
             page_size=64, unit="us", timing="graph" if on_gpu else "events", d_v=d_v,
         )  # fmt: skip
 
 
-def memory(wanted: Wanted) -> Iterator[Cell]:
+def memory(wanted: Wanted) -> Iterator[Case]:
     heads, longest = (16, 65536) if wanted.backend == "cuda" else (4, 4096)
     seqlens = [seqlen for seqlen in (2**i for i in range(9, 17)) if seqlen <= longest]
     seqlens = seqlens[:-1] if wanted.quick else seqlens
     for op, dtype, seqlen in itertools.product(("forward", "both"), wanted.dtypes, seqlens):
-        yield Cell(op, 1, seqlen, heads, 64, dtype, timing="memory", unit="MiB")
+        yield Case(op, 1, seqlen, heads, 64, dtype, timing="memory", unit="MiB")
 
 
-def cpu(wanted: Wanted) -> Iterator[Cell]:
+def cpu(wanted: Wanted) -> Iterator[Case]:
     seqlens = (512, 1024) if wanted.quick else (512, 1024, 2048, 4096, 8192)
     axes = itertools.product(("forward", "backward"), wanted.dtypes, (64, 128), MASKS, seqlens)
     for op, dtype, d, causal, seqlen in axes:
-        yield Cell(op, 1 if seqlen == 8192 else 2, seqlen, 8, d, dtype, causal=causal)
+        yield Case(op, 1 if seqlen == 8192 else 2, seqlen, 8, d, dtype, causal=causal)
 
 
-def overhead(wanted: Wanted) -> Iterator[Cell]:
+def overhead(wanted: Wanted) -> Iterator[Case]:
     if wanted.backend == "cuda":
         ops = ("forward",) if wanted.quick else ("forward", "backward")
         axes = itertools.product(ops, wanted.dtypes, (64, 128), MASKS, (128, 256, 512))
         for op, dtype, d, causal, seqlen in axes:
             for timing in ("events", "graph"):
-                yield Cell(
+                yield Case(
                     op,
                     1,
                     seqlen,
@@ -213,12 +213,12 @@ def overhead(wanted: Wanted) -> Iterator[Cell]:
                     unit="us",
                 )
         for framework in GPU_CALLS:
-            yield Cell("call", 1, 1, 1, 8, "float16", framework=framework, unit="us")
+            yield Case("call", 1, 1, 1, 8, "float16", framework=framework, unit="us")
     for framework in FRAMEWORK_CALLS:
-        yield Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
+        yield Case("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
 
 
-def context_parallel(wanted: Wanted) -> Iterator[Cell]:
+def context_parallel(wanted: Wanted) -> Iterator[Case]:
     """Ranks on GPUs of their own as far as there are any; on the CPU two, to try the command."""
     on_gpu = wanted.backend == "cuda"
     heads, heads_k, d = (32, 8, 128) if on_gpu else (4, 2, 64)
@@ -232,7 +232,7 @@ def context_parallel(wanted: Wanted) -> Iterator[Cell]:
     for (ranks, transport, method), op, dtype, rows in axes:
         if ranks * rows > (LONGEST_ALONE if transport == "alone" else LONGEST_SEQUENCE):
             continue
-        yield Cell(
+        yield Case(
             op, 1, ranks * rows, heads, d, dtype, heads_k=heads_k, causal=True, method=method,
             ranks=ranks, transport=transport,
         )  # fmt: skip
@@ -250,7 +250,7 @@ PRESETS = {
     ),
     "gqa": Preset("grouped and multi-query heads", gqa, column="heads"),
     "varlen": Preset("packed sequences of equal, random and uneven lengths", varlen, x=""),
-    "features": Preset("each feature beside the kernel without it", features, ceilings=(), x=""),
+    "features": Preset("each feature beside the kernel without it", features, rooflines=(), x=""),
     "decode": Preset(
         "one step with a KV cache, contiguous and paged, beside the memory's bandwidth",
         decode,
@@ -258,7 +258,7 @@ PRESETS = {
         row="batch",
         column="heads",
         x="context",
-        ceilings=("read",),
+        rooflines=("read",),
         peers=("flash", "cudnn", "fa2", "fa3", "fa4", "flashinfer"),
     ),
     "masks": Preset(
@@ -271,14 +271,14 @@ PRESETS = {
         "head dim 512, and decoding of latent attention (576 and 512)",
         large,
         column="heads",
-        ceilings=("gemm", "mma", "read"),
+        rooflines=("gemm", "mma", "read"),
         peers=("efficient", "math"),
     ),
     "memory": Preset(
         "peak memory beside standard attention's",
         memory,
         row="mask",
-        ceilings=(),
+        rooflines=(),
         peers=("standard", "flash"),
     ),
     "cpu": Preset("512 to 8192 tokens, 8 heads", cpu, peers=("flash",)),
@@ -287,31 +287,31 @@ PRESETS = {
         context_parallel,
         row="method",
         column="ranks",
-        ceilings=(),
+        rooflines=(),
         shared=True,
     ),
     "overhead": Preset(
         "what a call costs: 128 to 512 tokens on a GPU, and the host's time for one token",
         overhead,
-        ceilings=(),
+        rooflines=(),
         x="",
     ),
 }
 
 
-def cells_of(preset: str, wanted: Wanted, only: dict[str, frozenset[str]]) -> list[Cell]:
-    """A preset's cells with these labels; a label that no cell has is an error."""
-    cells = list(PRESETS[preset].cells(wanted))
+def cases_of(preset: str, wanted: Wanted, only: dict[str, frozenset[str]]) -> list[Case]:
+    """A preset's cases with these labels; a label that no case has is an error."""
+    cases = list(PRESETS[preset].cases(wanted))
     for name, values in only.items():
-        known = sorted({cell.labels[name] for cell in cells if name in cell.labels})
+        known = sorted({case.labels[name] for case in cases if name in case.labels})
         if not values <= set(known):
             raise ValueError(
-                f"--only {name}={','.join(sorted(values))}: these cells have "
+                f"--only {name}={','.join(sorted(values))}: these cases have "
                 + (f"{name}={','.join(known)}" if known else f"no {name}")
             )
-        cells = [cell for cell in cells if cell.labels.get(name) in values]
-    if not cells:
-        raise ValueError("--only: no cell has all of these labels")
+        cases = [case for case in cases if case.labels.get(name) in values]
+    if not cases:
+        raise ValueError("--only: no case has all of these labels")
     if wanted.backend == "cuda":
-        return cells
-    return [replace(c, unit="GFLOP/s") if c.unit == "TFLOP/s" else c for c in cells]
+        return cases
+    return [replace(c, unit="GFLOP/s") if c.unit == "TFLOP/s" else c for c in cases]

@@ -1,4 +1,4 @@
-"""A cell's tensors, made when they are first asked for."""
+"""A case's tensors, made when they are first asked for."""
 
 from __future__ import annotations
 
@@ -9,72 +9,72 @@ from typing import Any
 
 import anyflash
 from anyflash.bench._array_libraries import ArrayLibrary
-from anyflash.bench._cells import KEY_RANGES, Cell, tree_lengths
+from anyflash.bench._cases import KEY_RANGES, Case, tree_lengths
 
 SOFTCAP = 50.0
 DROPOUT = 0.1
 WINDOW = 512
 BLOCK = 128
-COLD_BYTES = 512 * 2**20  # caches of a decoding cell take turns over so much, beyond every L2
+COLD_BYTES = 512 * 2**20  # caches of a decoding case take turns over so much, beyond every L2
 
 
 class Problem:
-    """Tensors of a cell: (batch, seqlen, heads, d), packed (tokens, heads, d), and for decoding
+    """Tensors of a case: (batch, seqlen, heads, d), packed (tokens, heads, d), and for decoding
     `turns` caches that take turns, so that none is found in the L2 cache."""
 
-    def __init__(self, cell: Cell, arrays: ArrayLibrary) -> None:
-        self.cell, self.arrays = cell, arrays
+    def __init__(self, case: Case, arrays: ArrayLibrary) -> None:
+        self.case, self.arrays = case, arrays
         arrays.seed()
 
     def _tokens(self, heads: int, seqlen: int, d: int) -> Any:
-        cell = self.cell
-        lead = (sum(cell.lengths),) if cell.lengths else (cell.batch, seqlen)
-        return self.arrays.normal((*lead, heads, d), cell.dtype)
+        case = self.case
+        lead = (sum(case.lengths),) if case.lengths else (case.batch, seqlen)
+        return self.arrays.normal((*lead, heads, d), case.dtype)
 
     @cached_property
     def q(self) -> Any:
-        return self._tokens(self.cell.heads, self.cell.seqlen, self.cell.d)
+        return self._tokens(self.case.heads, self.case.seqlen, self.case.d)
 
     @cached_property
     def k(self) -> Any:
-        return self._tokens(self.cell.kv_heads, self.cell.keys, self.cell.d)
+        return self._tokens(self.case.kv_heads, self.case.keys, self.case.d)
 
     @cached_property
     def v(self) -> Any:
-        return self._tokens(self.cell.kv_heads, self.cell.keys, self.cell.value_dim)
+        return self._tokens(self.case.kv_heads, self.case.keys, self.case.value_dim)
 
     @cached_property
     def dout(self) -> Any:
-        return self._tokens(self.cell.heads, self.cell.seqlen, self.cell.value_dim)
+        return self._tokens(self.case.heads, self.case.seqlen, self.case.value_dim)
 
     @cached_property
     def starts(self) -> Any:
         """cu_seqlens of a packed problem."""
-        return self.arrays.integers([0, *itertools.accumulate(self.cell.lengths)])
+        return self.arrays.integers([0, *itertools.accumulate(self.case.lengths)])
 
     @property
     def packing(self) -> tuple[Any, Any, int, int]:
-        return self.starts, self.starts, self.cell.seqlen, self.cell.seqlen
+        return self.starts, self.starts, self.case.seqlen, self.case.seqlen
 
     # -- features
     @cached_property
     def slopes(self) -> Any:
-        heads = self.cell.heads
+        heads = self.case.heads
         return self.arrays.floats([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
 
     @cached_property
     def bias(self) -> Any:
-        shape = (1, self.cell.heads, self.cell.seqlen, self.cell.keys)
-        return self.arrays.normal(shape, self.cell.dtype)
+        shape = (1, self.case.heads, self.case.seqlen, self.case.keys)
+        return self.arrays.normal(shape, self.case.dtype)
 
     @cached_property
     def keep(self) -> Any:
-        return self.arrays.coins((1, 1, self.cell.seqlen, self.cell.keys))
+        return self.arrays.coins((1, 1, self.case.seqlen, self.case.keys))
 
     @cached_property
     def blocks(self) -> Any:
         """Half of the blocks, and those of the diagonal."""
-        count = self.cell.seqlen // BLOCK
+        count = self.case.seqlen // BLOCK
         blocks = self.arrays.coins((1, 1, count, count))
         for i in range(count):
             blocks[0, 0, i, i] = True
@@ -83,7 +83,7 @@ class Problem:
     @cached_property
     def key_ranges(self) -> Any:
         """Beside a causal mask, but for a prefix, which has its own."""
-        feature, seqlen = self.cell.feature, self.cell.seqlen
+        feature, seqlen = self.case.feature, self.case.seqlen
         if feature == "prefix of a quarter":
             return anyflash.create_key_ranges(prefix=seqlen // 4, seqlen_k=seqlen, like=self.q)
         if feature == "tree of 8 answers":
@@ -97,8 +97,8 @@ class Problem:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The cell's feature, in anyflash's arguments."""
-        sinks = [i / self.cell.heads for i in range(self.cell.heads)]
+        """The case's feature, in anyflash's arguments."""
+        sinks = [i / self.case.heads for i in range(self.case.heads)]
         made: dict[str, Callable[[], dict[str, Any]]] = {
             "": dict,
             "plain": dict,
@@ -124,7 +124,7 @@ class Problem:
                 "seed": 1,
             },
         }
-        return made[self.cell.feature]()
+        return made[self.case.feature]()
 
     # -- decoding
     @cached_property
@@ -132,44 +132,44 @@ class Problem:
         """Caches that take turns: enough to fill COLD_BYTES, on a GPU."""
         if self.arrays.device == "cpu":
             return 1
-        return max(1, min(64, -(-COLD_BYTES // self.cell.bytes)))
+        return max(1, min(64, -(-COLD_BYTES // self.case.bytes)))
 
     @cached_property
     def caches(self) -> tuple[Any, Any]:
         """K and V: (turns, batch, context, heads_k, d); latent: V is columns of K."""
-        cell = self.cell
-        shape = (self.turns, cell.batch, cell.keys, cell.kv_heads, cell.d)
-        if cell.latent:
-            latents = self.arrays.normal(shape, cell.dtype)
-            return latents, latents[..., : cell.d_v]
-        return self.arrays.normal(shape, cell.dtype), self.arrays.normal(shape, cell.dtype)
+        case = self.case
+        shape = (self.turns, case.batch, case.keys, case.kv_heads, case.d)
+        if case.latent:
+            latents = self.arrays.normal(shape, case.dtype)
+            return latents, latents[..., : case.d_v]
+        return self.arrays.normal(shape, case.dtype), self.arrays.normal(shape, case.dtype)
 
     @cached_property
     def filled(self) -> Any:
-        return self.arrays.integers([self.cell.keys] * self.cell.batch)
+        return self.arrays.integers([self.case.keys] * self.case.batch)
 
     @cached_property
     def page_table(self) -> Any:
         """Pages in random order: (batch, pages of a sequence)."""
-        pages = self.cell.batch * self.cell.keys // self.cell.page_size
-        return self.arrays.shuffled(pages).reshape(self.cell.batch, -1)
+        pages = self.case.batch * self.case.keys // self.case.page_size
+        return self.arrays.shuffled(pages).reshape(self.case.batch, -1)
 
     @cached_property
     def pages(self) -> tuple[Any, Any]:
         """The caches as pages: (turns, pages, page_size, heads_k, d)."""
-        cell = self.cell
-        shape = (self.turns, -1, cell.page_size, cell.kv_heads, cell.d)
+        case = self.case
+        shape = (self.turns, -1, case.page_size, case.kv_heads, case.d)
         k, v = self.caches
         pages = k.reshape(shape)
-        return pages, pages[..., : cell.d_v] if cell.latent else v.reshape(shape)
+        return pages, pages[..., : case.d_v] if case.latent else v.reshape(shape)
 
     # -- the forward's results, for backwards
     @cached_property
     def forward_results(self) -> tuple[Any, Any]:
         """anyflash's output and LSE."""
         options = {n: x for n, x in self.options.items() if n != "return_max_logits"}
-        options |= {"causal": self.cell.causal, "return_lse": True}
-        if self.cell.lengths:
+        options |= {"causal": self.case.causal, "return_lse": True}
+        if self.case.lengths:
             return tuple(
                 anyflash.attention_varlen(self.q, self.k, self.v, *self.packing, **options)
             )

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anyflash.bench._cells import ITEM_SIZES, Cell
+from anyflash.bench._cases import ITEM_SIZES, Case
 from anyflash.bench._measure import summary
 from anyflash.bench._timing import Budget
 
@@ -28,50 +28,50 @@ _BUDGET = Budget(fewest=3, most=10)
 _LONG_SECONDS = 0.5  # a call that needs no second warm-up
 
 
-def measured(cells: Sequence[Cell], backend: str) -> Iterator[dict[str, Any]]:
-    """Entries of the cells as the benchmark has them, by ranks and transport."""
-    groups: dict[tuple[int, str], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.ranks, cell.transport), []).append(cell)
+def measured(cases: Sequence[Case], backend: str) -> Iterator[dict[str, Any]]:
+    """Entries of the cases as the benchmark has them, by ranks and transport."""
+    groups: dict[tuple[int, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.ranks, case.transport), []).append(case)
     for (ranks, transport), group in groups.items():
         given = group, backend
         found = _alone(*given) if transport == "alone" else _together(ranks, *given)
-        for cell, results in zip(group, found, strict=True):
-            sizes = {name: value for name, value in asdict(cell).items() if name != "lengths"}
+        for case, results in zip(group, found, strict=True):
+            sizes = {name: value for name, value in asdict(case).items() if name != "lengths"}
             yield {
-                "key": cell.key, "labels": cell.labels, **sizes, "flop": cell.flop, "bytes": 0,
-                "sent_bytes": sent_bytes(cell), "results": results,
+                "key": case.key, "labels": case.labels, **sizes, "flop": case.flop, "bytes": 0,
+                "sent_bytes": sent_bytes(case), "results": results,
             }  # fmt: skip
 
 
-def sent_bytes(cell: Cell) -> int:
+def sent_bytes(case: Case) -> int:
     """What a rank's ring sends in a call: keys and values to every other rank, and in a backward
     their gradients in float32."""
-    if cell.method != "ring":
+    if case.method != "ring":
         return 0
-    elements = cell.batch * cell.seqlen // cell.ranks * cell.kv_heads * (cell.d + cell.value_dim)
-    item = ITEM_SIZES[cell.dtype]
-    each = item if cell.op == "forward" else 2 * item + max(item, 4)
-    return (cell.ranks - 1) * elements * each
+    elements = case.batch * case.seqlen // case.ranks * case.kv_heads * (case.d + case.value_dim)
+    item = ITEM_SIZES[case.dtype]
+    each = item if case.op == "forward" else 2 * item + max(item, 4)
+    return (case.ranks - 1) * elements * each
 
 
 # -- one device
-def _alone(cells: Sequence[Cell], backend: str) -> Iterator[dict[str, Any]]:
+def _alone(cases: Sequence[Case], backend: str) -> Iterator[dict[str, Any]]:
     device = _device(0, backend)
-    for cell in cells:
-        samples = [_seconds(_virtual_call(cell, r, device)) for r in range(cell.ranks)]
+    for case in cases:
+        samples = [_seconds(_virtual_call(case, r, device)) for r in range(case.ranks)]
         slowest = max(samples, key=statistics.median)
-        whole = [s / cell.ranks for s in _seconds(_whole_call(cell, device))]
+        whole = [s / case.ranks for s in _seconds(_whole_call(case, device))]
         total = sum(statistics.median(s) for s in samples)
         results = {
             "anyflash": summary(slowest) | {"all_ranks_seconds": total},
             ONE_DEVICE: summary(whole),
         }
-        _tell("alone", cell, results)
+        _tell("alone", case, results)
         yield results
 
 
-def _virtual_call(cell: Cell, rank: int, device: Any) -> Callable[[], Any]:
+def _virtual_call(case: Case, rank: int, device: Any) -> Callable[[], Any]:
     """The ring of one rank, which finds its own keys and values wherever others' would arrive."""
     from anyflash._call.options import AttentionOptions
     from anyflash.torch.distributed._arguments import read_whole
@@ -102,24 +102,24 @@ def _virtual_call(cell: Cell, rank: int, device: Any) -> Callable[[], Any]:
             arrived = found if found is not None else self._empty(self.group.rank, self.k.dtype)
             return Here(arrived.data if needed else None), arrived
 
-    group, layout = Group(None, rank, cell.ranks), Layout("zigzag", cell.ranks, 64)
-    whole = read_whole(AttentionOptions(causal=cell.causal), (cell.seqlen, cell.seqlen), False)
-    tensors = _tensors(cell, layout.rows(rank, cell.seqlen), device)
+    group, layout = Group(None, rank, case.ranks), Layout("zigzag", case.ranks, 64)
+    whole = read_whole(AttentionOptions(causal=case.causal), (case.seqlen, case.seqlen), False)
+    tensors = _tensors(case, layout.rows(rank, case.seqlen), device)
     call = Call(group, layout, LocalRing, whole, Given(), None, tensors[0].dtype)
     apply: Any = Attention.apply
-    return _call(cell, lambda *x: apply(call, *x, None, None, None)[0], tensors)
+    return _call(case, lambda *x: apply(call, *x, None, None, None)[0], tensors)
 
 
 # -- ranks
-def _together(ranks: int, cells: Sequence[Cell], backend: str) -> list[dict[str, Any]]:
+def _together(ranks: int, cases: Sequence[Case], backend: str) -> list[dict[str, Any]]:
     mp: Any = importlib.import_module("torch.multiprocessing")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, folder, list(cells), backend), nprocs=ranks)
+        mp.spawn(_rank, (ranks, folder, list(cases), backend), nprocs=ranks)
         found: list[dict[str, Any]] = json.loads((Path(folder) / "results").read_text())
     return found
 
 
-def _rank(rank: int, ranks: int, folder: str, cells: list[Cell], backend: str) -> None:
+def _rank(rank: int, ranks: int, folder: str, cases: list[Case], backend: str) -> None:
     """A process's part."""
     from datetime import timedelta
 
@@ -130,7 +130,7 @@ def _rank(rank: int, ranks: int, folder: str, cells: list[Cell], backend: str) -
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        cells[0].transport,
+        cases[0].transport,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
@@ -138,41 +138,41 @@ def _rank(rank: int, ranks: int, folder: str, cells: list[Cell], backend: str) -
         device_id=device if device.type == "cuda" else None,
     )
     results = []
-    for number, cell in enumerate(cells, 1):
-        results.append(_rank_results(cell, rank, device))
+    for number, case in enumerate(cases, 1):
+        results.append(_rank_results(case, rank, device))
         if rank == 0:
-            _tell(f"{number}/{len(cells)}", cell, results[-1])
+            _tell(f"{number}/{len(cases)}", case, results[-1])
     if rank == 0:
         (Path(folder) / "results").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
-def _rank_results(cell: Cell, rank: int, device: Any) -> dict[str, Any]:
+def _rank_results(case: Case, rank: int, device: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     from anyflash.torch.distributed import ContextParallel
 
-    cp = ContextParallel(method=cell.method, layout="zigzag")
-    rows = cp.positions(cell.seqlen).numel()
-    tensors = _tensors(cell, rows, device)
+    cp = ContextParallel(method=case.method, layout="zigzag")
+    rows = cp.positions(case.seqlen).numel()
+    tensors = _tensors(case, rows, device)
 
     def attention(*x: Any) -> Any:
-        return cp.attention(*x, causal=cell.causal, seqlen=cell.seqlen)
+        return cp.attention(*x, causal=case.causal, seqlen=case.seqlen)
 
     def slowest(value: float) -> float:
         largest = torch.tensor(value, dtype=torch.float64, device=device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
 
-    call = _call(cell, attention, tensors)
+    call = _call(case, attention, tensors)
     peak = slowest(_peak_bytes(call, device))
     ours = summary(_seconds(call, slowest)) | {"peak_bytes": int(peak)}
     del tensors, call
     _release(device)
     results = {"anyflash": ours}
     if rank == 0:
-        whole = [s / cell.ranks for s in _seconds(_whole_call(cell, device))]
+        whole = [s / case.ranks for s in _seconds(_whole_call(case, device))]
         results[ONE_DEVICE] = summary(whole)
     _release(device)
     dist.barrier()
@@ -180,9 +180,9 @@ def _rank_results(cell: Cell, rank: int, device: Any) -> dict[str, Any]:
 
 
 # -- both
-def _tell(where: str, cell: Cell, results: dict[str, Any]) -> None:
+def _tell(where: str, case: Case, results: dict[str, Any]) -> None:
     told = ", ".join(f"{name} {1e3 * found['seconds']:.3g} ms" for name, found in results.items())
-    print(f"{where} {cell.key}: {told}", file=sys.stderr, flush=True)
+    print(f"{where} {case.key}: {told}", file=sys.stderr, flush=True)
 
 
 def _device(rank: int, backend: str) -> Any:
@@ -191,35 +191,35 @@ def _device(rank: int, backend: str) -> Any:
     return torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
 
 
-def _tensors(cell: Cell, rows: int, device: Any) -> list[Any]:
+def _tensors(case: Case, rows: int, device: Any) -> list[Any]:
     """q, k, v and dout of so many rows."""
     import torch
 
-    heads = cell.heads, cell.kv_heads, cell.kv_heads, cell.heads
-    dims = cell.d, cell.d, cell.value_dim, cell.value_dim
+    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+    dims = case.d, case.d, case.value_dim, case.value_dim
     return [
-        torch.randn(cell.batch, rows, h, d, dtype=getattr(torch, cell.dtype), device=device)
+        torch.randn(case.batch, rows, h, d, dtype=getattr(torch, case.dtype), device=device)
         for h, d in zip(heads, dims, strict=True)
     ]
 
 
-def _call(cell: Cell, attention: Callable[..., Any], tensors: list[Any]) -> Callable[[], Any]:
+def _call(case: Case, attention: Callable[..., Any], tensors: list[Any]) -> Callable[[], Any]:
     import torch
 
     *inputs, dout = tensors
-    if cell.op == "forward":
+    if case.op == "forward":
         return lambda: attention(*inputs)
     leaves = [x.requires_grad_() for x in inputs]
     return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
 
 
-def _whole_call(cell: Cell, device: Any) -> Callable[[], Any]:
+def _whole_call(case: Case, device: Any) -> Callable[[], Any]:
     import anyflash.torch
 
     def attention(*x: Any) -> Any:
-        return anyflash.torch.attention(*x, causal=cell.causal)
+        return anyflash.torch.attention(*x, causal=case.causal)
 
-    return _call(cell, attention, _tensors(cell, cell.seqlen, device))
+    return _call(case, attention, _tensors(case, case.seqlen, device))
 
 
 def _release(device: Any) -> None:

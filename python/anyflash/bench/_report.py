@@ -38,7 +38,7 @@ def cost(entry: Entry, name: str) -> float | None:
 
 
 def value(entry: Entry, name: str, which: str = "seconds") -> float | None:
-    """A contender's figure in the cell's unit; `which` may be a quartile."""
+    """A contender's figure in the case's unit; `which` may be a quartile."""
     result, unit = entry["results"].get(name, {}), entry["unit"]
     if unit == "MiB":
         return result["bytes"] / MIB if "bytes" in result else None
@@ -78,7 +78,7 @@ def _spread(entry: Entry) -> str:
     return f"{100 * max(halves):.1f}" if halves else ""
 
 
-def ceiling(document: dict[str, Any], name: str, dtype: str | None = None) -> float | None:
+def roofline(document: dict[str, Any], name: str, dtype: str | None = None) -> float | None:
     for found in document["ceilings"]:
         if found["name"] == name and found.get("dtype") == dtype and "value" in found:
             return float(found["value"])
@@ -112,11 +112,11 @@ def _extra_columns(document: dict[str, Any], entries: list[Entry]) -> dict[str, 
         seconds = [cost(entry, OWN) for entry in entries]
         pairs = list(zip(entries, seconds, strict=True))
         columns["GB/s"] = [number(e["bytes"] / s / 1e9) if s else "" for e, s in pairs]
-        most = ceiling(document, "read")
+        most = roofline(document, "read")
         if most:
             columns["% of read"] = [_share(e["bytes"], s, most) for e, s in pairs]
     for name in ("mma", "gemm"):
-        mosts = [ceiling(document, name, entry["dtype"]) for entry in entries]
+        mosts = [roofline(document, name, entry["dtype"]) for entry in entries]
         if any(mosts) and all(entry["unit"] in SCALES for entry in entries):
             columns[f"% of {name}"] = [
                 _share(entry["flop"], cost(entry, OWN), most)
@@ -134,7 +134,7 @@ def _notes(entries: list[Entry], names: list[str], others: list[str]) -> list[st
             below = sum(r < 1 for r in ratios)
             notes.append(
                 f"anyflash / {name}: {geometric_mean(ratios):.2f} in the geometric mean of "
-                f"{len(ratios)} cells, {min(ratios):.2f} to {max(ratios):.2f}, {below} below 1"
+                f"{len(ratios)} cases, {min(ratios):.2f} to {max(ratios):.2f}, {below} below 1"
             )
     notes += _refusals(entries, names)
     clocks = [entry["gpu"] for entry in entries if "sm_mhz" in entry.get("gpu", {})]
@@ -160,7 +160,7 @@ def _refusals(entries: list[Entry], names: list[str]) -> list[str]:
             if reason:
                 reasons.setdefault(name, []).append(reason)
     return [
-        f"{name}: none in {len(found)} cells: {found[0]}{_others(len(set(found)) - 1)}"
+        f"{name}: none in {len(found)} cases: {found[0]}{_others(len(set(found)) - 1)}"
         for name, found in reasons.items()
     ]
 
@@ -208,12 +208,12 @@ def about_lines(document: dict[str, Any]) -> list[str]:
     for found in document["ceilings"]:
         kind = " ".join(x for x in (found["name"], found.get("dtype")) if x)
         if "error" in found:
-            lines.append(f"ceiling {kind}: none: {found['error']}")
+            lines.append(f"roofline {kind}: none: {found['error']}")
         elif found["unit"] == "B/s":
-            lines.append(f"ceiling {kind}: {found['value'] / 1e9:.0f} GB/s")
+            lines.append(f"roofline {kind}: {found['value'] / 1e9:.0f} GB/s")
         else:
             unit = "TFLOP/s" if found["value"] > 2e12 else "GFLOP/s"
-            lines.append(f"ceiling {kind}: {number(found['value'] / SCALES[unit])} {unit}")
+            lines.append(f"roofline {kind}: {number(found['value'] / SCALES[unit])} {unit}")
     return lines
 
 

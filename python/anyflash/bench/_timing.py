@@ -37,7 +37,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a contender may take in a cell: `contender_seconds`, between `fewest` and `most`
+    """How long a contender may take in a case: `contender_seconds`, between `fewest` and `most`
     samples of `round_seconds` (or of one call, where that is longer)."""
 
     contender_seconds: float = 0.4
@@ -104,7 +104,7 @@ class CudaTimer:
 
 
 class GraphTimer(CudaTimer):
-    """Replays of a graph of calls, one cache of a decoding cell after the other. To be used within
+    """Replays of a graph of calls, one cache of a decoding case after the other. To be used within
     `ArrayLibrary.apart()`."""
 
     def prepare(self, call: Call) -> Sampler:

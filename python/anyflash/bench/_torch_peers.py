@@ -26,13 +26,13 @@ def torch_call(
     back: Callable[[Any], Any] = _same,
     context: Context = nullcontext,
 ) -> Call:
-    """A cell done by `attend(q, k, v)` and PyTorch's autograd.
+    """A case done by `attend(q, k, v)` and PyTorch's autograd.
 
     `into` brings a tensor from anyflash's layout to that of `attend`, before anything is timed;
     `back` is its inverse.
     """
     torch = importlib.import_module("torch")
-    op = problem.cell.op
+    op = problem.case.op
     q, k, v = (into(x) for x in (problem.q, problem.k, problem.v))
     if op == "forward":
         return Call(lambda turn: attend(q, k, v), lambda out: (back(out),), context)
@@ -64,7 +64,7 @@ def _seqlen_first(x: Any) -> Any:
 
 def needs_scores(problem: Problem) -> None:
     """Refuse where a matrix of scores, and what is made of it, would not fit."""
-    wanted, free = 4 * problem.cell.scores_bytes, problem.arrays.free_bytes()
+    wanted, free = 4 * problem.case.scores_bytes, problem.arrays.free_bytes()
     if wanted > free:
         raise Unsupported(f"its scores would take about {wanted / 1e9:.0f} of {free / 1e9:.0f} GB")
 
@@ -73,15 +73,15 @@ def sdpa(backend: str) -> Callable[[Problem], Call]:
     """scaled_dot_product_attention of one backend."""
 
     def build(problem: Problem) -> Call:
-        cell, options = problem.cell, dict[str, Any]()
+        case, options = problem.case, dict[str, Any]()
         attention = importlib.import_module("torch.nn.attention")
         function = importlib.import_module("torch.nn.functional").scaled_dot_product_attention
         kernel = getattr(attention.SDPBackend, backend)
-        if cell.lengths:
+        if case.lengths:
             raise Unsupported("no packed sequences")
         if backend == "MATH":
             needs_scores(problem)
-        group = cell.heads // cell.kv_heads
+        group = case.heads // case.kv_heads
         if group > 1 and backend != "EFFICIENT_ATTENTION":
             options["enable_gqa"] = True
 
@@ -89,17 +89,17 @@ def sdpa(backend: str) -> Callable[[Problem], Call]:
             manager: AbstractContextManager[Any] = attention.sdpa_kernel(kernel)
             return manager
 
-        if cell.op == "decode":
+        if case.op == "decode":
             return _sdpa_decode(problem, function, options, context)
         for name, value in problem.options.items():
             if name == "bias":
-                options["attn_mask"] = value.expand(cell.batch, cell.heads, -1, -1)
+                options["attn_mask"] = value.expand(case.batch, case.heads, -1, -1)
             elif name == "dropout_p":
                 options[name] = value
             elif name != "seed":
                 raise Unsupported(f"no {name}")
-        if cell.causal:
-            if cell.keys != cell.seqlen:
+        if case.causal:
+            if case.keys != case.seqlen:
                 raise Unsupported("its causal mask is aligned at the top left")
             options["is_causal"] = True
 
@@ -116,7 +116,7 @@ def sdpa(backend: str) -> Callable[[Problem], Call]:
 def _sdpa_decode(
     problem: Problem, function: Any, options: dict[str, Any], context: Context
 ) -> Call:
-    if problem.cell.page_size:
+    if problem.case.page_size:
         raise Unsupported("no pages")
     q = problem.q.transpose(1, 2)
     k, v = (x.transpose(2, 3) for x in problem.caches)
@@ -126,19 +126,19 @@ def _sdpa_decode(
         context,
         problem.turns,
         # Several queries without a mask: its causal one is aligned at the top left.
-        comparable=problem.cell.seqlen == 1,
+        comparable=problem.case.seqlen == 1,
     )
 
 
 def varlen(problem: Problem) -> Call:
     """torch.nn.attention.varlen, in either of the forms that its releases have."""
-    cell = problem.cell
-    if not cell.lengths or cell.feature not in {"", "packed"}:
+    case = problem.case
+    if not case.lengths or case.feature not in {"", "packed"}:
         raise Unsupported("only packed sequences without features")
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(function).parameters
     options: dict[str, Any] = {}
-    if cell.causal:
+    if case.causal:
         options = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     return torch_call(problem, lambda q, k, v: function(q, k, v, *problem.packing, **options))
 
@@ -147,7 +147,7 @@ def flex(problem: Problem) -> Call:
     """flex_attention, compiled: the features that are functions of a score and its place."""
     torch = importlib.import_module("torch")
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    cell, slopes = problem.cell, problem.slopes
+    case, slopes = problem.case, problem.slopes
 
     def softcap(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return SOFTCAP * torch.tanh(score / SOFTCAP)
@@ -163,12 +163,12 @@ def flex(problem: Problem) -> Call:
 
     scores = {"softcap": softcap, "alibi": alibi}
     masks = {"window 512": window, "block mask, half": block}
-    if cell.feature not in {**scores, **masks}:
+    if case.feature not in {**scores, **masks}:
         raise Unsupported("other features are measured beside other peers")
-    options: dict[str, Any] = {"score_mod": scores.get(cell.feature)}
-    if cell.feature in masks:
+    options: dict[str, Any] = {"score_mod": scores.get(case.feature)}
+    if case.feature in masks:
         options["block_mask"] = module.create_block_mask(
-            masks[cell.feature], None, None, cell.seqlen, cell.keys, device=problem.arrays.device
+            masks[case.feature], None, None, case.seqlen, case.keys, device=problem.arrays.device
         )
     torch.compiler.reset()  # beyond a few variants it would no longer compile, and not say so
     compiled = torch.compile(module.flex_attention, dynamic=False)
@@ -182,21 +182,21 @@ def flex(problem: Problem) -> Call:
 
 def standard(problem: Problem) -> Call:
     """softmax(scale * Q K^T) V with whole matrices, in PyTorch or NumPy."""
-    cell = problem.cell
-    if cell.lengths or cell.op == "decode" or cell.feature not in {"", "plain", "causal"}:
+    case = problem.case
+    if case.lengths or case.op == "decode" or case.feature not in {"", "plain", "causal"}:
         raise Unsupported("only dense problems without features")
-    if cell.kv_heads != cell.heads:
+    if case.kv_heads != case.heads:
         raise Unsupported("no grouped heads")
     needs_scores(problem)
     if problem.arrays.name == "numpy":
         return _standard_numpy(problem)
     torch = importlib.import_module("torch")
-    scale = cell.d**-0.5
+    scale = case.d**-0.5
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         scores = (q * scale) @ k.transpose(-1, -2)
-        if cell.causal:
-            shape, shift = scores.shape[-2:], cell.keys - cell.seqlen + 1
+        if case.causal:
+            shape, shift = scores.shape[-2:], case.keys - case.seqlen + 1
             hidden = torch.ones(shape, dtype=torch.bool, device=scores.device).triu(shift)
             scores = scores.masked_fill(hidden, float("-inf"))
         return torch.softmax(scores, -1) @ v
@@ -205,17 +205,17 @@ def standard(problem: Problem) -> Call:
 
 
 def _standard_numpy(problem: Problem) -> Call:
-    cell = problem.cell
+    case = problem.case
     np: Any = importlib.import_module("numpy")
     q, k, v, dout = (
         x.swapaxes(1, 2).astype(np.float32) for x in (problem.q, problem.k, problem.v, problem.dout)
     )
-    scale = np.float32(cell.d**-0.5)
+    scale = np.float32(case.d**-0.5)
 
     def probabilities() -> Any:
         scores = (q * scale) @ k.swapaxes(-1, -2)
-        if cell.causal:
-            scores[..., ~np.tri(cell.seqlen, cell.keys, cell.keys - cell.seqlen, bool)] = -np.inf
+        if case.causal:
+            scores[..., ~np.tri(case.seqlen, case.keys, case.keys - case.seqlen, bool)] = -np.inf
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         return scores / scores.sum(-1, keepdims=True)
 
@@ -232,6 +232,6 @@ def _standard_numpy(problem: Problem) -> Call:
     def seqlen_first(results: Any) -> tuple[Any, ...]:
         return tuple(x.swapaxes(1, 2) for x in results)
 
-    if cell.op == "backward":
+    if case.op == "backward":
         raise Unsupported("its backward needs its forward: see both")
-    return Call(forward if cell.op == "forward" else gradients, seqlen_first)
+    return Call(forward if case.op == "forward" else gradients, seqlen_first)

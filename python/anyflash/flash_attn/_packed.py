@@ -10,7 +10,7 @@ import torch
 
 from anyflash.flash_attn._options import check_tensors, optional
 from anyflash.flash_attn._private import attend, backward
-from anyflash.torch._dispatch_state import is_traced
+from anyflash.torch._dispatch_state import autocast_dtype, is_grad_enabled, is_traced
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -40,11 +40,11 @@ def attend_packed(
             f"({'total' if packing else 'batch, seqlen'}, {axes}, head_dim)"
         )
     if (
-        not torch.is_grad_enabled()
+        not is_grad_enabled()
         or not (packed.requires_grad or (q is not None and q.requires_grad))
         or (slopes is not None and slopes.requires_grad)
         or is_traced(packed)
-        or torch.is_autocast_enabled(device)
+        or autocast_dtype(device) is not None
     ):
         return _by_parts(*arguments)[:3]
     results: Any = _Packed.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class _Packed(torch.autograd.Function):
         options, dropout_p, deterministic = ctx.numbers
         packing = (*cu_seqlens, *ctx.max_seqlens)
         nothing = (None,) * 5
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_grad_enabled():  # create_graph=True
             numbers = (options, dropout_p, deterministic, False, rng_state)
             again = _by_parts(q, packed, packing, *numbers)
             pairs = [(y, g) for y, g in zip(again[:2], (dout, dlse), strict=True) if g is not None]

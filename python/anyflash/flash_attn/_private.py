@@ -18,6 +18,7 @@ from anyflash.flash_attn._options import (
 )
 from anyflash.flash_attn._s_dmask import round_multiple, s_dmask
 from anyflash.torch import attention, attention_varlen
+from anyflash.torch._dispatch_state import is_deterministic
 from anyflash.torch._paged import attention_varlen_paged
 
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -72,7 +73,7 @@ def backward(
         **({"dropout_p": dropout_p, "rng_state": rng_state} if dropout_p > 0 else {}),
         **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
         dlse=dlse,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic=deterministic or is_deterministic(),
     )
 
 

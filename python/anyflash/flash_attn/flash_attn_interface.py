@@ -30,6 +30,7 @@ from anyflash.flash_attn._private import (
 )
 from anyflash.flash_attn._s_dmask import _get_block_size_n, round_multiple
 from anyflash.torch import attention, attention_varlen
+from anyflash.torch._dispatch_state import is_grad_enabled
 
 __all__ = [
     "FlashAttnFunc",
@@ -202,7 +203,7 @@ def flash_attn_varlen_func(
         def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             return attend_paged(q, k, v, packing, options, dropout_p, block_table)[:3]
 
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        recorded = is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         function: Any = partial(ForwardOnly.apply, paged) if recorded else paged
         results = function(q, k, v)
         return results if return_attn_probs else results[0]
@@ -385,8 +386,8 @@ class _Applied:
         self._function = function
 
     def apply(self, *arguments: Any) -> Any:
-        *given, is_grad_enabled = arguments
-        with torch.set_grad_enabled(is_grad_enabled):
+        *given, enabled = arguments
+        with torch.set_grad_enabled(enabled):
             return self._function(*given)
 
 

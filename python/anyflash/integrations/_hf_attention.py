@@ -18,6 +18,7 @@ from anyflash.integrations._hf_masks import (
     read_keys,
 )
 from anyflash.integrations._hf_paged import Pages, update_cache
+from anyflash.torch._dispatch_state import autocast_dtype, is_grad_enabled
 
 # Their arguments are collected in dictionaries here, which a type checker cannot look into.
 attention: Any = anyflash.torch.attention
@@ -131,7 +132,7 @@ def _check(others: dict[str, Any]) -> None:
 
 def _half(module: torch.nn.Module, query: Tensor) -> torch.dtype | None:
     """On a GPU, float32 states of a model in half precision (PEFT keeps its norms so) are cast."""
-    if query.dtype != torch.float32 or not query.is_cuda or torch.is_autocast_enabled():
+    if query.dtype != torch.float32 or not query.is_cuda or autocast_dtype("cuda") is not None:
         return None
     config = getattr(module, "config", None)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
@@ -184,7 +185,7 @@ def _decodes(states: States, numbers: Options) -> bool:
     if not q.shape[1] < k.shape[1] or q.shape[1] > _MAX_DECODED:
         return False
     given = (q, k, v, numbers["sinks"])
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given))
+    return not (is_grad_enabled() and any(x is not None and x.requires_grad for x in given))
 
 
 def _packed(states: States, ends: tuple[Any, ...], options: Options) -> Tensor:

@@ -25,15 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from anyflash.torch._dispatch_state import is_capturing, is_compiling, is_jit_tracing
+
 _masking: Any = import_module("transformers.masking_utils")
 
 
 def is_traced() -> bool:
     """No value of a tensor may be read now."""
-    if torch.compiler.is_compiling():
-        return True
-    is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
-    return is_tracing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return is_compiling() or is_jit_tracing() or is_capturing()
 
 
 def attention_mask(

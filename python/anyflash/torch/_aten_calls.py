@@ -19,7 +19,7 @@ from anyflash._call.options import (
     OutputRequest,
     Packing,
 )
-from anyflash.torch._dispatch_state import is_recorded
+from anyflash.torch._dispatch_state import is_deterministic, is_recorded
 from anyflash.torch._kvcache import attention_with_kvcache
 from anyflash.torch._paged import attention_varlen_paged, split_pages
 from anyflash.torch._random import draw
@@ -204,7 +204,7 @@ def gradients(
         if transposed:
             given = tuple(x.transpose(1, 2) for x in given)
         q, k, v, dq, dk, dv, dout, out = given
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = is_deterministic()
         request = GradientRequest(deterministic, dq=dq, dk=dk, dv=dv)
         call = Backward(f"aten::{name} (anyflash)", (q, k, v), options, packing)
         call.run(dout, out, lse, None, request)

@@ -21,8 +21,10 @@ from anyflash._call.results import AttentionResult, Returned
 from anyflash.torch import _problem
 from anyflash.torch._autograd import Attention, TransformedAttention, apply
 from anyflash.torch._dispatch_state import (
+    autocast_dtype,
     is_any_autocast_enabled,
     is_compiling,
+    is_deterministic,
     is_in_functorch,
     is_recorded,
     is_traced,
@@ -110,7 +112,7 @@ def _read(
                 "ranks would draw different ones. Pass seed, the same on every rank"
             )
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = is_deterministic()
     flags = packing.validate, options.causal, deterministic
     validate, causal, deterministic = parsing.flag_values(operation, _FLAGS, flags)
     drops_sharded = dropout_p != 0 and is_distributed(tensors[0])
@@ -159,9 +161,9 @@ def autocast(tensors: tuple[Tensor, ...]) -> Any:
     if not is_compiling() and not is_any_autocast_enabled():
         return tensors  # the question that costs least
     device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(device) if device in ("cpu", "cuda") else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.dtype in _AUTOCAST else x for x in tensors
     )

@@ -19,7 +19,6 @@ from anyflash._call.options import (
 from anyflash._call.results import AttentionResult
 from anyflash.torch import _fast_path
 from anyflash.torch._attend import attend
-from anyflash.torch._dispatch_state import is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -195,7 +194,6 @@ def attention(
         and out_dtype is None
         and (deterministic is None or isinstance(deterministic, bool))
         and return_max_logits is return_dropout_mask is return_result is False
-        and not is_compiling()
     ):
         result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.attend(
             _NAME, q, k, v, softmax_scale, causal, return_lse

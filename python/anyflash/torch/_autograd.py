@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflash.torch import _problem, _recompute, _vmap
-from anyflash.torch._dispatch_state import is_traced
+from anyflash.torch._dispatch_state import is_grad_enabled, is_traced
 from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Problem, RequestedOutputs
 
 Grads = tuple[Tensor | None, ...]
@@ -106,7 +106,7 @@ def gradients_of(ctx: Context, p: Problem, out: Any, lse: Any, grads: Grads) -> 
     if dout is None and dlse is None:
         return NO_GRADS[:DIFFERENTIABLE]
     wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         found = apply(Gradient, *p, out, lse, dout, dlse, wanted)
     else:
         found = backward(p, out, lse, dout, dlse, wanted)

@@ -1,4 +1,7 @@
-"""What PyTorch is asked about its state: who looks at what is done with a tensor."""
+"""What PyTorch is asked about its state: who looks at what is done with a tensor, and how.
+
+No other module asks; tests/lint/check_torch_state.py looks for those that do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 # Looked up once: each of these takes as long as what it asks.
 is_compiling = torch.compiler.is_compiling  # by torch.compile or torch.export
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_grad_enabled = torch.is_grad_enabled
+is_deterministic = torch.are_deterministic_algorithms_enabled
+is_grad_enabled = torch.is_grad_enabled
 is_jit_tracing = torch._C._is_tracing
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
@@ -25,6 +29,16 @@ def is_plain(*tensors: Any) -> bool:
         if type(x) not in PLAIN:
             return False
     return True
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What torch.autocast casts to on this kind of device; None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def is_capturing() -> bool:
+    """Whether the work becomes part of a CUDA graph, so that nobody may wait for a result."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def is_in_functorch() -> bool:
@@ -57,7 +71,7 @@ def is_recorded(*tensors: Any) -> bool:
     """Whether autograd wants to know what is done with one of them, tensors or not."""
     if is_forward_mode():
         return True
-    if not _is_grad_enabled():
+    if not is_grad_enabled():
         return False
     for x in tensors:  # noqa: SIM110 (any() is slower)
         if isinstance(x, Tensor) and x.requires_grad:
@@ -66,25 +80,27 @@ def is_recorded(*tensors: Any) -> bool:
 
 
 def needs_adapter(arrays: tuple[Any, ...], autocast: bool) -> bool:
-    """Whether arrays, q first, must go through anyflash.torch, if nothing is compiled: autocast
-    counts if ``autocast``."""
+    """Whether arrays, q first, must go through anyflash.torch; autocast counts if ``autocast``."""
     return (
-        is_recorded(*arrays) or _is_watched(arrays[0]) or (autocast and is_any_autocast_enabled())
+        is_compiling()
+        or is_recorded(*arrays)
+        or _is_watched(arrays[0])
+        or (autocast and is_any_autocast_enabled())
     )
 
 
 def is_plain_eager(q: Any, k: Any, v: Any) -> bool:
-    """Whether they are plain tensors, and nobody traces, records or casts what is done with them,
-    if nothing is compiled. The questions above, in one step: these are asked by calls that take
-    little else."""
+    """Whether they are plain tensors, and nobody compiles, traces, records or casts what is done
+    with them. The questions above, in one step: these are asked by calls that take little else."""
     return not (
-        type(q) not in PLAIN
+        is_compiling()
+        or type(q) not in PLAIN
         or type(k) not in PLAIN
         or type(v) not in PLAIN
         or _len_torch_dispatch_stack() > 0
         or _peek_interpreter_stack() is not None
         or is_jit_tracing()
         or forward_ad._current_level >= 0
-        or (_is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or is_any_autocast_enabled()
     )

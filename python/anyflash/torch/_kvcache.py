@@ -16,7 +16,7 @@ from anyflash._call.options import (
     OutputRequest,
 )
 from anyflash.torch._attend import as_dtype, check_tensor
-from anyflash.torch._dispatch_state import is_traced
+from anyflash.torch._dispatch_state import is_grad_enabled, is_traced
 from anyflash.torch._ops import define, lse_shape, or_empty
 from anyflash.torch._sharding import is_distributed
 
@@ -72,7 +72,7 @@ def _fake(
 def _refuse_gradients(operation: str, arguments: dict[str, Any]) -> None:
     """As it is done where nothing is traced."""
     for name, x in arguments.items():
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if isinstance(x, Tensor) and x.requires_grad and is_grad_enabled():
             raise NotImplementedError(
                 f"{operation}: {name} requires grad, but attention with a KV cache has no "
                 "backward; use torch.no_grad(), or detach() the tensor"

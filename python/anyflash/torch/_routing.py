@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.backends import mha
 
 import anyflash
-from anyflash.torch._dispatch_state import PLAIN, is_compiling, is_forward_mode, is_jit_tracing
+from anyflash.torch._dispatch_state import (
+    PLAIN,
+    autocast_dtype,
+    is_compiling,
+    is_forward_mode,
+    is_jit_tracing,
+)
 from anyflash.torch._fast_path import DTYPES
 from anyflash.torch._sdpa import (
     is_causal_bias,
@@ -162,8 +168,9 @@ def _is_ours(
     kind, dtype = device.type, query.dtype
     if kind not in DTYPES or not query.dim() or not query.shape[-1] or not value.shape[-1]:
         return False
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    cast = autocast_dtype(kind)
+    if cast is not None and dtype != torch.float64:
+        dtype = cast
     if kind == "cpu" or dtype not in DTYPES[kind]:
         return dtype in DTYPES[kind]
     return max(query.shape[-1], value.shape[-1]) <= _CUDA_HEAD_DIM and _is_supported_gpu(

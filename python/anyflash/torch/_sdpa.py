@@ -17,7 +17,7 @@ from anyflash.torch import _fast_path
 from anyflash.torch._attention import attention
 from anyflash.torch._dispatch_state import (
     PLAIN,
-    is_compiling,
+    autocast_dtype,
     is_plain,
     is_plain_eager,
     is_recorded,
@@ -121,7 +121,6 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     out: Tensor | None = None
     if (
         not dropout_p
-        and not is_compiling()
         and is_plain_eager(query, key, value)
         and (attn_mask is None or _is_direct_mask(attn_mask))
     ):
@@ -242,7 +241,7 @@ def _refuse(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
             raise RuntimeError(
                 f"{_NAME}: {name} has shape {tuple(x.shape)}; at least 2 axes are needed"
             )
-        if x.dtype != query.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != query.dtype and autocast_dtype(x.device.type) is None:
             raise RuntimeError(f"{_NAME}: {name} is {x.dtype}, but query is {query.dtype}")
 
 

@@ -8,8 +8,9 @@ page has them between two comments:
     <!-- bench FILE.json table rows=LABELS columns=LABELS [LABEL=VALUE ...] -->
     <!-- end of bench -->
 
-LABELS are some of a cell's labels, with commas; `by` is the library. Cells can be chosen by their
-labels. `facts` in place of `table` says how, where and when the file was measured.
+LABELS are some of a case's labels, with commas; `by` is the library. Cases can be chosen by their
+labels. `facts` in place of `table` says how, where and when the file was measured. Figures within
+sentences have comments of their own: prose_figures.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import prose_figures
 import speed_plot
 
 from anyflash.bench import _report
@@ -72,7 +74,7 @@ REGION = re.compile(
 
 @dataclass(frozen=True)
 class Figure:
-    """A library's result in a cell."""
+    """A library's result in a case."""
 
     labels: dict[str, str]
     text: str
@@ -142,12 +144,12 @@ def load(name: str) -> dict[str, Any]:
 
 
 def figures(document: dict[str, Any], entry: dict[str, Any]) -> Iterator[Figure]:
-    """A cell's, the fastest one in bold where there are several; with the share of the memory's
+    """A case's, the fastest one in bold where there are several; with the share of the memory's
     bandwidth where that was measured."""
     costs = {name: _report.cost(entry, name) for name in entry["results"]}
     known = {name: cost for name, cost in costs.items() if cost is not None}
     names = WAYS if entry["op"] == "call" else NAMES
-    read = _report.ceiling(document, "read")
+    read = _report.roofline(document, "read")
     for name, cost in known.items():
         value = _report.value(entry, name)
         assert value is not None
@@ -161,14 +163,14 @@ def figures(document: dict[str, Any], entry: dict[str, Any]) -> Iterator[Figure]
 
 
 def chosen(document: dict[str, Any], wanted: dict[str, str]) -> list[dict[str, Any]]:
-    cells = [
+    cases = [
         entry
         for entry in document["cells"]
         if all(entry["labels"].get(name) in values.split(",") for name, values in wanted.items())
     ]
-    if not cells:
-        raise ValueError(f"no cell has the labels {wanted}")
-    return cells
+    if not cases:
+        raise ValueError(f"no case has the labels {wanted}")
+    return cases
 
 
 def ratios(entries: list[dict[str, Any]]) -> Iterator[str]:
@@ -206,9 +208,19 @@ def facts(document: dict[str, Any], link: str) -> Iterator[str]:
     yield from (f"- {name}: {text}" for name, text in about.items() if name.startswith("clocks"))
     for found in document["ceilings"]:
         scale, unit = (1e9, "GB/s") if found["unit"] == "B/s" else (1e12, "TFLOP/s")
-        yield f"- ceiling {found['name']}: {_report.number(found['value'] / scale)} {unit}"
+        yield f"- roofline {found['name']}: {_report.number(found['value'] / scale)} {unit}"
     source = f", transcribed from {about['transcribed']}" if "transcribed" in about else ""
     yield f"- data: [{Path(link).name}]({link}){source}"
+
+
+def prose_figure(found: re.Match[str]) -> str:
+    document = load(found["file"])
+    options = dict(word.split("=", 1) for word in shlex.split(found["options"]))
+    limits = {n: float(options.pop(n)) for n in ("larger", "smaller", "below") if n in options}
+    text = prose_figures.text(
+        document, chosen(document, options), found["statistic"], found["quantity"], limits
+    )
+    return found["begin"] + text + found["end"]
 
 
 def filled(page: Path) -> str:
@@ -224,7 +236,7 @@ def filled(page: Path) -> str:
             lines = facts(document, Path(path).as_posix())
         return "\n".join([found["begin"], *lines, "", found["end"]])
 
-    return REGION.sub(region, page.read_text())
+    return prose_figures.FIGURE.sub(prose_figure, REGION.sub(region, page.read_text()))
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-// Lets one test source run in the emulator (g++) and on a GPU (nvcc -x cu -arch=sm_80): that the
+// Lets one test source run in the emulator (g++) and on a GPU (nvcc -x cu -arch=sm_80). That the
 // two agree is the evidence that the emulator's instructions are the hardware's.
 #pragma once
 

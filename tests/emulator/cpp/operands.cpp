@@ -78,9 +78,9 @@ void check(const char* what) {
   }
 }
 
-template <int kHeadDim, bool kGeneric, bool kQuadKeys, TileConfig kTileConfig>
+template <int kHeadDim, bool kGeneric, bool kKeysInRuns, TileConfig kTileConfig>
 void check_backward(const char* what) {
-  using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kQuadKeys, kTileConfig>;
+  using Traits = BackwardTraits<Element, kHeadDim, kHeadDim, kGeneric, kKeysInRuns, kTileConfig>;
   using TileQ = typename Traits::TileQ;
   using TileK = typename Traits::TileK;
   using TileP = typename Traits::TileP;

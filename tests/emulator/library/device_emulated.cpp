@@ -57,7 +57,12 @@ const DeviceProperties& device_properties(int index) {
   // reserved.
   thread_local DeviceProperties properties;
   const std::size_t smem = emu::options().shared_memory_limit;
-  properties = {"emulated GPU", compute_capability, multiprocessors, smem, smem + 1024, full_grid};
+  properties.name = "emulated GPU";
+  properties.compute_capability = compute_capability;
+  properties.multiprocessors = multiprocessors;
+  properties.smem_per_block = smem;
+  properties.smem_per_multiprocessor = smem + 1024;
+  properties.full_grid = full_grid;
   return properties;
 }
 

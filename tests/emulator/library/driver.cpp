@@ -1,5 +1,5 @@
-// Runs a plan of the forward, backward or decoding on the emulated GPU and compares with
-// float64: the program behind the sanitizer and mutation tests, where Python cannot be the host.
+// Runs a plan of the forward, backward or decoding on the emulated GPU and compares with float64.
+// It is the program behind the sanitizer and mutation tests, where Python cannot be the host.
 //
 //   emulated_driver [--stop] < cases        one case a line:
 //   dtype batch seqlen_q seqlen_k heads heads_k head_dim head_dim_v causal scale seed key=value ...

@@ -84,7 +84,8 @@ class GradientReference {
   struct Row {
     Sequence s;
     int64_t b, h, i;
-    double lse, delta, delta_size;
+    double lse;
+    double delta = 0, delta_size = 0;
     const double* dout;
   };
 
@@ -107,7 +108,13 @@ class GradientReference {
     const double lse = p_.lse.at(0, s.batch, h, s.first_q + i);
     if (std::isinf(lse)) return;
     const int64_t at = p_.out.index(s.batch, s.first_q + i, h, 0);
-    Row row{s, b, h, i, lse, 0, 0, dout_.data() + at};
+    Row row;
+    row.s = s;
+    row.b = b;
+    row.h = h;
+    row.i = i;
+    row.lse = lse;
+    row.dout = dout_.data() + at;
     for (int64_t x = 0; x < p_.c.head_dim_v; ++x) {
       const double term = row.dout[x] * out_[static_cast<std::size_t>(at + x)];
       row.delta += term;

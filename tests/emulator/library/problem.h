@@ -54,10 +54,12 @@ class Problem {
 
   Sequence sequence(int64_t b) const {
     const auto at = static_cast<std::size_t>(b);
-    Sequence s{b, 0, 0, c.seqlen_q, c.seqlen_k, c.seqlen_k};
-    if (c.packed()) {
-      s = {0, c.cu_q[at], c.cu_k[at], c.cu_q[at + 1] - c.cu_q[at], 0, c.cu_k[at + 1] - c.cu_k[at]};
-    }
+    Sequence s;
+    s.batch = c.packed() ? 0 : b;
+    s.first_q = c.packed() ? c.cu_q[at] : 0;
+    s.first_k = c.packed() ? c.cu_k[at] : 0;
+    s.queries = c.packed() ? c.cu_q[at + 1] - s.first_q : c.seqlen_q;
+    s.all_keys = c.packed() ? c.cu_k[at + 1] - s.first_k : c.seqlen_k;
     s.keys = c.used.empty() ? s.all_keys : c.used[at];
     return s;
   }

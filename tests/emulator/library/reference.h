@@ -55,8 +55,12 @@ class Reference {
     double sum = sink == -INFINITY ? 0 : std::exp(sink - larger);
     for (const double x : scores) sum += x == -INFINITY ? 0 : std::exp(x - larger);
     const auto columns = static_cast<std::size_t>(c_.head_dim_v);
-    Row result{std::vector<double>(columns), std::vector<double>(columns),
-               sum == 0 ? -INFINITY : larger + std::log(sum), maximum, maximum == -INFINITY};
+    Row result;
+    result.out.resize(columns);
+    result.size.resize(columns);
+    result.lse = sum == 0 ? -INFINITY : larger + std::log(sum);
+    result.max_score = maximum;
+    result.empty = maximum == -INFINITY;
     for (int64_t j = 0; j < s.keys; ++j) {
       const double x = scores[static_cast<std::size_t>(j)];
       if (x == -INFINITY) continue;

@@ -52,6 +52,36 @@ def test_torch_cuda_layouts_have_the_same_bits(torch: ModuleType, dtype: str) ->
     assert torch.equal(out, expected)
 
 
+class OnlyDLPack:
+    """Of a library that anyflash does not know: it cannot be asked for memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.tensor.__dlpack__(**keywords)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("head_dim", [64, 59])
+def test_what_only_speaks_dlpack(torch: ModuleType, head_dim: int) -> None:
+    """More tiles than a GPU has multiprocessors: Hopper's kernels then want a workspace."""
+    tensors = [x.repeat(200, 1, 1, 1) for x in inputs(torch, "bfloat16", head_dim)]
+    out, lse = anyflash.attention(*tensors, causal=True, return_lse=True)
+    given = [OnlyDLPack(x) for x in (*tensors, out, lse)]
+    found = anyflash.attention(*given[:3], causal=True)
+    assert isinstance(found, anyflash.Array)
+    assert torch.equal(torch.from_dlpack(found), out)
+
+    q, k, v, o, log_sum = given
+    gradients = anyflash.attention_backward(o, q, k, v, o, log_sum, causal=True, deterministic=True)
+    expected = anyflash.attention_backward(out, *tensors, out, lse, causal=True, deterministic=True)
+    for actual, gradient in zip(gradients, expected, strict=True):
+        assert torch.equal(torch.from_dlpack(actual), gradient)
+
+
 def test_torch_cuda_errors(torch: ModuleType) -> None:
     q, k, v = inputs(torch)
     with pytest.raises(ValueError, match=r"anyflash\.attention: k is on cpu.*q is on cuda"):

@@ -1,8 +1,10 @@
 """What goes wrong around a call: memory runs out, a producer fails, the interpreter ends, a signal
-comes, the library is there twice. Each has an outcome that the guide names."""
+comes, the library is there twice, the driver is too old. The guide names each outcome."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,10 +19,13 @@ import anyflash
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and resource limits")
 
 
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run(
+    program: str, *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     start = "import os, sys\nimport numpy as np\nimport anyflash\n"
     return subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(program), *map(str, arguments)],
+        env=os.environ | (environment or {}),
         capture_output=True,
         text=True,
         timeout=300,
@@ -228,3 +233,45 @@ def test_two_copies_of_the_library(tmp_path: Path) -> None:
         copy,
     )
     assert found == "True True\n1 b''\nTrue\n[0, 1]\n"
+
+
+OLD_DRIVER = """
+extern "C" int cuDriverGetVersion(int* version) {
+  *version = 11040;
+  return 0;
+}
+"""
+
+
+@pytest.mark.skipif(not anyflash.build_info()["cuda"], reason="this build has no CUDA kernels")
+def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
+    """The import works, and so does the CPU; arrays of a GPU get a sentence with both versions."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no compiler for a driver that says it is old")
+    (tmp_path / "driver.cpp").write_text(OLD_DRIVER)
+    library = ["-shared", "-fPIC", "-o", "libcuda.so.1", "driver.cpp"]
+    subprocess.run([compiler, *library], cwd=tmp_path, check=True)
+    program = """
+        class OnCuda:
+            def __dlpack__(self, **_):
+                return x.__dlpack__()
+
+            def __dlpack_device__(self):
+                return (2, 0)
+
+        x = np.ones((1, 4, 2, 64), np.float16)
+        print(anyflash.attention(x, x, x).shape)
+        try:
+            anyflash.attention(OnCuda(), OnCuda(), OnCuda())
+        except RuntimeError as error:
+            print(error)
+        """
+    done = run(program, environment={"LD_LIBRARY_PATH": str(tmp_path)})
+    needed = anyflash.build_info()["cuda"]["runtime_version"]
+    assert done.stdout == (
+        "(1, 4, 2, 64)\n"
+        "anyflash.attention: a CUDA array cannot be used here: the NVIDIA driver supports CUDA "
+        f"up to 11.4, but this build of anyflash needs CUDA {needed}; update the driver, or build "
+        "anyflash with the older toolkit\n"
+    ), done.stderr

@@ -1,6 +1,6 @@
-"""The benchmark: its cells and counts, what it measures, and that a bad peer stops nothing.
+"""The benchmark: its cases and counts, what it measures, and that a bad peer stops nothing.
 
-Nothing is timed for its own sake: cells are tiny, and only the form of what comes out is looked at.
+Nothing is timed for its own sake: cases are tiny, and only the form of what comes out is looked at.
 """
 
 from __future__ import annotations
@@ -17,80 +17,80 @@ from anyflash import __main__ as command_line
 from anyflash.bench import _measure, _peers, _presets, _ranks, _report
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
-from anyflash.bench._cells import KEY_RANGES, Cell, visible_pairs
+from anyflash.bench._cases import KEY_RANGES, Case, visible_pairs
 from anyflash.bench._peers import PEERS, Peer
-from anyflash.bench._presets import PRESETS, Wanted, cells_of
+from anyflash.bench._presets import PRESETS, Wanted, cases_of
 from anyflash.bench._problem import Problem
 from anyflash.bench._timing import Budget, CpuTimer, take_turns
-from calls.bench_cells import SHORT, TINY, bench_of, document_of
+from calls.bench_cases import SHORT, TINY, bench_of, document_of
 
 ON_GPU = Wanted("cuda", ("bfloat16",), quick=False)
 
 
-# -- cells and counts
+# -- cases and counts
 def test_the_paper_has_flash_attention_2s_grid():
-    cells = cells_of("paper", ON_GPU, {})
-    assert len(cells) == len({cell.key for cell in cells}) == 3 * 3 * 2 * 6
-    assert {cell.batch * cell.seqlen for cell in cells} == {16384}
-    assert {cell.heads * cell.d for cell in cells} == {2048}
-    assert {cell.seqlen for cell in cells} == {512 * 2**i for i in range(6)}
-    assert {cell.d for cell in cells} == {64, 128, 256}
-    assert {cell.op for cell in cells} == {"forward", "backward", "both"}
+    cases = cases_of("paper", ON_GPU, {})
+    assert len(cases) == len({case.key for case in cases}) == 3 * 3 * 2 * 6
+    assert {case.batch * case.seqlen for case in cases} == {16384}
+    assert {case.heads * case.d for case in cases} == {2048}
+    assert {case.seqlen for case in cases} == {512 * 2**i for i in range(6)}
+    assert {case.d for case in cases} == {64, 128, 256}
+    assert {case.op for case in cases} == {"forward", "backward", "both"}
 
 
 def test_training_has_the_models_of_flash_attention_2s_last_table():
-    cells = cells_of("training", ON_GPU, {})
-    assert {(cell.model, cell.heads * cell.d) for cell in cells} == {
+    cases = cases_of("training", ON_GPU, {})
+    assert {(case.model, case.heads * case.d) for case in cases} == {
         ("GPT 1.3B", 2048),
         ("GPT 2.7B", 2560),
     }
-    assert {(cell.seqlen, cell.batch) for cell in cells} == {(2048, 8), (8192, 2)}
-    assert all(cell.op == "both" and cell.causal for cell in cells)
+    assert {(case.seqlen, case.batch) for case in cases} == {(2048, 8), (8192, 2)}
+    assert all(case.op == "both" and case.causal for case in cases)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("quick", [False, True])
-def test_cells_of_a_preset_have_keys_of_their_own(preset, device, quick):
-    cells = cells_of(preset, Wanted(device, ("float16", "bfloat16"), quick), {})
-    assert cells
-    assert len({cell.key for cell in cells}) == len(cells)
-    assert {cell.unit for cell in cells}.isdisjoint(
+def test_cases_of_a_preset_have_keys_of_their_own(preset, device, quick):
+    cases = cases_of(preset, Wanted(device, ("float16", "bfloat16"), quick), {})
+    assert cases
+    assert len({case.key for case in cases}) == len(cases)
+    assert {case.unit for case in cases}.isdisjoint(
         {"GFLOP/s"} if device == "cuda" else {"TFLOP/s"}
     )
-    for cell in cells:
-        assert not cell.lengths or (min(cell.lengths) > 0 and max(cell.lengths) == cell.seqlen)
-        assert not cell.page_size or cell.keys % cell.page_size == 0
+    for case in cases:
+        assert not case.lengths or (min(case.lengths) > 0 and max(case.lengths) == case.seqlen)
+        assert not case.page_size or case.keys % case.page_size == 0
     x = PRESETS[preset].x
-    assert not x or any(x in cell.labels for cell in cells)
+    assert not x or any(x in case.labels for case in cases)
 
 
-def test_only_takes_labels_and_refuses_what_no_cell_has():
+def test_only_takes_labels_and_refuses_what_no_case_has():
     wanted = {"op": frozenset({"forward"}), "d": frozenset({"64", "256"})}
-    cells = cells_of("paper", ON_GPU, wanted)
-    assert {(cell.op, cell.d) for cell in cells} == {("forward", 64), ("forward", 256)}
-    with pytest.raises(ValueError, match=r"--only d=65: these cells have d=128,256,64"):
-        cells_of("paper", ON_GPU, {"d": frozenset({"65"})})
-    with pytest.raises(ValueError, match="these cells have no page"):
-        cells_of("paper", ON_GPU, {"page": frozenset({"1"})})
+    cases = cases_of("paper", ON_GPU, wanted)
+    assert {(case.op, case.d) for case in cases} == {("forward", 64), ("forward", 256)}
+    with pytest.raises(ValueError, match=r"--only d=65: these cases have d=128,256,64"):
+        cases_of("paper", ON_GPU, {"d": frozenset({"65"})})
+    with pytest.raises(ValueError, match="these cases have no page"):
+        cases_of("paper", ON_GPU, {"page": frozenset({"1"})})
 
 
 @pytest.mark.parametrize("feature", KEY_RANGES)
 def test_pairs_of_key_ranges_are_those_that_they_leave(feature):
     """But for the half of the diagonal that a triangle does not count; a prefix has none."""
     causal = feature != "prefix of a quarter"
-    cell = Cell("forward", 1, 256, 1, 8, "float32", causal=causal, feature=feature)
-    begin, end = Problem(cell, NumpyArrays()).key_ranges[0, 0].T
+    case = Case("forward", 1, 256, 1, 8, "float32", causal=causal, feature=feature)
+    begin, end = Problem(case, NumpyArrays()).key_ranges[0, 0].T
     row = np.arange(256)[:, None]
     seen = (begin <= row) & (row < end)
     if causal:
         seen &= row >= np.arange(256)
     rows_of_triangles = 256 if causal else 256 - 64
-    assert cell.flop == 4 * 8 * (seen.sum() - rows_of_triangles / 2)
+    assert case.flop == 4 * 8 * (seen.sum() - rows_of_triangles / 2)
 
 
 def test_a_latent_cache_counts_once():
-    step = Cell("decode", 2, 1, 16, 576, "bfloat16", heads_k=1, seqlen_k=100, d_v=512)
+    step = Case("decode", 2, 1, 16, 576, "bfloat16", heads_k=1, seqlen_k=100, d_v=512)
     assert step.bytes == 2 * (2 * 100 * 576 + 2 * 16 * (576 + 512))
     assert replace(step, d_v=0).bytes == 2 * (2 * 100 * 2 * 576 + 2 * 16 * 2 * 576)
 
@@ -104,19 +104,19 @@ def test_visible_pairs_are_those_of_the_mask(rows, columns):
 
 
 def test_flop_and_bytes_are_counted_as_in_the_paper():
-    cell = Cell("forward", 3, 1000, 8, 64, "bfloat16")
-    assert cell.flop == 4 * 3 * 8 * 1000 * 1000 * 64
-    assert replace(cell, op="backward").flop == 2.5 * cell.flop
-    assert replace(cell, op="both").flop == 3.5 * cell.flop
-    assert replace(cell, causal=True).flop == cell.flop / 2
-    assert replace(cell, heads_k=2).flop == cell.flop
-    assert replace(cell, lengths=(100, 200), seqlen=200).flop == 4 * 8 * (100**2 + 200**2) * 64
-    assert replace(cell, feature="window 512").flop == 0
-    other = replace(cell, d_v=32)
+    case = Case("forward", 3, 1000, 8, 64, "bfloat16")
+    assert case.flop == 4 * 3 * 8 * 1000 * 1000 * 64
+    assert replace(case, op="backward").flop == 2.5 * case.flop
+    assert replace(case, op="both").flop == 3.5 * case.flop
+    assert replace(case, causal=True).flop == case.flop / 2
+    assert replace(case, heads_k=2).flop == case.flop
+    assert replace(case, lengths=(100, 200), seqlen=200).flop == 4 * 8 * (100**2 + 200**2) * 64
+    assert replace(case, feature="window 512").flop == 0
+    other = replace(case, d_v=32)
     assert other.labels["d"] == "64/32"
     assert other.flop == 2 * 3 * 8 * 1000 * 1000 * (64 + 32)
     assert replace(other, op="backward").flop == 2 * 3 * 8 * 1000 * 1000 * (3 * 64 + 2 * 32)
-    step = Cell("decode", 4, 2, 8, 64, "float16", heads_k=2, seqlen_k=100)
+    step = Case("decode", 4, 2, 8, 64, "float16", heads_k=2, seqlen_k=100)
     assert step.bytes == 2 * (2 * 4 * 100 * 2 * 64 + 2 * 4 * 2 * 8 * 64)
 
 
@@ -124,8 +124,8 @@ def test_flop_and_bytes_are_counted_as_in_the_paper():
 @pytest.mark.parametrize("op", ["forward", "backward", "both"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_numpy_alone(op, causal):
-    cell = replace(TINY, op=op, causal=causal)
-    results = _measure.measure(cell, bench_of(NumpyArrays(), "deterministic"))["results"]
+    case = replace(TINY, op=op, causal=causal)
+    results = _measure.measure(case, bench_of(NumpyArrays(), "deterministic"))["results"]
     assert results["anyflash"]["q1"] <= results["anyflash"]["seconds"] <= results["anyflash"]["q3"]
     assert len(results["anyflash"]["samples"]) >= SHORT.fewest
     assert ("seconds" in results["deterministic"]) == (op == "backward")
@@ -144,8 +144,8 @@ def test_a_head_dim_of_v_alone(op):
 @pytest.mark.parametrize("heads_k", [0, 1])
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_and_its_backends(op, heads_k, causal):
-    cell = replace(TINY, op=op, heads_k=heads_k, causal=causal)
-    entry = _measure.measure(cell, bench_of(TorchArrays("cpu"), "flash", "math", "standard"))
+    case = replace(TINY, op=op, heads_k=heads_k, causal=causal)
+    entry = _measure.measure(case, bench_of(TorchArrays("cpu"), "flash", "math", "standard"))
     told = {name for name, result in entry["results"].items() if "seconds" in result}
     assert told == {"anyflash", "flash", "math"} | (set() if heads_k else {"standard"})
     assert all(_report.value(entry, name) > 0 for name in told)
@@ -158,9 +158,9 @@ FEATURES = [name for name in _presets.FEATURES if name != "packed"]
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature, op):
     if op == "backward" and feature == "max_logits":
-        return  # no cell of the preset
-    cell = replace(TINY, op=op, seqlen=128, feature=feature, causal=feature == "causal", unit="ms")
-    entry = _measure.measure(cell, bench_of(TorchArrays("cpu"), "plain", "flash"))
+        return  # no case of the preset
+    case = replace(TINY, op=op, seqlen=128, feature=feature, causal=feature == "causal", unit="ms")
+    entry = _measure.measure(case, bench_of(TorchArrays("cpu"), "plain", "flash"))
     results = entry["results"]
     assert "seconds" in results["anyflash"]
     assert ("seconds" in results["plain"]) == (feature != "plain")
@@ -176,8 +176,8 @@ def test_features(feature, op):
 @pytest.mark.parametrize("arrays", [NumpyArrays, lambda: TorchArrays("cpu")])
 @pytest.mark.parametrize("lengths", [(16, 16), (5, 1, 20)])
 def test_packed_problems(op, arrays, lengths):
-    cell = replace(TINY, op=op, batch=len(lengths), seqlen=max(lengths), lengths=lengths)
-    results = _measure.measure(cell, bench_of(arrays(), "plain"))["results"]
+    case = replace(TINY, op=op, batch=len(lengths), seqlen=max(lengths), lengths=lengths)
+    results = _measure.measure(case, bench_of(arrays(), "plain"))["results"]
     assert "seconds" in results["anyflash"]
     assert ("seconds" in results["plain"]) == (len(set(lengths)) == 1)
 
@@ -186,30 +186,30 @@ def test_packed_problems(op, arrays, lengths):
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("arrays", [NumpyArrays, lambda: TorchArrays("cpu")])
 def test_decoding(queries, page_size, arrays):
-    cell = Cell(
+    case = Case(
         "decode", 2, queries, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True,
         page_size=page_size, unit="us",
     )  # fmt: skip
     peers = () if arrays is NumpyArrays else ("flash",)
-    results = _measure.measure(cell, bench_of(arrays(), *peers))["results"]
+    results = _measure.measure(case, bench_of(arrays(), *peers))["results"]
     assert "seconds" in results["anyflash"]
     assert all(("seconds" in results[name]) == (not page_size) for name in peers)
 
 
 def test_memory_counts_results_and_is_linear_beside_quadratic():
-    cells = [replace(TINY, seqlen=n, timing="memory", unit="MiB") for n in (256, 512)]
+    cases = [replace(TINY, seqlen=n, timing="memory", unit="MiB") for n in (256, 512)]
     bench = bench_of(NumpyArrays(), "standard")
-    entries = [_measure.measure(cell, bench) for cell in cells]
-    for entry, cell in zip(entries, cells, strict=True):
-        output = cell.seqlen * cell.heads * cell.d * 4
+    entries = [_measure.measure(case, bench) for case in cases]
+    for entry, case in zip(entries, cases, strict=True):
+        output = case.seqlen * case.heads * case.d * 4
         assert output <= entry["results"]["anyflash"]["bytes"] < 4 * output + 2**16
-        assert entry["results"]["standard"]["bytes"] >= cell.scores_bytes
+        assert entry["results"]["standard"]["bytes"] >= case.scores_bytes
 
 
 @pytest.mark.parametrize("framework", _presets.FRAMEWORK_CALLS)
 def test_calls_on_the_host(framework):
-    cell = Cell("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
-    entry = _measure.measure(cell, bench_of(NumpyArrays()))
+    case = Case("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
+    entry = _measure.measure(case, bench_of(NumpyArrays()))
     assert all("seconds" in result for result in entry["results"].values())
     assert {"adapter", "anyflash"} & set(entry["results"])
 
@@ -236,10 +236,10 @@ def test_ranks_that_share_a_sequence(transport):
     pytest.importorskip("torch.distributed")
     small = replace(TINY, heads=4, heads_k=2, causal=True, seqlen=256, ranks=2, transport=transport)
     ways = ("forward", "ring"), ("both", "ring"), ("both", "ulysses")
-    cells = [replace(small, op=op, method=method) for op, method in ways]
+    cases = [replace(small, op=op, method=method) for op, method in ways]
     if transport == "alone":  # the ring alone can be
-        cells = cells[:2]
-    for entry in _ranks.measured(cells, "cpu"):
+        cases = cases[:2]
+    for entry in _ranks.measured(cases, "cpu"):
         results = entry["results"]
         assert set(results) == {"anyflash", "one device"}
         assert all(found["seconds"] > 0 for found in results.values())
@@ -266,7 +266,7 @@ def test_bad_peers_are_reported_and_stop_nothing(monkeypatch):
     assert results["missing"] == {"unsupported": "no such feature"}
     assert results["breaks_later"]["error"].startswith("StopIteration")
     text = _report.plain(document_of([entry]))
-    assert "broken: none in 1 cells: RuntimeError: CUDA error" in text
+    assert "broken: none in 1 cases: RuntimeError: CUDA error" in text
     assert "missing" not in text  # it has nothing in this table
 
 
@@ -292,7 +292,7 @@ def test_samples_are_taken_in_turns():
 
 def test_time_is_up(capsys):
     assert list(_measure.run([TINY, TINY], bench_of(NumpyArrays()), seconds=-1.0)) == []
-    assert "2 cells are left out" in capsys.readouterr().err
+    assert "2 cases are left out" in capsys.readouterr().err
 
 
 # -- peers
@@ -341,22 +341,22 @@ def test_anyflash_that_is_installed_is_no_peer(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "cell",
+    "called",
     [
         replace(TINY, op="both", causal=True, heads_k=1),
         replace(TINY, feature="alibi"),
         replace(TINY, op="backward", batch=2, lengths=(32, 7)),
-        Cell("decode", 2, 3, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True, unit="us"),
-        Cell("decode", 2, 1, 4, 16, "float32", seqlen_k=512, causal=True, page_size=256, unit="us"),
+        Case("decode", 2, 3, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True, unit="us"),
+        Case("decode", 2, 1, 4, 16, "float32", seqlen_k=512, causal=True, page_size=256, unit="us"),
     ],
-    ids=lambda cell: f"{cell.op}{cell.feature}{cell.lengths}{cell.page_size}",
+    ids=lambda case: f"{case.op}{case.feature}{case.lengths}{case.page_size}",
 )
-def test_flash_attn_is_called_as_it_wants(cell, monkeypatch):
+def test_flash_attn_is_called_as_it_wants(called, monkeypatch):
     """By a module with flash-attn's functions, which are anyflash's."""
     from anyflash import flash_attn
 
     module = types.ModuleType("flash_attn")
     vars(module).update({name: getattr(flash_attn, name) for name in flash_attn.__all__})
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    results = _measure.measure(cell, bench_of(TorchArrays("cpu"), "fa2"))["results"]
+    results = _measure.measure(called, bench_of(TorchArrays("cpu"), "fa2"))["results"]
     assert "seconds" in results["fa2"], results["fa2"]

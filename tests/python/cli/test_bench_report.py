@@ -11,33 +11,33 @@ import pytest
 
 from anyflash import __main__ as command_line
 from anyflash.bench import _cli, _compare, _mma, _plot, _report
-from anyflash.bench._presets import Wanted, cells_of
-from calls.bench_cells import TINY, document_of, entry_of
+from anyflash.bench._presets import Wanted, cases_of
+from calls.bench_cases import TINY, document_of, entry_of
 
 
 def test_tables_and_markdown():
-    cells = [replace(TINY, seqlen=n, causal=causal) for causal in (False, True) for n in (256, 512)]
+    cases = [replace(TINY, seqlen=n, causal=causal) for causal in (False, True) for n in (256, 512)]
     times = [(1e-3, 2e-3), (2e-3, 2e-3), (1e-3, 0.5e-3), (4e-3, 16e-3)]
     entries = [
-        entry_of(cell, anyflash=ours, flash=theirs)
-        for cell, (ours, theirs) in zip(cells, times, strict=True)
+        entry_of(case, anyflash=ours, flash=theirs)
+        for case, (ours, theirs) in zip(cases, times, strict=True)
     ]
     document = document_of(entries, gpu="a GPU", versions={"torch": "2"})
     (table,) = _report.tables(document)
     assert list(table.header) == [
         "mask", "seqlen", "anyflash", "flash", "/ flash", "% of gemm", "spread ±%",
     ]  # fmt: skip
-    speed = cells[0].flop / 1e-3 / 1e9
+    speed = cases[0].flop / 1e-3 / 1e9
     first = [_report.number(x) for x in (speed, speed / 2)]
     share = f"{100 * speed / 200:.0f}"
     assert list(table.rows[0]) == ["full", "256", *first, "2.00", share, "1.0"]
     assert (
-        "anyflash / flash: 1.41 in the geometric mean of 4 cells, 0.50 to 4.00, 1 below 1"
+        "anyflash / flash: 1.41 in the geometric mean of 4 cases, 0.50 to 4.00, 1 below 1"
         in (table.notes[0])
     )
     text = _report.markdown(document)
     assert "- versions: torch 2" in text
-    assert "- ceiling gemm float32: 200 GFLOP/s" in text
+    assert "- roofline gemm float32: 200 GFLOP/s" in text
     assert "| --- | --- | ---: |" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths == {len(table.header) + 1}
@@ -55,10 +55,10 @@ def test_rich_shows_the_same_table(monkeypatch, capsys):
 
 
 def test_comparison_with_an_earlier_run():
-    cells = [replace(TINY, seqlen=n) for n in (256, 512, 1024)]
-    old = document_of([entry_of(cell, anyflash=2e-3, flash=1e-3) for cell in cells], gpu="A")
+    cases = [replace(TINY, seqlen=n) for n in (256, 512, 1024)]
+    old = document_of([entry_of(case, anyflash=2e-3, flash=1e-3) for case in cases], gpu="A")
     new = document_of(
-        [entry_of(cells[0], anyflash=1e-3, flash=1e-3), entry_of(cells[1], anyflash=8e-3)], gpu="B"
+        [entry_of(cases[0], anyflash=1e-3, flash=1e-3), entry_of(cases[1], anyflash=8e-3)], gpu="B"
     )
     text = _compare.compare(old, new)
     assert "not the same gpu: A, now B" in text
@@ -67,7 +67,7 @@ def test_comparison_with_an_earlier_run():
     }
     assert "2.000  faster" in lines["256"]
     assert "0.250  slower" in lines["512"]
-    assert "anyflash: 0.707 of the earlier speed in the geometric mean of 2 cells" in text
+    assert "anyflash: 0.707 of the earlier speed in the geometric mean of 2 cases" in text
     assert "only in the earlier run: 1; only in this one: 0" in text
     assert "the same machine" in _compare.compare(old, old)
     for share, word in ((0.95, "faster"), (0.995, "same"), (1.005, "same"), (1.05, "slower")):
@@ -76,10 +76,10 @@ def test_comparison_with_an_earlier_run():
 
 
 def test_plots(tmp_path):
-    cells = cells_of(
+    cases = cases_of(
         "cpu", Wanted("cpu", ("float32",), quick=False), {"op": frozenset({"forward"})}
     )
-    document = document_of([entry_of(cell, anyflash=1e-3, flash=2e-3) for cell in cells], cpu="C")
+    document = document_of([entry_of(case, anyflash=1e-3, flash=2e-3) for case in cases], cpu="C")
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
         written = _plot.plot(document, tmp_path / name)
         assert written == [tmp_path / name]
@@ -153,7 +153,7 @@ def test_numpy_is_enough(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "arrays: numpy" in done.stdout
-    assert "ceiling gemm float32" in done.stdout
+    assert "roofline gemm float32" in done.stdout
 
 
 def test_dtypes_by_default():

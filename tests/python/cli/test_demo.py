@@ -112,8 +112,9 @@ def oracle(ids):
 
 
 def test_demo_finds_the_built_in_sentence_that_answers(packages):
-    result = run_module("demo")
+    result = run_module("demo", "--backend", "cpu")
     assert result.returncode == 0, result.stderr
+    assert f" on the CPU ({anyflash.build_info()['cpu']['isa']})\n" in result.stdout
     ranked = ranking(result.stdout)
     assert [score for score, _ in ranked] == sorted((s for s, _ in ranked), reverse=True)
     assert len(ranked) == 5
@@ -194,7 +195,7 @@ def test_every_layer_runs_through_anyflash(encoder, monkeypatch):
 def test_demo_fails_where_attention_is_wrong(packages, monkeypatch, capsys, fault):
     real = anyflash.attention
     monkeypatch.setattr(anyflash, "attention", lambda q, k, v: real(q, k, v) + np.float32(fault))
-    assert command_line.main(["demo"]) == 1
+    assert command_line.main(["demo", "--backend", "cpu"]) == 1
     output = capsys.readouterr().out
     assert "TOO LARGE" in output
     assert not deviations(output)[0] <= demo.LAYER_BOUND

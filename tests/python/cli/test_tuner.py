@@ -18,7 +18,7 @@ from anyflash.bench import _cli
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays
 from anyflash.bench._timing import Budget
-from calls.bench_cells import SHORT, bench_of
+from calls.bench_cases import SHORT, bench_of
 
 FILE = Path(__file__).resolve().parents[3] / "cpp/src/tuned_tiles.cpp"
 KEY = Key("forward", 128, 128, bounded=False, size="long")
@@ -46,19 +46,19 @@ def test_the_geometric_mean_of_a_keys_problems_decides():
     assert chosen(gains) == {KEY: "wide"}
     assert chosen([*gains, measured(default=1.0, wide=1.1)]) == {}
     # The rules may choose another one for each.
-    cells = [measured(default=1.0, wide=1.5), measured(rules="wide", default=1.5, wide=1.0)]
-    assert chosen(cells) == {}
+    cases = [measured(default=1.0, wide=1.5), measured(rules="wide", default=1.5, wide=1.0)]
+    assert chosen(cases) == {}
 
 
 def test_each_key_has_its_own():
-    cells = [
+    cases = [
         measured(default=1.0, wide=0.9),
         measured(SMALL, default=1.0, wide=1.2),
         measured(CAUSAL, rules="wide", default=0.9, wide=1.0),
     ]
-    assert chosen(cells) == {KEY: "wide", CAUSAL: ""}
+    assert chosen(cases) == {KEY: "wide", CAUSAL: ""}
     other = KEY._replace(op="backward")
-    assert chosen([*cells, measured(other, default=1.0, wide=0.5)])[other] == "wide"
+    assert chosen([*cases, measured(other, default=1.0, wide=0.5)])[other] == "wide"
 
 
 def test_a_gpu_takes_rooms_with_the_same_bits():
@@ -71,15 +71,15 @@ def test_a_gpu_takes_rooms_with_the_same_bits():
     }
     assert chosen([*faster, measured(SMALL, bits=other, default=1.0, wide=3.0)]) == {}
     # Within the rules' group they still choose by key.
-    cells = [
+    cases = [
         measured(bits=other, default=1.0, wide=0.9, compact=0.8),
         measured(SMALL, bits=other, default=1.0, wide=0.9, compact=1.2),
     ]
-    assert chosen(cells) == {KEY: "compact"}
-    assert alike(cells) == [{"", "compact"}, {"wide"}]
+    assert chosen(cases) == {KEY: "compact"}
+    assert alike(cases) == [{"", "compact"}, {"wide"}]
     # One problem where bits differ is enough.
-    cells[0] = replace(cells[0], bits={"": 0, "wide": 0, "compact": 1})
-    assert sorted(map(sorted, alike(cells))) == [[""], ["compact"], ["wide"]]
+    cases[0] = replace(cases[0], bits={"": 0, "wide": 0, "compact": 1})
+    assert sorted(map(sorted, alike(cases))) == [[""], ["compact"], ["wide"]]
 
 
 def test_other_bits_need_a_gain_as_well():
@@ -105,18 +105,15 @@ def test_the_committed_table_can_be_read_and_written():
 def test_rows_of_other_gpus_stay():
     bare = rewritten(FILE.read_text(), 90, {})
     first = rewritten(bare, 100, {KEY: "wide", SMALL: ""})
-    assert (
-        '    {100, "sm80", Op::kForward, 128, 128, false, ProblemSize::kLong, TileConfig::kWide},\n'
-        in first
-    )
+    long = '{{100, "sm80"}, {Op::kForward, 128, 128}, {false, Size::kLong}, TileConfig::kWide}'
+    assert f"    {long},\n" in first
     small = (
-        '{100, "sm80", Op::kForward, 128, 128, false, '
-        "ProblemSize::kSmallGrid, TileConfig::kDefault}"
+        '{{100, "sm80"}, {Op::kForward, 128, 128}, {false, Size::kSmallGrid}, TileConfig::kDefault}'
     )
     assert f"    {small},\n    {{}},\n" in first
     second = rewritten(first, 89, {CAUSAL._replace(op="backward", d=192): "compact"})
-    line = '{89, "sm80", Op::kBackward, 192, 128, true, ProblemSize::kLong, TileConfig::kCompact}'
-    assert f"    {line},\n    {{100, " in second
+    line = '{{89, "sm80"}, {Op::kBackward, 192, 128}, {true, Size::kLong}, TileConfig::kCompact}'
+    assert f"    {line},\n    {{{{100, " in second
     third = rewritten(second, 100, {CAUSAL: "compact"})
     added = {x: y for x, y in rows(third).items() if x[0] in {89, 100}}
     assert added == {
@@ -192,8 +189,8 @@ def test_each_kernel_is_timed_by_its_name_in_turns(monkeypatch):
     family = "forward", 128, 128, "sm80"
     assert tuner.families("bfloat16") == {family: gpu.names}
     assert tuner.families("float16") == {}
-    (key, cell), *_ = tuner.cells(family, "bfloat16", 132, True)
-    result = tuner.measure(key, cell, gpu.names, gpu.bench)
+    (key, case), *_ = tuner.cases(family, "bfloat16", 132, True)
+    result = tuner.measure(key, case, gpu.names, gpu.bench)
     assert result.measured == Measured(
         key, {"": 3.0, "wide": 2.0, "compact": 1.0}, "wide", {"": 0, "wide": 1, "compact": 0}
     )
@@ -204,30 +201,30 @@ def test_each_kernel_is_timed_by_its_name_in_turns(monkeypatch):
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
     gpu = FakeGpu(monkeypatch, {"": 3.0, "wide": 2.0}, rules="", fits={""})
-    (key, cell), *_ = tuner.cells(("forward", 128, 128, "sm80"), "bfloat16", 132, True)
-    result = tuner.measure(key, cell, gpu.names, gpu.bench)
+    (key, case), *_ = tuner.cases(("forward", 128, 128, "sm80"), "bfloat16", 132, True)
+    result = tuner.measure(key, case, gpu.names, gpu.bench)
     assert dict(result.measured.seconds) == {"": 3.0}
     # A kernel that is not plain runs it.
     only = {"wide": gpu.names["wide"]}
-    assert tuner.measure(key, cell, only, gpu.bench) is None
+    assert tuner.measure(key, case, only, gpu.bench) is None
 
 
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("multiprocessors", [36, 108, 132, 188])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_every_key_has_cells(d, multiprocessors, quick):
-    pairs = list(tuner.cells(("backward", d, 128, "sm80"), "bfloat16", multiprocessors, quick))
+def test_every_key_has_cases(d, multiprocessors, quick):
+    pairs = list(tuner.cases(("backward", d, 128, "sm80"), "bfloat16", multiprocessors, quick))
     keys = {key for key, _ in pairs}
-    assert len({cell.key for _, cell in pairs}) == len(pairs)
+    assert len({case.key for _, case in pairs}) == len(pairs)
     every = itertools.product((False, True), SIZES)
     assert keys == {Key("backward", d, 128, bounded, size) for bounded, size in every}
-    for key, cell in pairs:
-        ctas = -(-cell.seqlen // 128) * cell.heads * cell.batch
+    for key, case in pairs:
+        ctas = -(-case.seqlen // 128) * case.heads * case.batch
         assert (key.size == "small grid") == (ctas < multiprocessors)
-        assert key.size != "short" or cell.seqlen <= 512
-        assert key.size != "long" or cell.seqlen > 512
-        assert (cell.causal, cell.d, cell.value_dim) == (key.bounded, d, 128)
-        assert cell.timing == ("graph" if key.size == "small grid" else "events")
+        assert key.size != "short" or case.seqlen <= 512
+        assert key.size != "long" or case.seqlen > 512
+        assert (case.causal, case.d, case.value_dim) == (key.bounded, d, 128)
+        assert case.timing == ("graph" if key.size == "small grid" else "events")
 
 
 def test_the_command_writes_what_it_found(monkeypatch, tmp_path, capsys):

@@ -161,17 +161,17 @@ def test_backward_on_99_kilobytes(
     "name", ["plain", "causal", "square", "one key more", "window", "packed", "float32"]
 )
 @pytest.mark.parametrize(
-    ("head_dim", "kernel", "values"),
+    ("head_dim", "kernel"),
     [
-        *itertools.product((32,), ("32_wide",), ("normal", "nan_v")),
-        *itertools.product((128,), ("128_wide",), ("normal", "nan_v")),
-        *itertools.product((192,), ("192_128_wide",), ("normal", "nan_v")),
-        *itertools.product((256,), ("256_wide",), ("normal", "nan_v")),
-        (512, "512_wide", "nan_v"),
+        (32, "32_wide"),
+        (128, "128_wide"),
+        (192, "192_128_wide"),
+        (256, "256_wide"),
+        (512, "512_wide"),
     ],
 )
 def test_backward_on_227_kilobytes(
-    emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str, values: str
+    emulated: ctypes.CDLL, head_dim: int, kernel: str, name: str
 ) -> None:
     """Larger tiles of rows."""
     emulated.emu_set_options(0, -1, LARGE_SMEM)
@@ -183,6 +183,7 @@ def test_backward_on_227_kilobytes(
     sq, sk = {"square": (256, 256), "one key more": (128, 129)}.get(name, (150, 333))
     causal = name in ("causal", "square", "one key more")
     case = Case("tiles", "fp16", 1, sq, sk, 4, 2, head_dim, d_v, causal=causal)
+    values = "normal" if name in ("plain", "float32") else "nan_v"
     case = replace(case, values=values, features=features.get(name, Features()))
     backend = replace(capi.backend("emulated-sm80"), expected=f"sm80_backward_f16_d{kernel}")
     grad_dtype = "fp32" if name == "float32" else ""
@@ -269,12 +270,14 @@ def bits_groups(emulated: ctypes.CDLL) -> dict[Family, list[set[str]]]:
 PLAIN = {"plain": "", "compact": "compact", "wide": "wide"}
 
 
-def results(family: Family, causal: bool) -> tuple[str, dict[str, bytes]]:
+def results(
+    family: Family, causal: bool, rows: int = 200, keys: int = 300
+) -> tuple[str, dict[str, bytes]]:
     """The kernel's config ("generic" and so on, if it is no plain one), and the results' bits."""
     op, d, d_v = family
     emulated = capi.backend("emulated-sm80")
     library = emulated.library
-    case = Case("tiles", "fp16", 1, 200, 300, 2, 1, d, d_v, causal=causal, values="falling")
+    case = Case("tiles", "fp16", 1, rows, keys, 2, 1, d, d_v, causal=causal, values="falling")
     before = library.launches()
     if op == "forward":
         tensors = run(emulated, case)._asdict()
@@ -329,7 +332,9 @@ def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
             emulated.emulated_set_full_grid(10**6 if size == "small grid" else 1)
             config = table.get((capability, Key(*family, bounded, size)))
             if config is None:
-                config = results(family, bounded)[0] if family in has else "what the rules choose"
+                config = "what the rules choose"
+                if family in has:
+                    config = results(family, bounded, rows=8, keys=8)[0]
             taken.add(config)
         alike = len(taken) == 1 or any(taken <= group for group in groups.get(family, []))
         assert alike, f"{capability}, {family}: {taken}"

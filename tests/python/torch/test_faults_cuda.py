@@ -124,6 +124,48 @@ def test_an_error_after_the_call() -> None:
     assert found == "True True\n"
 
 
+def test_fork() -> None:
+    """A child may use the CPU; CUDA lets it use no GPU that its parent has used."""
+    found = printed(
+        """
+        import numpy as np
+
+        out = attend()
+        x = np.ones((1, 200, 4, 64), np.float32)
+        expected = anyflash.attention(x, x, x)
+        child = os.fork()
+        if child == 0:
+            print(kind_of(lambda: anyflash.attention(q, k, v, out=out)))
+            print((anyflash.attention(x, x, x) == expected).all())
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(torch.equal(attend(), out))
+        """
+    )
+    assert found == "RuntimeError\nTrue\nTrue\n"
+
+
+def test_validate_in_a_capture() -> None:
+    """A sentence instead of a capture that is invalid."""
+    found = printed(
+        """
+        used = torch.full((2,), 200, device="cuda", dtype=torch.int32)
+        expected = attend(seqused_k=used)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            try:
+                attend(seqused_k=used, validate=True)
+            except ValueError as error:
+                print("stream is being captured" in str(error))
+            captured = attend(seqused_k=used)
+        graph.replay()
+        print(torch.equal(captured, expected))
+        """
+    )
+    assert found == "True\nTrue\n"
+
+
 def test_an_error_names_the_function() -> None:
     """Where the library meets it, not PyTorch: the memory is there already."""
     done = run(

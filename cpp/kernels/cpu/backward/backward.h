@@ -7,9 +7,9 @@
 //     dbias = dS                                     cpu/backward/tasks.h, bias()
 //     dsink = -sum e^(sink - lse) delta,  dslope = -sum dist dS   cpu/backward/sums.h, HeadSums
 //
-// dQ has tasks of its own, which make S and dO V^T again: 7 products instead of 5, but every sum is
-// made by one thread in a fixed order, without a copy of dQ for each block of keys. dbias, which
-// may be broadcast along any axis, makes them a third time.
+// dQ has tasks of its own, which make S and dO V^T again. That takes 7 products instead of 5. But
+// every sum is made by one thread in a fixed order, without a copy of dQ for each block of keys.
+// dbias, which may be broadcast along any axis, makes them a third time.
 #pragma once
 
 #include <cstddef>

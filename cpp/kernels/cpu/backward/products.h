@@ -117,8 +117,8 @@ inline bool is_hidden(T probability) {
   return probability == T(0) && T(1) / probability < T(0);
 }
 
-// c += a b without the terms that p, laid out like a, calls hidden: where b holds NaN or infinity,
-// which must not meet the zeros that stand for hidden keys.
+// c += a b without the terms that p, laid out like a, calls hidden. It is used where b holds NaN or
+// infinity, which must not meet the zeros that stand for hidden keys.
 template <typename T, typename A>
 void visible_product(const A& a, const A& p, int rows, int terms, const Columns<T>& b, T* c,
                      std::int64_t ldc) {

@@ -1,5 +1,5 @@
-// The memory of the backward, all of it slices of LaunchContext::scratch: what each thread needs
-// for a task, whose size grows with the head dims only, and two or three numbers for each row.
+// The memory of the backward, all of it slices of LaunchContext::scratch. Each thread has what it
+// needs for a task, whose size grows with the head dims only. Each row has two or three numbers.
 #pragma once
 
 #include <cstddef>

@@ -95,8 +95,8 @@ constexpr BackwardConfig large_wide(int query_warps, int query_parts) {
   return c;
 }
 
-// Of the generic kernel: 64 by 64, because blocks of block-sparse attention are multiples of that,
-// and so small that head dims up to 128 fit the 99 KB of consumer GPUs.
+// Tiles of the generic kernel are 64 by 64, because blocks of block-sparse attention are multiples
+// of that. They are so small that head dims up to 128 fit the 99 KB of consumer GPUs.
 constexpr BackwardConfig generic(int key_warps, int stages) {
   BackwardConfig c = one_cta(64, 64);
   c.key_warps = key_warps;

@@ -1,5 +1,5 @@
-// The gradient of a bias: that of the scores, summed over every axis that the bias is broadcast
-// along, in an order that does not depend on that of the CTAs.
+// The gradient of a bias is that of the scores, summed over every axis that the bias is broadcast
+// along. The order of the sum does not depend on that of the CTAs.
 #pragma once
 
 #include <algorithm>
@@ -70,7 +70,7 @@ inline constexpr std::size_t kDbiasBytes = std::max(
     sizeof(typename Traits::SharedStorage), sizeof(float) * Traits::kBlockM * kDbiasPitch<Traits>);
 
 // sum += the gradients of one head's scores that `where` stands for.
-template <class Traits, class Scores, class Sum>
+template <class Traits, class Variant, class Sum>
 ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
                                          const DbiasTile<Traits>& where, const Sequence& sequence,
                                          int64_t batch, int head, Sum& sum) {
@@ -80,7 +80,7 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   ScoreGradientTile<Traits> tiles(params, sequence, smem);
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
-  const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
+  const Variant variant(params, sequence, batch, head, typename Variant::Seed(params.attention));
   const BlockMask blocks(params.attention, batch, head);
   const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head);
   const int head_k = head / (params.attention.heads / params.attention.heads_k);
@@ -136,7 +136,7 @@ ANYFLASH_DEVICE void write_dbias(const BackwardScratch& params, const DbiasTile<
 }
 
 // One tile of dbias a CTA. Grid: x = all tiles of all (batch or 1, heads or 1) of dbias.
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
     dbias_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   for (int64_t batch = batches.first; batch < batches.end; ++batch) {
     const Sequence sequence = sequence_of(params.attention, batch);
     for (int head = static_cast<int>(heads.first); head < heads.end; ++head) {
-      add_score_gradients<Traits, Scores>(params, where, sequence, batch, head, sum);
+      add_score_gradients<Traits, Variant>(params, where, sequence, batch, head, sum);
     }
   }
 

@@ -19,7 +19,7 @@ namespace anyflash::sm80 {
 // dQ of one block of rows a CTA, if params.deterministic, and its share of the gradient of ALiBi's
 // slope, if that is wanted. Of dQ it makes kDqColumns columns from params.dq_first_column on. Grid:
 // x = all row blocks of all (batch, head) pairs.
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
     deterministic_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   if (row0 < sequence.seqlen_q) {
     ScoreGradientTile<Traits> tiles(params, sequence, smem);
     const Mask mask(sequence, params.attention.window);
-    const Scores variant(params, sequence, batch, head, typename Scores::Seed(params.attention));
+    const Variant variant(params, sequence, batch, head, typename Variant::Seed(params.attention));
     const BlockMask blocks(params.attention, batch, head);
     const KeyRanges ranges(params.attention, sequence, batch, head_k);
     const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head) + row0;
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const KRange range = mask.k_range(row0, Traits::kBlockM, Traits::kBlockN);
     for (int n = range.begin; n < range.end; ++n) {
       const int col0 = n * Traits::kBlockN;
-      if ((Scores::kFeatures & kBlockMask) != 0 && !blocks.keep(row0, col0)) continue;
-      if ((Scores::kFeatures & kKeyRanges) != 0 &&
+      if ((Variant::kFeatures & kBlockMask) != 0 && !blocks.keep(row0, col0)) continue;
+      if ((Variant::kFeatures & kKeyRanges) != 0 &&
           !visits_tile(ranges, row0, Traits::kBlockM, col0, Traits::kBlockN)) {
         continue;
       }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       const auto ds = tiles.compute_ds(
           variant, mask, stats, row0, col0,
           [&](const auto& gradient, const auto& places) ANYFLASH_INLINE_LAMBDA {
-            if constexpr ((Scores::kFeatures & kAlibi) != 0) {
+            if constexpr ((Variant::kFeatures & kAlibi) != 0) {
               if (params.slope_sums == nullptr) return;
               CUTE_UNROLL
               for (int i = 0; i < size(gradient); ++i) {

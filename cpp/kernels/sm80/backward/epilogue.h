@@ -42,7 +42,7 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, const Mma& 
 }
 
 // Writes dK and dV of the CTA's keys, also of those that are not used, as Out.
-template <class Traits, class Scores, class Out, class Smem, class AccK, class AccV>
+template <class Traits, class Variant, class Out, class Smem, class AccK, class AccV>
 ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
                                          const BackwardWorkTile& block, Smem& smem,
                                          bool nonfinite_dout, const AccK& acc_dk,
@@ -54,23 +54,23 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);
   if (nonfinite_dout) {
     __syncthreads();  // dV is there
-    restore_nonfinite<Traits, Scores>(params, block, dv);
+    restore_nonfinite<Traits, Variant>(params, block, dv);
   }
 }
 
 // Scales acc_dk and acc_dv, and writes them as dK and dV in the dtype that is wanted.
-template <class Traits, class Scores, class Smem, class AccK, class AccV>
+template <class Traits, class Variant, class Smem, class AccK, class AccV>
 ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
                                          const BackwardWorkTile& block, Smem& smem,
                                          bool nonfinite_dout, AccK& acc_dk, AccV& acc_dv) {
-  const float p_scale = Scores::p_scale(params);
+  const float p_scale = Variant::p_scale(params);
   CUTE_UNROLL
   for (int i = 0; i < cute::size(acc_dk); ++i) acc_dk(i) *= params.ds_scale;
   CUTE_UNROLL
   for (int i = 0; i < cute::size(acc_dv); ++i) acc_dv(i) *= p_scale;
   visit_gradient_type<Traits>(params, [&](auto type) {
-    store_key_gradients<Traits, Scores, decltype(type)>(params, block, smem, nonfinite_dout, acc_dk,
-                                                        acc_dv);
+    store_key_gradients<Traits, Variant, decltype(type)>(params, block, smem, nonfinite_dout,
+                                                         acc_dk, acc_dv);
   });
 }
 

@@ -25,7 +25,7 @@ struct GqaPartialsStorage {
 
 // dK and dV of a block of keys from their parts. Grid: x = all blocks of keys of all (batch, K/V
 // head) pairs.
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads)
     reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   clear(acc_dk);  // (MMA, MMA_N, MMA_D)
   clear(acc_dv);  // (MMA, MMA_N, MMA_D)
   const bool nonfinite_dout = add_parts<Traits>(params, block, acc_dk, acc_dv);
-  write_key_gradients<Traits, Scores>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
+  write_key_gradients<Traits, Variant>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
 }
 
 }  // namespace anyflash::sm80

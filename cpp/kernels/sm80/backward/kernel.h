@@ -16,7 +16,7 @@
 
 namespace anyflash::sm80 {
 
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
   clear(acc_dk);  // (MMA, MMA_N, MMA_D)
   clear(acc_dv);  // (MMA, MMA_N, MMA_D)
   if constexpr (Traits::kPingPong) {
-    pingpong_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+    pingpong_mainloop<Traits, Variant>(params, block, smem, acc_dk, acc_dv);
   } else {
-    backward_mainloop<Traits, Scores>(params, block, smem, acc_dk, acc_dv);
+    backward_mainloop<Traits, Variant>(params, block, smem, acc_dk, acc_dv);
   }
 
   cp_async_wait<0>();
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   if (params.gqa_partials != nullptr) {
     store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
   } else {
-    write_key_gradients<Traits, Scores>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
+    write_key_gradients<Traits, Variant>(params, block, smem, nonfinite_dout, acc_dk, acc_dv);
   }
 }
 

@@ -65,7 +65,7 @@ class ChunkedSums {
 };
 
 // Writes the gradient of the CTA's keys, also of those that are not used.
-template <class Traits, class Scores, KeyGradient kWhich>
+template <class Traits, class Variant, KeyGradient kWhich>
 ANYFLASH_DEVICE void write_chunks(const BackwardScratch& params, const BackwardWorkTile& block,
                                   ChunkedSums<Traits>& sums, typename Traits::SharedStorage& smem,
                                   bool nonfinite_dout) {
@@ -75,14 +75,14 @@ ANYFLASH_DEVICE void write_chunks(const BackwardScratch& params, const BackwardW
       sums.write(dk_tile<Out>(params, block), params.ds_scale, smem.k);
     } else {
       const auto dv = dv_tile<Out>(params, block);
-      sums.write(dv, Scores::p_scale(params), smem.k);  // dV is there afterwards
-      if (nonfinite_dout) restore_nonfinite<Traits, Scores>(params, block, dv);
+      sums.write(dv, Variant::p_scale(params), smem.k);  // dV is there afterwards
+      if (nonfinite_dout) restore_nonfinite<Traits, Variant>(params, block, dv);
     }
   });
 }
 
 // Grid: as backward_kernel's.
-template <class Traits, class Scores, KeyGradient kWhich>
+template <class Traits, class Variant, KeyGradient kWhich>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_by_chunks_kernel(const __grid_constant__ BackwardScratch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
@@ -96,13 +96,13 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const BackwardWorkTile& block = smem.block;
 
   ChunkedSums<Traits> sums;
-  mainloop_by_chunks<Traits, Scores, kWhich>(params, block, smem, sums.chunks());
+  mainloop_by_chunks<Traits, Variant, kWhich>(params, block, smem, sums.chunks());
 
   cute::cp_async_wait<0>();
   __syncthreads();  // every warp has done with K, and nothing is on its way there
   const bool nonfinite_dout = smem.nonfinite_dout != 0;
   if (params.gqa_partials == nullptr) {
-    write_chunks<Traits, Scores, kWhich>(params, block, sums, smem, nonfinite_dout);
+    write_chunks<Traits, Variant, kWhich>(params, block, sums, smem, nonfinite_dout);
     return;
   }
   const int64_t part = first_part<Traits>(params, block) + block.gqa_split;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
 // The gradient of a block of keys from its parts, in their order. Grid: as
 // reduce_gqa_partials_kernel's.
-template <class Traits, class Scores, KeyGradient kWhich>
+template <class Traits, class Variant, KeyGradient kWhich>
 __global__ void __launch_bounds__(Traits::kThreads)
     reduce_chunked_partials_kernel(const __grid_constant__ BackwardScratch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     sums.add_part(params.gqa_partials + part * kGqaPartialElements<Traits>);
     if (kWhich == KeyGradient::kDv) nonfinite_dout |= params.gqa_nonfinite_dout[part];
   }
-  write_chunks<Traits, Scores, kWhich>(params, block, sums, smem, nonfinite_dout);
+  write_chunks<Traits, Variant, kWhich>(params, block, sums, smem, nonfinite_dout);
 }
 
 }  // namespace anyflash::sm80

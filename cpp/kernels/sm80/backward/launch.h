@@ -38,26 +38,26 @@
 namespace anyflash::sm80 {
 
 // dK and dV, and dS K into dq_accum.
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 void launch_key_gradients(const BackwardScratch& p, void* stream) {
   const Attention& a = p.attention;
   const int64_t blocks = (a.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN * a.batch * a.heads_k;
   const bool in_parts = p.gqa_partials != nullptr;
   if constexpr (Traits::kChunks == 1) {
-    launch_blocks<backward_kernel<Traits, Scores>, Traits>(
+    launch_blocks<backward_kernel<Traits, Variant>, Traits>(
         blocks * p.gqa_splits, sizeof(typename Traits::SharedStorage), stream, p);
     if (!in_parts) return;
-    launch_blocks<reduce_gqa_partials_kernel<Traits, Scores>, Traits>(
+    launch_blocks<reduce_gqa_partials_kernel<Traits, Variant>, Traits>(
         blocks, sizeof(GqaPartialsStorage<Traits>), stream, p);
   } else {
     const auto launch_one = [&](auto which) {
       constexpr KeyGradient kWhich = decltype(which)::value;
       constexpr std::size_t kBytes = sizeof(typename Traits::SharedStorage);
-      launch_blocks<backward_by_chunks_kernel<Traits, Scores, kWhich>, Traits>(
+      launch_blocks<backward_by_chunks_kernel<Traits, Variant, kWhich>, Traits>(
           blocks * p.gqa_splits, kBytes, stream, p);
       if (!in_parts) return;
-      launch_blocks<reduce_chunked_partials_kernel<Traits, Scores, kWhich>, Traits>(blocks, kBytes,
-                                                                                    stream, p);
+      launch_blocks<reduce_chunked_partials_kernel<Traits, Variant, kWhich>, Traits>(blocks, kBytes,
+                                                                                     stream, p);
     };
     launch_one(std::integral_constant<KeyGradient, KeyGradient::kDk>{});
     launch_one(std::integral_constant<KeyGradient, KeyGradient::kDv>{});
@@ -65,20 +65,20 @@ void launch_key_gradients(const BackwardScratch& p, void* stream) {
 }
 
 // dQ where it must be deterministic, and sums for ALiBi's slopes.
-template <class RowTraits, class Scores>
+template <class RowTraits, class Variant>
 void launch_deterministic_dq(BackwardScratch p, void* stream) {
   const Attention& a = p.attention;
   const int64_t row_blocks = (a.seqlen_q + RowTraits::kBlockM - 1) / RowTraits::kBlockM;
   const int columns = p.deterministic ? a.head_dim : 1;
   for (int first = 0; first < columns; first += RowTraits::kDqColumns) {
     p.dq_first_column = first;
-    launch_blocks<deterministic_dq_kernel<RowTraits, Scores>, RowTraits>(
+    launch_blocks<deterministic_dq_kernel<RowTraits, Variant>, RowTraits>(
         row_blocks * a.batch * a.heads, sizeof(typename RowTraits::SharedStorage), stream, p);
     p.slope_sums = nullptr;  // they are there
   }
 }
 
-template <class Traits, class RowTraits, class Scores>
+template <class Traits, class RowTraits, class Variant>
 void launch_backward(const BackwardParams& params, const LaunchContext& context) {
   BackwardScratch p{params};
   Attention& a = p.attention;
@@ -88,28 +88,28 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   // What 16-bit numbers make of such a scale is 0, as in the forward.
   if (std::fabs(a.softmax_scale) < kLeastScale) a.softmax_scale = 0.0;
   a.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
-  p.lse_unit = Scores::kLseUnit;
-  p.ds_scale = static_cast<float>(a.softmax_scale) * Scores::ds_factor(p);
+  p.lse_unit = Variant::kLseUnit;
+  p.ds_scale = static_cast<float>(a.softmax_scale) * Variant::ds_factor(p);
 
   void* const stream = context.stream;
   const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
   backward_preprocess(p, stream);
   use_rounded_dout(p);
-  launch_key_gradients<Traits, Scores>(p, stream);
+  launch_key_gradients<Traits, Variant>(p, stream);
   if (!p.deterministic) {
     launch_blocks<postprocess_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
         blocks(a.seqlen_q, Traits::kBlockM) * a.batch * a.heads,
         sizeof(typename Traits::template Buffer<typename Traits::TileDq>), stream, p);
   }
   if (p.deterministic || p.slope_sums != nullptr) {
-    launch_deterministic_dq<RowTraits, Scores>(p, stream);
+    launch_deterministic_dq<RowTraits, Variant>(p, stream);
   }
-  if constexpr ((Scores::kFeatures & kBias) != 0) {
+  if constexpr ((Variant::kFeatures & kBias) != 0) {
     if (p.dbias.data != nullptr) {
       const Strides& stride = p.dbias.stride;
       const int64_t tiles = (stride.row == 0 ? 1 : blocks(p.dbias_rows, RowTraits::kBlockM)) *
                             (stride.col == 0 ? 1 : blocks(p.dbias_columns, RowTraits::kBlockN));
-      launch_blocks<dbias_kernel<RowTraits, Scores>, RowTraits>(
+      launch_blocks<dbias_kernel<RowTraits, Variant>, RowTraits>(
           p.dbias_batch * p.dbias_heads * tiles, kDbiasBytes<RowTraits>, stream, p);
     }
   }
@@ -117,19 +117,19 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, class Scores,
+template <class Element, int kHeadDim, int kHeadDimV, class Variant,
           TileConfig kTileConfig = TileConfig::kDefault>
 constexpr KernelDescriptor backward_descriptor(const char* name) {
-  using Whole = BackwardTraits<Element, kHeadDim, kHeadDimV, Scores::kGeneric, Scores::kQuadKeys,
-                               kTileConfig>;
+  using Whole = BackwardTraits<Element, kHeadDim, kHeadDimV, Variant::kGeneric,
+                               Variant::kKeysInRuns, kTileConfig>;
   using Traits = std::conditional_t<Whole::kChunks == 1, Whole, ChunkedTraits<Whole>>;
   using RowTraits = DeterministicDqTraits<Element, kHeadDim, kHeadDimV>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward, kTileConfig);
-  d.features = Scores::kFeatures;
+  d.features = Variant::kFeatures;
   d.tile = Traits::kRound;
   d.bits_group = Traits::kConfig.bits_group;
   d.smem_bytes = std::max(sizeof(typename Traits::SharedStorage), kDbiasBytes<RowTraits>);
-  d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Scores>};
+  d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Variant>};
   return d;
 }
 

@@ -1,6 +1,7 @@
-// The backward's main loop of one CTA: all tiles of query rows that see a block of keys, for query
-// heads that share its K/V head (FlashAttention-2, arXiv 2307.08691, section 3.1.2). All warps work
-// at the same tile; in mainloop_pingpong.h two groups of warps take the tiles alternately.
+// The backward's main loop of one CTA. It goes over all tiles of query rows that see a block of
+// keys, for query heads that share its K/V head (FlashAttention-2, arXiv 2307.08691, section
+// 3.1.2). All warps work at the same tile; in mainloop_pingpong.h two groups of warps take the
+// tiles alternately.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -37,18 +38,18 @@ struct WaitsForV {
 // A step takes one tile. The next one arrives during the last product, with two buffers during the
 // last two. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly
 // hidden tile of dO: restore_nonfinite() then has to follow.
-template <class Traits, class Scores, class AccK, class AccV>
+template <class Traits, class Variant, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardWorkTile& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
                                        AccV& acc_dv) {
   using namespace cute;
   const typename Traits::SequenceInLoop sequence = block.sequence;
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
-  QueryTileIterator<Traits, Scores> tiles(params, block, mask);
+  QueryTileIterator<Traits, Variant> tiles(params, block, mask);
   if (!tiles.valid()) return;
   RowLoader<Traits> rows(params, sequence, smem);
   KeyLoader<Traits> keys(params, sequence, block, smem);
-  ScoreStage<Traits, Scores> scores(smem, 0);
+  ScoreStage<Traits, Variant> scores(smem, 0);
   KeyStage<Traits> key_gradients(smem);
   const QueryStage<Traits> query_gradients(smem, 0);
 
@@ -60,13 +61,13 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   keys.note_nonfinite_k();
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
-  const typename Scores::Seed seed(params.attention);
+  const typename Variant::Seed seed(params.attention);
   int next_buffer = 1;  // from the tile's: 1 or -1
   const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     constexpr bool kDiagonal = decltype(diagonal)::value;
     const ScoreTile tile{mask, tiles.row(), block.first_key};
-    const Scores variant(params, sequence, block.batch, tiles.head(), seed);
+    const Variant variant(params, sequence, block.batch, tiles.head(), seed);
     const int64_t stats_row = first_row + tiles.head() * params.padded_rows + tile.row0;
     const auto stats = scores.load_stats(params.lse_delta + stats_row);
     cp_async_wait<0>();
@@ -113,7 +114,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       cp_async_fence();
     }
   };
-  for_each_tile<Traits, Scores>(tiles, step);
+  for_each_tile<Traits, Variant>(tiles, step);
 }
 
 }  // namespace anyflash::sm80

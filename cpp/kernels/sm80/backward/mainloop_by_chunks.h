@@ -74,14 +74,14 @@ struct ChunkProducts {
 };
 
 // A tile of rows.
-struct RowTile {
+struct QueryTileCoord {
   int head;
   int row;
 };
 
 // Starts to load what the kStep-th step of a tile multiplies.
 template <class Traits, KeyGradient kWhich, int kStep>
-ANYFLASH_DEVICE void load_step(const ChunkLoader<Traits>& loader, const RowTile& at) {
+ANYFLASH_DEVICE void load_step(const ChunkLoader<Traits>& loader, const QueryTileCoord& at) {
   using Products = ChunkProducts<Traits, kWhich>;
   constexpr int kChunk = kStep % Products::kChunks;
   constexpr int kBuffer = kStep % Traits::kStages;
@@ -103,7 +103,7 @@ class ChunkSteps {
 
  public:
   ANYFLASH_DEVICE ChunkSteps(const ChunkLoader<Traits>& loader, SharedStorage& smem,
-                             const RowTile& at, const Tiles& next)
+                             const QueryTileCoord& at, const Tiles& next)
       : loader_(loader), smem_(smem), at_(at), next_(next) {}
 
   // Calls multiply(chunk) for the chunks of the steps from kFirst on, as they arrive.
@@ -136,7 +136,7 @@ class ChunkSteps {
 
   const ChunkLoader<Traits>& loader_;
   SharedStorage& smem_;
-  const RowTile& at_;
+  const QueryTileCoord& at_;
   const Tiles& next_;
 };
 
@@ -159,7 +159,7 @@ ANYFLASH_DEVICE void add_dq(const ChunkLoader<Traits>& loader, const QueryStage<
 
 // sums[c] += the gradient's columns of chunk c, without the scales of dS and of P; for dK also
 // dS K to dq_accum, where there is one.
-template <class Traits, class Scores, KeyGradient kWhich, class Sums>
+template <class Traits, class Variant, KeyGradient kWhich, class Sums>
 ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
                                         const BackwardWorkTile& block,
                                         typename Traits::SharedStorage& smem, Sums& sums) {
@@ -168,7 +168,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
   using Products = ChunkProducts<Traits, kWhich>;
   const Sequence& sequence = block.sequence;
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
-  QueryTileIterator<Traits, Scores> tiles(params, block, mask);
+  QueryTileIterator<Traits, Variant> tiles(params, block, mask);
   if (!tiles.valid()) return;
   const ChunkLoader<Traits> loader(params, block, smem);
   const ScoreStore<Traits, false> p_or_ds(smem.p_or_ds.data());
@@ -181,15 +181,15 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
   loader.note_nonfinite_k();
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
-  const typename Scores::Seed seed(params.attention);
+  const typename Variant::Seed seed(params.attention);
   const auto tile_step = [&](auto masked, auto) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
-    const RowTile at{tiles.head(), tiles.row()};
+    const QueryTileCoord at{tiles.head(), tiles.row()};
     tiles.advance();
     const ChunkSteps<Traits, kWhich, decltype(tiles)> steps(loader, smem, at, tiles);
 
     const int64_t stats_row = first_row + at.head * params.padded_rows + at.row;
-    const Scores variant(params, sequence, block.batch, at.head, seed);
+    const Variant variant(params, sequence, block.batch, at.head, seed);
     const ScoreTile tile{mask, at.row, block.first_key};
     const auto coordinates = as_matrix(places);
     const auto stats = load_lse_delta(params.lse_delta + stats_row, coordinates);
@@ -198,7 +198,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     auto acc_dp = make_fragment_like(acc_s);  // (MMA, MMA_M, MMA_N)
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
-    ScoreAuxOf<Scores, Element, decltype(scores)> aux;
+    ScoreAuxOf<Variant, Element, decltype(scores)> aux;
 
     variant.template prefetch<kMasked>(aux, coordinates, tile);
     clear(acc_s);
@@ -231,7 +231,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     add_dq<kMasked>(loader, query_gradients, smem.nonfinite_keys,
                     params.dq_accum + stats_row * Traits::kHeadDim);
   };
-  for_each_tile<Traits, Scores>(tiles, tile_step);
+  for_each_tile<Traits, Variant>(tiles, tile_step);
 }
 
 }  // namespace anyflash::sm80

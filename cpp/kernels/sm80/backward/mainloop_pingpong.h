@@ -18,12 +18,12 @@ namespace anyflash::sm80 {
 
 // As backward_mainloop(). A step takes a tile of the group's, and adds what the other group's tile
 // before it gives to dK and dV of the group's keys.
-template <class Traits, class Scores, class AccK, class AccV>
+template <class Traits, class Variant, class AccK, class AccV>
 ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const BackwardWorkTile& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,
                                        AccV& acc_dv) {
   using namespace cute;
-  using Tiles = QueryTileIterator<Traits, Scores>;
+  using Tiles = QueryTileIterator<Traits, Variant>;
   const typename Traits::SequenceInLoop sequence = block.sequence;
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   Tiles tiles(params, block, mask);
@@ -32,7 +32,7 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   const int group = schedule.group();
   RowLoader<Traits> rows(params, sequence, smem);
   KeyLoader<Traits> keys(params, sequence, block, smem);
-  const ScoreStage<Traits, Scores> scores(smem, group);
+  const ScoreStage<Traits, Variant> scores(smem, group);
   const KeyStage<Traits> key_gradients(smem);
   const QueryStage<Traits> query_gradients(smem, group);
   const auto add_to_keys = [&](int of_group, int buffer) ANYFLASH_INLINE_LAMBDA {
@@ -51,12 +51,12 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   __syncthreads();  // K and V are there
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
-  const typename Scores::Seed seed(params.attention);
+  const typename Variant::Seed seed(params.attention);
   const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     constexpr bool kDiagonal = decltype(diagonal)::value;
     const ScoreTile tile{mask, tiles.row(), block.first_key};
-    const Scores variant(params, sequence, block.batch, tiles.head(), seed);
+    const Variant variant(params, sequence, block.batch, tiles.head(), seed);
     const int64_t stats_row = first_row + tiles.head() * params.padded_rows + tile.row0;
     const auto stats = scores.load_stats(params.lse_delta + stats_row);
     cp_async_wait<0>();
@@ -65,9 +65,9 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
     scores.at(schedule.buffer())
         .template compute_p_and_ds<kMasked, kDiagonal>(variant, stats, tile, schedule);
     schedule.end_scores();
-    if (schedule.with_before()) {
-      if (schedule.sees_before()) add_to_keys(1 - group, schedule.other_buffer());
-      schedule.end_before();
+    if (schedule.has_peer()) {
+      if (schedule.sees_peer()) add_to_keys(1 - group, schedule.other_buffer());
+      schedule.release_peer();
     }
     schedule.await_scores();
     if (!kDiagonal || group == 0) add_to_keys(group, schedule.buffer());
@@ -90,11 +90,11 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
       query_gradients.template accumulate_dq<kDiagonal>(dq_accum);
     }
   };
-  for_each_tile<Traits, Scores>(tiles, step);
+  for_each_tile<Traits, Variant>(tiles, step);
 
-  if (!schedule.with_before()) return;
-  schedule.await_scores_before();
-  if (schedule.sees_before()) add_to_keys(1 - group, schedule.other_buffer());
+  if (!schedule.has_peer()) return;
+  schedule.await_peer_scores();
+  if (schedule.sees_peer()) add_to_keys(1 - group, schedule.other_buffer());
 }
 
 }  // namespace anyflash::sm80

@@ -49,31 +49,33 @@ class PingPong {
   // Of the group's tile; of the one before, and so of the group's next one.
   ANYFLASH_DEVICE int buffer() const { return buffer_; }
   ANYFLASH_DEVICE int other_buffer() const { return buffer_ == 0 ? 2 : buffer_ - 1; }
-  // Whether there is a tile before, and whether the group's keys see it.
-  ANYFLASH_DEVICE bool with_before() const { return before_ != kNone; }
-  ANYFLASH_DEVICE bool sees_before() const { return before_ == kSeen; }
+  // Whether the peer group has a tile before this one, and whether this group's keys see it.
+  ANYFLASH_DEVICE bool has_peer() const { return peer_ != kNone; }
+  ANYFLASH_DEVICE bool sees_peer() const { return peer_ == kSeen; }
 
   // Begins the group's tile: all of the group have loaded it, and done with dS of its last one,
   // and the scores of the tile before are there.
   ANYFLASH_DEVICE void begin() {
     named_barrier_sync(group_, Traits::kRowThreads);
-    if (with_before()) await_scores_before();
+    if (has_peer()) await_peer_scores();
   }
-  ANYFLASH_DEVICE void await_scores_before() { barriers_.scores[1 - group_].wait(parity_before()); }
+  // The peer's P and dS are there.
+  ANYFLASH_DEVICE void await_peer_scores() { barriers_.scores[1 - group_].wait(peer_parity()); }
   // Of ScoreStage: P of the group's last tile has been used.
   ANYFLASH_DEVICE void before_p() const { barriers_.used[group_].wait(parity_ ^ 1); }
   ANYFLASH_DEVICE void before_dp() const {}
   ANYFLASH_DEVICE void after_dp() const {}
   ANYFLASH_DEVICE void end_scores() { barriers_.scores[group_].arrive(); }
   ANYFLASH_DEVICE void await_scores() { barriers_.scores[group_].wait(parity_); }
-  ANYFLASH_DEVICE void end_before() { barriers_.used[1 - group_].arrive(); }
+  // The peer's P and dS have been added to this group's dK and dV.
+  ANYFLASH_DEVICE void release_peer() { barriers_.used[1 - group_].arrive(); }
   // Ends the group's tile, but for its dQ, and goes on to its next one, whose buffer is free then.
   ANYFLASH_DEVICE void end(Tiles& tiles) {
     barriers_.used[group_].arrive();
-    const bool shared = with_before();
+    const bool shared = has_peer();
     tiles.advance();
     pass(tiles);
-    if (tiles.valid() && shared) barriers_.used[1 - group_].wait(parity_before());
+    if (tiles.valid() && shared) barriers_.used[1 - group_].wait(peer_parity());
     buffer_ = other_buffer();
     parity_ ^= 1;
   }
@@ -84,16 +86,16 @@ class PingPong {
   static constexpr int kUnseen = 2;  // on the diagonal: the keys of DiagonalTop are group 0's
 
   ANYFLASH_DEVICE void pass(Tiles& tiles) {
-    before_ = !tiles.valid() ? kNone : tiles.on_diagonal() && group_ == 1 ? kUnseen : kSeen;
+    peer_ = !tiles.valid() ? kNone : tiles.on_diagonal() && group_ == 1 ? kUnseen : kSeen;
     tiles.advance();
   }
-  ANYFLASH_DEVICE int parity_before() const { return parity_ ^ group_ ^ 1; }
+  ANYFLASH_DEVICE int peer_parity() const { return parity_ ^ group_ ^ 1; }
 
   PingPongBarriers<true>& barriers_;
   int group_;
   int buffer_;
   int parity_ = 0;  // of the phases of the group's tile
-  int before_ = kNone;
+  int peer_ = kNone;
 };
 
 }  // namespace anyflash::sm80

@@ -21,7 +21,7 @@ namespace anyflash::sm80 {
 ANYFLASH_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 
 // Above head dim 256 the tiles come by chunks of columns, Q and dO through one buffer and K and V
-// through another, and dQ is made by launches of as many columns.
+// through another. Then dQ is made by launches of as many columns.
 template <class Element_, int kHeadDim_, int kHeadDimV_>
 struct DeterministicDqTraits {
   using Element = Element_;
@@ -103,8 +103,8 @@ class ScoreGradientTile {
 
   // The gradient of the final scores, and calls use(dS as a (row, col) view, coordinates) before it
   // becomes the gradient of softmax_scale q.k, which is returned as an accumulator.
-  template <class Scores, class Use>
-  ANYFLASH_DEVICE auto compute_ds(const Scores& variant, const Mask& mask, const LseDelta* stats,
+  template <class Variant, class Use>
+  ANYFLASH_DEVICE auto compute_ds(const Variant& variant, const Mask& mask, const LseDelta* stats,
                                   int row0, int col0, const Use& use) const {
     using namespace cute;
     typename Traits::TiledMma mma;
@@ -115,7 +115,7 @@ class ScoreGradientTile {
     auto acc_dp = partition_fragment_C(mma, ShapeS{});
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
-    ScoreAuxOf<Scores, Element, decltype(scores)> aux;
+    ScoreAuxOf<Variant, Element, decltype(scores)> aux;
     variant.template prefetch<true>(aux, places, tile);
     clear(acc_s);
     for_each_chunk([&](auto chunk) ANYFLASH_INLINE_LAMBDA {

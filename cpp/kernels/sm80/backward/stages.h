@@ -60,9 +60,9 @@ ANYFLASH_DEVICE void for_each_region(const Product& product) {
 
 // Calls step(masked, diagonal) for each tile; it advances `tiles`. Masked and unmasked tiles have a
 // loop each.
-template <class Traits, class Scores, class Tiles, class Step>
+template <class Traits, class Variant, class Tiles, class Step>
 ANYFLASH_DEVICE void for_each_tile(Tiles& tiles, const Step& step) {
-  constexpr bool kSkipsMaskedHalf = Scores::kSkipsMaskedHalf && Traits::kSkipsMaskedHalf;
+  constexpr bool kSkipsMaskedHalf = Variant::kSkipsMaskedHalf && Traits::kSkipsMaskedHalf;
   while (tiles.valid()) {
     while (tiles.valid() && tiles.needs_mask()) {
       if (kSkipsMaskedHalf && tiles.on_diagonal()) {
@@ -71,7 +71,7 @@ ANYFLASH_DEVICE void for_each_tile(Tiles& tiles, const Step& step) {
         step(std::true_type{}, std::false_type{});
       }
     }
-    if constexpr (!Scores::kAlwaysMasked) {
+    if constexpr (!Variant::kAlwaysMasked) {
       while (tiles.valid() && !tiles.needs_mask()) step(std::false_type{}, std::false_type{});
     }
   }
@@ -132,12 +132,13 @@ class ScoreStore {
   decltype(scores_in_smem<Traits>(static_cast<Element*>(nullptr), 0)) tCsX_;
 };
 
-template <class Traits, class Scores>
+template <class Traits, class Variant>
 class ScoreStage {
   using Element = typename Traits::Element;
   using Mma = typename Traits::ScoreMma;
   using Addresses = AddressesOf<Traits>;
-  using Store = ScoreStore<Traits, Traits::kConfig.keep_store_addresses && Scores::kKeepsAddresses>;
+  using Store =
+      ScoreStore<Traits, Traits::kConfig.keep_store_addresses && Variant::kKeepsAddresses>;
 
  public:
   // Of a group of warps, whose P and dS these are.
@@ -171,7 +172,7 @@ class ScoreStage {
   // P and dS of what is seen of a tile. Calls `waits` before and after dO V^T, and before the first
   // store.
   template <bool kMasked, bool kDiagonal, class Stats, class Waits>
-  ANYFLASH_DEVICE void compute_p_and_ds(const Scores& variant, const Stats& stats,
+  ANYFLASH_DEVICE void compute_p_and_ds(const Variant& variant, const Stats& stats,
                                         const ScoreTile& tile, const Waits& waits) const {
     using namespace cute;
     for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
@@ -186,7 +187,7 @@ class ScoreStage {
  private:
   // Of the rows from kRow on, and the part of the keys from kKey on.
   template <bool kMasked, int kRow, int kKey, class Stats, class Waits>
-  ANYFLASH_DEVICE void compute_part(const Scores& variant, const Stats& all_stats,
+  ANYFLASH_DEVICE void compute_part(const Variant& variant, const Stats& all_stats,
                                     const ScoreTile& whole, const Waits& waits) const {
     using namespace cute;
     constexpr int kRows = Traits::kBlockM - kRow;
@@ -202,7 +203,7 @@ class ScoreStage {
     clear(acc_s);
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
-    ScoreAuxOf<Scores, Element, decltype(scores)> aux;
+    ScoreAuxOf<Variant, Element, decltype(scores)> aux;
     const ScoreTile tile{whole.mask, whole.row0, whole.col0 + kKey};
 
     variant.template prefetch<kMasked>(aux, coordinates, tile);

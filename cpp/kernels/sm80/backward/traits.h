@@ -18,8 +18,9 @@ struct TileRegion {
   static constexpr int kKeys = kKeys_;
 };
 
-// kGeneric: the tiles of the generic kernel; kQuadKeys: with its order of keys.
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kQuadKeys,
+// kGeneric: the tiles of the generic kernel; kKeysInRuns: a thread's keys come in
+// runs of eight.
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneric, bool kKeysInRuns,
           TileConfig kTileConfig>
 struct BackwardTraits {
   using Element = Element_;
@@ -66,7 +67,7 @@ struct BackwardTraits {
   static constexpr int kChunks = kConfig.chunk_columns == 0 ? 1 : kHeadDim / kConfig.chunk_columns;
   static constexpr int kDqColumnsAtOnce = kHeadDim / kChunks;
   template <int kKeys>
-  using OrderOf = std::conditional_t<kQuadKeys, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;
+  using OrderOf = std::conditional_t<kKeysInRuns, QuadKeyOrder<kKeys>, PlainKeyOrder<kKeys>>;
   using KeyOrder = OrderOf<kBlockN>;
   using PartKeyOrder = OrderOf<kPartKeys>;
 

@@ -11,11 +11,12 @@ namespace anyflash::sm80 {
 
 // Of the sequences with at least `least` queries, of `group` rows each, in tiles of kBlockM rows.
 //
-// The tiles of sequence b are numbers first(b) to first(b + 1), of which some may be none. With c
-// queries before it, n of its own, g rows a query and M of a tile, they are enough: what is rounded
-// down grows by at least floor(n g / M + 1) >= ceil(n g / M), where
-//   first(b) = floor(c g / M) + b,  and, since n >= least,  where
-//   first(b) = floor(c (g / M + 1 / least)).
+// The tiles of sequence b are numbers first(b) to first(b + 1), of which some may be none. There
+// are c queries before it and n of its own; a query has g rows, and a tile M. The numbers are
+// enough: what is rounded down grows by at least floor(n g / M + 1) >= ceil(n g / M). Two formulas
+// do that, the second because n >= least.
+//   first(b) = floor(c g / M) + b
+//   first(b) = floor(c (g / M + 1 / least))
 // The one with fewer numbers in all is taken.
 template <int kBlockM>
 struct PackedTiles {

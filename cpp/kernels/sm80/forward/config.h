@@ -5,11 +5,11 @@
 
 namespace anyflash::sm80 {
 
-// A TileConfig (kernel_descriptor.h) says whose shared memory a kernel is made for: an A100's 164
-// KB (kDefault), the 100 KB of consumer GPUs (kCompact: compute capability 8.6, 8.9 and 12.0), or
-// the 228 KB of 9.0 and 10.0 (kWide). What fits little memory also serves small problems:
-// select_gpu.cpp takes the forward's smaller tiles where larger ones would leave multiprocessors
-// idle, and any that was measured to be faster.
+// A TileConfig (kernel_descriptor.h) says whose shared memory a kernel is made for. kDefault is for
+// an A100's 164 KB. kCompact is for the 100 KB of consumer GPUs (compute capability 8.6, 8.9 and
+// 12.0). kWide is for the 228 KB of 9.0 and 10.0. What fits little memory also serves small
+// problems: select_gpu.cpp takes the forward's smaller tiles where larger ones would leave
+// multiprocessors idle. It also takes any that was measured to be faster.
 struct ForwardConfig {
   // Which kernels have it: those with these features and head dims of at most so much.
   int max_head_dim = 0;
@@ -149,9 +149,9 @@ constexpr ForwardConfig dropout_256() {
   return c;
 }
 
-// 16 rows a warp, because the features need registers of their own, and 64 a CTA: blocks of block-
-// sparse attention are multiples of 64, so that a tile lies in one. Small head dims hide latencies
-// with three CTAs an SM, the others cannot afford it.
+// A warp has 16 rows, because the features need registers of their own. A CTA has 64: blocks of
+// block-sparse attention are multiples of 64, so that a tile lies in one. Small head dims hide
+// latencies with three CTAs an SM; the others cannot afford it.
 constexpr ForwardConfig generic(int max_head_dim, int block_n, int min_ctas) {
   ForwardConfig c;
   c.max_head_dim = max_head_dim;

@@ -34,7 +34,7 @@ class ForwardMainloop {
                                          NoRowExchange<Traits>>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kLateRows = Traits::kLateRows;
+  static constexpr int kBottomRows = Traits::kBottomRows;
 
  public:
   // Adds to acc_o and to the softmax. q_factor: what Q is multiplied by. Returns whether this
@@ -80,7 +80,8 @@ class ForwardMainloop {
 
   ANYFLASH_DEVICE void masked_tiles() {
     if constexpr (Traits::kSkipsMaskedHalf) {
-      const int seen = tiles_.mask.end_key(block_.first_row + kLateRows - 1);  // by the other half
+      const int seen =
+          tiles_.mask.end_key(block_.first_row + kBottomRows - 1);  // by the other half
       while (n_ >= 0 && n_ * kBlockN >= seen) masked_step<1>();
     }
     while (n_ >= 0 && tiles_.range.needs_mask(n_)) masked_step<0>();
@@ -134,7 +135,7 @@ class ForwardMainloop {
   template <int kFirst>
   ANYFLASH_DEVICE auto scores() {
     using namespace cute;
-    using Rows = Int<kFirst == 0 ? kBlockM : kLateRows>;
+    using Rows = Int<kFirst == 0 ? kBlockM : kBottomRows>;
     auto acc_s = partition_fragment_C(Mma{}, Shape<Rows, Int<kBlockN>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
     queries_.template multiply<kFirst>(acc_s, pipeline_.keys());

@@ -20,8 +20,8 @@ class QueryTile {
   using Mma = typename Traits::TiledMma;
   using Tile = typename Traits::TileQ;
   using Operand = LdmatrixOperand<Mma, Side::kA, Tile>;
-  using LateOperand = LdmatrixOperand<Mma, Side::kA, Tile, false, Traits::kLateRows>;
-  static constexpr int kEarlyRows = Traits::kBlockM - Traits::kLateRows;
+  using BottomOperand = LdmatrixOperand<Mma, Side::kA, Tile, false, Traits::kBottomRows>;
+  static constexpr int kTopRows = Traits::kBlockM - Traits::kBottomRows;
   static constexpr bool kInRegisters = Traits::kConfig.queries_in_registers;
 
  public:
@@ -29,7 +29,7 @@ class QueryTile {
   ANYFLASH_DEVICE QueryTile(const Attention& attention, const ForwardWorkTile& block, Element* tile)
       : tile_(tile),
         operand_(tile, threadIdx.x),
-        late_(tile + kEarlyRows * Tile::kPanelColumns, threadIdx.x) {
+        bottom_(tile + kTopRows * Tile::kPanelColumns, threadIdx.x) {
     load(attention, block);
   }
 
@@ -56,7 +56,7 @@ class QueryTile {
     if constexpr (kInRegisters) {
       gemm_register_smem(acc, fragment_from<kFirst>(tSrQ_), keys, mma);
     } else if constexpr (kFirst > 0) {
-      gemm_smem_smem(acc, acc, late_, keys, mma);
+      gemm_smem_smem(acc, acc, bottom_, keys, mma);
     } else {
       gemm_smem_smem(acc, acc, operand_, keys, mma);
     }
@@ -92,7 +92,7 @@ class QueryTile {
 
   Element* tile_;
   Operand operand_;
-  LateOperand late_;
+  BottomOperand bottom_;
   decltype(Operand::fragment()) tSrQ_;  // (MMA, MMA_M, MMA_K), where Q stays in registers
 };
 

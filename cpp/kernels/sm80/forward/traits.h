@@ -32,9 +32,9 @@ struct ForwardTraits {
   // Keys that only the later half of the rows sees, as under a causal mask, are multiplied with it:
   // where a warp has rows in both halves.
   static constexpr bool kSkipsMaskedHalf = kBlockM == 32 * kRowWarps && kBlockM >= 2 * kBlockN;
-  static constexpr int kLateRows = kSkipsMaskedHalf ? kBlockM / 2 : kBlockM;
+  static constexpr int kBottomRows = kSkipsMaskedHalf ? kBlockM / 2 : kBlockM;
   using KeyOrder =
-      std::conditional_t<Variant::kQuadKeys, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
+      std::conditional_t<Variant::kKeysInRuns, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
   static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
   static_assert(!kSplitKeysAcrossWarps || Variant::kFeatures == kNoFeatures, "row_exchange.h");
 

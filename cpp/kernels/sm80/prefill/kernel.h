@@ -64,13 +64,12 @@ ANYFLASH_DEVICE ForwardWorkTile prefill_block(const KvCacheParams& p, unsigned i
   block.head = static_cast<int>(index % a.heads);
   block.head_k = block.head / (a.heads / a.heads_k);
   sequence = cached_sequence(p, block.batch);
-  block.sequence = {0,
-                    sequence.first_q,
-                    0,
-                    sequence.seqlen_q,
-                    sequence.seqlen_k,
-                    sequence.seqlen_k,
-                    sequence.seqlen_k - sequence.seqlen_q};
+  block.sequence.batch = 0;
+  block.sequence.first_q = sequence.first_q;
+  block.sequence.first_k = 0;
+  block.sequence.seqlen_q = sequence.seqlen_q;
+  block.sequence.seqlen_k = block.sequence.all_keys = sequence.seqlen_k;
+  block.sequence.shift = sequence.seqlen_k - sequence.seqlen_q;
   if (p.num_splits > 1) take_split<kBlockN>(p, split, kBlockM, block, sequence);
   return block;
 }

@@ -8,8 +8,8 @@
 
 namespace anyflash::sm90 {
 
-// acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scale of dS; with kAddsToDq, dS
-// K to dq_accum, a tile later: by then the other warpgroup's dS is there.
+// acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scale of dS. With kAddsToDq, dS
+// K is added to dq_accum a tile later: by then the other warpgroup's dS is there.
 //
 //   tensor cores   S | dP | dV         | dQ of the tile before | dK
 //   registers           P  dS   to smem                          dQ to dq_accum

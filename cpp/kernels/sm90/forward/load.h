@@ -106,8 +106,9 @@ class TileLoader {
   RingPlace<Traits::kQStages> q_place_;
 };
 
-// Three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h): tiles with hidden
-// keys, which are the first of a range, come to the guard, which hands them on to the consumers.
+// The guard has three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h). So
+// tiles with hidden keys, which are the first of a range, come to the guard, which hands them on to
+// the consumers.
 template <class Traits>
 class ValueGuard {
   static constexpr int kThreads = 32 * Traits::kGuardWarps;

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anyflash.flash_attn.ops.triton.rotary import apply_rotary, turn
+from anyflash.torch._dispatch_state import is_grad_enabled
 
 Offsets = int | torch.Tensor
 
@@ -61,7 +62,7 @@ def _rotate(
 
 def _in_place(x: torch.Tensor, *given: Any) -> torch.Tensor:
     """_rotate, also of what autograd allows nobody to write to."""
-    if torch.is_grad_enabled() and x.requires_grad and (x.is_leaf or x._base is not None):
+    if is_grad_enabled() and x.requires_grad and (x.is_leaf or x._base is not None):
         recorded: Callable[..., torch.Tensor] = _InPlace.apply
         return recorded(x, *given)
     return _rotate(x, False, *given)

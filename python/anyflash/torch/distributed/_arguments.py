@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anyflash._call import parsing
 from anyflash._call.options import AttentionOptions, OutputRequest, Packing
+from anyflash.torch._dispatch_state import is_deterministic
 from anyflash.torch.distributed._layout import Layout
 from anyflash.torch.distributed._pieces import NAME
 from anyflash.torch.distributed._problem import Given, Packed, Whole
@@ -117,7 +118,7 @@ def read_whole(
     options: AttentionOptions, lengths: tuple[int, int], deterministic: bool | None
 ) -> Whole:
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = is_deterministic()
     flags = {"causal": options.causal, "deterministic": deterministic}
     causal, deterministic = parsing.flags(NAME, **flags)
     scale = options.softmax_scale

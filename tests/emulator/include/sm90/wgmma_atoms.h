@@ -20,12 +20,30 @@ struct Wgmma {
 
   template <Major kMajorA, Major kMajorB>
   static void with_smem(float* d, uint64_t a, uint64_t b, int accumulate) {
-    emu::wgmma({kType, kN, kMajorA == Major::kMN, kMajorB == Major::kMN, accumulate != 0, d,
-                nullptr, a, b});
+    emu::WgmmaArguments arguments = arguments_of<kMajorB>(d, b, accumulate);
+    arguments.a = a;
+    arguments.a_rows_along_sum = kMajorA == Major::kMN;
+    emu::wgmma(arguments);
   }
   template <Major kMajorB>
   static void with_registers(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-    emu::wgmma({kType, kN, false, kMajorB == Major::kMN, accumulate != 0, d, a, 0, b});
+    emu::WgmmaArguments arguments = arguments_of<kMajorB>(d, b, accumulate);
+    arguments.a_registers = a;
+    emu::wgmma(arguments);
+  }
+
+ private:
+  // All but A.
+  template <Major kMajorB>
+  static emu::WgmmaArguments arguments_of(float* d, uint64_t b, int accumulate) {
+    emu::WgmmaArguments arguments{};
+    arguments.type = kType;
+    arguments.n = kN;
+    arguments.rows_along_sum = kMajorB == Major::kMN;
+    arguments.accumulate = accumulate != 0;
+    arguments.d = d;
+    arguments.b = b;
+    return arguments;
   }
 };
 

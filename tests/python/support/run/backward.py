@@ -7,6 +7,7 @@ from typing import Any
 from backends import capi
 from backends.capi import Backend
 from backends.tensors import Tensor
+from cases.case import is_sampled
 from cases.gradient_case import EMULATED_TILES, Call, GradientCase
 from oracle.gradients import check_gradients
 from run.forward import LEAST_SCALE, OTHER_ISA_SCORES, bits
@@ -28,9 +29,10 @@ def run_call(backend: Backend, call: Call) -> None:
 def supports_backward(name: str, case: GradientCase) -> bool:
     """Whether the backend can run the case, and should: some are slow."""
     forward = case.forward
+    sampled = is_sampled(case, 2)
     if name.startswith("cpu"):
-        small = case.everywhere and forward.scores <= OTHER_ISA_SCORES
-        return not forward.gpu_only and (name == "cpu" or small)
+        some = sampled and case.everywhere and forward.scores <= OTHER_ISA_SCORES
+        return not forward.gpu_only and (name == "cpu" or some)
     if forward.dtype not in ("fp16", "bf16") or forward.cpu_only:
         return False
     if name == "cuda":
@@ -39,7 +41,7 @@ def supports_backward(name: str, case: GradientCase) -> bool:
         row = backward_row(capi.backend(name), case)
     except capi.Unavailable:
         return True  # the test then fails and says what to do
-    if row is None or not case.everywhere or forward.tiles > EMULATED_TILES:
+    if row is None or not sampled or not case.everywhere or forward.tiles > EMULATED_TILES:
         return False
     return name != "emulated-sm90" or row.arch == "sm90"  # what else it runs is emulated-sm80's
 

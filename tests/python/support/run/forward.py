@@ -10,7 +10,7 @@ from backends import capi
 from backends.capi import Backend
 from backends.tensors import Tensor
 from cases.auxiliary import OUTPUTS
-from cases.case import EMULATED_TILES, Case, Tensors
+from cases.case import EMULATED_TILES, Case, Tensors, is_sampled
 from oracle.attention import Array, check
 
 LEAST_SCALE = 1e-20  # smaller ones are 0 on a GPU
@@ -43,7 +43,8 @@ OTHER_ISA_SCORES = 1 << 16
 def supports(name: str, case: Case) -> bool:
     """Whether the backend can run the case, and should: some are slow, and `cpu` runs them all."""
     if name.startswith("cpu"):
-        return not case.gpu_only and (name == "cpu" or case.scores <= OTHER_ISA_SCORES)
+        some = case.scores <= OTHER_ISA_SCORES and is_sampled(case, 2)
+        return not case.gpu_only and (name == "cpu" or some)
     if case.dtype not in ("fp16", "bf16") or case.cpu_only:
         return False
     if name == "cuda":
@@ -52,7 +53,7 @@ def supports(name: str, case: Case) -> bool:
         row = expected_row(capi.backend(name), case)
     except capi.Unavailable:
         return True  # the test then fails and says what to do
-    if row is None or case.tiles > EMULATED_TILES:
+    if row is None or case.tiles > EMULATED_TILES or not is_sampled(case, 2):
         return False
     return name != "emulated-sm90" or row.arch == "sm90"  # what else it runs is emulated-sm80's
 

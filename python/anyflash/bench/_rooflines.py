@@ -7,7 +7,7 @@ from typing import Any
 
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import ArrayLibrary, Unsupported
-from anyflash.bench._cells import ITEM_SIZES
+from anyflash.bench._cases import ITEM_SIZES
 from anyflash.bench._mma import PTX_TYPES, Peak
 from anyflash.bench._timing import Budget, Timer, take_turns
 
@@ -50,14 +50,14 @@ def _reads(arrays: ArrayLibrary) -> dict[str, tuple[Call, float]]:
     return made
 
 
-def measure_ceilings(
+def measure_rooflines(
     names: Sequence[str],
     dtypes: tuple[str, ...],
     arrays: ArrayLibrary,
     timer: Timer,
     budget: Budget,
 ) -> list[dict[str, Any]]:
-    """One entry for each ceiling: name, dtype, unit, value of the median, or why there is none."""
+    """One entry for each roofline: name, dtype, unit, value of the median, or why there is none."""
     found: list[dict[str, Any]] = []
     made: dict[str, tuple[Call, float]] = {}
     for name in names:

@@ -42,7 +42,7 @@ KEY_RANGES = ("ranges of all", "8 documents", "prefix of a quarter", "tree of 8 
 
 
 @dataclass(frozen=True)
-class Cell:
+class Case:
     """A problem: sizes, options, what is done with it, how it is timed, and the unit of the result.
 
     `op` is "forward", "backward", "both", "decode", or "call" (the cost of a call on the host).
@@ -91,7 +91,7 @@ class Cell:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What tells cells apart, in the order of a table's columns."""
+        """What tells cases apart, in the order of a table's columns."""
         grouped = self.kv_heads != self.heads
         labels = {
             "op": self.op,

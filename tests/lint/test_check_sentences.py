@@ -1,0 +1,73 @@
+"""The checker finds sentences that are too long, and takes nothing else for one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKER = Path(__file__).with_name("check_sentences.py")
+
+
+def words(count: int) -> str:
+    return " ".join(["word"] * count)
+
+
+SHORT, LONG = words(30), words(31)
+BEGIN = words(8)
+
+
+def run(root: Path, text: str) -> list[str]:
+    (root / "a.md").write_text(text)
+    command = [sys.executable, str(CHECKER), str(root)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+    found = done.stdout.splitlines()
+    assert done.returncode == (1 if found else 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{SHORT}.\n",
+        f"{SHORT}. {SHORT}? ({SHORT}.) **{SHORT}!** {SHORT}\n",
+        f"{SHORT}\n\n{SHORT}\n",
+        f"{SHORT}:\n* {SHORT}\n* {SHORT}\n  1. {SHORT}\n",
+        f"> {SHORT}.\n> {SHORT}.\n",
+        f"# {LONG}\n\n| {LONG} |\n|---|\n| {LONG} |\n",
+        f"```\n{LONG}\n```\n\n* {SHORT}\n\n  ```sh\n  {LONG}\n  ```\n",
+        f"{SHORT}\n\n    {LONG}\n\n    {LONG}\n",
+        f"<!-- {LONG}\n{LONG} -->\n",
+        f'<img alt="{LONG}" src="b.svg">\n',
+        f"{words(27)} `a span of\ncode. With four` - 5 % [link](b.md#{'x-' * 40}).\n",
+        f"{words(29)} 16k+3*x/2.5.\n",  # a formula without blanks
+        f"{words(28)} 3.5 us. Next.\n",  # a number and its unit
+        f"[{SHORT}]: https://example.org {LONG}\n",
+    ],
+)
+def test_short_sentences(tmp_path: Path, text: str) -> None:
+    assert run(tmp_path, text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "count"),
+    [
+        (f"{LONG}.\n", 1, 31),
+        (f"# Title\n\nShort. Two\nlines.\n{words(16)}\n{words(15)}. Short.\n", 5, 31),
+        (f"```\ncode\n```\n<!-- two\nlines -->\n* short\n* {LONG}\n", 7, 31),
+        (f"* short\n\n    {LONG}\n", 3, 31),  # of the item, not code
+        (f"{SHORT}; {SHORT}\n", 1, 60),
+        (f"{words(16)}, e.g. {words(15)}\n", 1, 32),
+        (f"{words(15)} <!-- bench a.json mean share -->1.5<!-- end --> {words(15)}.\n", 1, 31),
+        (f"{words(29)} `code. More` `code`\n", 1, 31),
+        (f"{words(29)} [two words](b.md)\n", 1, 31),
+        (f"> {LONG}\n", 1, 31),
+    ],
+)
+def test_long_sentences(tmp_path: Path, text: str, line: int, count: int) -> None:
+    (found,) = run(tmp_path, text)
+    begin = f"a.md:{line}: a sentence has {count} words; at most 30 are allowed: {BEGIN}"
+    assert found.startswith(begin)
