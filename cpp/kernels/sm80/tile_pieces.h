@@ -14,14 +14,22 @@ namespace anyflash::sm80 {
 
 // Writes a rounded accumulator to a SmemTile at `smem`. `places` are the coordinates of its
 // elements, of which each two are neighbouring columns.
+//
+// An element's place differs from the thread's first one by a constant, which has no bits in common
+// with that one's column in the panel. So a swizzled address is the first one XOR a constant.
 template <class Tile, class Rounded, class Places>
 ANYFLASH_DEVICE void accumulator_to_smem(typename Tile::Element* smem, const Rounded& rounded,
                                          const Places& places) {
   const auto pairs = cute::recast<const uint32_t>(rounded);
+  const int row0 = cute::get<0>(places(0));
+  const int column0 = cute::get<1>(places(0));
+  const int first = Tile::offset(row0, column0);
   CUTE_UNROLL
   for (int i = 0; i < cute::size(pairs); ++i) {
-    const auto place = places(2 * i);
-    auto* const at = smem + Tile::offset(cute::get<0>(place), cute::get<1>(place));
+    const int row = cute::get<0>(places(2 * i)) - row0;
+    const int column = cute::get<1>(places(2 * i)) - column0;
+    const int in_panel = column % Tile::kPanelColumns;
+    auto* const at = smem + (first ^ in_panel) + Tile::offset(row, column - in_panel);
     *reinterpret_cast<uint32_t*>(at) = pairs(i);
   }
 }

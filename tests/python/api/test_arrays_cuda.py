@@ -78,7 +78,7 @@ def test_what_only_speaks_dlpack(torch: ModuleType, head_dim: int) -> None:
     q, k, v, o, log_sum = given
     gradients = anyflash.attention_backward(o, q, k, v, o, log_sum, causal=True, deterministic=True)
     expected = anyflash.attention_backward(out, *tensors, out, lse, causal=True, deterministic=True)
-    for actual, gradient in zip(gradients, expected, strict=True):
+    for actual, gradient in zip(gradients[:3], expected[:3], strict=True):
         assert torch.equal(torch.from_dlpack(actual), gradient)
 
 

@@ -133,7 +133,7 @@ def test_no_device(
 
 @pytest.mark.cuda
 def test_real_gpu() -> None:
-    """By one of its kernels: as many launches as sequences."""
+    """By one of its kernels, once."""
 
     def launches() -> int:
         kernels = anyflash.build_info()["kernels"]
@@ -142,4 +142,4 @@ def test_real_gpu() -> None:
     before = launches()
     place = demo.choose_place("cuda")
     verify(place.attention)
-    assert launches() == before + 3  # one tried it
+    assert launches() == before + 2  # one tried it

@@ -150,15 +150,20 @@ def test_validate_in_a_capture() -> None:
     """A sentence instead of a capture that is invalid."""
     found = printed(
         """
-        used = torch.full((2,), 200, device="cuda", dtype=torch.int32)
-        expected = attend(seqused_k=used)
+        starts = torch.tensor([0, 300, 600], device="cuda", dtype=torch.int32)
+        packed = [x.flatten(0, 1) for x in (q, k, v)]
+
+        def attend_packed(**options):
+            return anyflash.torch.attention_varlen(*packed, starts, starts, 300, 300, **options)
+
+        expected = attend_packed()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             try:
-                attend(seqused_k=used, validate=True)
+                attend_packed(validate=True)
             except ValueError as error:
                 print("stream is being captured" in str(error))
-            captured = attend(seqused_k=used)
+            captured = attend_packed()
         graph.replay()
         print(torch.equal(captured, expected))
         """
