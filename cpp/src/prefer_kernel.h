@@ -11,7 +11,8 @@ namespace anyflash {
 ANYFLASH_API void prefer_kernel(const char* name);
 
 // Sets how much work (threads.h) a thread must have before another one is used: on the CPU, from
-// now on, in all threads. 0: the default.
+// now on, in all threads. 0: the default. A plan's workspace is for the number of threads that this
+// gives: it must not change before the plan has run.
 ANYFLASH_API void set_work_per_thread(double work);
 
 }  // namespace anyflash

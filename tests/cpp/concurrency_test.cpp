@@ -134,7 +134,6 @@ Bytes refused(int number) {
 
 // Everything that asks, or sets what results do not depend on.
 Bytes configure() {
-  anyflash::set_work_per_thread(1e9);
   anyflash::prefer_kernel("");
   std::size_t found = 0;
   for (const anyflash::KernelInfo& kernel : anyflash::kernels()) found += kernel.name.size();
@@ -144,7 +143,6 @@ Bytes configure() {
   }
   const std::string isa = anyflash::build_info().cpu_isa;
   anyflash::prefer_kernel(nullptr);
-  anyflash::set_work_per_thread(1);
   return Bytes(1 + found % 200, static_cast<unsigned char>(isa.size()));
 }
 
