@@ -161,7 +161,7 @@ PREFILL = decode(
         more="ragged=1 filled=130,66 new=70 rotary=64 page=16 hole=1 nan=seen",
     ),
     Case(
-        seqlen_q=130, seqlen_k=2112, causal=1, more="ragged=1 filled=2100 page=64 left=1500 sink=1"
+        seqlen_q=130, seqlen_k=2112, causal=1, more="ragged=1 filled=2100 page=64 left=2080 sink=1"
     ),
     Case(batch=2, seqlen_q=64, seqlen_k=256, heads=1, more="ragged=1 filled=250,0 leftpad=9,0"),
     Case(

@@ -182,7 +182,7 @@ IN_PREFILL = tuple(
             "",
             PREFILL,
         ),
-        ("no-sequence-for-block", PREFILL_KERNEL, "__syncthreads(); // where the", "", "", PREFILL),
+        ("no-sequence-for-block", PREFILL_KERNEL, "__syncthreads(); // where the", "", "tsan", PREFILL),
         (
             "split-on-old-diagonal",
             PREFILL_KERNEL,

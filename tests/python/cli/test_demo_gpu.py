@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_rounding_is_that_of_bfloat16() -> None:
 
 def test_arrays_are_copied_there_and_back(driver: FakeDriver) -> None:
     verify(gpu.Gpu(1).attention)
-    assert driver.called == [*CALLS, *[*["cuMemcpyHtoD_v2"] * 3, "cuMemcpyDtoH_v2"] * 2]
+    assert driver.called == [*CALLS, *["cuMemcpyHtoD_v2"] * 3, "cuMemcpyDtoH_v2"]
 
 
 def test_demo_runs_on_the_gpu(driver: FakeDriver, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +86,9 @@ def test_demo_runs_on_the_gpu(driver: FakeDriver, capsys: pytest.CaptureFixture[
     assert f"anyflash {anyflash.__version__} on GPU 1 (Some GPU), in bfloat16\n" in shown
     assert "forgotten password" in shown
     assert shown.count("(bound 2e-02: ok)") == shown.count("(bound 2e-03: ok)") == 1
-    sequences = 6 * 2 * (len(demo.SENTENCES) + 1)  # by layers, unpadded and padded
-    assert driver.called.count("cuMemcpyDtoH_v2") == sequences + 1  # which tried it
+    said = re.search(r"(\d+) attention calls", shown)
+    assert said
+    assert driver.called.count("cuMemcpyDtoH_v2") == int(said[1]) + 1  # which tried it
 
 
 def test_cpu_can_be_asked_for(driver: FakeDriver) -> None:
