@@ -62,6 +62,7 @@ const char* name(CpuIsa isa) {
   return "unknown";
 }
 
+// Each call asks. The processor is asked once, since CPUID takes microseconds in a virtual machine.
 bool cpu_has(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kAuto:
@@ -74,8 +75,11 @@ bool cpu_has(CpuIsa isa) {
       return false;
 #endif
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
-    case CpuIsa::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    case CpuIsa::kAvx2: {
+      static const bool has =
+          __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+      return has;
+    }
     case CpuIsa::kAvx512:
       return cpu_has(CpuIsa::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -153,8 +153,9 @@ const KernelDescriptor& select_gpu_kernel(const Problem& problem) {
   if (may_run && can_run(*wanted, problem, device)) return *wanted;
   const KernelDescriptor* best = nullptr;
   for (const KernelDescriptor* kernel : gpu_kernels(problem.op, problem.dtype)) {
-    if (!can_run(*kernel, problem, device)) continue;
-    if (best == nullptr || is_closer(problem, device, *kernel, *best)) best = kernel;
+    // First whether it would be better: that is said in less time, and often no.
+    const bool better = best == nullptr || is_closer(problem, device, *kernel, *best);
+    if (better && can_run(*kernel, problem, device)) best = kernel;
   }
   if (best == nullptr) refuse(problem, device);
   return wanted == &kNoKernel ? *best : tuned(problem, device, *best);

@@ -182,7 +182,14 @@ IN_PREFILL = tuple(
             "",
             PREFILL,
         ),
-        ("no-sequence-for-block", PREFILL_KERNEL, "__syncthreads(); // where the", "", "tsan", PREFILL),
+        (
+            "no-sequence-for-block",
+            PREFILL_KERNEL,
+            "__syncthreads(); // where the",
+            "",
+            "tsan",
+            PREFILL,
+        ),
         (
             "split-on-old-diagonal",
             PREFILL_KERNEL,

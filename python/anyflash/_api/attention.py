@@ -10,11 +10,12 @@ from anyflash._call.options import (
     BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
+    OUTPUT_ALONE,
     UNBOUNDED,
-    AttentionOptions,
     OutputRequest,
     Part,
     given_options,
+    plain_options,
 )
 from anyflash._call.results import ArrayT, AttentionResult
 
@@ -304,11 +305,11 @@ def attention(
         seqused_k,
         part,
     )
-    if (
-        options is out is out_dtype is lse is stream is None
-        and prior is None
-        and return_max_logits is return_dropout_mask is return_result is False
-    ):
+    # Whether anyflash makes all that is written.
+    inside = out is lse is stream is None and prior is None
+    plain = inside and out_dtype is None
+    plain = plain and return_max_logits is return_dropout_mask is return_result is False
+    if plain and options is None:
         attend = fast_path_of(q)
         if attend is not None:
             result: ArrayT | tuple[ArrayT, ArrayT] | None = attend(
@@ -317,21 +318,24 @@ def attention(
             if result is not None:
                 return result
     if options is None:
-        options = AttentionOptions(softmax_scale, causal)
-    outputs = OutputRequest(
-        return_lse,
-        return_max_logits,
-        return_dropout_mask,
-        return_result,
-        out_dtype,
-        out,
-        stream,
-        lse,
-        prior,
+        options = plain_options(softmax_scale, causal)
+    outputs = (
+        OUTPUT_ALONE
+        if plain and return_lse is False
+        else OutputRequest(
+            return_lse,
+            return_max_logits,
+            return_dropout_mask,
+            return_result,
+            out_dtype,
+            out,
+            stream,
+            lse,
+            prior,
+        )
     )
     tensors = (q, k, v)
-    targets = any(x is not None for x in (out, lse, prior, stream))
-    adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=not targets)
+    adapter = adapter_of(q, k, v, bias, sinks, alibi_slopes, autocast=inside)
     if adapter is not None:
         refuse("anyflash.attention", out=out, lse=lse, prior=prior, stream=stream, part=part)
         return adapter.attend(tensors, options, None, outputs)

@@ -9,8 +9,10 @@ from anyflash._arrays.base import BOOL, CPU, FLOATS, INT32, INT64
 from anyflash._call import parsing
 from anyflash._call.operands import Operands
 from anyflash._call.options import (
+    CAUSAL,
     NO_DROPOUT,
     NO_SOFTCAP,
+    PLAIN,
     UNBOUNDED,
     AttentionOptions,
     Packing,
@@ -114,6 +116,8 @@ class Call(Generic[ArrayT]):
         (self._options["validate"],) = parsing.flags(operation, validate=packing.validate)
 
     def _read_options(self, options: AttentionOptions) -> None:
+        if options is PLAIN or options is CAUSAL:
+            return
         parse = self._operands.parse
         _, _, window, softcap, slopes, bias, blocks, size, ranges, *others = options
         sinks, p, seed, state, used, part = others

@@ -53,10 +53,11 @@ def fast_path_of(q: Any) -> Callable[..., Any] | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return None
-    # What torch.compile can follow, and of that what costs least when it is imported already.
-    import anyflash.torch._fast_path as module
-
-    return module.attend
+    module: Any = sys.modules.get("anyflash.torch._fast_path")  # faster than the import
+    if module is None:
+        import anyflash.torch._fast_path as module
+    attend: Callable[..., Any] = module.attend
+    return attend
 
 
 def refuse(operation: str, **targets: Any) -> None:

@@ -88,6 +88,11 @@ class AttentionOptions(NamedTuple):
     part: Part | None = None
 
 
+# Made once: what most calls ask for.
+PLAIN = AttentionOptions()
+CAUSAL = AttentionOptions(causal=True)
+
+
 def given_options(  # noqa: PLR0917 (in the order of the fields)
     softmax_scale: float | None,
     causal: bool,
@@ -142,6 +147,13 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
     )
 
 
+def plain_options(softmax_scale: float | None, causal: bool) -> AttentionOptions:
+    """Of a call for which `given_options` gives None."""
+    if softmax_scale is None and (causal is True or causal is False):
+        return CAUSAL if causal else PLAIN
+    return AttentionOptions(softmax_scale, causal)
+
+
 def _is_unbounded(window: Any) -> bool:
     return type(window) is tuple and [type(x) for x in window] == [int, int] and window == UNBOUNDED
 
@@ -172,6 +184,9 @@ class OutputRequest(NamedTuple):
     stream: Any = None
     lse: Any = None
     prior: Any = None
+
+
+OUTPUT_ALONE = OutputRequest()  # made once, as PLAIN
 
 
 class GradientRequest(NamedTuple):

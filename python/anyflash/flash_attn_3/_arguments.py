@@ -11,15 +11,19 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-_NOTHING_NEW = "with cu_seqlens_q nothing is appended and rotated"
+from anyflash._call import parsing
+
 _REASONS = {
-    **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"), _NOTHING_NEW),
     "qv": "anyflash has no second product; concatenate q with qv, and k with v",
     "attention_chunk": "anyflash has no chunks; a window or a boolean bias hides keys",
     "seqused_q": "anyflash uses all rows of q; pack those that are used",
-    "cu_seqlens_k_new": "anyflash appends as many rows to each sequence: k is (batch, seqlen_new, "
-    "heads_k, head_dim)",
 }
+
+
+def check_pack_gqa(function: str, pack_gqa: bool | None) -> None:
+    """It changes nothing, but is a flag or None."""
+    if pack_gqa is not None:
+        parsing.flags(f"anyflash.flash_attn_3.{function}", pack_gqa=pack_gqa)
 
 
 def refuse(function: str, **given: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from anyflash._call.parsing import flags
 from anyflash.flash_attn._kvcache import is_tensor, rows_in_cache
 from anyflash.flash_attn._options import as_int, check_tensors, optional, score_options
-from anyflash.flash_attn_3._arguments import refuse
+from anyflash.flash_attn_3._arguments import check_pack_gqa, refuse
 from anyflash.torch import attention_varlen_with_kvcache, attention_with_kvcache
 from anyflash.torch._paged import split_pages
 
@@ -108,6 +108,7 @@ def flash_attn_with_kvcache(
     True
     """
     refuse(_NAME, qv=qv, attention_chunk=attention_chunk)
+    check_pack_gqa(_NAME, pack_gqa)
     (return_softmax_lse,) = flags(_FUNCTION, return_softmax_lse=return_softmax_lse)
     others = {"page_table": page_table, "k": k, "v": v}
     packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}

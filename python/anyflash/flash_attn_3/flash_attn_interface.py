@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anyflash._call import parsing
 from anyflash.flash_attn._options import (
     as_int,
     check_tensors,
@@ -22,7 +23,7 @@ from anyflash.flash_attn._options import (
     read_flags,
     score_options,
 )
-from anyflash.flash_attn_3._arguments import refuse
+from anyflash.flash_attn_3._arguments import check_pack_gqa, refuse
 from anyflash.flash_attn_3._kvcache import flash_attn_with_kvcache
 from anyflash.torch import attention, attention_varlen
 
@@ -111,6 +112,7 @@ def flash_attn_func(
     (torch.Size([2, 5, 4, 16]), torch.Size([2, 4, 5]))
     """
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    check_pack_gqa("flash_attn_func", pack_gqa)
     options = score_options(softmax_scale, causal, window_size, softcap, None)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     return attention(
@@ -177,6 +179,7 @@ def flash_attn_varlen_func(
     """
     name = "flash_attn_varlen_func"
     refuse(name, seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    check_pack_gqa(name, pack_gqa)
     for of, cu_seqlens in (("q", cu_seqlens_q), ("k", cu_seqlens_k)):
         if cu_seqlens is None:
             raise NotImplementedError(
@@ -349,5 +352,8 @@ def get_scheduler_metadata(
     anyflash's kernels read all lengths themselves, so there is nothing to prepare. It is what
     ``scheduler_metadata`` of :func:`flash_attn_with_kvcache` may be.
     """
-    check_tensors(f"{_NAME}.get_scheduler_metadata", cache_seqlens=cache_seqlens)
+    name = "get_scheduler_metadata"
+    check_tensors(f"{_NAME}.{name}", cache_seqlens=cache_seqlens)
+    parsing.flags(f"{_NAME}.{name}", causal=causal, has_softcap=has_softcap)
+    check_pack_gqa(name, pack_gqa)
     return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -172,7 +172,10 @@ def _broadcast(name: str, x: Any, scores: tuple[int, ...]) -> Any:
 
 
 def _number(x: Any) -> float:
-    return parsing.number(parsing.to_float(x))
+    """A number, or an array of one element, as JAX takes it."""
+    if getattr(x, "size", 0) == 1 and x.dtype.kind in "iuf":
+        x = x.item()
+    return parsing.scale(x)
 
 
 def _lengths(name: str, x: Any, batch: int) -> Any:

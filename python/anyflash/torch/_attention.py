@@ -12,9 +12,9 @@ from anyflash._call.options import (
     NO_DROPOUT,
     NO_SOFTCAP,
     UNBOUNDED,
-    AttentionOptions,
     OutputRequest,
     given_options,
+    plain_options,
 )
 from anyflash._call.results import AttentionResult
 from anyflash.torch import _fast_path
@@ -201,7 +201,7 @@ def attention(
         if result is not None:
             return result
     if options is None:
-        options = AttentionOptions(softmax_scale, causal)
+        options = plain_options(softmax_scale, causal)
     outputs = OutputRequest(
         return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )

@@ -29,12 +29,14 @@ def calls(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
     varlen = {name: t[0] for name, t in dense.items()} | packed
     cache = {"q": x, "k_cache": x, "v_cache": x}
     lse = array(np.zeros((1, 2, 4), np.float32))
+    sizes = ("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim")
     return {
         "attention": dense,
         "attention_varlen": varlen,
         "attention_backward": dense | {"dout": x, "out": x, "lse": lse},
         "attention_varlen_backward": varlen | {"dout": x[0], "out": x[0], "lse": lse[0]},
         "attention_with_kvcache": cache,
+        "attention_varlen_with_kvcache": cache | {"q": x[0], "cu_seqlens_q": ends},
         "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
         "dot_product_attention": {"query": x, "key": x, "value": x},
         "flash_attn_func": dense,
@@ -45,6 +47,7 @@ def calls(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
             "q": x,
             "kv": array(np.ones((1, 4, 2, 2, 16), np.float32)),
         },
+        "get_scheduler_metadata": {**dict.fromkeys(sizes, 16), "cache_seqlens": ends},
     }
 
 
@@ -61,6 +64,7 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "torch": (importlib.import_module("anyflash.torch"), torch.from_numpy),
     "recorded": (importlib.import_module("anyflash.torch"), recorded),
     "flash_attn": (importlib.import_module("anyflash.flash_attn"), torch.from_numpy),
+    "flash_attn_3": (importlib.import_module("anyflash.flash_attn_3"), torch.from_numpy),
     "jax": (importlib.import_module("anyflash.jax"), jnp.asarray),
 }
 CALLS: dict[str, tuple[Function, dict[str, Any]]] = {
@@ -153,3 +157,12 @@ def test_new_keys_keep_their_name(kind: str, name: str) -> None:
     for wrong, words in ((x[:, :1, :, :, None], "5 dimensions"), (x[0], "3 dimensions")):
         message = refusal(call, **given | {name: wrong})
         assert re.search(rf": {name} has {words}", message), message
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(call, name) for call, name in NUMBERS if name.endswith("scale")]
+)
+def test_scales_that_are_no_numbers(call: str, name: str) -> None:
+    for value in ("1", True, [1.0], 1j):
+        message = refusal(call, **{name: value})
+        assert f"{name} is {type(value).__name__}; None or a finite number is allowed" in message
