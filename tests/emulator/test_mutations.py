@@ -9,15 +9,13 @@ missing barriers need a sanitizer.
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from backward_mutations import BACKWARD_MUTATIONS
+from changed_unit import build_driver, compile_command
 from decode_cases import CASES as DECODE_CASES
 from decode_cases import PREFILL as PREFILL_CASES
 from decode_cases import RACES as DECODE_RACES
@@ -57,8 +55,8 @@ from mutations import (
     FORWARD_MUTATIONS,
     LAZY,
     ONE_BUFFER,
-    PAIRED,
     RELOADED_V,
+    SPLIT_KEYS,
     Mutation,
 )
 
@@ -72,14 +70,6 @@ MUTATIONS = (
 KERNELS = ROOT / "cpp" / "kernels"
 REPORTS = {"": "WRONG", "asan": "heap-buffer-overflow|use-after-poison", "tsan": "data race"}
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
-SWITCH = """
-#include <cstdlib>
-inline const int mutation = [] {
-  const char* const number = std::getenv("MUTATION");
-  return number == nullptr ? 0 : std::atoi(number);
-}();
-"""
-
 # Of one kernel in a generated unit.
 DESCRIPTOR = re.compile(r' *sm80::\w+_descriptor<([^(]*)>\(\s*"\w+"\),\n')
 
@@ -125,20 +115,9 @@ def _write_headers(folder: Path, mutations: list[Mutation]) -> None:
         changed.write_text(source[: found[0].start()] + code + source[found[0].end() :])
 
 
-def _compile_command(build: Path, driver: str, unit: str) -> list[str]:
-    wanted = f"{driver}_library_generated/{unit}.cpp"
-    for entry in json.loads((build / "compile_commands.json").read_text()):
-        if entry["file"].endswith(wanted):
-            command = shlex.split(entry["command"])
-            if "ccache" in Path(command[0]).name:
-                command = command[1:]
-            return command
-    raise AssertionError(f"the test build does not compile {wanted}")
-
-
 def _fewer_kernels(source: str, mutation: Mutation) -> str:
     """Those that the mutations are in: compiling is what takes the time."""
-    tile_config = {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit)
+    tile_config = {LAZY: "kWide", SPLIT_KEYS: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit)
     keep = ""
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
@@ -157,39 +136,15 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
 
 
 def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:
-    """Compiles the changed unit and links it in place of the unchanged one."""
+    """A driver of the changed unit."""
     _write_headers(folder, mutations)
-    (folder / "switch.h").write_text(SWITCH)
-    driver = "_".join(filter(None, ["emulated_driver", mutations[0].sanitizer]))
     mutation = mutations[0]
-    command = _compile_command(build, driver, mutation.unit)
-    command[command.index("-o") + 1] = str(folder / "unit.o")
+    command = compile_command(build, mutation.sanitizer, mutation.unit)
     unit = folder / f"{mutation.unit}.cpp"
     changed = folder / "cuda" / f"{mutation.unit}.cu"
     source = (changed if changed.exists() else Path(command[-1])).read_text()
     unit.write_text(_fewer_kernels(source, mutation))
-    command[-1] = str(unit)
-    # What is looked for are accesses of heap blocks; the rest takes most of the time.
-    flags = ["-fno-sanitize=undefined", "--param=asan-stack=0"]
-    command[1:1] = [f"-I{folder}", "-include", str(folder / "switch.h")]
-    command += ["-g0", *(flags if mutations[0].sanitizer == "asan" else [])]
-    subprocess.run(command, cwd=build, check=True)
-
-    library = build / "tests" / "emulator" / "library"
-    emulator = driver.replace("emulated_driver", "emu")
-    sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
-    subprocess.run(
-        [
-            # To read the debug information of all other units would take most of the time.
-            *(command[0], *sanitizers, "-fopenmp", "-Wl,--strip-debug", "-o", folder / "driver"),
-            folder / "unit.o",
-            library / "CMakeFiles" / f"{driver}.dir" / "driver.cpp.o",
-            library / f"lib{driver}_library.a",
-            library.parent / f"lib{emulator}.a",
-        ],
-        check=True,
-    )
-    return folder / "driver"
+    return build_driver(build, folder, unit, command, mutation.sanitizer)
 
 
 def _key(mutation: Mutation) -> tuple[str, ...]:
@@ -248,7 +203,7 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in seeds for case in CASES]
     if unit == LAZY:
         return list(GROWING_CASES)
-    if unit == PAIRED:
+    if unit == SPLIT_KEYS:
         return [
             case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in wide(GROWING_CASES, 192)
         ]

@@ -6,20 +6,27 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import anyflash
 
+Way = tuple[str, Callable[[], Any]]
 
-def framework_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Ways to call attention of one query and one key, for the cost of a call on the host."""
+
+def framework_calls(framework: str, undo: ExitStack) -> Iterator[Way]:
+    """Ways to call attention of one query and one key, for the cost of a call on the host. ``undo``
+    is closed when they have been timed."""
     if framework == "numpy":
         np: Any = importlib.import_module("numpy")
         x, cache = np.ones((1, 1, 1, 8), np.float32), np.ones((1, 4, 1, 8), np.float32)
         yield "anyflash", lambda: anyflash.attention(x, x, x)
         yield "kvcache", lambda: anyflash.attention_with_kvcache(x, cache, cache, cache_seqlens=3)
-    elif framework == "jax jit":
-        yield from _jax_calls()
+    elif framework.startswith("jax jit"):
+        yield from _jax_calls("cuda" if framework.endswith("GPU") else "cpu")
+    elif framework in {"torch GPU flash", "torch GPU registry"}:
+        yield _flash_call(framework.endswith("registry"), undo)
     elif framework == "cupy GPU":
         cp: Any = importlib.import_module("cupy")
         y, rows = cp.ones((1, 1, 1, 8), cp.float16), cp.ones((1, 4, 1, 8), cp.float16)
@@ -29,7 +36,21 @@ def framework_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield from _torch_calls(framework)
 
 
-def _torch_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _flash_call(registered: bool, undo: ExitStack) -> Way:
+    """PyTorch's own function with what it has for flash attention: its kernels, or ours."""
+    torch = importlib.import_module("torch")
+    choice = importlib.import_module("torch.nn.attention")
+    undo.enter_context(choice.sdpa_kernel(choice.SDPBackend.FLASH_ATTENTION))
+    if registered:
+        importlib.import_module("anyflash.torch").register()
+        choice.activate_flash_attention_impl("anyflash")
+        undo.callback(choice.restore_flash_attention_impl)
+    x = torch.ones((1, 1, 1, 8), dtype=torch.float16, device="cuda")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return "adapter" if registered else "framework", lambda: attend(x, x, x)
+
+
+def _torch_calls(framework: str) -> Iterator[Way]:
     torch = importlib.import_module("torch")
     adapter = importlib.import_module("anyflash.torch")
     flash_attn = importlib.import_module("anyflash.flash_attn")
@@ -57,11 +78,16 @@ def _torch_calls(framework: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, way
 
 
-def _jax_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+def _jax_calls(platform: str) -> Iterator[Way]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else most of a GPU's memory
     jax = importlib.import_module("jax")
     adapter = importlib.import_module("anyflash.jax")
-    x = jax.numpy.ones((1, 1, 1, 8), device=jax.devices("cpu")[0])
-    ours, theirs = jax.jit(adapter.attention), jax.jit(jax.nn.dot_product_attention)
-    yield "adapter", lambda: ours(x, x, x).block_until_ready()
-    yield "framework", lambda: theirs(x, x, x).block_until_ready()
+    dtype = jax.numpy.float32 if platform == "cpu" else jax.numpy.float16
+    x = jax.numpy.ones((1, 1, 1, 8), dtype, device=jax.devices(platform)[0])
+    ways = {"adapter": adapter.attention, "framework": jax.nn.dot_product_attention}
+    for name, way in ways.items():
+        yield name, partial(_awaited, jax.jit(way), x)
+
+
+def _awaited(attend: Callable[..., Any], x: Any) -> Any:
+    return attend(x, x, x).block_until_ready()

@@ -8,7 +8,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -142,8 +142,8 @@ def _peak_bytes(call: Call, arrays: ArrayLibrary) -> int:
 
 def measure(case: Case, bench: Bench) -> dict[str, Any]:
     """A case's entry in the results."""
-    with bench.arrays.apart() if case.timing == "graph" else nullcontext():
-        results, refused = _results(case, bench)
+    with bench.arrays.apart() if case.timing == "graph" else nullcontext(), ExitStack() as undo:
+        results, refused = _results(case, bench, undo)
     sizes = {name: value for name, value in asdict(case).items() if name != "lengths"}
     entry = {"key": case.key, "labels": case.labels, **sizes}
     entry |= {"flop": case.flop, "bytes": case.bytes}
@@ -166,13 +166,13 @@ def timed(calls: dict[str, Call], case: Case, bench: Bench) -> Samples:
 
 
 def _results(
-    case: Case, bench: Bench
+    case: Case, bench: Bench, undo: ExitStack
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """Figures, and why there are none."""
     refused: dict[str, dict[str, str]] = {}
     results: dict[str, dict[str, Any]] = {}
     if case.op == "call":
-        calls = _host_calls(case, refused)
+        calls = _host_calls(case, refused, undo)
     else:
         calls = contenders(Problem(case, bench.arrays), bench, refused)
     if case.timing == "memory":
@@ -188,10 +188,10 @@ def _results(
     return results, refused
 
 
-def _host_calls(case: Case, refused: dict[str, dict[str, str]]) -> dict[str, Call]:
+def _host_calls(case: Case, refused: dict[str, dict[str, str]], undo: ExitStack) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     try:
-        for name, way in _calls.framework_calls(case.framework):
+        for name, way in _calls.framework_calls(case.framework, undo):
             way()
             calls[name] = _ignoring_turns(way)
     except ImportError as error:

@@ -24,7 +24,7 @@ LONGEST_SEQUENCE = 2**20
 LONGEST_ALONE = 2**18
 LARGEST_CACHE = 24 * 2**30
 FRAMEWORK_CALLS = ("numpy", "torch", "torch recorded", "torch with backward", "jax jit")
-GPU_CALLS = ("torch GPU", "cupy GPU")
+GPU_CALLS = ("torch GPU", "torch GPU flash", "torch GPU registry", "cupy GPU", "jax jit GPU")
 
 
 @dataclass(frozen=True)

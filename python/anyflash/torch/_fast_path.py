@@ -39,6 +39,7 @@ def forward(  # noqa: PLR0917
     return_lse: Any,
     options: dict[str, Any] | None = None,
     heads_first: bool = False,
+    pytorch: Any = None,
 ) -> Any:
     """out, with ``return_lse`` (out, lse), of plain tensors that nobody looks at, which are (batch,
     seqlen, heads, head_dim), or with heads and seqlen exchanged; in memory, out's heads lie side by
@@ -53,7 +54,7 @@ def forward(  # noqa: PLR0917
     if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None
     return _core.forward_direct(
-        operation, q, k, v, scale, causal, options, return_lse, heads_first, _PYTORCH
+        operation, q, k, v, scale, causal, options, return_lse, heads_first, pytorch or _PYTORCH
     )
 
 
@@ -98,3 +99,4 @@ _FUNCTIONS: dict[str, Any] = {
     "workspace": _workspace,
 }
 _PYTORCH = _core.PyTorch(**_FUNCTIONS)
+OUT_LIKE_Q = _core.PyTorch(**_FUNCTIONS | {"new_out": lambda q, *_: torch.empty_like(q)})

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import types
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from anyflash import __main__ as command_line
-from anyflash.bench import _measure, _peers, _presets, _ranks, _report
+from anyflash.bench import _calls, _measure, _peers, _presets, _ranks, _report
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
 from anyflash.bench._cases import KEY_RANGES, Case, visible_pairs
@@ -229,6 +230,23 @@ def missing(problem):
 def breaks_later(problem):
     calls = iter(range(3))
     return Call(lambda turn: (next(calls), np.copy(problem.arrays.right))[1])
+
+
+def test_flash_attention_by_the_registry(monkeypatch):
+    """What is activated for a row is restored after it."""
+    choice = pytest.importorskip("torch").nn.attention
+    if not hasattr(choice, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry")
+    done = []
+    monkeypatch.setattr(choice, "activate_flash_attention_impl", done.append)
+    restore = "restore_flash_attention_impl"
+    monkeypatch.setattr(choice, restore, lambda: done.append(restore))
+    monkeypatch.setattr("torch.ones", lambda shape, dtype, device: np.ones(shape))
+    for row, name in (("torch GPU flash", "framework"), ("torch GPU registry", "adapter")):
+        with ExitStack() as undo:
+            assert [name for name, _ in _calls.framework_calls(row, undo)] == [name]
+            assert done == (["anyflash"] if name == "adapter" else [])
+    assert done == ["anyflash", restore]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "alone"])
