@@ -193,4 +193,16 @@ Strides broadcast_strides_of(const TensorView& t, std::initializer_list<int64_t 
   return stride;
 }
 
+bool hides_all_keys(const Attention& a) {
+  const Part& p = a.part;
+  const bool read_on_device =
+      p.query_start.array != nullptr || p.key_start.array != nullptr || p.diagonal.array != nullptr;
+  if (!p.is_given || read_on_device) return false;
+  const int64_t shift = p.query_start.value + p.diagonal.value - p.key_start.value;
+  const int64_t last_row = a.seqlen_q - 1;  // packed: of the longest sequence
+  const bool all_later = a.window.right >= 0 && last_row + shift + a.window.right < 0;
+  const bool all_earlier = a.window.left >= 0 && shift - a.window.left >= a.seqlen_k;
+  return all_later || all_earlier;
+}
+
 }  // namespace anyflash

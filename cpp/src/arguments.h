@@ -93,6 +93,10 @@ inline BroadcastTensor auxiliary_of(const TensorView& t,
   return {t.data, t.dtype, broadcast_strides_of(t, axes)};
 }
 
+// Whether causal masks and windows hide every key from every row, as far as the host knows where
+// the call's rows and keys lie.
+bool hides_all_keys(const Attention& a);
+
 // Of an LSE: (batch, heads, rows), packed (heads, rows).
 inline Strides lse_strides_of(const TensorView& t, bool packed) {
   if (packed) return {0, t.stride[1], t.stride[0], 0};

@@ -28,8 +28,11 @@ struct BackwardPlan::State : KernelPlan {
     select(problem_of(Op::kBackward, t.q, a, options.cpu_isa), options);
     // Small gradients are zero where there are no rows, keys or sequences: something to write.
     const bool rows = a.batch > 0 && (a.seqlen_q > 0 || a.seqlen_k > 0);
-    empty = !rows && !has_elements(wanted.dbias) && !has_elements(wanted.dsinks) &&
-            !has_elements(wanted.dalibi_slopes);
+    const bool small = has_elements(wanted.dbias) || has_elements(wanted.dsinks) ||
+                       has_elements(wanted.dalibi_slopes);
+    const bool adds_nothing =
+        params.accumulates_dq && params.accumulates_dkv && hides_all_keys(params.attention);
+    empty = (!rows || adds_nothing) && !small;
     if (on_gpu) plan_copies(t);
     reserve_scratch(kernel->backward, params);
   }

@@ -16,10 +16,19 @@ struct ForwardPlan::State : KernelPlan {
     const Attention& a = params.attention;
     select(problem_of(Op::kForward, t.q, a, options.cpu_isa), options);
     // Packed sequences: seqlen_q is not larger than total_q.
-    empty = a.batch == 0 || a.seqlen_q == 0;
+    empty = a.batch == 0 || a.seqlen_q == 0 || leaves_prior();
     if (options.dropout_mask != nullptr) dropout_mask = *options.dropout_mask;
     if (on_gpu) plan_copies(t);
     reserve_scratch(kernel->forward, params);
+  }
+
+  // Whether the result is the prior one, which is there.
+  bool leaves_prior() const {
+    const ForwardParams& p = params;
+    const bool in_place = p.prior.out != nullptr && p.prior.out == p.out &&
+                          p.prior.out_dtype == p.out_dtype &&
+                          (p.lse == nullptr || p.lse == p.prior.lse);
+    return in_place && p.attention.sinks.data == nullptr && hides_all_keys(p.attention);
   }
 
   void plan_copies(const ForwardTensors& t) {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import anyflash
+from calls.launches import launches
 from oracle.attention import Array
 
 ROWS, KEYS = 60, 90
@@ -84,6 +85,39 @@ def test_gradients_add_up() -> None:
             )
     for x, expected in zip((dq, dk, dv), whole, strict=False):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "launched"),
+    [
+        ({"causal": True, "part": anyflash.Part(0, ROWS)}, 0),
+        ({"causal": True, "part": anyflash.Part(0, ROWS - 1)}, 1),  # the last row sees a key
+        ({"window_size": (20, -1), "part": anyflash.Part(KEYS + 20, 0)}, 0),
+        ({"window_size": (20, -1), "part": anyflash.Part(KEYS + 19, 0)}, 1),
+        ({"causal": True, "part": anyflash.Part(0, ROWS), "sinks": np.ones(4, np.float32)}, 1),
+        ({"causal": True, "part": anyflash.Part(np.zeros(2, np.int32), ROWS)}, 1),
+    ],
+)
+def test_keys_that_nobody_sees_cost_no_launch(options: Any, launched: int) -> None:
+    q, k, v = tensors()
+    state = anyflash.attention(q, k, v, return_lse=True)
+    before = [x.copy() for x in state]
+    targets = {"out": state[0], "lse": state[1], "prior": state}
+    assert launches(lambda: anyflash.attention(q, k, v, **targets, **options))[0] == launched
+    if launched == 0:
+        for x, expected in zip(state, before, strict=True):
+            np.testing.assert_array_equal(x, expected)
+    dq, dk, dv = (np.ones_like(x) for x in (q, k, v))
+    added = {"dq": dq, "dk": dk, "dv": dv, "accumulate_dq": True, "accumulate_dkv": True}
+    given = (before[0], q, k, v, *before)
+    assert launches(lambda: anyflash.attention_backward(*given, **added, **options))[0] == (
+        launched if "sinks" not in options else 0
+    )
+    if launched == 0:
+        assert (dq == 1).all()
+        assert (dk == 1).all()
+    parts = {name: options[name] for name in options if name != "sinks"}
+    assert launches(lambda: anyflash.attention(q, k, v, prior=state, **parts))[0] == 1
 
 
 def state_of(shape: tuple[int, ...] = (2, ROWS, 4, 16), dtype: Any = np.float32) -> Any:
