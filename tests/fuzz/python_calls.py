@@ -177,7 +177,8 @@ def changed_calls(draw: st.DrawFn, found: list[Call]) -> tuple[Call, dict[str, A
 
 def is_cheap(name: str, value: Any) -> bool:
     """Whoever asks for a map of 2^31 sequences gets one, as far as memory goes."""
-    sizes = ("batch", "heads", "seqlen_q", "seqlen_k", "length", "devices")
+    sizes = ("batch", "heads", "seqlen_q", "seqlen_k", "length", "devices", "seqlen")
+    sizes += ("first_axis_dim",)
     return name not in sizes or not isinstance(value, int | np.integer) or value <= 4096
 
 

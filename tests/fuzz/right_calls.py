@@ -76,6 +76,7 @@ def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]
         "create_key_ranges": {"prefix": 1, "seqlen_q": S, "seqlen_k": S},
         "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
         **of_flash_attn(array),
+        **of_flash_attns_helpers(array),
         "context_parallel_attention": dense | {"context_axis": "cp"},
         "dot_product_attention": {"query": x, "key": x, "value": x},
         "zigzag_order": {"length": 8, "devices": 2},
@@ -103,6 +104,30 @@ def of_flash_attn(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
         },
         "get_scheduler_metadata": sizes
         | {"max_seqlen_q": S, "max_seqlen_k": S, "cache_seqlens": array(np.array([2], np.int32))},
+    }
+
+
+def of_flash_attns_helpers(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+    """Of what flash-attn has around its functions: padding and rotation."""
+    x = array(np.ones((B, S, H, D), np.float32))
+    table = array(np.ones((S, D // 2), np.float32))
+    rows = array(np.arange(S))
+    mask = array(np.ones((B, S), np.int64))
+    tables = {"cos": table, "sin": table}
+    return {
+        "index_first_axis": {"input": x[0], "indices": rows},
+        "index_put_first_axis": {"values": x[0], "indices": rows, "first_axis_dim": S},
+        "pad_input": {"hidden_states": x[0], "indices": rows, "batch": B, "seqlen": S},
+        "unpad_input": {"hidden_states": x, "attention_mask": mask},
+        "unpad_input_for_concatenated_sequences": {
+            "hidden_states": x,
+            "attention_mask_in_length": mask,
+        },
+        "apply_rotary": {"x": x} | tables,
+        "apply_rotary_emb": {"x": x} | tables,
+        "apply_rotary_emb_torch": {"x": x} | tables,
+        "apply_rotary_emb_qkv_": {"qkv": array(np.ones((B, S, 3, H, D), np.float32))} | tables,
+        "apply_rotary_emb_kv_": {"kv": array(np.ones((B, S, 2, H, D), np.float32))} | tables,
     }
 
 
@@ -167,6 +192,9 @@ MODULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "torch": ("anyflash.torch", tensor),
     "flash_attn": ("anyflash.flash_attn", tensor),
     "flash_attn_3": ("anyflash.flash_attn_3", tensor),
+    "bert_padding": ("anyflash.flash_attn.bert_padding", tensor),
+    "rotary": ("anyflash.flash_attn.layers.rotary", tensor),
+    "triton_rotary": ("anyflash.flash_attn.ops.triton.rotary", tensor),
     **({"jax": ("anyflash.jax", jax_array)} if HAS_JAX else {}),
 }
 

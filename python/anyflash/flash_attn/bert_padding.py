@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from anyflash.flash_attn._checks import Checks
 
 __all__ = [
     "index_first_axis",
@@ -25,6 +29,11 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
     -------
     (rows, ...)
     """
+    checks = Checks("bert_padding.index_first_axis")
+    checks.tensors(input=input, indices=indices)
+    checks.shape("input", input, input.dim() > 0, "(n, ...)")
+    checks.integers("indices", indices, "(rows,)")
+    checks.below("indices", indices, input.shape[0], "the rows of input")
     return torch.index_select(input, 0, indices)
 
 
@@ -45,8 +54,34 @@ def index_put_first_axis(
     -------
     (first_axis_dim, ...)
     """
+    checks = Checks("bert_padding.index_put_first_axis")
+    checks.size("first_axis_dim", first_axis_dim)
+    _check_rows(checks, "values", values, indices, places=first_axis_dim, limit="first_axis_dim")
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_copy_(0, indices.long(), values)
+
+
+def _check_rows(
+    checks: Checks, name: str, values: Any, indices: Any, *, places: int, limit: str
+) -> None:
+    checks.tensors(**{name: values, "indices": indices})
+    checks.shape(name, values, values.dim() > 0, "(rows, ...)")
+    checks.integers("indices", indices, f"({values.shape[0]},), the rows of {name}", len(values))
+    checks.below("indices", indices, places, limit)
+
+
+def _check_batch(checks: Checks, hidden_states: Any, **masks: Any) -> None:
+    checks.tensors(hidden_states=hidden_states, **masks)
+    checks.shape("hidden_states", hidden_states, hidden_states.dim() > 1, "(batch, seqlen, ...)")
+    shape = tuple(hidden_states.shape[:2])
+    for name, mask in masks.items():
+        checks.shape(name, mask, mask.shape == shape, f"{shape}, as hidden_states")
+        is_right = not (mask.is_floating_point() or mask.is_complex())
+        checks.dtype(name, mask, is_right, "bool or an integer")
+
+
+def _longest(seqlens: torch.Tensor) -> int:
+    return int(seqlens.max()) if seqlens.numel() else 0
 
 
 def _cu_seqlens(seqlens: torch.Tensor) -> torch.Tensor:
@@ -94,14 +129,17 @@ def unpad_input(
     >>> pad_input(tokens, indices, 2, 3).flatten().tolist()
     [0.0, 1.0, 0.0, 3.0, 4.0, 5.0]
     """
-    masks = attention_mask if unused_mask is None else attention_mask + unused_mask
-    seqlens = masks.sum(-1, dtype=torch.int32)
-    indices = torch.nonzero(masks.flatten()).flatten()
+    masks = {} if unused_mask is None else {"unused_mask": unused_mask}
+    checks = Checks("bert_padding.unpad_input")
+    _check_batch(checks, hidden_states, attention_mask=attention_mask, **masks)
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    seqlens = kept.sum(-1, dtype=torch.int32)
+    indices = torch.nonzero(kept.flatten()).flatten()
     return (
         index_first_axis(hidden_states.flatten(0, 1), indices),
         indices,
         _cu_seqlens(seqlens),
-        int(seqlens.max()),
+        _longest(seqlens),
         attention_mask.sum(-1, dtype=torch.int32),
     )
 
@@ -136,6 +174,11 @@ def unpad_input_for_concatenated_sequences(
     ([0.0, 1.0, 2.0, 4.0, 5.0, 6.0], [0, 2, 3, 6], 3)
     """
     mask = attention_mask_in_length
+    checks = Checks("bert_padding.unpad_input_for_concatenated_sequences")
+    _check_batch(checks, hidden_states, attention_mask_in_length=mask)
+    checks.below(
+        "attention_mask_in_length", mask.sum(-1), mask.shape[1] + 1, "has rows that sum to"
+    )
     places = torch.arange(mask.shape[1], device=mask.device)
     used = places < mask.sum(-1, keepdim=True)
     indices = torch.nonzero(used.flatten()).flatten()
@@ -144,7 +187,7 @@ def unpad_input_for_concatenated_sequences(
         index_first_axis(hidden_states.flatten(0, 1), indices),
         indices,
         _cu_seqlens(lengths),
-        int(lengths.max()),
+        _longest(lengths),
     )
 
 
@@ -164,5 +207,16 @@ def pad_input(
     -------
     (batch, seqlen, ...)
     """
+    checks = Checks("bert_padding.pad_input")
+    checks.size("batch", batch)
+    checks.size("seqlen", seqlen)
+    _check_rows(
+        checks,
+        "hidden_states",
+        hidden_states,
+        indices,
+        places=batch * seqlen,
+        limit="batch * seqlen",
+    )
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *padded.shape[1:])

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from anyflash.flash_attn.ops.triton.rotary import apply_rotary, turn
+from anyflash.flash_attn._checks import Checks
+from anyflash.flash_attn.ops.triton.rotary import check_rotary, turn, turn_rows
 from anyflash.torch._dispatch_state import is_grad_enabled
 
 Offsets = int | torch.Tensor
+_NAME = "layers.rotary"
 
 
 class _InPlace(torch.autograd.Function):
@@ -56,7 +58,7 @@ def _rotate(
     for i, part in enumerate(parts):
         c = cos if i == 0 or cos_k is None else cos_k
         s = sin if i == 0 or sin_k is None else sin_k
-        apply_rotary(part, c, s, seqlen_offsets, cu_seqlens, None, interleaved, True, conjugate)
+        turn_rows(_NAME, part, c, s, seqlen_offsets, cu_seqlens, interleaved, conjugate)
     return x
 
 
@@ -94,8 +96,12 @@ def apply_rotary_emb(
     >>> x.grad.shape
     torch.Size([2, 5, 3, 8])
     """
+    function = f"{_NAME}.apply_rotary_emb"
+    check_rotary(function, x, cos, sin, seqlen_offsets, cu_seqlens)
+    interleaved, inplace = Checks(function).flags(interleaved=interleaved, inplace=inplace)
     if not inplace:
-        return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+        given = (x.clone(), cos, sin, seqlen_offsets, cu_seqlens, interleaved, False)
+        return turn_rows(function, *given)
     return _in_place(x, cos, sin, None, None, seqlen_offsets, cu_seqlens, 0, None, interleaved)
 
 
@@ -107,7 +113,34 @@ def apply_rotary_emb_torch(
 ) -> torch.Tensor:
     """:func:`apply_rotary_emb` of x (batch, seqlen, heads, head_dim); cos and sin (seqlen,
     rotary_dim / 2) or (batch, seqlen, rotary_dim / 2)."""
+    checks = Checks(f"{_NAME}.apply_rotary_emb_torch")
+    checks.tensors(x=x, cos=cos, sin=sin)
+    checks.shape("x", x, x.dim() in {3, 4}, "(batch, seqlen, heads, head_dim)")
+    rows, columns = tuple(x.shape[:-2]), x.shape[-1]
+    expected = f"([batch,] seqlen, rotary_dim / 2) for x {rows}, cos and sin alike"
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = table.dim() in {2, 3} and tuple(table.shape[:-1]) in {rows, rows[-1:]}
+        is_right = fits and table.shape == cos.shape and 2 * table.shape[-1] <= columns
+        checks.shape(name, table, is_right, expected)
+    (interleaved,) = checks.flags(interleaved=interleaved)
     return turn(x.clone(), cos, sin, interleaved)
+
+
+def _q_and_k(
+    checks: Checks, qkv: torch.Tensor, heads: int | None
+) -> tuple[int | None, torch.Tensor, torch.Tensor]:
+    """Within qkv; and its heads of q, where axis 2 counts heads."""
+    if qkv.dim() == 5:
+        checks.shape("qkv", qkv, qkv.shape[2] == 3, "(batch, seqlen, 3, heads, head_dim)")
+        return None, qkv[:, :, 0], qkv[:, :, 1]
+    is_right = qkv.dim() == 4 and heads is not None
+    checks.shape("qkv", qkv, is_right, "5 dimensions; with 4 dimensions num_heads_q is needed")
+    checks.size("num_heads_q", heads)
+    assert heads is not None
+    others = qkv.shape[2] - heads
+    layout = f"(batch, seqlen, {heads} (num_heads_q) + 2 heads_k, head_dim)"
+    checks.shape("qkv", qkv, others >= 0 and others % 2 == 0, layout)
+    return heads, qkv[:, :, :heads], qkv[:, :, heads : heads + others // 2]
 
 
 def apply_rotary_emb_qkv_(
@@ -129,13 +162,13 @@ num_heads_q + 2 heads_k, head_dim)
     cos, sin, cos_k, sin_k : (positions, rotary_dim / 2)
         Those of k, where they are others.
     """
-    if qkv.ndim == 5:
-        num_heads_q = None
-    elif num_heads_q is None:
-        raise ValueError(
-            f"anyflash.flash_attn.layers.rotary: qkv has shape {tuple(qkv.shape)}; with 4 "
-            "dimensions num_heads_q is needed"
-        )
+    checks = Checks(f"{_NAME}.apply_rotary_emb_qkv_")
+    checks.tensors(qkv=qkv, cos=cos, sin=sin)
+    (interleaved,) = checks.flags(interleaved=interleaved)
+    num_heads_q, q, k = _q_and_k(checks, qkv, num_heads_q)
+    check_rotary(checks.function, q, cos, sin, seqlen_offsets, called=("qkv", "cos", "sin"))
+    c, s = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    check_rotary(checks.function, k, c, s, seqlen_offsets, called=("qkv", "cos_k", "sin_k"))
     # A compiler traces no Function that is given one tensor twice.
     cos_k, sin_k = None if cos_k is cos else cos_k, None if sin_k is sin else sin_k
     tables = (cos, sin, cos_k, sin_k)
@@ -151,6 +184,13 @@ def apply_rotary_emb_kv_(
 ) -> torch.Tensor:
     """Rotates k within ``kv`` (batch, seqlen, 2, heads_k, head_dim), in place, as
     :func:`apply_rotary_emb` does."""
+    checks = Checks(f"{_NAME}.apply_rotary_emb_kv_")
+    checks.tensors(kv=kv, cos=cos, sin=sin)
+    (interleaved,) = checks.flags(interleaved=interleaved)
+    is_right = kv.dim() == 5 and kv.shape[2] == 2
+    checks.shape("kv", kv, is_right, "(batch, seqlen, 2, heads_k, head_dim)")
+    called = ("kv", "cos", "sin")
+    check_rotary(checks.function, kv[:, :, 0], cos, sin, seqlen_offsets, called=called)
     return _in_place(kv, cos, sin, None, None, seqlen_offsets, None, 1, None, interleaved)
 
 
@@ -181,6 +221,9 @@ class RotaryEmbedding(torch.nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        checks = Checks(f"{_NAME}.RotaryEmbedding")
+        checks.size("dim", dim)
+        (interleaved,) = checks.flags(interleaved=interleaved)
         self.dim, self.base = dim, float(base)
         self.interleaved, self.scale_base = interleaved, scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
@@ -250,6 +293,11 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen : int, optional
             Positions that the table must hold.
         """
+        checks = Checks(f"{_NAME}.RotaryEmbedding")
+        checks.tensors(qkv=qkv)
+        checks.shape("qkv", qkv, qkv.dim() > 3, "4 or 5 dimensions")
+        if max_seqlen is not None:
+            checks.size("max_seqlen", max_seqlen)
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:

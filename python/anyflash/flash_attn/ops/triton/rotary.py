@@ -4,7 +4,59 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from anyflash.flash_attn._checks import Checks
+
+_NAME = "ops.triton.rotary.apply_rotary"
+
+
+def check_rotary(
+    function: str,
+    x: Any,
+    cos: Any,
+    sin: Any,
+    seqlen_offsets: Any,
+    cu_seqlens: Any = None,
+    *,
+    called: tuple[str, str, str] = ("x", "cos", "sin"),
+) -> None:
+    """Refuses what `apply_rotary` cannot turn. ``called`` is what the function calls x and the
+    tables."""
+    checks = Checks(function.removeprefix("anyflash.flash_attn."))
+    checks.tensors(**dict(zip(called, (x, cos, sin), strict=True)))
+    rank = 4 if cu_seqlens is None else 3
+    layout = (
+        "(batch, seqlen, heads, head_dim)"
+        if rank == 4
+        else "(total, heads, head_dim), as with cu_seqlens"
+    )
+    checks.shape(called[0], x, x.dim() == rank, layout)
+    for name, table in zip(called[1:], (cos, sin), strict=True):
+        checks.dtype(name, table, table.is_floating_point(), "a floating-point dtype")
+        fits = table.dim() == 2 and table.shape == cos.shape and 2 * table.shape[1] <= x.shape[-1]
+        columns = x.shape[-1] // 2
+        alike = f"(positions, rotary_dim / 2), {called[1]} and {called[2]} alike"
+        checks.shape(name, table, fits, f"{alike}, at most {columns} columns for {called[0]}")
+    checks.dtype(called[0], x, x.is_floating_point(), "a floating-point dtype")
+    sequences = x.shape[0]
+    if cu_seqlens is not None:
+        checks.tensors(x, cu_seqlens=cu_seqlens)
+        checks.integers("cu_seqlens", cu_seqlens, "(batch + 1,)")
+        checks.shape("cu_seqlens", cu_seqlens, cu_seqlens.shape[0] > 0, "(batch + 1,)")
+        sequences = cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, torch.Tensor):
+        checks.tensors(x, seqlen_offsets=seqlen_offsets)
+        checks.integers("seqlen_offsets", seqlen_offsets, f"({sequences},)", sequences)
+        checks.below("seqlen_offsets", seqlen_offsets, cos.shape[0] + 1, "positions + 1")
+    else:
+        checks.size("seqlen_offsets", seqlen_offsets)
+        if cu_seqlens is None:
+            needed = x.shape[1] + seqlen_offsets
+            expected = f"{needed} positions at least, for x's rows and seqlen_offsets"
+            checks.shape(called[1], cos, cos.shape[0] >= needed, expected)
 
 
 def apply_rotary(
@@ -52,6 +104,25 @@ def apply_rotary(
     >>> bool(torch.allclose(x, back, atol=1e-6)), bool((x[..., 4:] == y[..., 4:]).all())
     (True, True)
     """
+    check_rotary(_NAME, x, cos, sin, seqlen_offsets, cu_seqlens)
+    interleaved, inplace, conjugate = Checks(_NAME).flags(
+        interleaved=interleaved, inplace=inplace, conjugate=conjugate
+    )
+    x = x if inplace else x.clone()
+    return turn_rows(_NAME, x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, conjugate)
+
+
+def turn_rows(
+    function: str,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    seqlen_offsets: int | torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+) -> torch.Tensor:
+    """`apply_rotary` in place, of arguments that were checked, but for the tables' lengths."""
     rows = torch.arange(x.shape[-3], device=x.device)
     if cu_seqlens is None:
         offsets = seqlen_offsets
@@ -66,8 +137,9 @@ def apply_rotary(
         else:
             positions = positions + seqlen_offsets
 
+    Checks(function).below("cos", positions, cos.shape[0], "its rows", "has no position")
     cos, sin = cos[positions], sin[positions]
-    return turn(x if inplace else x.clone(), cos, -sin if conjugate else sin, interleaved)
+    return turn(x, cos, -sin if conjugate else sin, interleaved)
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

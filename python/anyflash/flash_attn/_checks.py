@@ -1,0 +1,71 @@
+"""Checks of the functions around flash-attn's attention, which PyTorch's operations compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from anyflash._call.parsing import flags
+from anyflash.torch._dispatch_state import is_compiling
+
+_LARGEST = 2**40  # rows that no memory holds
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Checks:
+    """Errors begin with the function's and the argument's names."""
+
+    def __init__(self, function: str) -> None:
+        self.function = f"anyflash.flash_attn.{function}"
+
+    def tensors(self, like: torch.Tensor | None = None, **given: Any) -> None:
+        """Of one device, that of ``like`` or the first one."""
+        for name, x in given.items():
+            if not isinstance(x, torch.Tensor):
+                kind = type(x).__name__
+                raise TypeError(f"{self.function}: {name} is {kind}; a torch.Tensor is allowed")
+            like = x if like is None else like
+            if x.device != like.device:
+                raise ValueError(
+                    f"{self.function}: {name} is on {x.device}; {like.device} is allowed, where "
+                    "the first tensor is"
+                )
+
+    def shape(self, name: str, x: torch.Tensor, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise ValueError(
+                f"{self.function}: {name} has shape {tuple(x.shape)}; expected {expected}"
+            )
+
+    def dtype(self, name: str, x: torch.Tensor, is_right: bool, allowed: str) -> None:
+        if not is_right:
+            raise TypeError(f"{self.function}: {name} is {x.dtype}; {allowed} is allowed")
+
+    def integers(self, name: str, x: torch.Tensor, expected: str, count: int = -1) -> None:
+        """``count`` int32 or int64; -1: any number of them."""
+        self.dtype(name, x, x.dtype in _INTEGERS, "int32 or int64")
+        self.shape(name, x, x.dim() == 1 and count in {-1, x.shape[0]}, expected)
+
+    def size(self, name: str, value: Any) -> None:
+        is_int = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+        if not is_int:
+            kind = type(value).__name__
+            raise TypeError(f"{self.function}: {name} is {kind}; an int is allowed")
+        if not 0 <= value <= _LARGEST:
+            raise ValueError(f"{self.function}: {name} is {value}; 0 to 2**40 is allowed")
+
+    def below(self, name: str, x: torch.Tensor, end: int, limit: str, verb: str = "holds") -> None:
+        """That 0 <= x < end, which is called ``limit``, where nobody has to wait to know it."""
+        if x.device.type != "cpu" or is_compiling() or x.numel() == 0:
+            return
+        low, high = (int(bound) for bound in torch.aminmax(x))
+        if low < 0 or high >= end:
+            shown = low if low < 0 else high
+            raise ValueError(
+                f"{self.function}: {name} {verb} {shown}; at least 0 and less than {end}, {limit}, "
+                "is allowed"
+            )
+
+    def flags(self, **given: Any) -> tuple[bool, ...]:
+        return flags(self.function, **given)
