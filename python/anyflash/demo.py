@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 import anyflash
-from anyflash._cli import gpu
+from anyflash._cli import gpu, terminal
+from anyflash._cli.terminal import Section
 
 Array: TypeAlias = npt.NDArray[Any]
 Attention: TypeAlias = Callable[[Array, Array, Array], Array]
@@ -153,7 +154,7 @@ def choose_place(backend: str | None) -> Place:
         if backend == "cuda":
             raise
         if anyflash.build_info()["devices"] or shutil.which("nvidia-smi"):
-            print(f"The GPU is not used: {error}.\n")
+            print(f"The GPU is not used: {error}.\n", file=sys.stderr)
     return cpu_place()
 
 
@@ -271,36 +272,80 @@ class Encoder:
         return y + self.weights[f"{name}.bias"]
 
 
-def run(sentences: Sequence[str], query: str, top: int, backend: str | None = None) -> int:
-    """Print the `top` sentences closest to `query`, then how exact attention was; exit status."""
-    try:
-        check_packages()
-        place = choose_place(backend)
-        attention = CheckedAttention(place)
-        encoder = Encoder(attention)
-    except (MissingPackageError, UnusableGpuError) as error:
-        print(f"anyflash demo:\n{error}", file=sys.stderr)
-        return 1
-    print(f"all-MiniLM-L6-v2: {encoder.layers} layers of {encoder.heads} heads, fp32,")
-    print(f"attention by anyflash {anyflash.__version__} on {place.name}\n")
-
+def search(sentences: Sequence[str], query: str, top: int, place: Place) -> dict[str, Any]:
+    """The `top` sentences closest to `query`, and how exact attention was."""
+    attention = CheckedAttention(place)
+    encoder = Encoder(attention)
     tokens = encoder.tokenize([query, *sentences])
     embeddings = encoder.embed_unpadded(tokens)
     scores = embeddings[1:] @ embeddings[0]
-    print(f"query: {query}")
-    for row in np.argsort(-scores, kind="stable")[:top]:
-        print(f"  {scores[row]:6.3f}  {sentences[row]}")
-
     padding = float(np.abs(encoder.embed_padded(tokens) - embeddings).max())
     checks = (
         ("attention layers against float64", attention.deviation, place.layer_bound),
         ("embeddings, padded against unpadded batches", padding, place.embedding_bound),
     )
-    print("\nlargest deviation")
-    for what, deviation, bound in checks:
-        verdict = "ok" if deviation <= bound else "TOO LARGE"
-        print(f"  {what:<45}{deviation:.1e}  (bound {bound:.0e}: {verdict})")
-    count = sum(map(len, tokens))
-    print(f"\n{attention.calls} attention calls took {1e3 * attention.seconds:.1f} ms")
-    print(f"for {len(tokens)} texts of {count} tokens, run once unpadded and once padded")
-    return 0 if all(deviation <= bound for _, deviation, bound in checks) else 1
+    return {
+        "anyflash": anyflash.__version__,
+        "model": {"name": "all-MiniLM-L6-v2", "layers": encoder.layers, "heads": encoder.heads},
+        "place": place.name,
+        "query": query,
+        "closest": [
+            {"score": float(scores[row]), "sentence": sentences[row]}
+            for row in np.argsort(-scores, kind="stable")[:top]
+        ],
+        "checks": [
+            {"what": what, "deviation": deviation, "bound": bound, "good": deviation <= bound}
+            for what, deviation, bound in checks
+        ],
+        "attention_calls": attention.calls,
+        "attention_seconds": attention.seconds,
+        "texts": len(tokens),
+        "tokens": sum(map(len, tokens)),
+    }
+
+
+def _deviation(check: dict[str, Any]) -> str:
+    verdict = "ok" if check["good"] else "TOO LARGE"
+    return f"{check['deviation']:.1e}  (bound {check['bound']:.0e}: {verdict})"
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print what `search` has found."""
+    model, checks = found["model"], found["checks"]
+    about = (
+        f"{model['layers']} layers of {model['heads']} heads, fp32",
+        f"attention by anyflash {found['anyflash']} on {found['place']}",
+    )
+    hits = [(f"{hit['score']:6.3f}", hit["sentence"]) for hit in found["closest"]]
+    deviations = [(check["what"], _deviation(check)) for check in checks]
+    milliseconds = f"{1e3 * found['attention_seconds']:.1f} ms"
+    texts = f"for {found['texts']} texts of {found['tokens']} tokens"
+    terminal.show(
+        [
+            Section(model["name"], [(line,) for line in about]),
+            Section(f"query: {found['query']}", hits),
+            Section("largest deviation", deviations, good=[check["good"] for check in checks]),
+            Section(
+                f"{found['attention_calls']} attention calls took {milliseconds}",
+                [(f"{texts}, run once unpadded and once padded",)],
+            ),
+        ]
+    )
+
+
+def run(
+    sentences: Sequence[str],
+    query: str,
+    top: int,
+    backend: str | None = None,
+    tell: Callable[[dict[str, Any]], None] = show,
+) -> int:
+    """Search, tell what was found, and return the exit status."""
+    try:
+        check_packages()
+        found = search(sentences, query, top, choose_place(backend))
+    except (MissingPackageError, UnusableGpuError) as error:
+        print(f"anyflash demo:\n{error}", file=sys.stderr)
+        return 1
+    tell(found)
+    return 0 if all(check["good"] for check in found["checks"]) else 1

@@ -13,12 +13,13 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "python" / "docs" / "examples"
 NOTEBOOKS = sorted(FOLDER.rglob("*.ipynb"))
+SECONDS = 180  # a notebook that hangs fails
 
 
 def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, notebook.__file__, str(path)],
-        check=False, capture_output=True, text=True, cwd=folder,
+        check=False, capture_output=True, text=True, cwd=folder, timeout=SECONDS,
         env=os.environ | {"MPLBACKEND": "Agg"},
     )  # fmt: skip
 

@@ -33,15 +33,15 @@ from mutations import (
     FORWARD,
     LAZY,
     ONE_BUFFER,
+    PAIRED,
     RELOADED_V,
     ROWS,
-    SPLIT_KEYS,
     Mutation,
 )
 from test_mutations import ENVIRONMENT, KERNELS, _cases, _fewer_kernels
 
 UNITS = (
-    *(FORWARD, LAZY, SPLIT_KEYS, BACKWARD, ONE_BUFFER, RELOADED_V, CHUNKS, ROWS),
+    *(FORWARD, LAZY, PAIRED, BACKWARD, ONE_BUFFER, RELOADED_V, CHUNKS, ROWS),
     *(DECODE, COMBINE, APPEND, LATENT, PREFILL, PREFILL_2),
     *(HOPPER, HOPPER_BACKWARD, HOPPER_WIDE),
 )

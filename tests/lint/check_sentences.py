@@ -1,25 +1,30 @@
-"""Checks that the sentences of the Markdown pages are short.
+"""Checks that the sentences of the Markdown pages, and of docstrings, are short.
 
-    python tests/lint/check_sentences.py [ROOT]
+    python tests/lint/check_sentences.py [ROOT] [--docstrings]
 
 A sentence has at most 30 words. A word is what stands between blanks and has a letter or a digit: a
 number, its unit, a formula without blanks; a span of code is one word. A colon or a semicolon ends
 no sentence; the end of a paragraph or of a list's item does. Headings, tables, blocks of code,
 comments, tags, and where links lead to are not looked at.
+With --docstrings those of the package are checked, too, where no name begins with an underscore:
+their paragraphs, and what is said of each parameter. Examples and tables are not looked at.
 Prints one line per finding and exits with 1 if there are any.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from check_includes import source_files
 
+PACKAGE = "python/anyflash/"
 MAX_WORDS = 30
 SHOWN_WORDS = 8  # of a sentence that is too long
 
@@ -37,6 +42,10 @@ INDENTED_CODE = re.compile(r" {4}|\t")
 # A full stop, but not an abbreviation's.
 END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)(?<!\bal)[.!?][\])\"'*_]*(?=\s|$)")
 WORD = re.compile(r"\S*\w\S*")
+
+EXAMPLE = re.compile(r"\s*(>>>|\.\.\.( |$))")
+TABLE = re.compile(r"^ *=[ =]+$.*?^ *=[ =]+$(?=\s*^\s*$|\s*\Z)", re.MULTILINE | re.DOTALL)
+ROLE = re.compile(r":[a-z:]+:(?=`)")  # of Sphinx: :func:`name`
 
 
 @dataclass(frozen=True)
@@ -104,19 +113,70 @@ def check_page(name: str, page: str) -> Iterator[str]:
             )
 
 
-def findings(root: Path) -> list[str]:
-    pages = [name for name in source_files(root) if name.endswith(".md")]
-    return [
-        finding
-        for name in pages
-        for finding in check_page(name, (root / name).read_text(encoding="utf-8"))
-    ]
+def indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def as_page(docstring: str) -> str:
+    """Markdown of the docstring's sentences, in the same lines."""
+    first, *others = TABLE.sub(blank, ROLE.sub("", docstring)).split("\n")
+    margin = min((indent(line) for line in others if line.strip()), default=0)
+    result = list[str]()
+    in_example = False
+    literal: int | None = None  # the indentation of a literal block
+    before = ""  # the last line of prose
+    for line, after in pairwise([" " * margin + first.lstrip(), *others, ""]):
+        is_deeper = after.strip() != "" and indent(after) > indent(line)
+        if not line.strip():
+            in_example = False
+            if literal is None or (after.strip() and indent(after) < literal):
+                opens = before.endswith(":") and indent(after) > indent(before)
+                literal = indent(after) if opens else None
+        elif EXAMPLE.match(line):
+            in_example = True
+        # A parameter: its name and its type, above what is said of it.
+        is_name = is_deeper and not ITEM.match(line)
+        is_prose = line.strip() and not in_example and literal is None and not is_name
+        result.append(line.strip() if is_prose else "")
+        before = line.rstrip() if is_prose else before
+    return "\n".join(result)
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of a module, and of what in it has a public name."""
+    pending: list[ast.Module | ast.ClassDef | ast.FunctionDef] = [ast.parse(text)]
+    while pending:
+        node = pending.pop(0)
+        first = node.body[0] if node.body else None
+        value = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.lineno, value.value
+        if not isinstance(node, ast.FunctionDef):
+            inner = [x for x in node.body if isinstance(x, ast.ClassDef | ast.FunctionDef)]
+            pending += [x for x in inner if not x.name.startswith("_")]
+
+
+def check_module(name: str, text: str) -> Iterator[str]:
+    for line, docstring in docstrings(text):
+        yield from check_page(name, "\n" * (line - 1) + as_page(docstring))
+
+
+def findings(root: Path, with_docstrings: bool) -> list[str]:
+    result = list[str]()
+    for name in source_files(root):
+        is_module = with_docstrings and name.startswith(PACKAGE) and name.endswith(".py")
+        if name.endswith(".md") or is_module:
+            check = check_module if is_module else check_page
+            result += check(name, (root / name).read_text(encoding="utf-8"))
+    return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    found = findings(parser.parse_args().root)
+    parser.add_argument("--docstrings", action="store_true", help="of the package, too")
+    arguments = parser.parse_args()
+    found = findings(arguments.root, arguments.docstrings)
     for finding in found:
         print(finding)
     return 1 if found else 0

@@ -41,6 +41,7 @@ def commands() -> dict[str, list[str]]:
         "torch state": [sys.executable, "tests/lint/check_torch_state.py"],
         "documents": [sys.executable, "tests/lint/check_documents.py"],
         "sentences": [sys.executable, "tests/lint/check_sentences.py"],
+        "commits": [sys.executable, "tests/lint/check_commits.py"],
     }
 
 

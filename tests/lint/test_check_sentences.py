@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from check_sentences import PACKAGE
 
 CHECKER = Path(__file__).with_name("check_sentences.py")
 
@@ -19,9 +20,11 @@ SHORT, LONG = words(30), words(31)
 BEGIN = words(8)
 
 
-def run(root: Path, text: str) -> list[str]:
-    (root / "a.md").write_text(text)
-    command = [sys.executable, str(CHECKER), str(root)]
+def run(root: Path, text: str, name: str = "a.md", *options: str) -> list[str]:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    command = [sys.executable, str(CHECKER), str(root), *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.stderr == ""
     found = done.stdout.splitlines()
@@ -71,3 +74,56 @@ def test_long_sentences(tmp_path: Path, text: str, line: int, count: int) -> Non
     (found,) = run(tmp_path, text)
     begin = f"a.md:{line}: a sentence has {count} words; at most 30 are allowed: {BEGIN}"
     assert found.startswith(begin)
+
+
+MODULE = f"{PACKAGE}a.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'"""{SHORT}."""\n',
+        f'"""{SHORT}.\n\n{SHORT}\n"""\n',
+        f'def f():\n    """{words(29)} :func:`a.b`.\n\n    ``two words`` {words(29)}.\n    """\n',
+        f'def f():\n    """S.\n\n    a : {LONG}\n        {SHORT}.\n\n        {SHORT}.\n    """\n',
+        f'def f():\n    """As::\n\n        {LONG}\n\n        {LONG}\n\n    {SHORT}."""\n',
+        f'"""Short.\n\n>>> {LONG}\n... {LONG}\n{LONG}\n\n{SHORT}"""\n',
+        f'"""Short.\n\n==== ====\n{LONG}\n\n{LONG}\n==== ====\n"""\n',
+        f'def _f():\n    """{LONG}."""\nclass _A:\n    """{LONG}."""\n',
+        f'class _A:\n    def f(self):\n        """{LONG}."""\n',
+        f'def f():\n    def g():\n        """{LONG}."""\n',
+        f'"""Short."""\n# {LONG}\na = """{LONG}"""\n',
+    ],
+)
+def test_short_docstrings(tmp_path: Path, text: str) -> None:
+    assert run(tmp_path, text, MODULE, "--docstrings") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f'"""{LONG}."""\n', 1),
+        (f'"""Short.\n\nTwo\nlines. {LONG}\n"""\n', 4),
+        (f'"""\n\n{LONG}"""\n', 3),
+        (f'import a\ndef f():\n    """Short.\n\n    {LONG}.\n    """\n', 5),
+        (
+            f'def f():\n    """Short.\n\n    a : int\n        Short.\n\n        {LONG}.\n    """\n',
+            7,
+        ),
+        (f'def f():\n    """{words(16)}\n    {words(15)}."""\n', 2),
+        (f'def f():\n    """As::\n\n        code\n\n    {LONG}."""\n', 6),
+        (f'"""Short.\n\n>>> code\n\n{LONG}"""\n', 5),
+        (f'"""Short.\n\n==== ====\na    b\n==== ====\n\n{LONG}"""\n', 7),
+        (f'class A:\n    """Short."""\n    def f(self):\n        """{LONG}."""\n', 4),
+    ],
+)
+def test_long_docstrings(tmp_path: Path, text: str, line: int) -> None:
+    (found,) = run(tmp_path, text, MODULE, "--docstrings")
+    assert found.startswith(f"{MODULE}:{line}: a sentence has 31 words; at most 30 are allowed: ")
+
+
+def test_docstrings_where_asked_for(tmp_path: Path) -> None:
+    """And of the package alone."""
+    text = f'"""{LONG}."""\n'
+    assert run(tmp_path, text, "tests/a.py", "--docstrings") == []
+    assert run(tmp_path, text, MODULE) == []

@@ -25,6 +25,7 @@ from anyflash.bench._rooflines import measure_rooflines
 from anyflash.bench._timing import Budget, ColdTimer, CpuTimer, CudaTimer, GraphTimer, Timer
 
 FORMAT = 1
+STDOUT = Path("-")
 QUICK_SECONDS = 40.0
 QUICK = Budget(contender_seconds=0.1, fewest=3, most=10)
 DTYPES = {"cuda": ("bfloat16",), "cpu": ("float32",)}
@@ -56,8 +57,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure attention's speed here, beside other libraries'",
-        description="Measure attention's speed on this machine, beside the other libraries found "
-        "on it and what the machine gives at best.",
+        description="Measure attention's speed on this machine, beside the other libraries\n"
+        "found on it and what the machine gives at best.",
         epilog=EPILOG.format(presets=presets, peers=peers),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +80,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases; ends within a minute")
     parser.add_argument("--seconds", type=float, metavar="N", help="begin no case after so long")
     parser.add_argument("--cold", action="store_true", help="empty the L2 cache before each call")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument(
+        "--json", type=Path, nargs="?", const=STDOUT, default=argparse.SUPPRESS, metavar="FILE",
+        help="write everything there; without FILE, or to -, print it in place of the tables",
+    )  # fmt: skip
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write plots: .svg, .png, .pdf")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what changed since")
@@ -189,6 +193,8 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Before anything is measured."""
+    if arguments.preset is None and str(arguments.json) in PRESETS:
+        raise ValueError(f"--json {arguments.json}: write the preset before --json, or --json -")
     for path in (arguments.json, arguments.markdown, arguments.plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
@@ -203,13 +209,18 @@ def main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         _check_outputs(arguments)
         old = _loaded(arguments.compare) if arguments.compare else None
         document = _loaded(arguments.load) if arguments.load else measured(arguments, command)
-        if arguments.json:
-            arguments.json.write_text(_as_json(document))
-        _report.show(document)
+        printed = arguments.json == STDOUT
+        if printed:
+            print(_as_json(document), end="")
+        else:
+            if arguments.json:
+                arguments.json.write_text(_as_json(document))
+            _report.show(document)
         if arguments.markdown:
             arguments.markdown.write_text(_report.markdown(document))
         if old is not None:
-            print("\n" + compare(old, document), end="")
+            changes = "\n" + compare(old, document)
+            print(changes, end="", file=sys.stderr if printed else sys.stdout)
         if arguments.plot:
             for path in plot(document, arguments.plot):
                 print(f"wrote {path}", file=sys.stderr)

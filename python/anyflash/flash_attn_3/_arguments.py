@@ -14,9 +14,12 @@ from typing import Any
 from anyflash._call import parsing
 
 _REASONS = {
-    "qv": "anyflash has no second product; concatenate q with qv, and k with v",
+    "qv": "anyflash has no second product; concatenate qv with q, and v with k. MLA decoding is "
+    "anyflash.torch.attention_with_kvcache(..., v_cache=None, head_dim_v=...) with such a cache",
     "attention_chunk": "anyflash has no chunks; a window or a boolean bias hides keys",
     "seqused_q": "anyflash uses all rows of q; pack those that are used",
+    "cu_seqlens_k": "of a cache seqused_k says how many keys are used, and packed keys need "
+    "cu_seqlens_q",
 }
 
 

@@ -25,9 +25,15 @@ from anyflash.flash_attn._options import (
 )
 from anyflash.flash_attn_3._arguments import check_pack_gqa, refuse
 from anyflash.flash_attn_3._kvcache import flash_attn_with_kvcache
+from anyflash.flash_attn_3._private import Applied, _flash_attn_backward, _flash_attn_forward
 from anyflash.torch import attention, attention_varlen
 
 __all__ = [
+    "FlashAttnFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "_flash_attn_backward",
+    "_flash_attn_forward",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
@@ -250,6 +256,28 @@ def flash_attn_qkvpacked_func(
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
     )
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *others: Any,
+) -> Any:
+    """:func:`flash_attn_varlen_func` in the order of its autograd Function."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    return flash_attn_varlen_func(q, k, v, *lengths, *others)
+
+
+FlashAttnFunc = Applied(flash_attn_func)
+FlashAttnQKVPackedFunc = Applied(flash_attn_qkvpacked_func)
+FlashAttnVarlenFunc = Applied(_varlen)
 
 
 def flash_attn_combine(

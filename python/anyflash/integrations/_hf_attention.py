@@ -62,6 +62,7 @@ def attention_forward(
     pages = None
     if cache is not None:
         paged = others | {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
+        paged |= {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
         key, value = update_cache(cache, module, key, value, paged)
         cu_seq_lens_k, max_length_k = paged["cu_seq_lens_k"], paged["max_length_k"]
         pages = Pages.of(paged)

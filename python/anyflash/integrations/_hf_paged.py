@@ -1,4 +1,9 @@
-"""The paged cache of transformers' continuous batching."""
+"""The paged cache of transformers' continuous batching.
+
+In a step in which each sequence has one query, transformers hands over tables of pages. In any
+other step it says where each row of the keys is, and would gather these rows. Layers that see the
+whole sequence keep them in pages, in order, so that a table follows from each page's first row.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ import anyflash.torch
 
 _NAME = "anyflash.integrations.transformers"
 _attention_with_kvcache: Any = anyflash.torch.attention_with_kvcache
+_attention_varlen_with_kvcache: Any = anyflash.torch.attention_varlen_with_kvcache
 
 
 def update_cache(
@@ -34,39 +40,79 @@ def update_cache(
             "transformers 5.23 or newer"
         )
     layer = module.layer_idx
+    if given.get("block_table") is None:
+        pages = _find_pages(cache, layer, given)
+        if pages:
+            given |= pages
+            return key, value
     found: tuple[Tensor, Tensor] = update(
         key_states=key, value_states=value, layer_idx=layer, kwargs=given
     )
     return found
 
 
+def _find_pages(cache: Any, layer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What the cache's ``update`` writes into ``given`` where there are tables; {} if this layer
+    has no pages, or nothing was in them before this step."""
+    try:
+        allocator = cache.layer_to_allocator[layer]
+        size: int = allocator.tokens_per_page
+        rows: Tensor = given["read_index"][allocator.index]
+        ends = given["cu_seq_lens_k"][allocator.layer_type].to(torch.int32)
+        longest: int = given["max_length_k"][allocator.layer_type]
+        if not allocator.supports_block_table or size & (size - 1) or not rows.numel():
+            return {}
+        k_cache, v_cache = allocator.get_cache_for_block_table(layer)
+    except (AttributeError, KeyError, IndexError):  # of another version
+        return {}
+    first = torch.arange(0, longest, size, dtype=torch.int32, device=ends.device)
+    # What is behind a sequence's last page is not read.
+    at = torch.minimum(ends[:-1, None] + first, ends[1:, None] - 1).clamp(min=0)
+    table = (rows[at] // size).to(torch.int32)
+    return {"k_cache": k_cache, "v_cache": v_cache, "block_table": table, "cu_seq_lens_k": ends}
+
+
 class Pages(NamedTuple):
-    """Of one layer, for a step in which each sequence has one query."""
+    """Of one layer."""
 
     k_cache: Tensor  # (pages, page_size, heads_k, head_dim)
     v_cache: Tensor  # (pages, page_size, heads_k, head_dim_v)
     block_table: Tensor  # (batch, pages_per_sequence) int32
-    ends: Tensor  # (batch + 1,) int32: where each sequence begins, as if packed, new key included
+    ends: Tensor  # (batch + 1,) int32: where each sequence begins, as if packed, new keys included
+    ends_q: Tensor  # (batch + 1,) int32: where its queries begin, and its new keys
+    longest_q: int
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Pages | None:
         if given.get("block_table") is None:
             return None
-        names = ("k_cache", "v_cache", "block_table", "cu_seq_lens_k")
-        return cls(*(given[name] for name in names))
+        return cls(
+            k_cache=given["k_cache"],
+            v_cache=given["v_cache"],
+            block_table=given["block_table"],
+            ends=given["cu_seq_lens_k"],
+            ends_q=given["cu_seq_lens_q"].to(torch.int32),
+            longest_q=int(given["max_length_q"]),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, numbers: dict[str, Any]) -> Tensor:
-        """q, k, v (1, batch, heads or heads_k, head_dim); k and v are appended to the pages."""
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        """q, k, v (1, tokens, heads or heads_k, head_dim); k and v are appended to the pages."""
+        lengths = self.ends.diff()
         # Sequences of no keys fill a batch up to a length that a CUDA graph was captured for.
-        filled = (self.ends.diff() - 1).clamp(min=0)
-        out: Tensor = _attention_with_kvcache(
-            *(q, self.k_cache, self.v_cache, k, v),
-            cache_seqlens=filled,
-            block_table=self.block_table,
-            **numbers,
+        filled = (lengths - self.ends_q.diff()).clamp(min=0)
+        options = numbers | {"block_table": self.block_table, "cache_seqlens": filled}
+        out: Tensor
+        if self.longest_q == 1 and q.shape[1] == lengths.shape[0]:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            out = _attention_with_kvcache(q, self.k_cache, self.v_cache, k, v, **options)
+            return out.transpose(0, 1)
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+        out = _attention_varlen_with_kvcache(
+            *(q, self.k_cache, self.v_cache, self.ends_q, k, v),
+            max_seqlen_q=self.longest_q,
+            **options,
         )
-        return out.transpose(0, 1)
+        return out.unsqueeze(0)
 
 
 def admit_pages(name: str) -> None:

@@ -48,8 +48,8 @@ def register() -> None:
     ``head_mask``.
 
     Continuous batching (``generate_batch``) works from transformers 5.23 on, also as
-    "paged|anyflash". Where all layers see the whole sequence and ``page_size`` is a power of two,
-    a step of decoding reads the pages where they are; otherwise transformers gathers them.
+    "paged|anyflash". Layers that see the whole sequence read the pages where they are if
+    ``page_size`` is a power of two; for the others transformers gathers the keys.
 
     Raises
     ------

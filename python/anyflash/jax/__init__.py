@@ -3,8 +3,8 @@
 The work is done by handlers of XLA's foreign function interface, which this module registers.
 """
 
-from anyflash.jax._attention import attention
-from anyflash.jax._context_parallel import context_parallel_attention, zigzag_order
+from anyflash.jax._attention import attention, context_parallel_attention
+from anyflash.jax._context_parallel import zigzag_order
 from anyflash.jax._dot_product_attention import dot_product_attention
 from anyflash.jax._kvcache import attention_with_kvcache
 from anyflash.jax._varlen import attention_varlen

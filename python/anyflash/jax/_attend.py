@@ -9,6 +9,7 @@ from jax import Array
 from anyflash._call.options import AttentionOptions, OutputRequest, Packing
 from anyflash._call.results import Returned
 from anyflash.jax._call import Call
+from anyflash.jax._context_parallel import NO_CONTEXT, Context, attend_shared, check_unused
 
 
 def attend(
@@ -17,6 +18,8 @@ def attend(
     packing: Packing | None,
     outputs: OutputRequest,
     deterministic: Any = False,
+    *,
+    context: Context = NO_CONTEXT,
 ) -> Returned[Array]:
     name = "anyflash.jax.attention" if packing is None else "anyflash.jax.attention_varlen"
     call = Call(name, **dict(zip(("q", "k", "v"), tensors, strict=True)))
@@ -24,4 +27,7 @@ def attend(
         call.pack(packing)
     call.scores(options)
     call.dropout(options)
+    if context.axis is not None:
+        return attend_shared(call, context, outputs, deterministic)
+    check_unused(name, context)
     return call.run(outputs, deterministic)

@@ -16,6 +16,7 @@ from anyflash._call.options import (
 )
 from anyflash._call.results import AttentionResult
 from anyflash.jax._attend import attend
+from anyflash.jax._context_parallel import Context
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,6 +38,9 @@ def attention(
     v: Any,
     *,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[Plain[Any, Any]],
 ) -> Array: ...
 @overload
@@ -46,6 +50,9 @@ def attention(
     v: Any,
     *,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithLse[Any, Any]],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -55,6 +62,9 @@ def attention(
     v: Any,
     *,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithResult[Any, Any]],
 ) -> AttentionResult[Array]: ...
 @overload
@@ -64,6 +74,9 @@ def attention(
     v: Any,
     *,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithMaxLogits[Any, Any]],
 ) -> AttentionResult[Array]: ...
 @overload
@@ -73,6 +86,9 @@ def attention(
     v: Any,
     *,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithDropoutMask[Any, Any]],
 ) -> AttentionResult[Array]: ...
 @overload
@@ -82,6 +98,9 @@ def attention(
     v: Any,
     *,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[Unknown[Any, Any]],
 ) -> Array | tuple[Array, Array] | AttentionResult[Array]: ...
 def attention(
@@ -109,6 +128,9 @@ def attention(
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: Any = None,
+    context_axis: str | None = None,
+    method: str = "ring",
+    layout: str = "contiguous",
 ) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention` for JAX: compiled, differentiable and batched.
 
@@ -124,8 +146,15 @@ def attention(
     Arrays that are sharded over the batch or the heads stay where they are, also in the backward;
     nothing is gathered. Where the devices outnumber the key heads, shard q's heads and replicate k
     and v. A bias, sinks and slopes may be replicated; their gradients are summed over the devices.
-    A sequence stays on one device. Dropout drops what it drops of the whole; within jax.shard_map a
-    device counts its own part alone, and needs a seed of its own.
+    Dropout drops what it drops of the whole; within jax.shard_map a device counts its own part
+    alone, and needs a seed of its own.
+
+    A sequence stays on one device, unless ``context_axis`` names the axis of the mesh that shares
+    it. The call is then within a jax.shard_map over all axes, and the results are those of the
+    whole sequence for this device's rows. Dropout, too, drops what it drops of the whole, so that
+    all devices of the axis need the same seed. Partial results are float32, or float64 of float64
+    arrays; gradients of these are as exact as the float32 of the LSE, as on one device. There are
+    then no gradients of gradients, and no jax.vmap.
 
     Parameters that are not listed are those of :func:`anyflash.attention`; arrays may be traced,
     numbers not. There, JAX's arrays on a GPU and tracers come here.
@@ -145,6 +174,19 @@ def attention(
         integers of 64 bits unless ``jax_enable_x64`` is set.
     deterministic : bool
         Of the gradients, as in :func:`anyflash.attention_backward`.
+    context_axis : str, optional
+        The axis of the mesh that shares the sequence. Then q, k and v are a device's rows, of which
+        all devices have as many. A bias has its rows, and all keys in the sequence's own order.
+        ``block_mask``, ``key_ranges``, ``seqused_k``, ``sinks`` and ``alibi_slopes`` are the
+        whole's, and so are ``max_logits``, on each device. There is no ``dropout_mask``.
+    method : "ring", "gather" or "all_to_all"
+        Ring: keys and values travel from device to device, and memory is linear in a device's
+        rows; with dropout chunks are a multiple of 8 keys. Gather: every device gets all keys and
+        values. All to all: rows are exchanged for heads, which the devices divide; where there are
+        fewer key heads, these divide the devices. Chunks are whole blocks of a ``block_mask``.
+    layout : "contiguous" or "zigzag"
+        Which rows a device has: its part of the sequence, or of the sequence in the order of
+        :func:`zigzag_order`, with which all have the same work under a causal mask.
 
     Returns
     -------
@@ -157,10 +199,13 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`anyflash.attention`, when the call is traced.
+        As :func:`anyflash.attention`, when the call is traced. Lengths or heads that ``layout`` or
+        ``method`` cannot share.
+    NameError
+        ``context_axis`` is no axis of a jax.shard_map around the call.
     NotImplementedError
         This build has no XLA handlers; a mesh, or a jax.shard_map, that leaves some of its axes to
-        the compiler.
+        the compiler. With ``context_axis``: results, transforms or options that are not supported.
     jax.errors.JaxRuntimeError
         When the call is compiled: shardings that would need a gather, where the compiler made them.
         Where types have them, it is a ValueError.
@@ -186,6 +231,17 @@ def attention(
     >>> out = anyflash.jax.attention(q, q, q, dropout_p=0.5, seed=jax.random.key(1))
     >>> jax.vmap(anyflash.jax.attention)(*[jnp.stack([q, q, q])] * 3).shape
     (3, 2, 6, 4, 8)
+
+    A sequence that devices share, here one:
+
+    >>> from functools import partial
+    >>> from jax.sharding import AxisType, PartitionSpec
+    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(AxisType.Auto,))
+    >>> rows = PartitionSpec(None, "cp")
+    >>> of_rows = partial(anyflash.jax.attention, context_axis="cp", causal=True)
+    >>> shared = jax.shard_map(of_rows, mesh=mesh, in_specs=rows, out_specs=rows)
+    >>> jax.jit(shared)(q, q, q).shape
+    (2, 6, 4, 8)
 
     To export a function, allow its custom call; who runs it must have imported this module. For
     several devices, JAX exports it only within jax.shard_map:
@@ -215,4 +271,33 @@ def attention(
     outputs = OutputRequest(
         return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
-    return attend((q, k, v), options, None, outputs, deterministic)
+    context = Context(context_axis, method, layout)
+    return attend((q, k, v), options, None, outputs, deterministic, context=context)
+
+
+def context_parallel_attention(
+    q: Any, k: Any, v: Any, *, context_axis: str, **options: Any
+) -> Array | tuple[Array, Array]:
+    """:func:`attention` with a ``context_axis``, by its older name.
+
+    Parameters are those of :func:`attention`.
+
+    Raises
+    ------
+    TypeError, ValueError, NameError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import anyflash.jax
+    >>> from jax.sharding import AxisType, PartitionSpec
+    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(AxisType.Auto,))
+    >>> rows = PartitionSpec(None, "cp")
+    >>> of_rows = lambda q: anyflash.jax.context_parallel_attention(q, q, q, context_axis="cp")
+    >>> shared = jax.shard_map(of_rows, mesh=mesh, in_specs=rows, out_specs=rows)
+    >>> jax.jit(shared)(jax.random.normal(jax.random.key(0), (2, 64, 4, 8))).shape
+    (2, 64, 4, 8)
+    """
+    result: Array | tuple[Array, Array] = attention(q, k, v, context_axis=context_axis, **options)
+    return result

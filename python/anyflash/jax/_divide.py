@@ -42,14 +42,7 @@ class Divided:
         mesh, specs = _types(self.operands)
         if mesh is not None:
             return self._by_types(mesh, specs)
-        manual, automatic = (_axes(self.context, kind) for kind in (AxisType.Manual, AxisType.Auto))
-        if manual and automatic:
-            raise NotImplementedError(
-                f"{self.operation}: it is called within a jax.shard_map over {manual}, and "
-                f"{automatic} is left to the compiler; a jax.shard_map over all axes of the mesh "
-                "is allowed"
-            )
-        if manual:
+        if is_within_shard_map(self.operation, self.context):
             return self.run(self.operands, _NONE, ())
         call: Any = _custom_partitioning(self._whole)
         call.def_partition(
@@ -270,6 +263,17 @@ class Divided:
         if key_heads:
             picked -= jax.lax.axis_index(key_heads) * operands["k"].shape[-2]
         return picked
+
+
+def is_within_shard_map(operation: str, mesh: Any) -> bool:
+    """``mesh``: of the context. Raises where only some of its axes are jax.shard_map's."""
+    manual, automatic = (_axes(mesh, kind) for kind in (AxisType.Manual, AxisType.Auto))
+    if manual and automatic:
+        raise NotImplementedError(
+            f"{operation}: it is called within a jax.shard_map over {manual}, and {automatic} is "
+            "left to the compiler; a jax.shard_map over all axes of the mesh is allowed"
+        )
+    return bool(manual)
 
 
 def _axes(mesh: Any, kind: Any) -> tuple[str, ...]:

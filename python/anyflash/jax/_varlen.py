@@ -17,6 +17,7 @@ from anyflash._call.options import (
 )
 from anyflash._call.results import AttentionResult
 from anyflash.jax._attend import attend
+from anyflash.jax._context_parallel import Context
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,6 +44,9 @@ def attention_varlen(
     *,
     validate: bool = ...,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[Plain[Any, Any]],
 ) -> Array: ...
 @overload
@@ -57,6 +61,9 @@ def attention_varlen(
     *,
     validate: bool = ...,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithLse[Any, Any]],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -71,6 +78,9 @@ def attention_varlen(
     *,
     validate: bool = ...,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithResult[Any, Any]],
 ) -> AttentionResult[Array]: ...
 @overload
@@ -85,6 +95,9 @@ def attention_varlen(
     *,
     validate: bool = ...,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithMaxLogits[Any, Any]],
 ) -> AttentionResult[Array]: ...
 @overload
@@ -99,6 +112,9 @@ def attention_varlen(
     *,
     validate: bool = ...,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[WithDropoutMask[Any, Any]],
 ) -> AttentionResult[Array]: ...
 @overload
@@ -113,6 +129,9 @@ def attention_varlen(
     *,
     validate: bool = ...,
     deterministic: bool = ...,
+    context_axis: str | None = ...,
+    method: str = ...,
+    layout: str = ...,
     **options: Unpack[Unknown[Any, Any]],
 ) -> Array | tuple[Array, Array] | AttentionResult[Array]: ...
 def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
@@ -145,10 +164,14 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     return_dropout_mask: bool = False,
     return_result: bool = False,
     out_dtype: Any = None,
+    context_axis: str | None = None,
+    method: str = "ring",
+    layout: str = "contiguous",
 ) -> Array | tuple[Array, Array] | AttentionResult[Array]:
     """:func:`anyflash.attention_varlen` for JAX.
 
-    As :func:`anyflash.jax.attention`; under jax.vmap it is a loop. Its heads may be sharded.
+    As :func:`anyflash.jax.attention`; under jax.vmap it is a loop. Its heads may be sharded. With
+    ``context_axis`` devices share all packed rows, and chunks may cut sequences.
 
     Parameters that are not listed are those of :func:`anyflash.attention_varlen` and
     :func:`anyflash.jax.attention`.
@@ -165,6 +188,10 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
         Upper bounds of the sequences' lengths, which XLA must know.
     validate : bool
         Check the lengths also on a GPU, which waits for it. On the CPU they are always checked.
+    context_axis, method, layout
+        As in :func:`anyflash.jax.attention`: q, k and v are a device's rows, ``cu_seqlens`` and
+        ``key_ranges`` the whole's. Then there is no ``bias`` and no ``block_mask``, and no dropout
+        with method "ring", whose chunks would cut the draws of eight keys.
 
     Returns
     -------
@@ -213,4 +240,5 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     outputs = OutputRequest(
         return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )
-    return attend((q, k, v), options, packing, outputs, deterministic)
+    context = Context(context_axis, method, layout)
+    return attend((q, k, v), options, packing, outputs, deterministic, context=context)

@@ -58,8 +58,11 @@ FRAMEWORKS = {
     "torch recorded": "PyTorch, CPU, recorded for autograd",
     "torch with backward": "PyTorch, CPU, with the backward",
     "torch GPU": "PyTorch, GPU",
+    "torch GPU flash": "PyTorch, GPU, flash attention",
+    "torch GPU registry": "PyTorch, GPU, flash attention by its registry",
     "cupy GPU": "CuPy, GPU",
     "jax jit": "JAX, CPU, `jit`",
+    "jax jit GPU": "JAX, GPU, `jit`",
 }
 LENGTHS = {"seqlen", "context"}
 HEADERS = {"d": "head dim", "framework": "arrays"}

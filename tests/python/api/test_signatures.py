@@ -26,6 +26,7 @@ ADAPTERS = {
 }
 NAMES = ["attention", "attention_varlen", "attention_with_kvcache"]
 # An adapter's machinery decides where and when; a part of an attention is for those who join parts.
+OF_ADAPTERS = {"deterministic", "context_axis", "method", "layout"}
 NOT_OF_ADAPTERS = {"out", "lse", "prior", "stream", "workspace", "part"}
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "validate"}
 DEFAULTS = options.AttentionOptions()._asdict()
@@ -38,10 +39,10 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters_take_the_same(adapter: Any, name: str) -> None:
-    """But for where results go, and whether gradients are deterministic."""
+    """But for where results go, whether gradients are deterministic, and how devices share."""
     ours, theirs = parameters(getattr(anyflash, name)), parameters(getattr(adapter, name))
     assert [x for x in ours if x not in NOT_OF_ADAPTERS] == [
-        x for x in theirs if x != "deterministic"
+        x for x in theirs if x not in OF_ADAPTERS
     ]
     for x in set(ours) & set(theirs):
         assert (ours[x].kind, ours[x].default) == (theirs[x].kind, theirs[x].default), x

@@ -17,6 +17,7 @@ import pytest
 import anyflash
 from anyflash import __main__ as command_line
 from anyflash import demo
+from anyflash._cli import terminal
 
 SENTENCES = (
     "The weather is lovely today.",
@@ -191,6 +192,21 @@ def test_every_layer_runs_through_anyflash(encoder, monkeypatch):
     assert shapes == [(((2, 5, 12, 32),) * 3 + (np.dtype(np.float32),))] * 6
 
 
+@pytest.mark.parametrize("arguments", [("demo", "--json"), ("--json", "demo")])
+def test_json_has_what_is_printed(packages, capsys, arguments):
+    choices = ("A kitten naps.", "Shares fell sharply.", "The cat is asleep.", "--backend", "cpu")
+    assert command_line.main([*arguments, *choices]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert command_line.main(["demo", *choices]) == 0
+    shown = capsys.readouterr().out
+    closest = [(round(hit["score"], 3), hit["sentence"]) for hit in found["closest"]]
+    assert closest == ranking(shown)
+    assert [f"{check['deviation']:.1e}" for check in found["checks"]] == re.findall(
+        r"(\S+)  \(bound", shown
+    )
+    assert all(check["good"] for check in found["checks"])
+
+
 @pytest.mark.parametrize("fault", [1e-3, np.nan])
 def test_demo_fails_where_attention_is_wrong(packages, monkeypatch, capsys, fault):
     real = anyflash.attention
@@ -262,14 +278,18 @@ def test_overview_names_what_is_built_and_what_runs():
     assert "python -m anyflash demo" in result.stdout
 
 
+def overview(info):
+    return terminal.plain(command_line.overview(info))
+
+
 CPU = {"isa": "avx2", "compiled": ["baseline", "avx2"], "threads": 8}
 
 
 def test_overview_without_cuda():
     info = {"version": "1.2.3", "cuda": None, "cpu": CPU, "kernels": [], "devices": []}
-    text = command_line.overview({**info, "device_error": "This build has no CUDA kernels."})
-    assert text.startswith("anyflash 1.2.3\n\nbuilt\n  CUDA     no\n  CPU      baseline avx2\n")
-    assert "  CPU      avx2, 8 threads\n  GPU      This build has no CUDA kernels.\n" in text
+    text = overview({**info, "device_error": "This build has no CUDA kernels."})
+    assert text.startswith("anyflash 1.2.3\n\nbuilt\n  CUDA  no\n  CPU   baseline avx2\n")
+    assert text.endswith("\n  CPU  avx2, 8 threads\n  GPU  This build has no CUDA kernels.")
 
 
 def test_overview_groups_kernels_and_lists_devices():
@@ -292,7 +312,7 @@ def test_overview_groups_kernels_and_lists_devices():
         ]
     ]
     device = {"index": 0, "name": "Old GPU", "compute_capability": "6.1", "supported": False}
-    text = command_line.overview(
+    text = overview(
         {
             "version": "1.2.3",
             "cuda": {"runtime_version": "13.0", "archs": ["sm_80", "sm_90"]},
@@ -302,15 +322,17 @@ def test_overview_groups_kernels_and_lists_devices():
             "device_error": None,
         }
     )
-    assert "  CUDA     runtime 13.0 for sm_80 sm_90\n" in text
+    assert "  CUDA  runtime 13.0 for sm_80 sm_90\n" in text
     assert re.search(r"^ +fwd  sm80  bf16 fp16  64 128 +none$", text, re.MULTILINE)
     assert re.search(r"^ +fwd  sm80  bf16       64 +all$", text, re.MULTILINE)
     assert re.search(r"^ +fwd  sm90  bf16       192/128 +bias$", text, re.MULTILINE)
     assert re.search(r"fwd  cpu   bf16       any +all$", text, re.MULTILINE)
     assert re.search(r"^ +dec  sm80  bf16       64 +softcap$", text, re.MULTILINE)
     assert re.search(r"dec  cpu   bf16       any +all$", text, re.MULTILINE)
-    assert "  CPU      avx2, 1 thread\n" in text
-    assert "  GPU 0    Old GPU, compute capability 6.1: no kernels for it in this build\n" in text
+    assert "  CPU    avx2, 1 thread\n" in text
+    assert text.endswith(
+        "  GPU 0  Old GPU, compute capability 6.1: no kernels for it in this build"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 
 import anyflash.flash_attn as fa
+import anyflash.flash_attn_3 as fa3
 from anyflash.flash_attn.flash_attn_interface import _get_block_size_n
-from calls.flash_attn_calls import Case, close, kept_of, one_thread, reference, run, scores_of
+from calls.flash_attn_calls import (
+    Case,
+    close,
+    cumulative,
+    kept_of,
+    one_thread,
+    reference,
+    run,
+    scores_of,
+)
 
 __all__ = ["one_thread"]
 
@@ -26,6 +36,8 @@ CASES = {
     "more queries": Case(causal=True, seqlens=((217, 113),) * 2, heads_k=1),
     "d 59": Case(head_dim=59, causal=True, alibi="(b, h)"),
     "d 256": Case(head_dim=256, heads_k=2, window=(40, 11), seqlens=((64, 100),)),
+    "d 320": Case(head_dim=320, heads=4, heads_k=1, causal=True, seqlens=((70, 100),) * 2),
+    "d 512 dropout": Case(head_dim=512, heads=2, heads_k=2, dropout_p=0.17, seqlens=((60, 100),)),
     "d 111 dropout": Case(head_dim=111, dropout_p=0.17, alibi="(h)", seqlens=((97, 97),) * 3),
     "mqa window dropout": Case(head_dim=128, heads_k=1, window=(30, 5), dropout_p=0.17),
     "softcap": Case(head_dim=40, softcap=3.0, heads_k=2, causal=True, scale=0.5),
@@ -116,7 +128,7 @@ def test_flash_attn_qkvpacked_func(name: str, dtype: str) -> None:
     verify("flash_attn_qkvpacked_func", case)
 
 
-VARLEN = ["plain", "causal", "d 59", "mqa window dropout", "softcap", "all options"]
+VARLEN = ["plain", "causal", "d 59", "d 320", "mqa window dropout", "softcap", "all options"]
 
 
 @pytest.mark.parametrize("function", ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func"])
@@ -131,6 +143,28 @@ def test_flash_attn_varlen(name: str, dtype: str, function: str) -> None:
 def test_flash_attn_varlen_qkvpacked(name: str, dtype: str) -> None:
     case = replace(CASES[name], dtype=dtype, seqlens=SAME, heads_k=6)
     verify("flash_attn_varlen_qkvpacked_func", case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [320, 512])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_flash_attn_3(varlen: bool, head_dim: int, dtype: str) -> None:
+    """Beyond the 256 columns of FlashAttention-3."""
+    case = Case(((70, 90),), head_dim, heads=4, heads_k=2, causal=True, softcap=3.0, dtype=dtype)
+    *inputs, dout = case.tensors()[0]
+    inputs = [x.requires_grad_() for x in inputs]
+    options = {"causal": True, "softcap": 3.0, "return_attn_probs": True}
+    if varlen:
+        packing = (cumulative([70]), cumulative([90]), 70, 90)
+        out, lse = fa3.flash_attn_varlen_func(*inputs, *packing, **options)
+    else:
+        out, lse = (x[0] for x in fa3.flash_attn_func(*(x[None] for x in inputs), **options))
+    grads = torch.autograd.grad(out, inputs, dout)
+    truth, naive = reference(case, torch.float64), reference(case, case.number())
+    close("out", 2, [out.detach()], truth.out, naive.out)
+    close("lse", 2, [lse], truth.lse, [x.float() * (1 + 1e-6) for x in truth.lse])
+    for i, what in enumerate(("dq", "dk", "dv")):
+        close(what, 3, [grads[i]], *([one.grads[0][i]] for one in (truth, naive)))
 
 
 # What autograd sees -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import anyflash
 import anyflash.jax
 from anyflash.jax import _ffi
 from calls.backward import OPTIONS
-from calls.frameworks import EVERY_DTYPE, random
+from calls.frameworks import EVERY_DTYPE, LARGE, random
 from calls.jax_calls import arrays, cotangents, floats_of, narrow, numpy_gradients, same, x64
 from oracle.attention import check, reference_of
 from oracle.gradients import Given, check_gradients, gradient_bounds
@@ -74,11 +74,9 @@ def test_same_bits_as_numpy(options: dict[str, Any]) -> None:
     assert isinstance(result.out, jax.Array)
 
 
-@EVERY_DTYPE
-@x64(True)
-def test_against_the_oracle(dtype: str) -> None:
+def verify(dtype: str, **sizes: Any) -> None:
     options = {"causal": True, "softcap": 0.7, "bias": random(2, 1, 30, 50), "sinks": random(4)}
-    given = arrays(dtype) | options
+    given = arrays(dtype, **sizes) | options
     problem = Problem(**given)
     out, lse = anyflash.jax.attention(**given, return_lse=True)
     check(np.asarray(out), np.asarray(lse), reference_of(problem))
@@ -89,6 +87,18 @@ def test_against_the_oracle(dtype: str) -> None:
     gradients = jax.vjp(lambda x: attend(**x), floats)[1]((dout, dlse))[0]
     expected = gradient_bounds(Given(problem, dout, dlse, np.asarray(out), np.asarray(lse)))
     check_gradients({f"d{name}": np.asarray(x) for name, x in gradients.items()}, expected)
+
+
+@EVERY_DTYPE
+@x64(True)
+def test_against_the_oracle(dtype: str) -> None:
+    verify(dtype)
+
+
+@LARGE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_head_dims(dtype: str, head_dims: tuple[int, int]) -> None:
+    verify(dtype, head_dims=head_dims)
 
 
 @EVERY_PACKED

@@ -14,7 +14,7 @@ import anyflash
 import anyflash.jax
 from backends import capi
 from calls.backward import OPTIONS
-from calls.frameworks import random
+from calls.frameworks import LARGE, random
 from calls.jax_calls import arrays, floats_of, narrow, same
 
 __all__ = ["narrow"]
@@ -70,11 +70,10 @@ def launches(op: str) -> int:
     return sum(r["launches"] for r in rows if r["op"] == op and r["arch"].startswith("sm"))
 
 
-@EVERY_DTYPE
-@EVERY_FEATURE
-def test_results_and_gradients(options: dict[str, Any], dtype: str) -> None:
+def verify(options: dict[str, Any], dtype: str, **sizes: Any) -> None:
     """Compiled; also through the LSE, and with a bias whose gradient nobody wants."""
-    given = arrays(dtype) | {k: x for k, x in options.items() if isinstance(x, np.ndarray)}
+    tensors = {k: x for k, x in options.items() if isinstance(x, np.ndarray)}
+    given = arrays(dtype, **sizes) | tensors
     numbers = {k: x for k, x in options.items() if not isinstance(x, np.ndarray)}
     others = {name: x for name, x in given.items() if name not in floats_of(given)}
 
@@ -97,6 +96,19 @@ def test_results_and_gradients(options: dict[str, Any], dtype: str) -> None:
     for name, x in gradients.items():
         assert x.dtype == floats[name].dtype
         near(x, expected[name], dtype, name)
+
+
+@EVERY_DTYPE
+@EVERY_FEATURE
+def test_results_and_gradients(options: dict[str, Any], dtype: str) -> None:
+    verify(options, dtype)
+
+
+@LARGE
+@EVERY_DTYPE
+@pytest.mark.parametrize("name", ["window-causal", "all"])
+def test_large_head_dims(name: str, dtype: str, head_dims: tuple[int, int]) -> None:
+    verify(FEATURES[name], dtype, head_dims=head_dims)
 
 
 def test_dropout_is_the_same_as_on_the_cpu() -> None:

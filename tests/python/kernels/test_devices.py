@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,34 +12,19 @@ import pytest
 from tuned_tiles import SIZES, Key, rows
 
 from backends import capi
-from backends.capi import Backend
+from backends.emulated import A100_SMEM, LARGE_SMEM, SMALL_SMEM, emulated
 from cases.cache_case import CacheCase
-from cases.case import Bias, Blocks, Case, Features, Packed
+from cases.case import Case, Features, Packed
 from cases.gradient_case import GradientCase
 from run.backward import backward, verify_backward
 from run.forward import assert_same_bits, bits, run, verify
 from run.kvcache import run_cache
 
-A100_SMEM = 166912
-SMALL_SMEM = 101376  # compute capability 8.6 and 8.9
-LARGE_SMEM = 232448  # 9.0 and 10.0
+__all__ = ["emulated"]
+
 SMEM = {80: A100_SMEM, 90: LARGE_SMEM, 100: LARGE_SMEM} | dict.fromkeys((86, 89, 120), SMALL_SMEM)
 
 pytestmark = pytest.mark.emulated
-
-
-@pytest.fixture
-def emulated() -> Iterator[ctypes.CDLL]:
-    """The emulated library; its device is the A100's again after the test."""
-    library = ctypes.CDLL(str(capi.backend("emulated-sm80").library.path))
-    library.emu_set_options.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_size_t]
-    library.emulated_capture.argtypes = [ctypes.c_void_p]
-    yield library
-    library.emulated_set_compute_capability(80)
-    library.emulated_set_full_grid(1)
-    library.emulated_prefer_kernel(None)
-    library.emu_set_options(0, -1, A100_SMEM)
-    library.emulated_capture(None)
 
 
 def launched(head_dim: int = 64) -> set[str]:
@@ -89,6 +74,23 @@ def test_kernels_that_do_not_fit_are_not_launched(emulated: ctypes.CDLL) -> None
     assert caught.value.status == capi.UNSUPPORTED
 
 
+@pytest.mark.parametrize("operation", ["forward", "backward", "decode"])
+@pytest.mark.parametrize("sizes", [{"d": 513, "dv": 40}, {"d": 40, "dv": 513}], ids=["q", "v"])
+def test_the_largest_head_dim_is_named(sizes: dict[str, int], operation: str) -> None:
+    gpu = capi.backend("emulated-sm80")
+    case = Case("large", "fp16", 1, 3, 5, **sizes)
+    call: dict[str, Callable[[], Any]] = {
+        "forward": lambda: run(gpu, case),
+        "backward": lambda: backward(gpu, GradientCase(case)),
+        "decode": lambda: run_cache(gpu, CacheCase("large", lengths=(5,), **sizes).call()),
+    }
+    name = "q" if sizes["d"] == 513 else "v_cache" if operation == "decode" else "v"
+    message = f": {name} has head dim 513; the {operation} kernels .* take head dims up to 512$"
+    with pytest.raises(capi.CallError, match=message) as caught:
+        call[operation]()
+    assert caught.value.status == capi.UNSUPPORTED
+
+
 STREAM, OTHER_STREAM = 7, 8
 PACKED = Features(packed=Packed((9, 20), (30, 40)))
 READ_LENGTHS: dict[str, Callable[..., Any]] = {
@@ -111,50 +113,6 @@ def test_validate_in_a_capture(emulated: ctypes.CDLL, operation: str) -> None:
         call(gpu, stream=STREAM, validate=1)
     call(gpu, stream=STREAM)
     call(gpu, stream=OTHER_STREAM, validate=1)
-
-
-@pytest.fixture
-def small_gpu(emulated: ctypes.CDLL) -> Backend:
-    emulated.emu_set_options(0, -1, SMALL_SMEM)
-    return capi.backend("emulated-sm80")
-
-
-@pytest.mark.parametrize("head_dim", [192, 250, 256, 512])
-@pytest.mark.parametrize("name", ["plain", "causal", "packed", "features"])
-def test_forward_on_99_kilobytes(small_gpu: Backend, name: str, head_dim: int) -> None:
-    """The largest head dims have tiles of their own."""
-    features = {
-        "packed": Features(packed=Packed((70, 0, 33), (90, 5, 64)), window=(30, 10)),
-        "features": Features(bias=Bias(axes="hk"), dropout_p=0.3),
-    }
-    kernel = {"features": "_generic"}.get(name, "" if head_dim == 192 else "_compact")
-    kernel += "_compact" if head_dim == 512 and name == "features" else ""
-    case = Case("small", "fp16", 2, 70, 200, 4, 2, head_dim, 128 if head_dim == 192 else 0)
-    case = replace(case, causal=name == "causal", features=features.get(name, Features()))
-    dims = {192: "192_128", 512: "512"}.get(head_dim, "256")
-    verify(replace(small_gpu, expected=f"sm80_forward_f16_d{dims}{kernel}"), case)
-
-
-@pytest.mark.parametrize("head_dim", [192, 250, 256, 512])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "features",
-    [
-        Features(),
-        Features(softcap=2.0, alibi="h", bias=Bias(axes="hk"), sinks="normal"),
-        Features(dropout_p=0.3, seed=3, offset=9),
-        Features(packed=Packed((70, 0, 33), (90, 5, 64)), window=(30, 10)),
-        Features(blocks=Blocks()),
-    ],
-    ids=["plain", "scores", "dropout", "packed", "blocks"],
-)
-def test_backward_on_99_kilobytes(
-    small_gpu: Backend, features: Features, deterministic: bool, head_dim: int
-) -> None:
-    case = Case("small", "fp16", 1, 70, 90, 4, 2, head_dim, causal=True, features=features)
-    dims = {192: 192, 512: 512}.get(head_dim, 256)
-    backend = replace(small_gpu, expected=f"sm80_backward_f16_d{dims}_compact")
-    verify_backward(backend, GradientCase(case, deterministic=deterministic))
 
 
 @pytest.mark.parametrize(
@@ -338,13 +296,6 @@ def test_the_table_of_tiles_keeps_bits(emulated: ctypes.CDLL) -> None:
             taken.add(config)
         alike = len(taken) == 1 or any(taken <= group for group in groups.get(family, []))
         assert alike, f"{capability}, {family}: {taken}"
-
-
-def test_usual_problems_on_99_kilobytes(small_gpu: Backend) -> None:
-    case = Case("small", "fp16", 1, 70, 90, 4, 2, 128)
-    verify(replace(small_gpu, expected="sm80_forward_f16_d128_compact"), case)
-    compact = replace(small_gpu, expected="sm80_backward_f16_d128_compact")
-    verify_backward(compact, GradientCase(case))
 
 
 class Counters(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""How features relate to one another; single results are the tables' (feature_cases.py)."""
+"""How features relate to one another; single results are the tables' (cases/features.py)."""
 
 from __future__ import annotations
 

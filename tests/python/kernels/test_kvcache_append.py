@@ -1,4 +1,4 @@
-"""New rows that a call writes to the cache; single results are the tables' (kvcache_tables.py)."""
+"""New rows that a call writes to the cache; single results are the tables' (cases/kvcache.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of int8 and float8_e4m3fn; single results are the tables' (kvcache_tables.py)."""
+"""Caches of int8 and float8_e4m3fn; single results are the tables' (cases/kvcache.py)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 import anyflash
 import anyflash.torch as attention_of_torch
 from calls.backward import FIELDS, NUMPY, OPTIONS, SINKS, Case
-from calls.frameworks import EVERY_DTYPE, bits, inputs
+from calls.frameworks import EVERY_DTYPE, LARGE, bits, inputs
 from calls.torch_calls import BLOCKS, LEAVES, PARTS, TORCH, VARLEN, Call
 
 
@@ -32,6 +32,14 @@ def test_options(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "all", "seqused"])
 def test_dtypes(dtype: str, name: str) -> None:
     verify(Call(OPTIONS[name], dtype))
+
+
+@LARGE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["causal", "all"])
+def test_large_head_dims(name: str, dtype: str, head_dims: tuple[int, int]) -> None:
+    tensors = dict(zip("qkv", inputs(dtype, head_dims=head_dims), strict=True))
+    verify(Call(OPTIONS[name] | tensors, dtype))
 
 
 @pytest.mark.parametrize("name", VARLEN)

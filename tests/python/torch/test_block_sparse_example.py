@@ -110,6 +110,27 @@ def test_command(tmp_path: Path) -> None:
     assert names == ["block_sparse-dark.svg", "block_sparse.svg"]
 
 
+@pytest.mark.parametrize(
+    ("name", "packages"), [("torch", "torch rich matplotlib"), ("anyflash", ".")]
+)
+def test_says_how_to_install_what_is_missing(name: str, packages: str) -> None:
+    program = f"import sys; sys.path.append({str(FOLDER)!r}); sys.modules[{name!r}] = None"
+    command = [sys.executable, "-c", f"{program}; import block_sparse"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    advice = f"in the repository's root run: pip install {packages}"
+    assert done.stderr == f"the package {name} is missing; {advice}\n"
+
+
+def test_says_that_there_is_no_gpu(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        example.block_sparse.main(["--device=cuda"])
+    assert "--device cuda: PyTorch finds no GPU" in capsys.readouterr().err
+
+
 def test_too_large_a_matrix_is_left_out(example: Any) -> None:
     cells = []
     for limit in (1, 2):

@@ -25,7 +25,11 @@ TRAINING = Path(__file__).parents[3] / "python" / "docs" / "examples" / "train_l
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8] if FULL else [1, 2, 4])
-def test_ranks_compute_what_one_computes(size: int, tmp_path: Path) -> None:
+def test_ranks_compute_what_one_computes(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if FULL:
+        monkeypatch.setattr(ranks, "SECONDS", 3600.0)
     check_ranks(size, tmp_path, "cpu")
 
 
@@ -37,8 +41,17 @@ def test_gpus_compute_what_one_computes(size: int, tmp_path: Path, torch: Module
     check_ranks(size, tmp_path, "cuda")
 
 
+@pytest.mark.cuda
+def test_pytorch_shares_sequences_among_gpus(tmp_path: Path, torch: ModuleType) -> None:
+    """Its own context_parallel with our kernels; on the CPU this is among the cases above."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for found in ranks.run("calls.context_parallel_pytorch", 2, tmp_path, "cuda"):
+        assert set(found.values()) == {""}, found
+
+
 def check_ranks(size: int, folder: Path, device: str) -> None:
-    results = ranks.run("calls.context_parallel", size, folder, device)
+    results = ranks.run("calls.context_parallel_program", size, folder, device)
     for rank, found in enumerate(results):
         assert len(found) > 250
         wrong = {name: error for name, error in found.items() if error}
@@ -52,38 +65,81 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_bits_do_not_depend_on_who_is_late(faults: list[Any]) -> None:
-    assert [found["late"] for found in faults] == [True] * 3
+    """Each rank waits before more than 200 steps, none of them for no time."""
+    for found in faults:
+        for method, (same, delays) in found["late"].items():
+            assert same, method
+            assert delays > 50, method
+        assert sum(delays for _, delays in found["late"].values()) > 200
+
+
+# Of a rank, in bfloat16: 64 keys and values of three heads, 8 columns each.
+CHUNK = 64 * 3 * (8 + 8) * 2
+
+
+def check_work(
+    found: Any, wanted: list[tuple[tuple[int, int], ...]], launches: list[tuple[int, int]]
+) -> None:
+    """``wanted``: of each rank, chunks that it sends and receives in each hop. Their gradients are
+    of float32, and go the other way."""
+    for of_rank, chunks, launched in zip(found, wanted, launches, strict=True):
+        sizes = [[sent * CHUNK, received * CHUNK] for sent, received in chunks]
+        assert of_rank["forward"] == of_rank["backward"] == sizes
+        assert of_rank["gradients"] == [[2 * received, 2 * sent] for sent, received in sizes]
+        assert of_rank["launches"] == list(launched)
+
+
+BOTH, SENDS, RECEIVES, NEITHER = (1, 1), (1, 0), (0, 1), (0, 0)
 
 
 def test_chunks_that_nobody_sees_cost_nothing(faults: list[Any]) -> None:
-    """[messages, launches] of ranks 0, 1 and 2: each has a chunk of rows, and one of keys."""
-    assert [found["all"] for found in faults] == [[4, 3]] * 3
-    assert [found["causal"] for found in faults] == [[2, 1], [2, 2], [2, 3]]
-    assert [found["window"] for found in faults] == [[1, 1], [2, 2], [1, 2]]
+    """Ranks 0, 1 and 2 have a chunk of rows and one of keys each. In hop h a rank has keys of the
+    rank h before it."""
+    check_work([x["all"] for x in faults], [(BOTH, BOTH)] * 3, [(3, 3)] * 3)
+    causal = [(SENDS, SENDS), (BOTH, NEITHER), (RECEIVES, RECEIVES)]
+    check_work([x["causal"] for x in faults], causal, [(1, 1), (2, 2), (3, 3)])
+    window = [(SENDS, NEITHER), (BOTH, NEITHER), (RECEIVES, NEITHER)]
+    check_work([x["window"] for x in faults], window, [(1, 1), (2, 2), (2, 2)])
 
 
 def test_runs_are_joined(faults: list[Any]) -> None:
     """Ranks 0 and 1 have two runs of rows and of keys, rank 2 one: one launch a hop, and without
     joining one a pair."""
-    assert [found["zigzag"] for found in faults] == [[4, 3]] * 3
-    assert [found["placed"] for found in faults] == [[4, 6], [4, 6], [4, 3]]
+    everything = [(BOTH, BOTH)] * 3
+    check_work([x["zigzag"] for x in faults], everything, [(3, 3)] * 3)
+    check_work([x["placed"] for x in faults], everything, [(6, 6), (6, 6), (3, 3)])
 
 
-@pytest.mark.parametrize("name", ["silent", "dead"])
+NAME = "anyflash.torch.distributed.ContextParallel"
+
+
+@pytest.mark.parametrize("name", ["silent", "silent in backward", "dead"])
 def test_errors_name_the_hop_and_the_neighbour(faults: list[Any], name: str) -> None:
-    name_of = "anyflash.torch.distributed.ContextParallel"
-    assert re.match(
-        rf"{name_of}: rank 2: hop 1 of 2: k and v to rank 0 and from rank 1: ", faults[2][name]
+    first, last = (
+        x[name][0] if name == "dead" else x[name]["ring"][0] for x in (faults[0], faults[2])
     )
-    assert re.match(rf"{name_of}: rank 0: hop [12] of 2: k and v to rank 1 ", faults[0][name]) or (
-        re.match(
-            rf"{name_of}: rank 0: hop 2 of 2: k and v to rank 2 and from rank 1: ", faults[0][name]
-        )
-    ), faults[0][name]
+    step = "backward: " if "backward" in name else ""
+    assert re.match(rf"{NAME}: rank 2: {step}hop 1 of 2: k and v to rank 0 and from rank 1: ", last)
+    assert re.match(rf"{NAME}: rank 0: {step}hop [12] of 2: k and v to rank 1 ", first) or (
+        re.match(rf"{NAME}: rank 0: {step}hop 2 of 2: k and v to rank 2 and from rank 1: ", first)
+    ), first
+
+
+@pytest.mark.parametrize(
+    ("method", "step"), [("gather", "gathering k and v"), ("ulysses", "exchanging q")]
+)
+def test_errors_name_the_step_and_the_ranks(faults: list[Any], method: str, step: str) -> None:
+    for rank in (0, 2):
+        for name, doing in (("silent", ""), ("silent in backward", "backward: ")):
+            error = faults[rank][name][method][0]
+            assert error.startswith(f"{NAME}: rank {rank}: {doing}{step} of ranks 0 to 2: "), error
 
 
 def test_errors_leave_no_thread(faults: list[Any]) -> None:
-    assert faults[0]["threads"] == faults[2]["threads"] == 0
+    """Of the operating system."""
+    for found in (faults[0], faults[2]):
+        silent = (*found["silent"].values(), *found["silent in backward"].values())
+        assert [found["dead"][1], *(left for _, left in silent)] == [0] * 7
 
 
 def output_of(*arguments: str) -> str:
@@ -142,6 +198,17 @@ def test_checkpoints_drop_the_same(torch: ModuleType, alone: Any) -> None:
     assert torch.equal(*grads)
 
 
+def test_whole_results(torch: ModuleType, alone: Any) -> None:
+    """The state repeats what was dropped."""
+    cp, q = alone(method="gather"), torch.randn(1, 70, 2, 8)
+    plain = cp.attention(q, q, q, return_result=True)
+    assert plain.max_logits is plain.rng_state is plain.dropout_mask is None
+    found = cp.attention(q, q, q, dropout_p=0.5, return_result=True)
+    again = cp.attention(q, q, q, dropout_p=0.5, rng_state=found.rng_state, return_lse=True)
+    assert torch.equal(found.out, again[0]) and torch.equal(found.lse, again[1])
+    assert not torch.equal(found.out, plain.out)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The class, in a group of one rank."""
@@ -187,9 +254,15 @@ def test_meshes_of_more_axes(alone: Any) -> None:
 def calls(torch: ModuleType) -> dict[str, Refused]:
     x = torch.zeros(1, 70, 2, 8)
     return {
-        "maxima": ({"return_max_logits": True}, NotImplementedError, "return_max_logits is set"),
         "mask": ({"return_dropout_mask": True}, NotImplementedError, "return_dropout_mask is set"),
-        "result": ({"return_result": True}, NotImplementedError, "return_result is set; of other"),
+        "flag": ({"return_result": "yes"}, TypeError, "return_result is"),
+        "heads": (
+            {"head_start": 2, "total_heads": 3},
+            ValueError,
+            "total_heads is 3, and q has heads 2 to 3; it must be larger than these",
+        ),
+        "total": ({"head_start": 2}, ValueError, "head_start is 2, and total_heads is not given"),
+        "batch": ({"batch_start": -1}, ValueError, "batch_start is -1; 0 to"),
         "rank": ({"q": x[0]}, ValueError, r"q has shape \(70, 2, 8\); expected \(batch, rows, hea"),
         "type": ({"v": [1.0]}, TypeError, "v is list; a torch.Tensor is allowed"),
         "length": (
@@ -232,7 +305,8 @@ def calls(torch: ModuleType) -> dict[str, Refused]:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *("maxima", "mask", "result", "rank", "type", "length", "lengths", "window", "dropout"),
+        *("mask", "flag", "heads", "total", "batch"),
+        *("rank", "type", "length", "lengths", "window", "dropout"),
         *("seeds", "bias", "blocks", "block-size", "ranges", "dtype"),
     ],
 )

@@ -16,10 +16,12 @@ torch = pytest.importorskip("torch")
 LONG = 200_000_000  # GPU clock cycles: a tenth of a second
 
 
-def given(dtype: str = "float16", device: str = "cuda", **options: Any) -> dict[str, Any]:
-    """Two sequences, 130 queries, 200 keys, 4 heads on 2, head dim 64; q, k, v require grad."""
+def given(
+    dtype: str = "float16", device: str = "cuda", head_dim: int = 64, **options: Any
+) -> dict[str, Any]:
+    """Two sequences, 130 queries, 200 keys, 4 heads on 2; q, k, v require grad."""
     random = np.random.default_rng(0)
-    shapes = {"q": (2, 130, 4, 64), "k": (2, 200, 2, 64), "v": (2, 200, 2, 64)}
+    shapes = {"q": (2, 130, 4, head_dim)} | dict.fromkeys("kv", (2, 200, 2, head_dim))
     tensors = {
         name: torch.from_numpy(random.standard_normal(shape))
         .to(device, getattr(torch, dtype))
@@ -43,16 +45,20 @@ def launches() -> dict[str, int]:
     return {x["name"]: x["launches"] for x in anyflash.build_info()["kernels"]}
 
 
+SMALL = {"bias": (4, 130, 200), "sinks": (4,), "alibi_slopes": (2, 4)}
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients(dtype: str) -> None:
+@pytest.mark.parametrize("head_dim", [64, 320, 512])
+@pytest.mark.parametrize("small", [SMALL, {}], ids=["all", "plain"])
+def test_gradients(small: dict[str, tuple[int, ...]], head_dim: int, dtype: str) -> None:
     """Of everything that has one, by this library's kernels."""
     random = np.random.default_rng(1)
-    small = {"bias": (4, 130, 200), "sinks": (4,), "alibi_slopes": (2, 4)}
     options = {
         name: torch.from_numpy(random.standard_normal(shape)).cuda().float().requires_grad_()
         for name, shape in small.items()
     }
-    arguments = given(dtype, **options)
+    arguments = given(dtype, head_dim=head_dim, **options)
     before = launches()
     out, lse = attend(arguments, return_lse=True)
     dout = torch.from_numpy(random.standard_normal(out.shape)).to(out)

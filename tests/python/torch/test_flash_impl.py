@@ -5,7 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,34 +41,51 @@ needs_registry = pytest.mark.skipif(not HAS_REGISTRY, reason="this PyTorch has n
 # What an operator is --------------------------------------------------------------------------
 
 
-def schema(torch: ModuleType, name: str) -> Any:
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
+# Of each minor version of PyTorch that has a registry and could be had: what its wheel's
+# torchgen/packaged/ATen/native/native_functions.yaml says after "func:" of flash attention.
+SCHEMAS = {file.stem: file for file in sorted(Path(__file__).with_name("schemas").glob("*.txt"))}
 
 
-@pytest.mark.parametrize("name", aten.OVERRIDES)
-def test_schema(torch: ModuleType, name: str) -> None:
-    """Every argument of the operator is a parameter, in its place and with its default."""
-    if not flash_impl.is_operator(name):
-        pytest.skip(f"this PyTorch has no aten::{name}")
-    parameters = inspect.signature(aten.OVERRIDES[name]).parameters
-    arguments = schema(torch, name).arguments
-    by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [x.name for x in arguments if not x.kwarg_only] == by_position
-    for x in arguments:
-        given = parameters[x.name]
-        assert (given.kind is given.KEYWORD_ONLY) == x.kwarg_only
-        default = x.default_value if x.has_default_value() else given.empty
-        assert given.default == default
+def read_schemas(torch: ModuleType, version: str) -> dict[str, Any]:
+    """By name, or name.overload; PyTorch has those "_for_cpu" beside what a registry replaces."""
+    if version == "installed":
+        found = torch._C._jit_get_all_schemas()
+    else:
+        lines = SCHEMAS[version].read_text().splitlines()
+        found = [torch._C.parse_schema(f"aten::{line}") for line in lines]
+    return {
+        x.name.removeprefix("aten::") + (x.overload_name and f".{x.overload_name}"): x
+        for x in found
+        if x.name.startswith("aten::") and "_flash_attention" in x.name and "_cpu" not in x.name
+    }
 
 
-def test_every_operator_is_overridden(torch: ModuleType) -> None:
-    found = set()
-    for x in torch._C._jit_get_all_schemas():
-        if x.name.startswith("aten::") and "_flash_attention" in x.name:
-            name = x.name.removeprefix("aten::")
-            found.add(f"{name}.{x.overload_name}" if x.overload_name else name)
-    assert {x for x in found if "_for_cpu" not in x} <= set(aten.OVERRIDES)
+@pytest.mark.parametrize("version", ["installed", *SCHEMAS])
+def test_schemas(torch: ModuleType, version: str) -> None:
+    """Each operator is overridden. Every argument of it is a parameter, in its place and with its
+    default, and as many results are given."""
+    schemas = read_schemas(torch, version)
+    assert {"_flash_attention_forward", "_flash_attention_backward"} < set(schemas)
+    for name, schema in schemas.items():
+        parameters = inspect.signature(aten.OVERRIDES[name]).parameters
+        by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert [x.name for x in schema.arguments if not x.kwarg_only] == by_position
+        for x in schema.arguments:
+            given = parameters[x.name]
+            assert (given.kind is given.KEYWORD_ONLY) == x.kwarg_only
+            default = x.default_value if x.has_default_value() else given.empty
+            assert given.default == default
+        results = typing.get_type_hints(aten.OVERRIDES[name])["return"]
+        assert len(schema.returns) == len(typing.get_args(results) or [results])
+
+
+def test_schemas_are_those_of_pytorch(torch: ModuleType) -> None:
+    """What was read in a wheel is what its PyTorch says of itself."""
+    version = torch.__version__.partition("+")[0]
+    if version not in SCHEMAS:
+        pytest.skip(f"no schemas of PyTorch {version} are kept")
+    kept, own = (read_schemas(torch, x) for x in (version, "installed"))
+    assert {name: str(x) for name, x in kept.items()} == {name: str(x) for name, x in own.items()}
 
 
 LAYOUTS: dict[str, Callable[[Any, Any], Any]] = {  # of (2, 4, 6, 8) and (6, 4, 8)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copy
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -195,38 +197,8 @@ def test_a_tree_has_the_most_probable_continuations(example: Any) -> None:
     assert guesses.tree([9, 1, 2], depth=0) == ([], [])
     assert guesses.tree([2], depth=3) == ([], [])
     # 3 with 3/5, and then 4 and 6 with a half each: less than 5 with 2/5.
-    text = [
-        1,
-        2,
-        3,
-        4,
-        0,
-        1,
-        2,
-        3,
-        6,
-        0,
-        1,
-        2,
-        3,
-        4,
-        0,
-        1,
-        2,
-        5,
-        0,
-        1,
-        2,
-        5,
-        0,
-        2,
-        3,
-        6,
-        0,
-        2,
-        3,
-        6,
-    ]
+    numbers = "1 2 3 4 0 1 2 3 6 0 1 2 3 4 0 1 2 5 0 1 2 5 0 2 3 6 0 2 3 6"
+    text = [int(number) for number in numbers.split()]
     assert example.guesses.Guesses(text, size=2).tree([1, 2], depth=2) == ([3, 5], [-1, -1])
 
 
@@ -327,6 +299,26 @@ def test_what_cannot_be(example: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"checkpoint\.safetensors does not exist"):
         example.generate.main([f"--folder={tmp_path}"])
     file = tmp_path / "checkpoint.safetensors"
-    save_file({"model/tokens": torch.zeros(2)}, file)
-    with pytest.raises(SystemExit, match=r"checkpoint\.safetensors is not of .* torch"):
+    origin = {"framework": "jax", "model": "tiny", "seqlen": 128, "vocabulary": ""}
+    metadata = {"origin": json.dumps(origin), "losses": "[]"}
+    save_file({"model/tokens": torch.zeros(2)}, file, metadata)
+    with pytest.raises(SystemExit, match=r"checkpoint\.safetensors is of framework jax"):
         example.generate.main([f"--folder={tmp_path}"])
+    copy(folder / "checkpoint.safetensors", tmp_path)
+    other = sys.modules["data"].train_tokenizer("other words than those of the text", 1024)
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(SystemExit, match=r"checkpoint\.safetensors is of vocabulary"):
+        example.generate.main([f"--folder={tmp_path}"])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="--device cuda: torch finds no GPU"):
+            example.generate.main([f"--folder={folder}", "--device=cuda"])
+
+
+def test_says_how_to_install_what_is_missing() -> None:
+    path = str(EXAMPLES / "generate")
+    program = f"import sys; sys.path.append({path!r}); sys.modules['tokenizers'] = None"
+    command = [sys.executable, "-c", f"{program}; import generate"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("the package tokenizers is missing; in the repository's root run: pip")

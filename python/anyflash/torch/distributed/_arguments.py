@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anyflash._call import parsing
-from anyflash._call.options import AttentionOptions, OutputRequest, Packing
+from anyflash._call.options import AttentionOptions, OutputRequest, Packing, Part
 from anyflash.torch._dispatch_state import is_deterministic
 from anyflash.torch.distributed._layout import Layout
 from anyflash.torch.distributed._pieces import NAME
@@ -107,11 +107,28 @@ def check_ranks(q: Any, k: Any, v: Any, rank: int) -> None:
 
 
 def refuse_outputs(outputs: OutputRequest) -> None:
-    for name in ("return_max_logits", "return_dropout_mask", "return_result"):
-        if getattr(outputs, name):
-            raise NotImplementedError(
-                f"{NAME}: {name} is set; of other results than out, lse alone (return_lse) is given"
-            )
+    if outputs.return_dropout_mask:
+        raise NotImplementedError(
+            f"{NAME}: return_dropout_mask is set; it would be quadratic in the whole's length, and "
+            "is not supported"
+        )
+
+
+def read_part(part: Part, heads: int) -> Part:
+    """Which batch entries and heads the ranks of the group have, of a larger attention."""
+    numbers = {name: parse(name, parsing.length, getattr(part, name)) for name in Part._fields[3:]}
+    part = Part(**numbers)
+    if part.total_heads and part.head_start + heads > part.total_heads:
+        raise ValueError(
+            f"{NAME}: total_heads is {part.total_heads}, and q has heads {part.head_start} to "
+            f"{part.head_start + heads - 1}; it must be larger than these"
+        )
+    if part.head_start and not part.total_heads:
+        raise ValueError(
+            f"{NAME}: head_start is {part.head_start}, and total_heads is not given; both or none "
+            "is allowed"
+        )
+    return part
 
 
 def read_whole(

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anyflash._call import parsing
-from anyflash._call.options import AttentionOptions, OutputRequest
+from anyflash._call.options import AttentionOptions, OutputRequest, Part
+from anyflash._call.results import AttentionResult
 from anyflash.torch._attend import as_dtype, autocast
 from anyflash.torch._random import draw
 from anyflash.torch.distributed import _ulysses
@@ -17,16 +18,18 @@ from anyflash.torch.distributed._arguments import (
     check,
     four_axes,
     parse,
+    read_part,
     read_whole,
     refuse_outputs,
 )
 from anyflash.torch.distributed._autograd import Attention, Call
+from anyflash.torch.distributed._dtensors import Placed
 from anyflash.torch.distributed._gather import Gather
 from anyflash.torch.distributed._layout import Layout, Run
 from anyflash.torch.distributed._pieces import NAME
 from anyflash.torch.distributed._problem import Given, Packed, Whole
 from anyflash.torch.distributed._ring import Ring
-from anyflash.torch.distributed._transport import Group, named
+from anyflash.torch.distributed._transport import Group, of_all
 from anyflash.torch.distributed._ulysses import Ulysses
 
 METHODS: dict[str, Any] = {"ring": Ring, "gather": Gather, "ulysses": Ulysses}
@@ -45,22 +48,33 @@ class Ranks(NamedTuple):
         return self.layout.runs(self.group.rank, length)
 
 
+class Others(NamedTuple):
+    seqlen: Any
+    packed: Packed | None  # where packed sequences lie; the tensors are then a batch of one
+    deterministic: bool | None
+    part: Part  # its last three numbers
+    placed: Placed | None  # where results lie, if they are DTensors
+
+
 def attend(
     ranks: Ranks,
     tensors: tuple[Tensor, Tensor, Tensor],
     options: AttentionOptions,
     outputs: OutputRequest,
-    others: tuple[Any, Packed | None, bool | None],
+    others: Others,
 ) -> Any:
-    """``others``: seqlen, where packed sequences lie (the tensors are then a batch of one), and
-    deterministic."""
-    seqlen, packed, deterministic = others
+    seqlen, packed, deterministic, part, placed = others
     refuse_outputs(outputs)
     tensors = autocast(tensors)
     q, k, _ = tensors
     lengths = _whole_lengths(ranks, (q.shape[1], k.shape[1]), seqlen, q.device)
     whole = read_whole(options, lengths, deterministic)
-    (return_lse,) = parsing.flags(NAME, return_lse=outputs.return_lse)
+    return_lse, return_max_logits, return_result = parsing.flags(
+        NAME,
+        return_lse=outputs.return_lse,
+        return_max_logits=outputs.return_max_logits,
+        return_result=outputs.return_result,
+    )
     given = Given(
         four_axes("bias", options.bias),
         options.sinks,
@@ -79,11 +93,18 @@ def attend(
         given._replace(bias=None, sinks=None, alibi_slopes=None),
         packed,
         q.dtype if outputs.out_dtype is None else as_dtype(outputs.out_dtype),
+        read_part(part, q.shape[2]),
+        return_max_logits,
     )
     optional = given.bias, given.sinks, given.alibi_slopes
-    out, lse = Attention.apply(call, *tensors, *optional)  # type: ignore[no-untyped-call]
+    out, lse, maxima = Attention.apply(call, *tensors, *optional)  # type: ignore[no-untyped-call]
     if packed is not None:
         out, lse = out[0], lse[0]
+    if placed is not None:
+        out, lse = placed.out(out), placed.lse(lse)
+        maxima = None if maxima is None else placed.max_logits(maxima)
+    if return_max_logits or return_result:
+        return AttentionResult(out, lse, maxima, given.rng_state, None)
     return (out, lse) if return_lse else out
 
 
@@ -128,7 +149,7 @@ def _whole_lengths(
 def summed(group: Group, own: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
     """Lengths of the whole, from what every rank has. The host waits."""
     total = torch.tensor(own, dtype=torch.int64, device=device)
-    with named(group, "summing lengths"):
+    with of_all(group, "summing lengths"):
         dist.all_reduce(total, group=group.handle)
     return tuple(total.tolist())
 
@@ -156,6 +177,6 @@ def _random_state(group: Group, p: float, options: AttentionOptions, device: tor
     if seed is not None:
         return parse("seed", parsing.seed, seed), 0
     drawn = draw(device)
-    with named(group, "sharing the random state"):
+    with of_all(group, "sharing the random state"):
         dist.broadcast(drawn, group.global_rank(0), group=group.handle)
     return drawn

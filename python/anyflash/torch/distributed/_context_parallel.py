@@ -15,12 +15,16 @@ from anyflash._call.options import (
     AttentionOptions,
     OutputRequest,
     Packing,
+    Part,
 )
+from anyflash.torch._sharding import is_distributed
 from anyflash.torch.distributed._arguments import check_ranks, group_of, read_packing
-from anyflash.torch.distributed._attend import METHODS, Ranks, attend, check_rows, summed
+from anyflash.torch.distributed._attend import METHODS, Others, Ranks, attend, check_rows, summed
 from anyflash.torch.distributed._autograd import Unshard
+from anyflash.torch.distributed._dtensors import Arguments, like, local_of, unwrapped
 from anyflash.torch.distributed._layout import LAYOUTS, Layout
 from anyflash.torch.distributed._transport import Axis
+from anyflash.torch.distributed._uncompiled import uncompiled
 
 
 class ContextParallel:
@@ -120,6 +124,7 @@ class ContextParallel:
         parts = [x.narrow(dim, run.start, run.rows) for run in runs]
         return torch.cat(parts or [x.narrow(dim, 0, 0)], dim)
 
+    @uncompiled
     def unshard(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
         """The whole of a tensor of which every rank has its rows; the reverse of :meth:`shard`.
 
@@ -135,10 +140,13 @@ class ContextParallel:
         The whole, on every rank. The gradient of a rank's rows is the sum of what all ranks have
         for them.
         """
+        dim %= x.ndim
+        if is_distributed(x):
+            return like(x, self.unshard(local_of(x), dim, length))
         if length is None:
             (length,) = summed(self._ranks.group, (x.shape[dim],), x.device)
         check_rows(self._ranks, "x", x.shape[dim], length)
-        axis = Axis(self._ranks.layout, length, dim % x.ndim)
+        axis = Axis(self._ranks.layout, length, dim)
         whole: Tensor = Unshard.apply(x, self._ranks.group, axis)  # type: ignore[no-untyped-call]
         return whole
 
@@ -155,6 +163,7 @@ class ContextParallel:
         ranges = [torch.arange(run.start, run.stop, device=device) for run in runs]
         return torch.cat([torch.arange(0, device=device), *ranges])
 
+    @uncompiled
     def attention(
         self,
         q: Tensor,
@@ -176,6 +185,9 @@ class ContextParallel:
         seed: int | None = None,
         rng_state: Tensor | tuple[int, int] | None = None,
         seqused_k: Tensor | None = None,
+        batch_start: int = 0,
+        head_start: int = 0,
+        total_heads: int = 0,
         deterministic: bool | None = None,
         return_lse: bool = False,
         return_max_logits: bool = False,
@@ -187,7 +199,10 @@ class ContextParallel:
 
         Options are those of :func:`anyflash.torch.attention`, and the same on every rank. Every
         rank of the group calls it, in the same order. Gradients flow to q, k, v, bias, sinks and
-        alibi_slopes; there are none of gradients.
+        alibi_slopes; there are none of gradients. Under ``torch.compile`` the graph breaks here.
+
+        DTensors may be sharded on heads or batch, q, k and v alike, on a mesh without the ranks
+        that share the sequence. Their rows are what :meth:`shard` gives; results are placed as q.
 
         Parameters
         ----------
@@ -204,21 +219,29 @@ class ContextParallel:
             one row is its share: their sum over the ranks is the gradient.
         dropout_p, seed, rng_state
             Where dropout is given neither seed nor state, the group's first rank draws one.
-        return_max_logits, return_dropout_mask, return_result : bool
+            DTensors need one of them, and so do ranks of tensor parallelism beside these.
+        batch_start, head_start, total_heads : int
+            As in :class:`anyflash.Part`: which batch entries and heads of the whole q has, where
+            other ranks have others. For dropout; DTensors say it themselves.
+        return_max_logits : bool
+            Of all rows; the ranks tell one another.
+        return_dropout_mask : bool
             Not supported.
 
         Returns
         -------
         out : (batch, rows, heads, head_dim_v)
         lse : (batch, heads, rows), float32, only with ``return_lse``
+        AttentionResult
+            Instead of both, with ``return_max_logits`` or ``return_result``.
 
         Raises
         ------
         TypeError, ValueError
             As :func:`anyflash.torch.attention`; lengths that the layout does not give; heads that
-            method "ulysses" cannot divide; blocks that chunks cut.
+            method "ulysses" cannot divide; blocks that chunks cut; DTensors in other placements.
         NotImplementedError
-            Results that are not supported.
+            ``return_dropout_mask``.
         RuntimeError
             A rank did not send what this one waited for, within the group's timeout.
         """
@@ -242,8 +265,12 @@ class ContextParallel:
             return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
         )
         check_ranks(q, k, v, 4)
-        return attend(self._ranks, (q, k, v), options, outputs, (seqlen, None, deterministic))
+        part = Part(batch_start=batch_start, head_start=head_start, total_heads=total_heads)
+        given, placed = unwrapped(self._ranks.group, Arguments((q, k, v), options, None, part))
+        others = Others(seqlen, None, deterministic, given.part, placed)
+        return attend(self._ranks, given.tensors, given.options, outputs, others)
 
+    @uncompiled
     def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
         self,
         q: Tensor,
@@ -269,6 +296,9 @@ class ContextParallel:
         dropout_p: float = NO_DROPOUT,
         seed: int | None = None,
         rng_state: Tensor | tuple[int, int] | None = None,
+        batch_start: int = 0,
+        head_start: int = 0,
+        total_heads: int = 0,
         deterministic: bool | None = None,
         return_lse: bool = False,
         return_max_logits: bool = False,
@@ -296,7 +326,8 @@ class ContextParallel:
         seqlen : int or (total_q, total_k), optional
             Rows of the whole; default: the ranks tell one another, and the host waits for it.
         dropout_p : float
-            Not with method "ring", whose chunks would cut the draws of eight keys.
+            Not with method "ring" or a mesh of two axes, whose chunks would cut the draws of eight
+            keys.
         bias, block_mask
             Not supported.
 
@@ -304,6 +335,8 @@ class ContextParallel:
         -------
         out : (rows, heads, head_dim_v)
         lse : (heads, rows), float32, only with ``return_lse``
+        AttentionResult
+            As of :meth:`attention`; ``max_logits`` is (batch, heads).
 
         Raises
         ------
@@ -331,5 +364,10 @@ class ContextParallel:
         )
         check_ranks(q, k, v, 3)
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, False)
-        others = seqlen, read_packing(packing, options), deterministic
-        return attend(self._ranks, (q[None], k[None], v[None]), options, outputs, others)
+        part = Part(batch_start=batch_start, head_start=head_start, total_heads=total_heads)
+        whole = Arguments((q, k, v), options, packing, part)
+        given, placed = unwrapped(self._ranks.group, whole)
+        packed = read_packing(given.packing or packing, given.options)
+        others = Others(seqlen, packed, deterministic, given.part, placed)
+        q, k, v = (x[None] for x in given.tensors)
+        return attend(self._ranks, (q, k, v), given.options, outputs, others)

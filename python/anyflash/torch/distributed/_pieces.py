@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyflash._api.merge import merge_states
 from anyflash._call.backward import Backward
 from anyflash._call.forward import Forward
-from anyflash._call.options import GradientRequest, OutputRequest
+from anyflash._call.options import GradientRequest, OutputRequest, Part
 from anyflash.torch.distributed._joined import Piece, joined_pieces, piece_of
 from anyflash.torch.distributed._layout import Run
 from anyflash.torch.distributed._problem import (
     Given,
-    Heads,
     Packed,
     Whole,
     bias_of,
@@ -49,12 +47,14 @@ class Pieces:
         whole: Whole,
         given: Given,
         packed: Packed | None,
-        heads: Heads,
+        part: Part,
         rows: tuple[Tensor, Sequence[Run]],
     ) -> None:
-        """``rows``: q, and which rows of the whole it has."""
-        self.whole, self.given, self.packed, self.heads = whole, given, packed, heads
+        """``part``: which batch entries and heads; ``rows``: q, and which rows of the whole it
+        has."""
+        self.whole, self.given, self.packed, self.part = whole, given, packed, part
         self.q, self.rows = rows
+        self.max_logits: Tensor | None = None  # where they are wanted: (batch, heads)
 
     def sees(self, rows: Run, keys: Run) -> bool:
         """Whether there is such a piece."""
@@ -86,7 +86,7 @@ class Pieces:
         tensors = self.q[:, piece.rows], keys.k[:, piece.keys], keys.v[:, piece.keys]
         if piece.runs is None:
             return tensors, unplaced_options(self.whole, piece.causal), None
-        options = placed_options(self.whole, self.given, self.packed, self.heads, piece.runs)
+        options = placed_options(self.whole, self.given, self.packed, self.part, piece.runs)
         if self.packed is None:
             return tensors, options, None
         return tuple(x[0] for x in tensors), options, self.packed.of_piece(*piece.runs)
@@ -101,6 +101,10 @@ class Pieces:
         return x if self.packed is None else x[0]
 
 
+def _is_within(part: slice, whole: slice) -> bool:
+    return bool(whole.start <= part.start and part.stop <= whole.stop)
+
+
 class ForwardSums:
     """The result and its LSE, which piece after piece continues; on the CPU the LSE is float64."""
 
@@ -109,7 +113,9 @@ class ForwardSums:
         q = pieces.q
         batch, rows, heads, _ = q.shape
         self.pieces = pieces
-        self._continues = rounded is None or pieces.given.sinks is not None
+        self._continues = rounded is None
+        # A row's sink is a part of its first piece: where there is no other, this is one call.
+        self._without_sinks = list(pieces.rows) if pieces.given.sinks is not None else []
         dtype_of_out = sum_dtype(q) if self._continues else rounded
         self.out = q.new_empty((batch, rows, heads, columns), dtype=dtype_of_out)
         dtype = torch.float64 if q.device.type == "cpu" else torch.float32
@@ -118,14 +124,36 @@ class ForwardSums:
 
     def add(self, keys: Keys) -> None:
         given = self.pieces.given_rows
-        for piece in self.pieces.of(keys.runs):
+        for piece, sinks in self._with_sinks(self.pieces.of(keys.runs)):
             if not self._is_begun and not self.pieces.is_all(piece.rows, self.out.shape[1]):
                 self._begin()
             state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
             prior = state if self._is_begun and self._continues else None
-            call = Forward(NAME, *self.pieces.arguments(keys, piece))
-            call.run(OutputRequest(out=state[0], lse=state[1], prior=prior))
+            tensors, options, packing = self.pieces.arguments(keys, piece)
+            call = Forward(NAME, tensors, options._replace(sinks=sinks), packing)
+            maxima = self.pieces.max_logits
+            found: Any = call.run(
+                OutputRequest(
+                    return_max_logits=maxima is not None, out=state[0], lse=state[1], prior=prior
+                )
+            )
+            if maxima is not None:
+                torch.maximum(maxima, found.max_logits, out=maxima)
             self._is_begun = True
+
+    def _with_sinks(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor | None]]:
+        """Each piece with the sinks, or None where its rows have them; cut where some have."""
+        sinks = self.pieces.given.sinks
+        for piece in pieces:
+            if sinks is None:
+                yield piece, None
+                continue
+            rows = [run for run in self.pieces.rows if _is_within(run.own, piece.rows)]
+            groups = itertools.groupby(rows, self._without_sinks.__contains__)
+            for is_new, runs in [(is_new, list(group)) for is_new, group in groups]:
+                part = slice(runs[0].own.start, runs[-1].own.stop)
+                yield piece._replace(rows=part), sinks if is_new else None
+            self._without_sinks = [run for run in self._without_sinks if run not in rows]
 
     def _begin(self) -> None:
         """No key has been seen."""
@@ -139,9 +167,8 @@ class ForwardSums:
             self._begin()
         sinks = self.pieces.given.sinks
         if sinks is not None:
-            nothing = self.out.new_zeros(()).expand_as(self.out)
-            lse = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
-            merge_states(self.out, self.lse, nothing, lse, out=self.out, lse=self.lse)
+            for run in self._without_sinks:
+                self.lse[..., run.own] = sinks.to(self.lse.dtype)[:, None]
         return self.out.to(dtype), self.lse.to(torch.float32)
 
 

@@ -111,13 +111,6 @@ def _cut(ends: Tensor, run: Run) -> Tensor:
     return (ends - run.start).clamp(0, run.rows)
 
 
-class Heads(NamedTuple):
-    """Those of q that a rank computes, among those of the whole."""
-
-    start: int
-    total: int
-
-
 def bias_of(bias: Tensor, rows: Run, keys: Run) -> Tensor:
     """The part of a bias, or of its gradient, that belongs to a piece; axes of 1 are broadcast."""
     if bias.shape[2] != 1:
@@ -164,10 +157,10 @@ def unplaced_options(whole: Whole, causal: bool) -> AttentionOptions:
 
 
 def placed_options(
-    whole: Whole, given: Given, packed: Packed | None, heads: Heads, runs: tuple[Run, Run]
+    whole: Whole, given: Given, packed: Packed | None, part: Part, runs: tuple[Run, Run]
 ) -> AttentionOptions:
-    """Of the piece that some rows and keys are. Sinks are no part of any piece: they are joined at
-    the end."""
+    """Of the piece that some rows and keys are, without sinks; ``part`` says which batch entries
+    and heads of the whole these are."""
     rows, keys = runs
     bias, mask, ranges = given.bias, given.block_mask, given.key_ranges
     if ranges is not None:
@@ -189,5 +182,5 @@ def placed_options(
         None,
         given.rng_state if whole.dropout_p else None,
         place.seqused_k,
-        Part(*place[:3], 0, heads.start, heads.total),
+        Part(*place[:3], *part[3:]),
     )

@@ -19,12 +19,13 @@ _NAME = "anyflash.torch.distributed.ContextParallel"
 
 class Group(NamedTuple):
     """A process group, and this process's place in it. Where the ranks are those of a mesh of two
-    axes, also the groups along either axis that it is in."""
+    axes, also the groups along either axis that it is in. ``doing``: what for, in errors."""
 
     handle: Any
     rank: int
     size: int
     axes: tuple[Any, Any] | None = None
+    doing: str = ""
 
     @staticmethod
     def of(handle: Any) -> Group:
@@ -37,14 +38,39 @@ class Group(NamedTuple):
     def global_rank(self, rank: int) -> int:
         return rank if self.handle is None else dist.get_global_rank(self.handle, rank)
 
+    @property
+    def ranks(self) -> list[int]:
+        """By their global numbers."""
+        return [self.global_rank(rank) for rank in range(self.size)]
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """In words, of global ranks."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
 
 @contextlib.contextmanager
 def named(group: Group, what: str) -> Iterator[None]:
-    """An error of torch.distributed with ``what`` before it."""
+    """An error of torch.distributed with the rank and ``what`` before it."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{_NAME}: rank {group.rank}: {what}: {error}") from error
+        rank = group.global_rank(group.rank)
+        raise RuntimeError(f"{_NAME}: rank {rank}: {group.doing}{what}: {error}") from error
+
+
+@contextlib.contextmanager
+def of_all(group: Group, what: str) -> Iterator[None]:
+    """`named`, of what all ranks of a group do together."""
+    try:
+        yield
+    except RuntimeError as error:
+        with named(group, f"{what} of {names_of(group.ranks)}"):
+            raise error from None
 
 
 class Message(NamedTuple):
@@ -58,8 +84,8 @@ class Exchange:
     def __init__(
         self, group: Group, what: str, tag: int, send: Message | None, receive: Message | None
     ) -> None:
-        names = [f"to rank {send.rank}"] if send else []
-        names += [f"from rank {receive.rank}"] if receive else []
+        names = [f"to rank {group.global_rank(send.rank)}"] if send else []
+        names += [f"from rank {group.global_rank(receive.rank)}"] if receive else []
         self._what = f"{what} {' and '.join(names)}"
         self._group, self._send, self.receive = group, send, receive
         operations = [
@@ -92,7 +118,7 @@ def all_to_all(
     for x in itertools.chain(*parts):
         given[at : at + x.numel()].view(x.shape).copy_(x)
         at += x.numel()
-    with named(group, what):
+    with of_all(group, what):
         dist.all_to_all_single(received, given, list(sizes), counts, group=group.handle)
     return list(torch.split(received, list(sizes)))
 
@@ -115,13 +141,19 @@ def all_gather_rows(group: Group, what: str, axis: Axis, x: Tensor) -> Tensor:
         padded = own.new_zeros((most, *own.shape[1:]))
         padded[: own.shape[0]] = own
     parts = [torch.empty_like(padded) for _ in range(group.size)]
-    with named(group, what):
+    with of_all(group, what):
         dist.all_gather(parts, padded, group=group.handle)
     whole = own.new_empty((length, *own.shape[1:]))
     for rank, part in enumerate(parts):
         for run in layout.runs(rank, length):
             whole[run.start : run.stop] = part[run.own]
     return whole.movedim(0, dim)
+
+
+def largest_of_ranks(group: Group, what: str, x: Tensor) -> None:
+    """In place."""
+    with of_all(group, what):
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group.handle)
 
 
 def sum_of_rows(group: Group, what: str, axis: Axis, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anyflash.torch.distributed._layout import Layout, Run
 from anyflash.torch.distributed._pieces import Pieces, Results
-from anyflash.torch.distributed._problem import Given, Heads
+from anyflash.torch.distributed._problem import Given
 from anyflash.torch.distributed._ring import Ring
 from anyflash.torch.distributed._transport import (
     Axis,
@@ -106,7 +106,7 @@ class Ulysses:
         whole, q, given = pieces.whole, pieces.q, pieces.given
         ring, ring_layout = Group(None, 0, 1), Layout("contiguous", 1, layout.multiple)
         if group.axes is not None:
-            ring, group = group.axes
+            ring, group = (axis._replace(doing=group.doing) for axis in group.axes)
             ring_layout, layout = layout.outer, layout.inner
         self.group, self.layout, self.given = group, layout, given
         self.total, self.total_k = q.shape[2], k.shape[2]
@@ -122,12 +122,17 @@ class Ulysses:
             whole,
             self._of_heads(given, heads_k[group.rank]),
             pieces.packed,
-            Heads(self.own.start, self.total),
+            pieces.part._replace(
+                head_start=pieces.part.head_start + self.own.start,
+                total_heads=pieces.part.total_heads or self.total,
+            ),
             (
                 self.of_rows.to_heads("exchanging q", q),
                 ring_layout.runs(ring.rank, whole.seqlen_q),
             ),
         )
+        if pieces.max_logits is not None:
+            own_pieces.max_logits = pieces.max_logits[:, self.own]
         keys = self.of_keys.to_heads("exchanging k", k)
         values = self.of_keys.to_heads("exchanging v", v)
         self.ring = Ring(ring, ring_layout, own_pieces, keys, values)

@@ -17,14 +17,20 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.append(str(Path(__file__).parents[2] / "tools"))  # svg.py, which the guide's plots share
 
-import plot
-from patterns import BLOCK, KINDS, Attention, attention
-from rich.console import Console
-from rich.table import Table
+try:
+    import plot
+    import torch
+    from patterns import BLOCK, KINDS, Attention, attention
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    name = str(error.name).partition(".")[0]
+    packages = "." if name == "anyflash" else "torch rich matplotlib"
+    raise SystemExit(
+        f"the package {name} is missing; in the repository's root run: pip install {packages}"
+    ) from None
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="writes block_sparse.svg there")
     parser.add_argument("--read", type=Path, metavar="FILE", help="shows what --json printed")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU; leave the option out")
+    return options
 
 
 def peak_of_memory(device: str) -> int:

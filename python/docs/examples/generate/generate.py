@@ -14,21 +14,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.append(str(Path(__file__).parents[1] / "train"))  # its modules are not a package
 
-import data
-import others
-import serve
-from config import CONFIGS
-from engine import Engine, Request
-from gpt_torch import ATTENTION
-from guesses import Guesses
-from model import PagedGPT, load
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import choices
+
+try:
+    import checkpoint
+    import data
+    import numpy as np
+    import others
+    import serve
+    from engine import Engine, Request
+    from gpt_torch import ATTENTION
+    from guesses import Guesses
+    from model import PagedGPT, config_of, load
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise choices.missing(error, "torch") from None
 
 # Answers all requests; returns how often the model ran, and how many tokens it was given.
 Way = Callable[[list[Request]], tuple[int, int]]
@@ -49,7 +53,6 @@ class Result:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("run"), help="where train.py wrote")
-    parser.add_argument("--model", choices=CONFIGS, default="tiny", help="as it was trained")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--requests", type=int, default=16, help="made ones, without --prompt")
@@ -86,7 +89,7 @@ def engines(
     options: argparse.Namespace, file: Path, text: data.Tokens
 ) -> dict[str, Callable[[], Engine]]:
     """What makes them, by what they do; the last one does all that is asked for."""
-    gpt = load(file, CONFIGS[options.model], ATTENTION["anyflash"], options.device)
+    gpt = load(file, ATTENTION["anyflash"], options.device)
     model = PagedGPT(gpt, options.pages, options.page_size)
     guesses = Guesses(text.tolist(), options.guesses) if options.guesses else None
 
@@ -121,7 +124,7 @@ def ways(options: argparse.Namespace, file: Path, text: data.Tokens) -> dict[str
     own = {name: way_of(make, options.arrivals) for name, make in makers.items()}
     if not options.compare:
         return dict([own.popitem()])
-    plain = load(file, CONFIGS[options.model], ATTENTION["standard"], options.device)
+    plain = load(file, ATTENTION["standard"], options.device)
     found: dict[str, Way] = {"plain loop": partial(others.plain, plain)}
     if importlib.util.find_spec("transformers"):
         gpt2 = others.as_gpt2(plain)
@@ -167,7 +170,9 @@ def main(arguments: list[str] | None = None) -> None:
     file = options.folder / "checkpoint.safetensors"
     if not file.exists():
         raise SystemExit(f"{file} does not exist; examples/train/train.py writes it")
-    tokenizer, text = data.load(options.folder, CONFIGS[options.model].vocab_size)
+    choices.framework_module("torch", "anyflash", options.device)  # is there a GPU?
+    tokenizer, text = data.load(options.folder, config_of(file).vocab_size)
+    checkpoint.check(file, vocabulary=data.digest(tokenizer))
     if options.serve is not None:
         *_, make = engines(options, file, text).values()
         serve.run(serve.Service(make(), tokenizer), options.serve)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import checkpoint
 import numpy as np
 import numpy.typing as npt
 import torch
-from config import Config
+from config import CONFIGS, Config
 from gpt_torch import GPT, Attention
 from safetensors import safe_open
 from torch import Tensor
@@ -21,14 +22,19 @@ from torch.nn.functional import linear
 import anyflash.torch
 
 
-def load(file: Path, config: Config, attention: Attention, device: str) -> GPT:
+def config_of(file: Path) -> Config:
+    """The shape of a checkpoint of examples/train, which must be PyTorch's."""
+    checkpoint.check(file, framework="torch")
+    origin, _ = checkpoint.metadata(file)
+    return dataclasses.replace(CONFIGS[origin.model], seqlen=origin.seqlen)
+
+
+def load(file: Path, attention: Attention, device: str) -> GPT:
     """The model of a checkpoint of examples/train; on a GPU in bfloat16."""
     with safe_open(file, framework="pt") as saved:
         names = [name for name in saved.keys() if name.startswith("model.")]  # noqa: SIM118
         weights = {name.removeprefix("model."): saved.get_tensor(name) for name in names}
-    if not weights:
-        raise SystemExit(f"{file} is not of train.py --framework torch")
-    gpt = GPT(config, attention)
+    gpt = GPT(config_of(file), attention)
     gpt.load_state_dict(weights)
     return gpt.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
 
@@ -62,28 +68,33 @@ class Feed:
         return path
 
 
-class Group:
-    """Feeds of equally many tokens: one call of attention. As tensors on the model's device."""
+class Batch:
+    """The feeds of a step, packed one after the other, as tensors on the model's device."""
 
     def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
-        sees = np.stack([feed.sees() for feed in feeds])
-        filled = np.array([feed.filled for feed in feeds], np.int32)
+        self.sizes = [len(feed.tokens) for feed in feeds]
+        ends = np.cumsum([0, *self.sizes], dtype=np.int32)
         table = np.full((len(feeds), max(len(feed.pages) for feed in feeds)), -1, np.int32)
-        wanted = np.zeros(sees.shape[:2], bool)
+        sees = np.zeros((ends[-1], max(self.sizes)), bool)
+        wanted = np.zeros(ends[-1], bool)
         for row, feed in enumerate(feeds):
+            begin, end = ends[row : row + 2]
             table[row, : len(feed.pages)] = feed.pages
-            wanted[row, feed.sure - 1 :] = feed.complete
-        places = filled[:, None] + sees.sum(-1) - 1  # by the number of ancestors
-        is_tree = (sees != np.tri(sees.shape[1], dtype=bool)).any()  # else `causal` says all
+            sees[begin:end, : end - begin] = feed.sees()
+            wanted[begin + feed.sure - 1 : end] = feed.complete
+        filled = np.array([feed.filled for feed in feeds], np.int32)
+        places = np.repeat(filled, self.sizes) + sees.sum(-1) - 1  # by the number of ancestors
+        is_tree = any(feed.sure < len(feed.tokens) for feed in feeds)  # else `causal` says all
 
         def tensor(x: Any) -> Tensor:
             return torch.from_numpy(np.asarray(x)).to(device)
 
-        self.shape = wanted.shape
-        self.tokens = tensor([feed.tokens for feed in feeds]).flatten()
-        self.places = tensor(places).flatten()
-        self.wanted = tensor(wanted).flatten()
+        self.tokens = tensor([token for feed in feeds for token in feed.tokens])
+        self.places = tensor(places)
+        self.wanted = tensor(wanted)
         self.options = {
+            "cu_seqlens_q": tensor(ends),
+            "max_seqlen_q": max(self.sizes),
             "cache_seqlens": tensor(filled),
             "block_table": tensor(table),
             "tree_mask": tensor(sees) if is_tree else None,
@@ -91,11 +102,7 @@ class Group:
 
 
 class PagedGPT:
-    """Takes any number of tokens of each request in one pass.
-
-    All but attention is done with the tokens of all requests in one row. Attention's queries are a
-    rectangle, so that requests are grouped by their numbers of tokens.
-    """
+    """Takes any number of tokens of each request in one pass."""
 
     def __init__(self, gpt: GPT, pages: int, page_size: int) -> None:
         weight = gpt.tokens.weight
@@ -103,41 +110,30 @@ class PagedGPT:
         shape = (len(gpt.blocks), 2, pages, page_size, heads, weight.shape[1] // heads)
         self.gpt = gpt
         self.pool = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.groups: list[Group] = []
+        self.options: dict[str, Any] = {}  # of this step's attention
         for layer, block in enumerate(gpt.blocks):
-            block.attention = partial(self._attention, self.pool[layer])
+            block.attention = partial(self._attention, *self.pool[layer])
 
-    def _attention(self, pool: Tensor, *qkv: Tensor) -> Tensor:
+    def _attention(
+        self, k_pages: Tensor, v_pages: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Of a layer, over (tokens, heads, head_dim); the pages get k and v."""
-        sizes = [group.tokens.numel() for group in self.groups]
-        parts = zip(self.groups, *(x.split(sizes) for x in qkv), strict=True)
-        return torch.cat([self._attend(pool, *part) for part in parts])
-
-    def _attend(self, pool: Tensor, group: Group, *qkv: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, group.shape) for x in qkv)
-        out = anyflash.torch.attention_with_kvcache(
-            q, pool[0], pool[1], k, v, causal=True, **group.options
+        return anyflash.torch.attention_varlen_with_kvcache(
+            q, k_pages, v_pages, k=k, v=v, causal=True, **self.options
         )
-        return out.flatten(0, 1)
 
     @torch.inference_mode()
     def step(self, feeds: Sequence[Feed]) -> list[list[int]]:
         """The most probable token behind each token of each feed; -1 where it is not wanted."""
-        order = sorted(range(len(feeds)), key=lambda i: len(feeds[i].tokens))
-        by_size = groupby((feeds[i] for i in order), key=lambda feed: len(feed.tokens))
-        self.groups = [Group(list(same), self.pool.device) for _, same in by_size]
-        tokens, places, wanted = (
-            torch.cat([getattr(group, name) for group in self.groups])
-            for name in ("tokens", "places", "wanted")
-        )
-        x = self.gpt.tokens(tokens) + self.gpt.places(places)
+        batch = Batch(feeds, self.pool.device)
+        self.options = batch.options
+        x = self.gpt.tokens(batch.tokens) + self.gpt.places(batch.places)
         for block in self.gpt.blocks:
             x = block(x)
-        logits = linear(self.gpt.norm(x[wanted]), self.gpt.tokens.weight)
-        chosen = torch.full_like(tokens, -1)
-        chosen[wanted] = logits.argmax(-1)
-        parts = chosen.cpu().split([len(feeds[i].tokens) for i in order])
-        return [part.tolist() for _, part in sorted(zip(order, parts, strict=True))]
+        logits = linear(self.gpt.norm(x[batch.wanted]), self.gpt.tokens.weight)
+        chosen = torch.full_like(batch.tokens, -1)
+        chosen[batch.wanted] = logits.argmax(-1)
+        return [part.tolist() for part in chosen.cpu().split(batch.sizes)]
 
     def keep(self, feed: Feed, path: Sequence[int]) -> None:
         """Moves the rows of the tokens that are right to where the cache ends: into one row."""

@@ -1,4 +1,4 @@
-"""Shapes of GPT, and what one token of training costs."""
+"""Shapes of GPT, and what a model is made of."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ class Config:
     vocab_size: int = 50304  # GPT-2's, rounded up to a multiple of 64
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a model is made of."""
+
+    framework: str
+    model: str  # the name of `config`
+    config: Config
+    attention: str  # a name of the framework's
+    seed: int
+    device: str  # cpu or cuda
+    recompute: bool  # activations, in the backward pass
+    compiled: bool
+
+
 # Those of GPT-2 and GPT-3; the last two are in FlashAttention-2's table of training speeds.
 CONFIGS = {
     "tiny": Config(layers=4, dim=128, heads=4, seqlen=128, vocab_size=1024),
@@ -28,9 +42,3 @@ INITIAL_STD = 0.02
 def last_std(config: Config) -> float:
     """The initial standard deviation of what is added to the residual stream, as in GPT-2."""
     return INITIAL_STD / math.sqrt(2 * config.layers)
-
-
-def flops_per_token(config: Config, parameters: int) -> int:
-    """Forward and backward, as FlashAttention-2 (section 4.2) counts: six for each parameter, and
-    twelve for each layer's dim and each of the sequence's places. A causal mask is not deducted."""
-    return 6 * parameters + 12 * config.layers * config.dim * config.seqlen

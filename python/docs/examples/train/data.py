@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from pydoc_data.topics import topics  # what help("...") prints
 
@@ -34,7 +36,16 @@ def load(folder: Path, vocab_size: int) -> tuple[Tokenizer, Tokens]:
     if not file.exists():
         train_tokenizer(text, vocab_size).save(str(file))
     tokenizer = Tokenizer.from_file(str(file))
+    size = tokenizer.get_vocab_size()
+    if size > vocab_size:
+        raise SystemExit(f"{file} has {size} tokens, the model {vocab_size}; use another --folder")
     return tokenizer, np.array(tokenizer.encode(text).ids, np.int64)
+
+
+def digest(tokenizer: Tokenizer) -> str:
+    """Of its vocabulary, whose numbers the embeddings belong to."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
 def batch(tokens: Tokens, step: int, seed: int, batch_size: int, seqlen: int) -> Tokens:

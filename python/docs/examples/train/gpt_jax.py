@@ -7,10 +7,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from config import INITIAL_STD, Config, last_std
+from config import INITIAL_STD, Config, Setup, last_std
 from data import Tokens
 from jax import Array
-from loop import BETAS, MAX_NORM, Setup, State
+from loop import BETAS, MAX_NORM, State
 
 import anyflash.jax
 
@@ -22,6 +22,19 @@ ATTENTION: dict[str, Attention] = {
     "cudnn": partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
     "standard": partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
 }
+
+
+def gpu() -> str | None:
+    """Its name; None where there is none that JAX can use."""
+    try:
+        return str(jax.devices("gpu")[0].device_kind)
+    except RuntimeError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Of what JAX brings with it."""
+    return {"backend": jax.devices("gpu")[0].client.platform_version} if gpu() else {}
 
 
 def initial_parameters(config: Config, seed: int) -> Parameters:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from config import INITIAL_STD, Config, last_std
+from config import INITIAL_STD, Config, Setup, last_std
 from data import Tokens
-from loop import BETAS, MAX_NORM, Setup, State
+from loop import BETAS, MAX_NORM, State
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -40,6 +40,17 @@ ATTENTION: dict[str, Attention] = {
     "cudnn": _torch_attention(SDPBackend.CUDNN_ATTENTION),
     "standard": _torch_attention(SDPBackend.MATH),
 }
+
+
+def gpu() -> str | None:
+    """Its name; None where there is none that PyTorch can use."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def versions() -> dict[str, str]:
+    """Of what PyTorch brings with it."""
+    cudnn = torch.backends.cudnn.version()
+    return {"cuda": str(torch.version.cuda), "cudnn": str(cudnn)} if gpu() else {}
 
 
 class Block(nn.Module):
@@ -95,6 +106,9 @@ class Trainer:
     def __init__(self, setup: Setup) -> None:
         torch.manual_seed(setup.seed)
         self.device = torch.device(setup.device)
+        if hasattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp"):
+            # Standard attention then keeps its matrices in bfloat16 instead of float32.
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         model = GPT(setup.config, ATTENTION[setup.attention], setup.recompute)
         self.model = model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Protocol
 
+import checkpoint
 import data
 import matplotlib
-import numpy as np
-import numpy.typing as npt
-from config import Config, flops_per_token
+from checkpoint import Origin, State
+from config import Config, Setup
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from speed import speed
 
 BETAS = (0.9, 0.95)  # of AdamW
 MAX_NORM = 1.0  # of all gradients together
 WARMUP = 20  # steps in which the learning rate grows
-
-State = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a model is made of."""
-
-    config: Config
-    attention: str  # a name of the framework's
-    seed: int
-    device: str  # cpu or cuda
-    recompute: bool  # activations, in the backward pass
-    compiled: bool
 
 
 class Trainer(Protocol):
@@ -59,23 +46,26 @@ class Plan:
     seed: int
     save_every: int
     folder: Path
-    peak_tflops: float  # of the device; 0: not known
+    peak_tflops: float | None  # of the device; None: not known
 
 
-def save(file: Path, trainer: Trainer, losses: list[float]) -> None:
-    """Writes beside `file`, then puts it in its place: an interrupt spoils neither."""
-    beside = file.with_suffix(".part")
-    state = {name: np.ascontiguousarray(x) for name, x in trainer.state().items()}
-    save_file(state, beside, metadata={"losses": json.dumps(losses)})
-    beside.replace(file)
+class Interrupts:
+    """SIGINT and SIGTERM end a run behind the step that they come in. A second one ends it at once,
+    so that the last checkpoint counts."""
 
+    def __enter__(self) -> Interrupts:
+        self.number = 0  # of the signal that came
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self.before = {number: signal.signal(number, self._note) for number in signals}
+        return self
 
-def load(file: Path, trainer: Trainer) -> list[float]:
-    """Restores what save() wrote; returns the losses of the steps that were done."""
-    with safe_open(file, framework="np") as saved:
-        trainer.restore({name: saved.get_tensor(name) for name in saved.keys()})  # noqa: SIM118
-        losses: list[float] = json.loads(saved.metadata()["losses"])
-    return losses
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.number = number
+        self.__exit__()
 
 
 def plot(file: Path, losses: list[float], title: str) -> None:
@@ -90,41 +80,72 @@ def plot(file: Path, losses: list[float], title: str) -> None:
     pyplot.close(figure)
 
 
-def report(config: Config, plan: Plan, trainer: Trainer, steps: int, seconds: float) -> None:
-    """Speed, by the wall clock, of steps that were done in so many seconds."""
-    rate = steps * plan.batch_size * config.seqlen / seconds
-    tflops = rate * flops_per_token(config, trainer.parameters) / 1e12
-    share = f", {tflops / plan.peak_tflops:.1%} MFU" if plan.peak_tflops else ""
-    print(f"{rate:,.0f} tokens/s, {tflops:.3g} TFLOP/s{share}")
+@dataclass
+class Run:
+    """What changes in training, and the file that keeps it."""
+
+    trainer: Trainer
+    losses: list[float]  # of all steps so far
+    origin: Origin
+    file: Path
+
+    def save(self) -> None:
+        checkpoint.save(self.file, self.trainer.state(), self.losses, self.origin)
 
 
-def run(config: Config, plan: Plan, trainer: Trainer, title: str) -> list[float]:
-    """Trains until `plan.steps` are done, from a checkpoint if there is one; each step's loss."""
+def begin(setup: Setup, plan: Plan, make: Callable[[Setup], Trainer]) -> tuple[Run, data.Tokens]:
+    """From the folder's checkpoint if there is one; with the tokens of the text."""
+    config, file = setup.config, plan.folder / "checkpoint.safetensors"
     plan.folder.mkdir(parents=True, exist_ok=True)
-    _, tokens = data.load(plan.folder, config.vocab_size)
-    file = plan.folder / "checkpoint.safetensors"
-    losses = load(file, trainer) if file.exists() else []
-    first = len(losses)
+    if file.exists():
+        checkpoint.check(file, framework=setup.framework, model=setup.model, seqlen=config.seqlen)
+    tokenizer, tokens = data.load(plan.folder, config.vocab_size)
+    if len(tokens) <= config.seqlen:
+        raise SystemExit(f"--seqlen {config.seqlen}: the text has {len(tokens)} tokens")
+    origin = Origin(setup.framework, setup.model, config.seqlen, data.digest(tokenizer))
+    if file.exists():
+        checkpoint.check(file, vocabulary=origin.vocabulary)
+    run = Run(make(setup), [], origin, file)
+    if file.exists():
+        state, run.losses = checkpoint.load(file)
+        run.trainer.restore(state)
+    return run, tokens
+
+
+def learn(run: Run, tokens: data.Tokens, config: Config, plan: Plan) -> int:
+    """Until `plan.steps` are done, or a signal comes: its number, or 0."""
+    losses, first = run.losses, len(run.losses)
     started = time.perf_counter()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeRemainingColumn()) as progress:
+    with Interrupts() as interrupts, Progress(*columns, TimeRemainingColumn()) as progress:
         bar = progress.add_task("", total=plan.steps, completed=first)
-        try:
-            for step in range(first, plan.steps):
-                pieces = data.batch(tokens, step, plan.seed, plan.batch_size, config.seqlen)
-                losses.append(trainer.step(pieces, plan.lr * min(1, (step + 1) / WARMUP)))
-                progress.update(bar, advance=1, description=f"loss {losses[-1]:.3f}")
-                if step == first:
-                    started = time.perf_counter()  # what is compiled once does not count
-                if len(losses) % plan.save_every == 0:
-                    save(file, trainer, losses)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on from the last checkpoint")
-            return losses
-    if len(losses) > first:
-        save(file, trainer, losses)
-        plot(plan.folder / "loss.png", losses, title)
-    if len(losses) > first + 1:
-        report(config, plan, trainer, len(losses) - first - 1, time.perf_counter() - started)
-    print(f"loss {losses[-1]:.3f} after {len(losses)} steps; {file}, {plan.folder / 'loss.png'}")
-    return losses
+        while len(losses) < plan.steps and not interrupts.number:
+            step = len(losses)
+            pieces = data.batch(tokens, step, plan.seed, plan.batch_size, config.seqlen)
+            losses.append(run.trainer.step(pieces, plan.lr * min(1, (step + 1) / WARMUP)))
+            progress.update(bar, advance=1, description=f"loss {losses[-1]:.3f}")
+            if step == first:
+                started = time.perf_counter()  # what is compiled once does not count
+            if len(losses) % plan.save_every == 0:
+                run.save()
+        seconds = time.perf_counter() - started
+        if len(losses) > first:
+            run.save()
+    if (steps := len(losses) - first - 1) > 0:
+        step_of = (plan.batch_size, seconds / steps)
+        print(speed(config, run.trainer.parameters, step_of, plan.peak_tflops))
+    return interrupts.number
+
+
+def train(setup: Setup, plan: Plan, make: Callable[[Setup], Trainer]) -> list[float]:
+    """Each step's loss, of all `plan.steps`. A signal ends the program with a shell's status."""
+    run, tokens = begin(setup, plan, make)
+    signalled = learn(run, tokens, setup.config, plan)
+    if signalled:
+        print(f"interrupted after {len(run.losses)} steps; the same command goes on from there")
+        raise SystemExit(128 + signalled)
+    picture = plan.folder / "loss.png"
+    title = f"GPT {setup.model}, {setup.framework}, attention: {setup.attention}"
+    plot(picture, run.losses, title)
+    print(f"loss {run.losses[-1]:.3f} after {len(run.losses)} steps; {run.file}, {picture}")
+    return run.losses

@@ -141,10 +141,16 @@ class Handmade:
         assert [_deleted[address] for address in self.addresses] == [1] * len(self.addresses)
 
 
+def tensor_of(capsule: Any) -> DLTensor:
+    """What an unversioned capsule holds; it may be changed."""
+    tensor: DLTensor = Managed.from_address(_pointer(id(capsule), b"dltensor")).tensor
+    return tensor
+
+
 def read(x: Any) -> Array:
     """A copy of what an object that speaks DLPack holds, of any dtype; C order."""
     capsule = x.__dlpack__()
-    tensor = Managed.from_address(_pointer(id(capsule), b"dltensor")).tensor
+    tensor = tensor_of(capsule)
     kind = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
     name = next(name for name, code in CODES.items() if code == kind)
     dtype = np.dtype(getattr(ml_dtypes, name, name))

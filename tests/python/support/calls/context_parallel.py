@@ -1,15 +1,13 @@
 """Attention over ranks beside attention of the whole, which each rank makes alone on the CPU. In
-float64, or float32 where the ranks have 16-bit tensors, as on GPUs.
-
-python -m calls.context_parallel FOLDER RANK SIZE DEVICE
+float64, or float32 where the ranks have 16-bit tensors, as on GPUs. The program of the ranks is
+context_parallel_program.py.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
-import traceback
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import anyflash.torch
 from anyflash.torch.distributed import ContextParallel
 from calls.ranges import key_ranges
+from cases.case import FULL
 from run import ranks
 
 METHODS = ("ring", "gather", "ulysses")
@@ -29,12 +28,22 @@ DEVICE = ranks.device()
 Options = dict[str, Any]
 
 
+def heads_of_size(size: int) -> int:
+    """Which as many ranks divide, as far as there are cases of theirs."""
+    if not FULL:
+        return 4
+    return 6 if size == 3 else 8
+
+
+HEADS = heads_of_size(int(sys.argv[3]))
+
+
 class Shape(NamedTuple):
     batch: int = 2
     rows: int = 150
     keys: int = 150
-    heads: int = 4
-    heads_k: int = 4
+    heads: int = HEADS
+    heads_k: int = HEADS
     columns: int = 8
     columns_v: int = 8
 
@@ -87,7 +96,7 @@ FEATURES: dict[str, tuple[Options, Any]] = {
     "dropout": ({}, {"dropout_p": 0.3, "seed": 12345}),
     "seqused": ({}, lambda s: {"seqused_k": torch.tensor([s.keys // 2, s.keys]).int()}),
     "ranges": ({}, lambda s: {"key_ranges": key_ranges(s.heads_k, s.keys, s.rows)[None]}),
-    "gqa": ({"heads_k": 2}, {}),
+    "gqa": ({"heads_k": HEADS // 2}, {}),
     "mqa": ({"heads_k": 1}, {}),
     "dv": ({"columns_v": 20}, {}),
     "cross": ({"rows": 90, "keys": 201}, {}),
@@ -122,19 +131,29 @@ class Case(NamedTuple):
 def ways() -> list[tuple[str, str]]:
     """Methods and layouts; Ulysses only where the ranks divide the heads."""
     methods = [m for m in METHODS if m != "ulysses" or Shape().heads % dist.get_world_size() == 0]
-    return [*itertools.product(methods, LAYOUTS), (MESH, "zigzag")]
+    return [*itertools.product(methods, LAYOUTS), *((MESH, x) for x in LAYOUTS[: 2 if FULL else 1])]
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    for one, two in itertools.combinations(FEATURES, 2):
+        clash = FEATURES[one][0].keys() & FEATURES[two][0].keys()
+        if not clash and not (KINDS[one] and KINDS[one] == KINDS[two]):
+            yield one, two
 
 
 def cases() -> Iterator[Case]:
-    """Each feature with each method and layout; every two features with one of these; all."""
-    for (method, layout), names in itertools.product(ways(), [(), *((x,) for x in FEATURES)]):
-        yield Case(method, layout, names)
-    turns = itertools.cycle(ways())
-    for one, two in itertools.combinations(FEATURES, 2):
-        clash = FEATURES[one][0].keys() & FEATURES[two][0].keys()
-        if clash or (KINDS[one] and KINDS[one] == KINDS[two]):
-            continue
-        yield Case(*next(turns), (one, two))
+    """Each feature with each method and layout; every two features with one of these; all. With
+    `FULL` every two with each, and also in float32."""
+    singles = [(), *((x,) for x in FEATURES)]
+    if FULL:
+        dtypes = (torch.float64, torch.float32)
+        for way, names, dtype in itertools.product(ways(), [*singles, *pairs()], dtypes):
+            yield Case(*way, names, dtype)
+    else:
+        for way, names in itertools.product(ways(), singles):
+            yield Case(*way, names)
+        for way, names in zip(itertools.cycle(ways()), pairs()):
+            yield Case(*way, names)
     many = ("causal", "left", "softcap", "alibi", "bias", "blocks", "sinks", "dropout", "seqused")
     for way in ways():
         yield Case(*way, (*many, "ranges", "gqa", "dv"))
@@ -287,114 +306,5 @@ def check_lse(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     same = torch.isinf(actual) == torch.isinf(expected)
     assert same.all(), "lse: rows that see keys differ"
     finite = torch.isfinite(expected)
-    compare("lse", actual[finite], expected[finite], 2**-23 if dtype != torch.bfloat16 else 1e-3)
-
-
-# -- packed sequences
-
-LENGTHS = {
-    "alike": ((5, 0, 61, 1, 83), (5, 0, 61, 1, 83)),
-    "unlike": ((5, 0, 61, 1, 83), (9, 4, 33, 0, 120)),
-    "one": ((150,), (150,)),
-}
-PACKED: dict[str, Options] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window, ranges": {"window_size": (20, 9), "softcap": 2.0, "key_ranges": True},
-    "seqused": {"causal": True, "seqused_k": True},
-    "slopes, sinks": {"alibi_slopes": True, "sinks": True},
-    "dropout": {"causal": True, "dropout_p": 0.3, "seed": 77},
-    "all": {"window_size": (40, 0), "alibi_slopes": True, "sinks": True, "seqused_k": True},
-}
-
-
-class PackedCase(NamedTuple):
-    method: str
-    layout: str
-    lengths: str
-    options: str
-    dtype: torch.dtype = torch.float64
-
-    @property
-    def id(self) -> str:
-        return f"packed, {self.method}, {self.layout}: {self.lengths}, {self.options}"
-
-
-def packed_cases() -> Iterator[PackedCase]:
-    for way, lengths, options in itertools.product(ways(), LENGTHS, PACKED):
-        if options != "dropout" or way[0] not in ("ring", MESH):
-            yield PackedCase(*way, lengths, options)
-
-
-def check_packed(case: PackedCase) -> None:
-    lengths_q, lengths_k = LENGTHS[case.lengths]
-    batch, heads = len(lengths_q), 4
-    total_q, total_k = sum(lengths_q), sum(lengths_k)
-    options = dict(PACKED[case.options])
-    if options.pop("seqused_k", False):
-        used = [n // 2 if i % 2 else n for i, n in enumerate(lengths_k)]
-        options["seqused_k"] = torch.tensor(used, dtype=torch.int32)
-    if options.pop("key_ranges", False):
-        options["key_ranges"] = key_ranges(2, total_k, 40)
-    whole = {
-        "q": randn(total_q, heads, 8),
-        "k": randn(total_k, 2, 8) + 0.1,
-        "v": randn(total_k, 2, 12) - 0.2,
-    }
-    for name, shape in (("alibi_slopes", (batch, heads)), ("sinks", (heads,))):
-        if options.pop(name, False):
-            whole[name] = randn(*shape)
-    whole = {name: x.to(case.dtype).requires_grad_() for name, x in whole.items()}
-    ends = [torch.tensor([0, *itertools.accumulate(x)]).int() for x in (lengths_q, lengths_k)]
-    packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    options |= packing | {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
-    dout, dlse = randn(total_q, heads, 12), randn(heads, total_q)
-    reference = unrounded(whole)
-    out, lse = anyflash.torch.attention_varlen(**reference, **options, return_lse=True)
-    grads = differentiate(reference, out, lse, dout, dlse)
-
-    cp = context_parallel(case.method, case.layout, 8)
-    local = {
-        name: (cp.shard(x.detach(), 0) if name in "qkv" else x.detach())
-        .to(DEVICE, copy=True)
-        .requires_grad_()
-        for name, x in whole.items()
-    }
-    options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    mine, my_lse = cp.attention_varlen(**local, **options, return_lse=True)
-    found = differentiate(local, mine, my_lse, *on_device(cp.shard(dout, 0), cp.shard(dlse, 1)))
-    for name, grad in found.items():
-        if name not in "qkv":
-            dist.all_reduce(grad)
-    tolerance, of_gradients = TOLERANCES[case.dtype]
-    compare("out", mine, cp.shard(out.detach(), 0), tolerance)
-    check_lse(my_lse, cp.shard(lse.detach(), 1), case.dtype)
-    for name, grad in grads.items():
-        rows = cp.shard(grad, 0) if name in "qkv" else grad
-        compare(f"d{name}", found[name], rows, of_gradients)
-
-
-def failures() -> dict[str, str]:
-    """What went wrong, by case."""
-    found = {}
-    for made in (*cases(), *packed_cases()):
-        case = made if DEVICE == "cpu" else made._replace(dtype=torch.bfloat16)
-        error = ""
-        try:
-            if isinstance(case, PackedCase):
-                check_packed(case)
-            else:
-                check(case)
-        except Exception:
-            error = traceback.format_exc()
-        found[case.id] = error
-        if "ContextParallel: rank" in error:
-            break  # messages no longer match
-    return found
-
-
-if __name__ == "__main__":
-    rank, size = ranks.begin()
-    ranks.finish(failures())
-    # After groups of a mesh, gloo aborts one interpreter in ten as it ends, without anyflash too.
-    os._exit(0)
+    tolerance = {torch.float64: 2**-23, torch.float32: 2**-21, torch.bfloat16: 1e-3}[dtype]
+    compare("lse", actual[finite], expected[finite], tolerance)

@@ -9,8 +9,9 @@ import json
 import os
 import random
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anyflash.torch.distributed import ContextParallel, _transport
-from calls.context_parallel import randn
+from anyflash.torch.distributed import ContextParallel
+from calls.context_parallel import METHODS, randn
 from calls.launches import launches
 from run import ranks
 
 ROWS = 3 * 64
+HOPS = (1, 2)
+RUNS = {"ring": 20, "gather": 24, "ulysses": 5}  # of 6, 3 and 15 steps
 
 
-def tensors(cp: ContextParallel) -> list[torch.Tensor]:
-    return [cp.shard(randn(1, ROWS, 3, 8) + i).requires_grad_() for i in range(3)]
+def tensors(cp: ContextParallel, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    wholes = [randn(1, ROWS, 3, 8) + i for i in range(3)]
+    return [cp.shard(x).to(dtype).requires_grad_() for x in wholes]
 
 
 def run(cp: ContextParallel, **options: Any) -> list[torch.Tensor]:
@@ -37,43 +41,77 @@ def run(cp: ContextParallel, **options: Any) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
 
 
-def late(rank: int) -> bool:
-    """Whether the bits are the same, whoever is late, and where."""
-    cp = ContextParallel(method="ring", layout="contiguous", multiple=64)
-    delays = random.Random(rank)
-    first = run(cp, causal=True)
-    exchange = _transport.dist.batch_isend_irecv
+def contiguous(method: str, group: Any = None) -> ContextParallel:
+    return ContextParallel(group, method=method, layout="contiguous", multiple=64)
 
-    def delayed(operations: Any) -> Any:
-        time.sleep(delays.choice([0.0, 0.0, 0.003, 0.01]))
-        return exchange(operations)
 
-    _transport.dist.batch_isend_irecv = delayed
+@contextmanager
+def before(name: str, action: Callable[..., None]) -> Iterator[None]:
+    """A function of torch.distributed, before which something is done with its arguments."""
+    function = getattr(dist, name)
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        action(*arguments)
+        return function(*arguments, **options)
+
+    setattr(dist, name, changed)
     try:
-        results = [run(cp, causal=True) for _ in range(35)]  # of six exchanges each
+        yield
     finally:
-        _transport.dist.batch_isend_irecv = exchange
-    return all(torch.equal(a, b) for again in results for a, b in zip(first, again, strict=True))
+        setattr(dist, name, function)
 
 
-def work(layout: str = "contiguous", **options: Any) -> tuple[int, int]:
-    """Messages that this rank sends or receives, and kernels that it launches, in a forward."""
+def late(rank: int, method: str) -> tuple[bool, int]:
+    """Whether the bits are the same, whoever is late, and where; and how often this rank was."""
+    cp = contiguous(method)
+    delays, count = random.Random(rank), 0
+    first = run(cp, causal=True)
+
+    def wait(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        time.sleep(delays.choice([0.002, 0.005, 0.012]))
+
+    with ExitStack() as steps:
+        for name in ("batch_isend_irecv", "all_gather", "all_to_all_single"):
+            steps.enter_context(before(name, wait))
+        results = [run(cp, causal=True) for _ in range(RUNS[method])]
+    same = (torch.equal(a, b) for again in results for a, b in zip(first, again, strict=True))
+    return all(same), count
+
+
+def work(layout: str = "contiguous", **options: Any) -> dict[str, Any]:
+    """Bytes that this rank sends and receives in each hop, and kernels that it launches; in a
+    forward, and in its backward, where gradients travel, too."""
     multiple = 64 if layout == "contiguous" else 32
     cp = ContextParallel(method="ring", layout=layout, multiple=multiple)
-    given = tensors(cp)
-    exchange, messages = _transport.dist.batch_isend_irecv, 0
+    given = tensors(cp, torch.bfloat16)
+    counts: dict[int, list[int]] = {}  # by tag
 
-    def counted(operations: Any) -> Any:
-        nonlocal messages
-        messages += len(operations)
-        return exchange(operations)
+    def count(operations: list[dist.P2POp]) -> None:
+        for operation in operations:
+            sizes = counts.setdefault(operation.tag, [0, 0])
+            tensor = operation.tensor
+            sizes[operation.op is not dist.isend] += tensor.numel() * tensor.element_size()
 
-    _transport.dist.batch_isend_irecv = counted
-    try:
-        count, _ = launches(lambda: cp.attention(*given, seqlen=ROWS, **options))
-    finally:
-        _transport.dist.batch_isend_irecv = exchange
-    return messages, count
+    def counted(function: Callable[[], Any], tags: list[int]) -> tuple[list[Any], int, Any]:
+        counts.clear()
+        with before("batch_isend_irecv", count):
+            launched, result = launches(function)
+        found = [counts.pop(tag, [0, 0]) for tag in tags]
+        assert not counts
+        return found, launched, result
+
+    keys = [2 * hop for hop in HOPS]
+    gradients = [tag + 1 for tag in keys]
+    sizes, forward, out = counted(lambda: cp.attention(*given, seqlen=ROWS, **options), keys)
+    back, backward, _ = counted(lambda: torch.autograd.grad(out.sum(), given), keys + gradients)
+    return {
+        "forward": sizes,
+        "backward": back[: len(keys)],
+        "gradients": back[len(keys) :],
+        "launches": [forward, backward],
+    }
 
 
 def error_of(cp: ContextParallel) -> str:
@@ -84,38 +122,51 @@ def error_of(cp: ContextParallel) -> str:
     return ""
 
 
-def silent(rank: int) -> str:
-    """The error where rank 1 does not come."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    cp = ContextParallel(group, method="ring", layout="contiguous", multiple=64)
-    error = "" if rank == 1 else error_of(cp)
+def threads() -> int:
+    """Of the operating system."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def silent(rank: int, method: str, in_backward: bool) -> tuple[str, int]:
+    """The error where rank 1 does not come, or not to the backward, and how many threads it
+    leaves."""
+    cp = contiguous(method, dist.new_group(timeout=timedelta(seconds=2)))
     dist.barrier()
-    return error
+    before = threads()
+    error = ""
+    if rank != 1:
+        error = error_of(cp)
+    elif in_backward:
+        cp.attention(*tensors(cp), seqlen=ROWS)
+    left = threads() - before
+    dist.barrier()
+    return error, left
 
 
-def dead(rank: int, result: dict[str, Any]) -> str:
-    """The error where rank 1 is gone."""
-    cp = ContextParallel(method="ring", layout="contiguous", multiple=64)
+def dead(rank: int, result: dict[str, Any]) -> tuple[str, int]:
+    """The error where rank 1 is gone, and how many threads it leaves."""
+    cp = contiguous("ring")
     run(cp)
+    before = threads()
     if rank == 1:
         (Path(sys.argv[1]) / "1.json").write_text(json.dumps(result))
         os._exit(0)
-    return error_of(cp)
+    error = error_of(cp)
+    return error, threads() - before
 
 
 if __name__ == "__main__":
     number, _ = ranks.begin()
     answer: dict[str, Any] = {
-        "late": late(number),
+        "late": {method: late(number, method) for method in METHODS},
         "all": work(),
         "causal": work(causal=True),
         "window": work(window_size=(10, 0)),
         "zigzag": work("zigzag", causal=True),
         "placed": work("zigzag", causal=True, alibi_slopes=torch.ones(3)),
-        "silent": silent(number),
+        "silent": {method: silent(number, method, False) for method in METHODS},
+        "silent in backward": {method: silent(number, method, True) for method in METHODS},
     }
-    threads = threading.active_count()
     answer["dead"] = dead(number, answer)
-    answer["threads"] = threading.active_count() - threads
     (Path(sys.argv[1]) / f"{number}.json").write_text(json.dumps(answer))
     os._exit(0)  # the group of a dead rank cannot be left

@@ -25,10 +25,16 @@ DTYPES = {
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def inputs(dtype: str = "float32", seed: int = 0) -> tuple[Array, Array, Array]:
-    """Two sequences, 30 queries, 50 keys, 4 heads on 2, head dims 20 and 12."""
+LARGE = pytest.mark.parametrize("head_dims", [(320, 320), (512, 512), (512, 320)], ids=str)
+
+
+def inputs(
+    dtype: str = "float32", seed: int = 0, head_dims: tuple[int, int] = (20, 12)
+) -> tuple[Array, Array, Array]:
+    """Two sequences, 30 queries, 50 keys, 4 heads on 2."""
     random = np.random.default_rng(seed)
-    shapes = ((2, 30, 4, 20), (2, 50, 2, 20), (2, 50, 2, 12))
+    d, d_v = head_dims
+    shapes = ((2, 30, 4, d), (2, 50, 2, d), (2, 50, 2, d_v))
     q, k, v = (random.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
     return q, k, v
 

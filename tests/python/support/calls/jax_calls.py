@@ -35,8 +35,10 @@ def narrow() -> Iterator[None]:
         yield
 
 
-def arrays(dtype: str = "float32", seed: int = 0) -> dict[str, Array]:
-    return dict(zip("qkv", inputs(dtype, seed), strict=True))
+def arrays(
+    dtype: str = "float32", seed: int = 0, head_dims: tuple[int, int] = (20, 12)
+) -> dict[str, Array]:
+    return dict(zip("qkv", inputs(dtype, seed, head_dims), strict=True))
 
 
 def same(actual: Any, right: Any, name: str = "") -> None:

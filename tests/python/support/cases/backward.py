@@ -1,4 +1,4 @@
-"""Cases of the backward. `bug_...` in an id names where users met that bug, as in feature_cases.py.
+"""Cases of the backward. `bug_...` in an id names where users met that bug, as in features.py.
 
 Those below are small, for the emulator; the forward's cases follow, for the CPU and for GPUs.
 """

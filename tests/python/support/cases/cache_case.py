@@ -1,4 +1,4 @@
-"""What a case of attention with a cache is. The tables that every backend runs: kvcache_tables.py.
+"""What a case of attention with a cache is. The tables that every backend runs: kvcache.py.
 
 Its values follow from its id. Every row of the cache that no query sees is NaN or infinity (in an
 int8 cache the largest numbers), so are the scales of unused pages; entries of the block table that

@@ -1,4 +1,4 @@
-"""What a case is. The tables that every backend runs: forward_cases.py, feature_cases.py.
+"""What a case is. The tables that every backend runs: forward.py, features.py, varlen.py.
 
 A case is cheap to name and to repeat; its values follow from its id. What it costs the emulator is
 counted in tiles of 128 queries x 64 keys x 64 columns, about 3 ms each.

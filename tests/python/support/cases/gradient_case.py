@@ -1,6 +1,6 @@
 """What a case of the backward is: a case of the forward, and what the backward is given besides.
 
-What it costs the emulator is counted in the forward's tiles (cases.py), about 10 ms each.
+What it costs the emulator is counted in the forward's tiles (case.py), about 10 ms each.
 """
 
 from __future__ import annotations

@@ -31,6 +31,20 @@ SMALL = {
     "eos_token_id": 2,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+WIDE = {**SMALL, "hidden_size": 64, "intermediate_size": 64}  # with the head dims of real models
+GEMMA4 = {
+    **WIDE,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 512,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 0,
+    "tie_word_embeddings": False,  # or each token is followed by itself
+}
 ENCODER = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 T5 = {
     "vocab_size": VOCABULARY,
@@ -100,8 +114,45 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
+    "gemma4_global": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "num_key_value_heads": 1,
+            "head_dim": 512,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **WIDE,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
 }
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+# Those that this version has; before 5.0 the experts of DeepSeek-V3 have no float64.
+MODELS = {
+    name: model
+    for name, model in MODELS.items()
+    if hasattr(transformers, model[0]) and (name != "deepseek_v3" or VERSION >= (5, 0))
+}
 
 
 def is_taken(name: str) -> bool:
@@ -110,7 +161,11 @@ def is_taken(name: str) -> bool:
     return VERSION >= (5, 15) or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss")
+DECODERS = [
+    name
+    for name in ("llama", "mistral", "gemma2", "gpt_oss", "gemma4", "deepseek_v3")
+    if name in MODELS
+]
 TAKEN = [name for name in MODELS if name in DECODERS or is_taken(name)]
 TRAINED = [name for name in (*DECODERS, "bert", "t5") if name in TAKEN]
 
@@ -130,6 +185,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
             parameter.data = 1.5 * values / parameter.shape[-1] ** 0.5
         else:
             parameter.data = 0.3 * values + parameter_name.endswith("norm.weight")
+        if parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data *= 1.5 / parameter.numel() ** 0.25  # scores of Gemma 4 have no scale
     return model.to(dtype).eval()
 
 

@@ -1,6 +1,6 @@
 """Attention with a cache, written the plain way: the new rows are written to the cache, each
 sequence's keys are gathered from it, and what remains is attention over packed sequences
-(oracle.py)."""
+(attention.py)."""
 
 from __future__ import annotations
 
