@@ -43,11 +43,15 @@ __all__ = [
 def build_info() -> dict[str, Any]:
     """What this build holds and what this machine can run.
 
-    Keys: ``version``; ``cuda`` (None, or ``runtime_version`` and ``archs``); ``cpu`` (``isa`` in
-    use, ``compiled`` ones, default ``threads``); ``kernels`` (one dict each, with what it can do
-    and the number of its ``launches`` in this process); ``tuned_tiles``
-    (``grid_tile`` and ``short_rows``, by which measured tiles tell small and short problems);
-    ``devices`` (CUDA devices); ``device_error`` (why there are none).
+    Keys:
+
+    * ``version``
+    * ``cuda``: None, or ``runtime_version`` and ``archs``
+    * ``cpu``: ``isa`` in use, ``compiled`` ones, default ``threads``
+    * ``kernels``: one dict each, with what it can do and its ``launches`` in this process
+    * ``tuned_tiles``: ``grid_tile`` and ``short_rows``, which tell small and short problems
+    * ``devices``: CUDA devices
+    * ``device_error``: why there are none
     """
     return _core.build_info()
 

@@ -21,7 +21,6 @@ Prints one line per finding and exits with 1 if there are any.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import sys
@@ -30,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from check_functions import HIDDEN, SCOPE, blank
-from check_includes import CPP_SUFFIXES, read, source_files
+from sources import CPP_SUFFIXES, read, report, source_files
 
 MAX_VALUES = 4
 
@@ -149,14 +148,5 @@ def findings(root: Path) -> list[str]:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    found = findings(parser.parse_args().root)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(__doc__, findings))

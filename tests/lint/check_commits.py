@@ -13,14 +13,13 @@ Prints one line per finding and exits with 1 if there are any.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_includes import source_files
+from sources import report, source_files
 
 DATA = "python/docs/performance/data/"
 MIXED = r"(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])"
@@ -60,6 +59,10 @@ def cited(root: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def findings(root: Path) -> list[str]:
+    reason = why_not(root)
+    if reason is not None:
+        print(f"not checked: {reason}")
+        return []
     history = git(root, "rev-list", "HEAD").split()
     return [
         f"{name}:{line}: {word} is no commit of this history"
@@ -68,19 +71,5 @@ def findings(root: Path) -> list[str]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    root = parser.parse_args().root
-    reason = why_not(root)
-    if reason is not None:
-        print(f"not checked: {reason}")
-        return 0
-    found = findings(root)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(__doc__, findings))

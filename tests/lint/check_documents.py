@@ -9,13 +9,12 @@ Prints one line per finding and exits with 1 if there are any.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_includes import source_files
+from sources import report, source_files
 
 MAX_LINES = {"README.md": 200, "ARCHITECTURE.md": 200, "CONTRIBUTING.md": 130}
 CODE = re.compile(r"^```.*?^```|^(?: {4}.*\n)+|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -66,14 +65,5 @@ def findings(root: Path) -> list[str]:
     return [finding for page in pages for finding in check_page(root, page)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    found = findings(parser.parse_args().root)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(__doc__, findings))

@@ -13,16 +13,15 @@ Prints one line per finding and exits with 1 if there are any.
 
 from __future__ import annotations
 
-import argparse
 import posixpath
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".in"}
+from sources import CPP_SUFFIXES, read, report, source_files
+
 MAX_LINES = 400
 MAX_COLUMNS = 100
 LONG_FILES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".py", ".cmake", ".in"}
@@ -129,23 +128,6 @@ GENERATED = {"anyflash/version.h": f"{PUBLIC}anyflash/version.h.in"}
 EMULATED = {("cpp/kernels/common/launch.h", "emu.hpp")}
 
 
-def source_files(root: Path) -> list[str]:
-    """Files that git tracks or would track; all files where there is no repository."""
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"]
-        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return sorted({name for name in listed.split("\0") if name and (root / name).is_file()})
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
-
-
-def read(root: Path, name: str) -> str | None:
-    """The text of a file, None for a binary one."""
-    try:
-        return (root / name).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
 def resolve(root: Path, includer: str, header: str) -> str | None:
     """The file that a quoted include names, relative to the root."""
     if header in GENERATED:
@@ -218,14 +200,5 @@ def findings(root: Path) -> list[str]:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    found = findings(parser.parse_args().root)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(__doc__, findings))

@@ -1,19 +1,18 @@
-"""Checks that the sentences of the Markdown pages, and of docstrings, are short.
+"""Checks that the sentences of the Markdown pages, and of the package's docstrings, are short.
 
-    python tests/lint/check_sentences.py [ROOT] [--docstrings]
+    python tests/lint/check_sentences.py [ROOT]
 
 A sentence has at most 30 words. A word is what stands between blanks and has a letter or a digit: a
 number, its unit, a formula without blanks; a span of code is one word. A colon or a semicolon ends
 no sentence; the end of a paragraph or of a list's item does. Headings, tables, blocks of code,
 comments, tags, and where links lead to are not looked at.
-With --docstrings those of the package are checked, too, where no name begins with an underscore:
-their paragraphs, and what is said of each parameter. Examples and tables are not looked at.
+Of docstrings these are paragraphs, and what is said of each parameter, where no name begins with an
+underscore. Examples and tables are not looked at.
 Prints one line per finding and exits with 1 if there are any.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from check_includes import source_files
+from sources import report, source_files
 
 PACKAGE = "python/anyflash/"
 MAX_WORDS = 30
@@ -161,26 +160,15 @@ def check_module(name: str, text: str) -> Iterator[str]:
         yield from check_page(name, "\n" * (line - 1) + as_page(docstring))
 
 
-def findings(root: Path, with_docstrings: bool) -> list[str]:
+def findings(root: Path) -> list[str]:
     result = list[str]()
     for name in source_files(root):
-        is_module = with_docstrings and name.startswith(PACKAGE) and name.endswith(".py")
+        is_module = name.startswith(PACKAGE) and name.endswith(".py")
         if name.endswith(".md") or is_module:
             check = check_module if is_module else check_page
             result += check(name, (root / name).read_text(encoding="utf-8"))
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    parser.add_argument("--docstrings", action="store_true", help="of the package, too")
-    arguments = parser.parse_args()
-    found = findings(arguments.root, arguments.docstrings)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(__doc__, findings))

@@ -8,14 +8,13 @@ Prints one line per finding and exits with 1 if there are any.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_includes import read, source_files
+from sources import read, report, source_files
 
 FOLDER = "python/"
 HOME = "python/anyflash/torch/_dispatch_state.py"
@@ -49,14 +48,5 @@ def findings(root: Path) -> list[str]:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    found = findings(parser.parse_args().root)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(__doc__, findings))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from check_includes import source_files
+from sources import source_files
 
 ROOT = Path(__file__).resolve().parents[2]
 CPP = (".h", ".hpp", ".cpp", ".cu", ".cuh", ".c")

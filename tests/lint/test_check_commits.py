@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from check_commits import COMMIT, DATA, cited
+from checker_runs import status_and_lines
 
 CHECKER = Path(__file__).with_name("check_commits.py")
 # The hash of nothing that a test commits.
@@ -45,11 +46,7 @@ def write(root: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def run(root: Path) -> tuple[int, list[str]]:
-    command = [sys.executable, str(CHECKER), str(root)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    return done.returncode, done.stdout.splitlines()
+run = functools.partial(status_and_lines, CHECKER)
 
 
 @pytest.mark.parametrize("digits", [7, 12])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from checker_runs import findings
 
 CHECKER = Path(__file__).with_name("check_documents.py")
 PAGE = "# A page's title: `x` & more\n\n```\n# no heading\n```\n\n## Second part\n"
@@ -15,13 +14,7 @@ PAGE = "# A page's title: `x` & more\n\n```\n# no heading\n```\n\n## Second part
 def run(root: Path, text: str, name: str = "docs/a.md") -> list[str]:
     (root / "docs").mkdir(exist_ok=True)
     (root / "docs/b.md").write_text(PAGE)
-    (root / name).write_text(text)
-    command = [sys.executable, str(CHECKER), str(root)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    found = done.stdout.splitlines()
-    assert done.returncode == (1 if found else 0)
-    return found
+    return findings(CHECKER, root, name, text)
 
 
 @pytest.mark.parametrize(

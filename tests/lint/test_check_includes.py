@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from checker_runs import status_and_lines
 
 CHECKER = Path(__file__).with_name("check_includes.py")
 
@@ -34,10 +34,7 @@ def run(root: Path, **changes: str) -> tuple[int, list[str]]:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    command = [sys.executable, str(CHECKER), str(root)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    return done.returncode, done.stdout.splitlines()
+    return status_and_lines(CHECKER, root)
 
 
 def test_a_tree_that_keeps_the_rules(tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from check_sentences import PACKAGE
+from checker_runs import findings
 
 CHECKER = Path(__file__).with_name("check_sentences.py")
 
@@ -20,16 +19,8 @@ SHORT, LONG = words(30), words(31)
 BEGIN = words(8)
 
 
-def run(root: Path, text: str, name: str = "a.md", *options: str) -> list[str]:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    command = [sys.executable, str(CHECKER), str(root), *options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    found = done.stdout.splitlines()
-    assert done.returncode == (1 if found else 0)
-    return found
+def run(root: Path, text: str, name: str = "a.md") -> list[str]:
+    return findings(CHECKER, root, name, text)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +87,7 @@ MODULE = f"{PACKAGE}a.py"
     ],
 )
 def test_short_docstrings(tmp_path: Path, text: str) -> None:
-    assert run(tmp_path, text, MODULE, "--docstrings") == []
+    assert run(tmp_path, text, MODULE) == []
 
 
 @pytest.mark.parametrize(
@@ -118,12 +109,11 @@ def test_short_docstrings(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_long_docstrings(tmp_path: Path, text: str, line: int) -> None:
-    (found,) = run(tmp_path, text, MODULE, "--docstrings")
+    (found,) = run(tmp_path, text, MODULE)
     assert found.startswith(f"{MODULE}:{line}: a sentence has 31 words; at most 30 are allowed: ")
 
 
-def test_docstrings_where_asked_for(tmp_path: Path) -> None:
-    """And of the package alone."""
+def test_docstrings_of_the_package_alone(tmp_path: Path) -> None:
     text = f'"""{LONG}."""\n'
-    assert run(tmp_path, text, "tests/a.py", "--docstrings") == []
-    assert run(tmp_path, text, MODULE) == []
+    assert run(tmp_path, text, "tests/a.py") == []
+    assert len(run(tmp_path, text, MODULE)) == 1

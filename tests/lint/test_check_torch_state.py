@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
 from check_torch_state import HOME, questions
+from checker_runs import findings
 
 CHECKER = Path(__file__).with_name("check_torch_state.py")
-
-
-def run(root: Path, name: str, text: str) -> list[str]:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    command = [sys.executable, str(CHECKER), str(root)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    found = done.stdout.splitlines()
-    assert done.returncode == (1 if found else 0)
-    return found
+run = functools.partial(findings, CHECKER)
 
 
 @pytest.mark.parametrize(

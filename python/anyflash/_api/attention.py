@@ -160,8 +160,8 @@ def attention(
     k : (batch, seqlen_k, heads_k, head_dim)
     v : (batch, seqlen_k, heads_k, head_dim_v)
         Arrays of one framework (NumPy, PyTorch, JAX on the CPU, CuPy, or any object that speaks
-        DLPack), one dtype and one device, which is where the work is done; so must all arrays
-        below be. ``heads_k`` divides ``heads``: each K/V head serves ``heads / heads_k``
+        DLPack), one dtype and one device. The work is done there, and all arrays below must be
+        there, too. ``heads_k`` divides ``heads``: each K/V head serves ``heads / heads_k``
         consecutive query heads (GQA, MQA).
         CPU: float64, float32, float16, bfloat16 (NumPy: of ml_dtypes), any head dim, any strides.
         CUDA: float16, bfloat16, head dims up to 512; arrays whose last axis is not contiguous, or
@@ -200,7 +200,7 @@ def attention(
     seed : int, optional
         0 to 2**64 - 1. Where neither it nor ``rng_state`` is given, one is drawn from the
         framework's default generator, so that ``torch.manual_seed`` and ``numpy.random.seed``
-        make runs repeatable; JAX has none and needs one of the two; for others it is random.
+        make runs repeatable. JAX has none and needs one of the two. For others it is random.
     rng_state : (seed, offset) or array of (2,) int64 or uint64, optional
         In place of ``seed``. An array is read on the device when the work runs: a CUDA graph that
         is replayed sees what it then holds.

@@ -230,7 +230,7 @@ def attention_varlen_backward(  # noqa: PLR0917 (the order of flash-attn)
 ) -> AttentionGrads[ArrayT]:
     """:func:`attention_backward` over sequences of different lengths, packed without padding.
 
-    A sequence's gradients have the same bits as alone or in any other batch; those of bias, sinks
+    A sequence's gradients have the same bits as alone or in any other batch. Those of bias, sinks
     and slopes are summed over the batch where these have no batch axis.
 
     Parameters that are not listed are those of :func:`attention_backward`, but for block_mask and

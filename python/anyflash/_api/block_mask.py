@@ -68,9 +68,9 @@ def create_block_mask(  # noqa: PLR0917
     ----------
     predicate : callable
         ``predicate(b, h, i, j)`` says whether query i of head h in sequence b sees key j. It is
-        called with integer arrays that broadcast together, (1, 1), (1, 1), (rows, 1) and
-        (1, columns), for a piece of the scores at a time, and gives an array of bool that
-        broadcasts to (rows, columns). It should use what works on arrays: ``&`` and ``|``, not
+        called for a piece of the scores at a time. Its arguments are arrays of integers, (1, 1),
+        (1, 1), (rows, 1) and (1, columns), and its result is one of bool that broadcasts to
+        (rows, columns). It should use what works on arrays: ``&`` and ``|``, not
         ``and`` and ``or``.
     batch, heads : int or None
         None or 1 where the predicate does not depend on it; the mask is then broadcast.

@@ -101,7 +101,7 @@ def attention_with_kvcache(
 
     For generation, token by token or several at a time (prefill in chunks, speculation). The keys
     of a sequence are split over the processors, and the parts joined in float32 (Flash-Decoding,
-    https://crfm.stanford.edu/2023/10/12/flashdecoding.html); all query heads that share a K/V head
+    https://crfm.stanford.edu/2023/10/12/flashdecoding.html). All query heads that share a K/V head
     share one pass over it. Scores are made as in :func:`attention`, of which this is the result
     over each sequence's keys.
 
@@ -129,9 +129,9 @@ def attention_with_kvcache(
         ``cache_seqlens`` itself is not changed.
     rotary_cos, rotary_sin : (rows, rotary_dim / 2), optional
         Of the angles of each position, float32 or q's dtype. The first ``rotary_dim`` columns of q
-        and k are rotated (rotary embedding, Su et al., arXiv 2104.09864), k before it is written:
-        new key t by row ``n + t``; query i by row ``n + i``, or, without ``causal`` and
-        ``window_size``, row n. Need k.
+        and k are rotated (rotary embedding, Su et al., arXiv 2104.09864), k before it is written.
+        New key t is rotated by row ``n + t``, and query i by row ``n + i``. Without ``causal``
+        and ``window_size`` all queries are rotated by row n. Need k.
     rotary_seqlens : (batch,) int32, optional
         The row that stands for n there, of each sequence: its first new key's. Default: n;
         ``cache_seqlens`` gives flash-attn's rotation, by the row in the cache, pad included.

@@ -138,7 +138,7 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
         last column are seen as without it.
     num_splits, split_size : int
         On a GPU they divide the keys of sequences with few queries, whose rows of a K/V head fit
-        the tile of one query; those of longer ones are only split where the number is chosen.
+        the tile of one query. Those of longer ones are only split where the number is chosen.
 
     Returns
     -------

@@ -34,7 +34,7 @@ class Adapter(Protocol):
 
 def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
     """PyTorch's where gradients are recorded or operations traced, and where torch.autocast is on
-    if ``autocast``; JAX's for tracers and arrays on a GPU; None where the work can simply be done.
+    if ``autocast``. JAX's for tracers and arrays on a GPU. None where the work can simply be done.
 
     The first array says which framework it is; others may be None.
     """

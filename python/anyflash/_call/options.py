@@ -206,9 +206,9 @@ class GradientRequest(NamedTuple):
 
 
 class KvCacheOptions(NamedTuple):
-    """What attention with a KV cache is given besides: keys and values to append, how they and the
-    queries are rotated, where the cache's keys lie, what they are, how they are divided, and where
-    packed queries and new keys lie."""
+    """What attention with a KV cache is given besides. These are the keys and values to append, how
+    they and the queries are rotated, and where packed ones lie. Of the cache's keys they are where
+    these lie, what they are, and how they are divided."""
 
     k: Any
     v: Any

@@ -52,9 +52,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Preset:
-    """Cases, the labels that make figures, their rows, columns and x axes ("": no plot), rooflines
-    to measure, the peers to run if none are asked for ((): all that are found), and whether several
-    devices share a case, which peers have no part in."""
+    """Cases; the labels that make figures, their rows, columns and x axes ("": no plot); rooflines
+    to measure. The peers are those to run if none are asked for; (): all that are found. They have
+    no part in cases that several devices share."""
 
     about: str
     cases: Callable[[Wanted], Iterable[Case]]

@@ -113,9 +113,9 @@ def flash_attn_func(
         Natural logarithm of the softmax's denominator; +inf where a query sees no key (anyflash's
         own functions give -inf). Unlike flash-attn's it is differentiable.
     S_dmask : (batch, heads, seqlen_q, seqlen_k), lengths rounded up to 128
-        For tests, with a matrix of scores in memory: negative where dropout drops; the magnitude
-        is ``exp(score - m)``, m the largest score of the row from this key's block on to the last,
-        as flash-attn's kernel leaves it (``_get_block_size_n`` keys are a block). Without dropout
+        For tests, with a matrix of scores in memory: negative where dropout drops. The magnitude
+        is ``exp(score - m)``, as flash-attn's kernel leaves it: m is the row's largest score from
+        this key's block to the last (``_get_block_size_n`` keys are a block). Without dropout
         it is empty.
 
     Raises

@@ -30,11 +30,11 @@ def register() -> None:
     again changes nothing.
 
     Padding is left out of the work. Grouped heads, sliding windows, softcap, attention sinks
-    (GPT-OSS), an additive position bias with its gradient (T5), dropout, sequences packed by
-    ``position_ids`` or by ``cu_seq_lens_q`` and its kin, dynamic and static caches are all taken.
+    (GPT-OSS), dropout, dynamic and static caches are taken. So are an additive position bias with
+    its gradient (T5), and sequences packed by ``position_ids`` or by ``cu_seq_lens_q`` and its kin.
     A mask of all scores is made only where a model hides more than its positions and padding tell
-    (prefixes, blocks, chunks) and, compiled, where the model is given no ``attention_mask`` and no
-    cache, for then ``position_ids`` may hold packed sequences: give it ones.
+    (prefixes, blocks, chunks). Compiled models need one, too, if they are given neither
+    ``attention_mask`` nor a cache: ``position_ids`` may then hold packed sequences. Give it ones.
 
     CPU: float64, float32, float16, bfloat16. CUDA: float16, bfloat16; float32 states of a model in
     half precision are cast to it.
@@ -42,8 +42,8 @@ def register() -> None:
     Padded queries give numbers without a meaning, not always those of "eager". Weights are never
     made: ``output_attentions=True`` gives None, as with "sdpa".
 
-    Where a model's attention does not go through the interface (in transformers 4 that of BERT,
-    before 5.15 that of T5), making the model with the name raises ValueError;
+    Some models' attention does not go through the interface: in transformers 4 that of BERT, before
+    5.15 that of T5. To make such a model with the name raises ValueError, and
     ``set_attn_implementation`` warns and changes nothing. A call raises NotImplementedError for
     ``head_mask``.
 

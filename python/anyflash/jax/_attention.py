@@ -135,7 +135,7 @@ def attention(
     """:func:`anyflash.attention` for JAX: compiled, differentiable and batched.
 
     It works within jax.jit, grad, vjp, vmap, lax.scan, checkpoint and shard_map. Gradients flow to
-    q, k, v, a bias of numbers, sinks and alibi_slopes, from the output and from the LSE; those of
+    q, k, v, a bias of numbers, sinks and alibi_slopes, from the output and from the LSE. Those of
     bias, sinks and slopes are computed only where they are wanted. Gradients of gradients are made
     of JAX's own operations: memory is then quadratic in the sequence lengths. There is no
     forward-mode derivative (jax.jvp, jax.jacfwd).
@@ -209,8 +209,9 @@ def attention(
     jax.errors.JaxRuntimeError
         When the call is compiled: shardings that would need a gather, where the compiler made them.
         Where types have them, it is a ValueError.
-        When the work runs: lengths that do not fit (on the CPU), a dtype or head dim that the GPU's
-        kernels do not take, or a GPU that this build has no code for.
+
+        When the work runs: lengths that do not fit (on the CPU). On a GPU: no code for it, or a
+        dtype or head dim that its kernels do not take.
 
     Examples
     --------

@@ -36,8 +36,8 @@ def dot_product_attention(
     """``jax.nn.dot_product_attention``, whose arguments and results these are.
 
     Causal masks and windows are aligned at the top left: query i sees the keys ``j <= i``. In two
-    things it differs: a query that sees no key gives 0, and -inf as residual, where jax.nn takes
-    the mean of all values; and the gradient of ``bias`` is there whatever its shape. What is
+    things it differs. A query that sees no key gives 0, and -inf as residual, where jax.nn takes
+    the mean of all values. The gradient of ``bias`` is there whatever its shape. What is
     sharded over the batch or the heads stays where it is, as :func:`anyflash.jax.attention` says.
 
     Parameters

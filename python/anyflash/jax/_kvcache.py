@@ -141,8 +141,9 @@ def attention_with_kvcache(
     """:func:`anyflash.attention_with_kvcache` for JAX, which returns the caches it has appended to.
 
     JAX's arrays are immutable: where ``k`` is given, the result holds the new caches. Within
-    jax.jit they are the old ones, updated in place, if these are donated to the compiled function,
-    or made in it, as the carry of a jax.lax.scan is; else XLA copies the caches first. There is no
+    jax.jit they are the old ones, updated in place, if these are donated to the compiled function.
+    So they are if made in it, as the carry of a jax.lax.scan is. Else XLA copies the caches first.
+    There is no
     derivative. Under jax.vmap it is a loop.
 
     Arrays that are sharded over the batch or the heads stay where they are, caches included: each

@@ -1,8 +1,8 @@
 """How one call is divided among the devices of a mesh: along the batch and the heads.
 
-Every axis of an operand or a result has a factor, a letter: ``b`` the batch, ``h`` the query heads,
-``g`` the key heads, where there are fewer, and ``m0``, ``m1`` ... axes of jax.vmap. These may be
-sharded; every other axis has the factor ``.``, and must not be.
+Every axis of an operand or a result has a factor, a letter. ``b`` is the batch, ``h`` the query
+heads, ``g`` the key heads, where there are fewer; ``m0``, ``m1`` ... are axes of jax.vmap. These
+may be sharded; every other axis has the factor ``.``, and must not be.
 """
 
 from __future__ import annotations

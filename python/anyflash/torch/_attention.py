@@ -141,7 +141,7 @@ def attention(
         CPU: float64, float32, float16, bfloat16. CUDA: float16, bfloat16.
     seed, rng_state
         As in :func:`anyflash.attention`. Where dropout is given neither, a state is drawn on q's
-        device from its default generator: ``torch.manual_seed``, activation checkpointing and
+        device from its default generator. ``torch.manual_seed``, activation checkpointing and
         replayed CUDA graphs then do what they do for torch's own dropout.
     deterministic : bool, optional
         Of the gradients, as in :func:`anyflash.attention_backward`. Default:

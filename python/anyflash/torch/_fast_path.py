@@ -41,9 +41,9 @@ def forward(  # noqa: PLR0917
     heads_first: bool = False,
     pytorch: Any = None,
 ) -> Any:
-    """out, with ``return_lse`` (out, lse), of plain tensors that nobody looks at, which are (batch,
-    seqlen, heads, head_dim), or with heads and seqlen exchanged; in memory, out's heads lie side by
-    side either way. ``options`` is what `options_of` gives.
+    """out, with ``return_lse`` (out, lse), of plain tensors that nobody looks at. These are (batch,
+    seqlen, heads, head_dim), or have heads and seqlen exchanged. In memory, out's heads lie side by
+    side either way, unless ``pytorch`` is `OUT_LIKE_Q`. ``options`` is what `options_of` gives.
 
     None where they are not what the kernels take: on the CPU or a GPU, four axes each, and no cast
     or error that is not the kernel's."""

@@ -15,10 +15,10 @@ def register() -> None:
     """Enters anyflash in PyTorch's registry of flash attention, as ``"anyflash"``.
 
     Nothing else changes until ``torch.nn.attention.activate_flash_attention_impl("anyflash")``.
-    From then on, what PyTorch computes by flash attention on CUDA is computed by anyflash:
-    ``scaled_dot_product_attention``, also of nested tensors and in compiled code, and
-    ``torch.nn.attention.varlen.varlen_attn``, forward and backward, with grouped heads, dropout,
-    windows, used lengths and pages. PyTorch goes on to choose its backend, for example by
+    From then on, what PyTorch computes by flash attention on CUDA is computed by anyflash, forward
+    and backward. This is ``scaled_dot_product_attention``, also of nested tensors and in compiled
+    code, and ``torch.nn.attention.varlen.varlen_attn``. They have grouped heads, dropout, windows,
+    used lengths and pages. PyTorch goes on to choose its backend, for example by
     ``torch.nn.attention.sdpa_kernel``. ``torch.nn.attention.restore_flash_attention_impl()`` brings
     back PyTorch's own kernels.
 

@@ -1,7 +1,7 @@
 """sdpa_routing: torch.nn.functional.scaled_dot_product_attention by anyflash, in existing code.
 
-The name is replaced, not calls intercepted: a ``TorchFunctionMode`` would cost each call of any
-PyTorch function a microsecond, and would not see what ``nn.MultiheadAttention``, ``backward`` and
+The name is replaced, not calls intercepted. A ``TorchFunctionMode`` would cost each call of any
+PyTorch function a microsecond. It would not see what ``nn.MultiheadAttention``, ``backward`` and
 threads of ``nn.DataParallel`` do within.
 """
 
@@ -54,16 +54,16 @@ def sdpa_routing() -> Iterator[None]:
     autograd, which recompute checkpointed activations, and of ``nn.DataParallel``. Backward passes
     of checkpointed models belong within it. What ``torch.compile`` traces within is routed, too.
 
-    Reached are callers that look the function up in ``torch.nn.functional``, among them
-    ``nn.MultiheadAttention`` (with ``need_weights=False``) and ``nn.Transformer*``, whose fused
-    fast path for inference is off meanwhile; and modules that imported it by its own name. Not
+    Reached are callers that look the function up in ``torch.nn.functional``, and modules that
+    imported it by its own name. ``nn.MultiheadAttention`` (with ``need_weights=False``) is among
+    them, and ``nn.Transformer*``, whose fused fast path for inference is off meanwhile. Not
     reached are other references to it that were taken before (``import ... as``, default
     arguments, attributes of objects), and C++.
 
-    PyTorch's own function still computes what anyflash does not: nested tensors and other
-    subclasses, devices but the CPU and supported GPUs, dtypes and head dims that
-    :func:`attention` does not take, ``is_causal`` with a mask, forward-mode derivatives, and
-    ``torch.jit.trace``. ``torch.jit.script`` belongs outside.
+    PyTorch's own function still computes what anyflash does not. These are nested tensors and other
+    subclasses, ``is_causal`` with a mask, forward-mode derivatives, and ``torch.jit.trace``; and
+    devices, dtypes and head dims that :func:`attention` does not take. ``torch.jit.script`` belongs
+    outside.
 
     Examples
     --------

@@ -30,8 +30,8 @@ WHOLE = 0, 0, 0
 
 
 def part_of(q: Any) -> tuple[int, int, int]:
-    """The numbers of the first batch entry and of the first head that this rank holds of a DTensor
-    (batch, seqlen, heads, head_dim) or (total, heads, head_dim), and the heads of the whole.
+    """Which part of a DTensor this rank holds: the numbers of its first batch entry and of its
+    first head, and the heads of the whole. It is (batch, seqlen, heads, head_dim) or packed.
 
     Shards are as torch.chunk makes them, along one axis of the mesh after the other.
     """

@@ -83,8 +83,8 @@ def apply_rotary_emb(
     """:func:`~anyflash.flash_attn.ops.triton.rotary.apply_rotary` with other places for its
     arguments.
 
-    With ``inplace`` x may be a leaf that requires grad, or a view: autograd then knows of the
-    rotation by the result alone, and cos and sin get no gradient, as in flash-attn.
+    With ``inplace`` x may be a leaf that requires grad, or a view. As in flash-attn, autograd then
+    knows of the rotation by the result alone, and cos and sin get no gradient.
 
     Examples
     --------

@@ -28,9 +28,8 @@ def piece_of(rows: Run, keys: Run) -> Piece:
 
 def joined_pieces(whole: Whole, rows: Sequence[Run], keys: Sequence[Run]) -> list[Piece] | None:
     """Pieces of an attention that depends on where rows lie by its masks alone; None where runs
-    cannot be joined. With zigzag and a causal mask one piece remains in every hop: runs at the same
-    places are like one sequence, and in all other pairs of runs every row sees every key, or
-    none."""
+    cannot be joined. With zigzag and a causal mask one piece remains in every hop. Runs at the same
+    places are like one sequence; in all other pairs of runs every row sees every key, or none."""
     if not rows or not keys:
         return []
     if whole.only_causal and [run[:2] for run in rows] == [run[:2] for run in keys]:

@@ -28,8 +28,8 @@ class Layout(NamedTuple):
     shorter, or empty. Contiguous: rank r has chunk r. Zigzag: of twice as many chunks rank r has
     chunk r and chunk 2 size - 1 - r, so that under a causal mask all ranks have the same work.
 
-    With two axes of ranks, numbered along the second one first, what a rank of the first axis would
-    have is shared by `inner_size` ranks of the second, in one piece each."""
+    Two axes of ranks are numbered along the second one first. What a rank of the first axis would
+    have is then shared by `inner_size` ranks of the second, in one piece each."""
 
     name: str
     size: int

@@ -1,8 +1,8 @@
-"""Keys and values travel, a hop at a time (Liu et al., "Ring attention", arXiv 2310.01889): in hop
+"""Keys and values travel, a hop at a time (Liu et al., "Ring attention", arXiv 2310.01889). In hop
 h a rank has those of the rank h before it, while those of the next hop arrive.
 
-They come from their owner directly, not through the ranks between, so that one whose rows see none
-of them is left out: windows send and compute no more than they need. Results and gradients are
+They come from their owner directly, not through the ranks between. So one whose rows see none of
+them is left out: windows send and compute no more than they need. Results and gradients are
 joined in the order of the hops, whatever arrives when.
 """
 

@@ -1,7 +1,7 @@
 """Rows are exchanged for heads (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): a rank
 computes some heads of the whole sequence. With two axes of ranks (Fang and Zhao, "USP", arXiv
-2405.07719), of those rows that it has with the other ranks of the second axis; a ring along the
-first brings the other keys and values."""
+2405.07719), these are of the rows that it has with the other ranks of the second axis. A ring along
+the first brings the other keys and values."""
 
 from __future__ import annotations
 
