@@ -108,8 +108,9 @@ struct ForwardOptions {
   // out (its shape) and lse (its shape) of the same rows over other keys: the results are joined
   // with them as merge_states() does, in one pass. Both or none. float32; on the CPU float64 too:
   // prior_out with float64 tensors, prior_lse with any. They may be `out` and `lse` themselves,
-  // which then are a state that call after call continues. A sink counts in each call that has it.
-  // The backward does not read them.
+  // which then are a state that call after call continues: with 0 where no key has been seen. Keys
+  // that masks hide from all rows then cost no launch, where the host knows the positions. A sink
+  // counts in each call that has it. The backward does not read them.
   const TensorView* prior_out = nullptr;
   const TensorView* prior_lse = nullptr;
 

@@ -229,7 +229,8 @@ def attention(
     prior : (out, lse), optional
         Result and LSE of the same queries over other keys, in float32: the results are joined with
         them as :func:`merge_states` does, in one pass. They may be ``out`` and ``lse``, which are
-        then a state that call after call continues. A sink counts in each call that has it.
+        then a state that call after call continues, with 0 where no key has been seen. A sink
+        counts in each call that has it.
     stream : int, optional
         CUDA: the address of a ``cudaStream_t`` to run on; default: the framework's current stream.
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from anyflash._call.parsing import flags
+from anyflash._call.parsing import flags, length
+from anyflash.flash_attn._options import check_tensors
 from anyflash.torch._dispatch_state import is_compiling
 
-_LARGEST = 2**40  # rows that no memory holds
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -21,10 +21,8 @@ class Checks:
 
     def tensors(self, like: torch.Tensor | None = None, **given: Any) -> None:
         """Of one device, that of ``like`` or the first one."""
+        check_tensors(self.function, **given)
         for name, x in given.items():
-            if not isinstance(x, torch.Tensor):
-                kind = type(x).__name__
-                raise TypeError(f"{self.function}: {name} is {kind}; a torch.Tensor is allowed")
             like = x if like is None else like
             if x.device != like.device:
                 raise ValueError(
@@ -48,12 +46,10 @@ class Checks:
         self.shape(name, x, x.dim() == 1 and count in {-1, x.shape[0]}, expected)
 
     def size(self, name: str, value: Any) -> None:
-        is_int = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-        if not is_int:
-            kind = type(value).__name__
-            raise TypeError(f"{self.function}: {name} is {kind}; an int is allowed")
-        if not 0 <= value <= _LARGEST:
-            raise ValueError(f"{self.function}: {name} is {value}; 0 to 2**40 is allowed")
+        try:
+            length(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.function}: {name} {error}") from None
 
     def below(self, name: str, x: torch.Tensor, end: int, limit: str, verb: str = "holds") -> None:
         """That 0 <= x < end, which is called ``limit``, where nobody has to wait to know it."""
