@@ -15,13 +15,17 @@ namespace anyflash {
 
 namespace {
 
+std::string option(const char* name, int64_t value) {
+  return std::string(name) + " is " + std::to_string(value);
+}
+
 std::string at(const char* argument, int64_t index) {
   return std::string(argument) + "[" + std::to_string(index) + "]";
 }
 
-// `rows` is what the tensor has, `bound` the option `bound_name`.
+// `rows` is what the tensor has. No length is over `most`; `limit` says where that comes from.
 void check_cumulative(const int32_t* cu, const char* argument, int64_t batch, int64_t rows,
-                      const char* tensor, int64_t bound, const char* bound_name) {
+                      const char* tensor, int64_t most, const std::string& limit) {
   if (cu[0] != 0) {
     invalid_value(at(argument, 0) + " is " + std::to_string(cu[0]) + "; it must be 0");
   }
@@ -31,9 +35,9 @@ void check_cumulative(const int32_t* cu, const char* argument, int64_t batch, in
       invalid_value(at(argument, i + 1) + " is " + std::to_string(cu[i + 1]) + ", less than " +
                     at(argument, i) + ", " + std::to_string(cu[i]) + "; it must not decrease");
     }
-    if (length > bound) {
+    if (length > most) {
       invalid_value("sequence " + std::to_string(i) + " of " + argument + " has length " +
-                    std::to_string(length) + "; " + bound_name + " is " + std::to_string(bound));
+                    std::to_string(length) + "; " + limit);
     }
   }
   if (cu[batch] != rows) {
@@ -116,12 +120,11 @@ class CacheLengths {
     const Attention& a = p_.attention;
     if (cu_q_.data() != nullptr) {
       check_cumulative(cu_q_.data(), "cu_seqlens_q", a.batch, a.total_q, "q", a.seqlen_q,
-                       "max_seqlen_q");
+                       option("max_seqlen_q", a.seqlen_q));
     }
     if (cu_new_.data() != nullptr) {
-      const bool of_q = p_.cu_seqlens_k_new == a.cu_seqlens_q;
-      check_cumulative(cu_new_.data(), of_q ? "cu_seqlens_q" : "cu_seqlens_k_new", a.batch,
-                       p_.total_new, "k_new", a.seqlen_k, "the room for a sequence in the cache");
+      check_cumulative(cu_new_.data(), cu_new_name(), a.batch, p_.total_new, "k_new", a.seqlen_k,
+                       room_text());
     }
   }
 
@@ -154,8 +157,7 @@ class CacheLengths {
       filled = seqlens_.data()[index];
       if (!is_within(filled, room)) {
         invalid_element("cache_seqlens", index, filled, room,
-                        room_of(p_.block_table != nullptr, p_.attention.seqlen_k) + ", and " +
-                            std::to_string(appended) + " are appended");
+                        room_text() + ", and " + appended_text(appended));
       }
     }
     if (leftpad_.data() != nullptr) {
@@ -163,8 +165,7 @@ class CacheLengths {
       if (!is_within(first, filled)) {
         const bool all = seqlens_.data() == nullptr;
         invalid_element("cache_leftpad", index, first, filled,
-                        all ? room_of(p_.block_table != nullptr, p_.attention.seqlen_k)
-                            : "the rows that are filled, of cache_seqlens");
+                        all ? room_text() : "the rows that are filled, of cache_seqlens");
       }
     }
     return {first, filled + appended};
@@ -198,15 +199,38 @@ class CacheLengths {
       if (is_within(rotations_.data()[index], most)) return;
       invalid_element("rotary_seqlens", index, rotations_.data()[index], most,
                       "rotary_cos has " + std::to_string(a_.rotary_rows) + " rows, " +
-                          std::to_string(appended) + " keys are appended, and q has seqlen_q " +
-                          std::to_string(queries));
+                          appended_text(appended) + ", and " + queries_text(queries));
     }
     const int64_t needed = before + count;
     if (needed <= a_.rotary_rows) return;
     invalid_value("rotary_cos has " + std::to_string(a_.rotary_rows) + " rows; sequence " +
                   std::to_string(index) + " needs " + std::to_string(needed) + ": " +
-                  std::to_string(before) + " keys are in the cache, " + std::to_string(appended) +
-                  " are appended, and q has seqlen_q " + std::to_string(queries));
+                  filled_text(before) + ", " + appended_text(appended) + ", and " +
+                  queries_text(queries));
+  }
+
+  std::string room_text() const {
+    return room_of(p_.block_table != nullptr, p_.attention.seqlen_k);
+  }
+
+  // Texts of counts, with the arguments that they come from.
+  std::string filled_text(int64_t filled) const {
+    const std::string pad = leftpad_.data() == nullptr ? "" : ", cache_leftpad";
+    return std::to_string(filled) + " keys are in the cache (" +
+           (seqlens_.data() == nullptr ? "k_cache" : "cache_seqlens") + pad + ")";
+  }
+  std::string appended_text(int64_t appended) const {
+    return std::to_string(appended) + " are appended (" +
+           (cu_new_.data() == nullptr ? "k_new" : cu_new_name()) + ")";
+  }
+  std::string queries_text(int64_t queries) const {
+    const std::string count = std::to_string(queries);
+    return cu_q_.data() == nullptr ? "q has seqlen_q " + count
+                                   : count + " are queries (cu_seqlens_q)";
+  }
+  const char* cu_new_name() const {
+    const bool of_q = p_.cu_seqlens_k_new == p_.attention.cu_seqlens_q;
+    return of_q ? "cu_seqlens_q" : "cu_seqlens_k_new";
   }
 
   const AppendParams& a_;
@@ -231,9 +255,9 @@ void check_lengths(const Attention& attention, const LongestSequences& longest,
   const HostCopy used(attention.seqused_k, batch, device, stream);
   if (cu_q.data() != nullptr) {
     check_cumulative(cu_q.data(), "cu_seqlens_q", batch, attention.total_q, "q", longest.q,
-                     "max_seqlen_q");
+                     option("max_seqlen_q", longest.q));
     check_cumulative(cu_k.data(), "cu_seqlens_k", batch, attention.total_k, "k", longest.k,
-                     "max_seqlen_k");
+                     option("max_seqlen_k", longest.k));
   }
   if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, attention.seqlen_k);
   const Part& part = attention.part;

@@ -136,7 +136,7 @@ def check_room(
         room = f"has room for {capacity} rows of a sequence"
         room = f"k_cache {room}" if table is None else f"block_table {room}, in pages of k_cache"
         raise ValueError(
-            f"is {filled}; {allowed} is allowed: {room}, and {seqlen_new} are appended"
+            f"is {filled}; {allowed} is allowed: {room}, and {seqlen_new} are appended (k)"
         )
 
 

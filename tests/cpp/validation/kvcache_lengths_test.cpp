@@ -11,6 +11,7 @@
 
 namespace {
 
+using anyflash::TensorView;
 using test::Appending;
 using test::CaseOf;
 using test::check_throws;
@@ -24,7 +25,7 @@ const CaseOf<Appending> kLengths[] = {
      [](Appending& c) { c.seqlens.data<int32_t>()[1] = -1; },
      kValue,
      {"cache_seqlens[1] is -1; 0 to 14 is allowed: k_cache has room for 16 rows of a sequence, "
-      "and 2 are appended"}},
+      "and 2 are appended (k_new)"}},
     {"no room",
      [](Appending& c) { c.seqlens.data<int32_t>()[0] = 15; },
      kValue,
@@ -64,8 +65,8 @@ const CaseOf<Appending> kLengths[] = {
     {"rotary rows for q",
      [](Appending& c) { c.cos.view.shape[0] = c.sin.view.shape[0] = 10; },
      kValue,
-     {"rotary_cos has 10 rows; sequence 0 needs 11: 8 keys are in the cache, 2 are appended, and q "
-      "has seqlen_q 3"}},
+     {"rotary_cos has 10 rows; sequence 0 needs 11: 8 keys are in the cache (cache_seqlens, "
+      "cache_leftpad), 2 are appended (k_new), and q has seqlen_q 3"}},
     {"rotary rows for k",
      [](Appending& c) {
        c.options.causal = false;
@@ -80,7 +81,8 @@ const CaseOf<Appending> kLengths[] = {
        c.rotations.assign<int32_t>({3, 14});
      },
      kValue,
-     {"rotary_seqlens[1] is 14; 0 to 13 is allowed: rotary_cos has 16 rows, 2 keys are appended, "
+     {"rotary_seqlens[1] is 14; 0 to 13 is allowed: rotary_cos has 16 rows, 2 are appended "
+      "(k_new), "
       "and q has seqlen_q 3"}},
     {"rotation of k behind the tables",
      [](Appending& c) {
@@ -150,6 +152,66 @@ const CaseOf<Paged> kTables[] = {
      {"block_table[0, 0] is 99; k_cache has 6 pages"}},
 };
 
+// The memory of (batch, rows, heads, head_dim) as (batch * rows, heads, head_dim).
+TensorView packed(const TensorView& t) {
+  TensorView view = t;
+  view.rank = 3;
+  view.shape = {t.shape[0] * t.shape[1], t.shape[2], t.shape[3]};
+  view.stride = {t.stride[1], t.stride[2], t.stride[3]};
+  return view;
+}
+
+// 2 and 4 queries, of which 1 and 3 have new keys.
+struct PackedQueries : Appending {
+  PackedQueries() {
+    q = packed(q);
+    out = packed(out);
+    lse.rank = 2;
+    lse.shape = {4, 6};
+    lse.stride = {6, 1};
+    k_new.view = packed(k_new.view);
+    v_new.view = packed(v_new.view);
+    first_queries.assign<int32_t>({0, 2, 6});
+    first_keys.assign<int32_t>({0, 1, 4});
+    options.cu_seqlens_q = &first_queries.view;
+    cache.cu_seqlens_k_new = &first_keys.view;
+    cache.tree_mask = nullptr;
+  }
+
+  SmallTensor first_queries{DType::kInt32, {3}};
+  SmallTensor first_keys{DType::kInt32, {3}};
+};
+
+const CaseOf<PackedQueries> kPacked[] = {
+    {"room for packed keys",
+     [](PackedQueries& c) { c.seqlens.assign<int32_t>({9, 14}); },
+     kValue,
+     {"cache_seqlens[1] is 14; 0 to 13 is allowed: k_cache has room for 16 rows of a sequence, "
+      "and 3 are appended (cu_seqlens_k_new)"}},
+    {"no room for packed keys",
+     [](PackedQueries& c) { c.k_cache.shape[1] = c.v_cache.shape[1] = 2; },
+     kValue,
+     {"sequence 1 of cu_seqlens_k_new has length 3; k_cache has room for 2 rows of a sequence"}},
+    {"bound of the lengths",
+     [](PackedQueries& c) { c.options.max_seqlen_q = 3; },
+     kValue,
+     {"sequence 1 of cu_seqlens_q has length 4; max_seqlen_q is 3"}},
+    // Keys 8 to 8 of sequence 0, queries 8 to 9.
+    {"rotary rows for packed queries",
+     [](PackedQueries& c) { c.cos.view.shape[0] = c.sin.view.shape[0] = 9; },
+     kValue,
+     {"rotary_cos has 9 rows; sequence 0 needs 10: 8 keys are in the cache (cache_seqlens, "
+      "cache_leftpad), 1 are appended (cu_seqlens_k_new), and 2 are queries (cu_seqlens_q)"}},
+    {"rotation of packed queries",
+     [](PackedQueries& c) {
+       c.cache.rotary_seqlens = &c.rotations.view;
+       c.rotations.assign<int32_t>({3, 13});
+     },
+     kValue,
+     {"rotary_seqlens[1] is 13; 0 to 12 is allowed: rotary_cos has 16 rows, 3 are appended "
+      "(cu_seqlens_k_new), and 4 are queries (cu_seqlens_q)"}},
+};
+
 template <class AnyCall>
 void check_refused(const CaseOf<AnyCall>& test_case) {
   AnyCall call;
@@ -172,6 +234,7 @@ void check_runs(const Change& change) {
 
 // The limits themselves, and entries that belong to no row in use.
 void check_allowed_lengths() {
+  check_runs<PackedQueries>([](PackedQueries& c) { c.seqlens.assign<int32_t>({9, 13}); });
   check_runs<Appending>([](Appending& c) { c.seqlens.assign<int32_t>({13, 0}); });
   check_runs<Appending>([](Appending& c) { c.pads.assign<int32_t>({9, 4}); });
   check_runs<Appending>([](Appending& c) { c.cos.view.shape[0] = c.sin.view.shape[0] = 11; });
@@ -208,6 +271,7 @@ void check_allowed_lengths() {
 int main() {
   for (const auto& test_case : kLengths) check_refused(test_case);
   for (const auto& test_case : kTables) check_refused(test_case);
+  for (const auto& test_case : kPacked) check_refused(test_case);
   check_allowed_lengths();
   return check::report();
 }
