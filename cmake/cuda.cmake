@@ -2,9 +2,9 @@
 #
 #   ANYFLASH_CUDA    AUTO (default): build CUDA kernels if nvcc is found. ON: it must be. OFF: CPU only.
 #   ANYFLASH_ARCHS   as CMAKE_CUDA_ARCHITECTURES: 80-real is machine code, 80-virtual PTX, 80 both;
-#                    90a adds the kernels that run on 9.0 alone; or `release`, what released wheels
-#                    hold. Default: machine code for the GPUs of this machine, 90a with 90; without
-#                    any, 80 and 90a.
+#                    90a, and what else a family of kernels.cmake names, adds the kernels for that
+#                    architecture alone; or `release`, what released wheels hold. Default: machine
+#                    code for the GPUs of this machine, 90a with 90; without any, 80 and 90a.
 
 set(ANYFLASH_CUDA AUTO CACHE STRING "Build CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE ANYFLASH_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -14,11 +14,11 @@ set_property(CACHE ANYFLASH_KERNEL_SET PROPERTY STRINGS full ci minimal)
 
 # Machine code also runs on later GPUs of the same major version: 80's on 8.6 and 8.9. PTX is compiled
 # by the driver, for what comes after.
+# The architectures of families for one architecture alone come beside these.
 set(
   ANYFLASH_RELEASE_ARCHS
   80-real
   90-real
-  90a-real
   100-real
   120-real
   80-virtual
@@ -94,9 +94,11 @@ endmacro()
 
 # The architectures of ANYFLASH_ARCHS, by default those of this machine's GPUs.
 function(anyflash_requested_archs output)
+  anyflash_specific_archs(specific)
+  list(TRANSFORM specific APPEND -real OUTPUT_VARIABLE all_specific)
   set(requested ${ANYFLASH_ARCHS})
   if(requested STREQUAL "release")
-    set(requested ${ANYFLASH_RELEASE_ARCHS})
+    set(requested ${ANYFLASH_RELEASE_ARCHS} ${all_specific})
     if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
       if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13)
         set(ANYFLASH_THOR_ARCH ${ANYFLASH_THOR_ARCH_CUDA_12})
@@ -116,19 +118,31 @@ function(anyflash_requested_archs output)
       string(REPLACE "." "" present "${present}")
       string(REPLACE "\n" "-real;" requested "${present}-real")
       list(REMOVE_DUPLICATES requested)
-      if("90-real" IN_LIST requested)
-        list(APPEND requested 90a-real)
-      endif()
+      foreach(arch IN LISTS specific)
+        string(REGEX REPLACE "[a-z]$" "-real" of_all "${arch}")
+        if(of_all IN_LIST requested)
+          list(APPEND requested ${arch}-real)
+        endif()
+      endforeach()
     else()
-      set(requested 80 90a-real)
+      set(requested 80 ${all_specific})
     endif()
   endif()
   foreach(arch IN LISTS requested)
-    if(NOT arch MATCHES "^([0-9]+|90a)(-real|-virtual)?$" OR CMAKE_MATCH_1 LESS 80)
+    set(number "")
+    if(arch MATCHES "^([0-9]+)([a-z]?)(-real|-virtual)?$")
+      set(number ${CMAKE_MATCH_1})
+      set(with_letter ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+    endif()
+    if(
+      number STREQUAL ""
+      OR number LESS 80
+      OR NOT (with_letter STREQUAL number OR with_letter IN_LIST specific)
+    )
       message(
         FATAL_ERROR
         "ANYFLASH_ARCHS has '${arch}'; 'release', or 80 and later are allowed, these alone or with "
-        "-real or -virtual, and 90a"
+        "-real or -virtual, and ${specific}"
       )
     endif()
   endforeach()
@@ -142,7 +156,7 @@ function(anyflash_requested_archs output)
   set(${output} ${requested} PARENT_SCOPE)
 endfunction()
 
-# Sets ${archs} to the names of the GPU code ("sm_80", "sm_90a", "compute_80"), and ${archs}_FAMILY
+# Sets ${archs} to the names of the GPU code ("sm_80", "sm_90a", "compute_80"). Sets ${archs}_FAMILY
 # to nvcc's options for each family of kernels that has an architecture; ${archs}_FAMILIES names
 # these. A family's code is assembled from one front-end pass: 10 s more for four targets, where a
 # pass for each would take 60 s.
@@ -157,7 +171,7 @@ function(anyflash_cuda_archs archs)
     set(options "")
     set(ptx OFF)
     foreach(arch IN LISTS requested)
-      string(REGEX MATCH "^([0-9]+a?)(-real|-virtual)?$" _ "${arch}")
+      string(REGEX MATCH "^([0-9]+[a-z]?)(-real|-virtual)?$" _ "${arch}")
       set(number ${CMAKE_MATCH_1})
       set(kind "${CMAKE_MATCH_2}")
       if(NOT number MATCHES "${pattern}")
@@ -168,7 +182,7 @@ function(anyflash_cuda_archs archs)
         list(APPEND options "SHELL:-gencode arch=compute_${front_end},code=sm_${number}")
       endif()
       # PTX of one architecture alone would serve no other.
-      if(NOT kind STREQUAL "-real" AND NOT number MATCHES "a$")
+      if(NOT kind STREQUAL "-real" AND NOT number MATCHES "[a-z]$")
         set(ptx ON)
       endif()
     endforeach()
@@ -187,7 +201,7 @@ function(anyflash_cuda_archs archs)
   set(${archs}_FAMILIES ${families} PARENT_SCOPE)
 endfunction()
 
-# nvcc takes up to 4 GB a job: as many jobs as memory holds.
+# nvcc takes up to 5 GB a job: as many jobs as memory holds.
 function(anyflash_define_nvcc_pool)
   cmake_host_system_information(RESULT memory QUERY TOTAL_PHYSICAL_MEMORY) # MiB
   math(EXPR jobs "${memory} / 5120")

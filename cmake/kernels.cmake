@@ -16,6 +16,20 @@ function(anyflash_kernel_family name)
   set_property(GLOBAL PROPERTY ANYFLASH_${name}_VIRTUAL "${ARG_VIRTUAL}")
 endfunction()
 
+# The architectures of the families whose code runs on one architecture alone: 90a.
+function(anyflash_specific_archs output)
+  set(specific "")
+  get_property(families GLOBAL PROPERTY ANYFLASH_FAMILIES)
+  foreach(family IN LISTS families)
+    get_property(arch GLOBAL PROPERTY ANYFLASH_${family}_VIRTUAL)
+    if(arch MATCHES "[a-z]$")
+      list(APPEND specific ${arch})
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES specific)
+  set(${output} ${specific} PARENT_SCOPE)
+endfunction()
+
 # anyflash_kernels(FAMILY f OP op HEAD_DIMS ... KERNELS ... [UNIT_PER_VARIANT]): kernels of one
 # operation, for float16 and bfloat16.
 #   HEAD_DIMS         of Q, K and V alike, or of Q and K, and of V: 192_128
@@ -170,8 +184,8 @@ function(anyflash_matches_any output name patterns)
   endforeach()
 endfunction()
 
-# The descriptors of one unit: those of the operation's kernels that are for these head dims, whose
-# names match one of `names`, and whose variant is the one wanted ("": any). Sets ${output} to their
+# The descriptors of one unit. They are those of the operation's kernels that are for these head
+# dims, whose names match one of `names`, and whose variant is the one wanted ("": any). Sets ${output} to their
 # lines, and ${output}_VARIANTS to the variants of the head dims' kernels with the suffix of the
 # first of each: variant=suffix.
 function(
@@ -327,6 +341,11 @@ function(anyflash_generate_kernels output folder)
   endforeach()
   foreach(arch IN LISTS ARG_ARCHS)
     string(APPEND archs "\"${arch}\", ")
+  endforeach()
+  set(specific_archs "")
+  anyflash_specific_archs(all_specific)
+  foreach(arch IN LISTS all_specific)
+    string(APPEND specific_archs "\"${arch}\", ")
   endforeach()
   set(table "${folder}/kernel_table.cpp")
   configure_file("${ANYFLASH_UNIT_TEMPLATES}/kernel_table.cpp.in" "${table}" @ONLY)

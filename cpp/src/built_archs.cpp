@@ -54,9 +54,11 @@ std::string remedy(int compute_capability) {
   constexpr int kOldest = 80;
   if (compute_capability < kOldest) return "GPUs of compute capability 8.0 or later can be used";
   const std::string arch = std::to_string(compute_capability);
-  constexpr int kHopper = 90;  // has kernels of its own
-  return "build it with ANYFLASH_ARCHS=" +
-         (compute_capability == kHopper ? "'" + arch + ";" + arch + "a'" : arch) +
+  std::string archs = arch;
+  for (const char* const* specific = kSpecificArchs; *specific != nullptr; ++specific) {
+    if (std::atoi(*specific) == compute_capability) archs += std::string(";") + *specific;
+  }
+  return "build it with ANYFLASH_ARCHS=" + (archs == arch ? arch : "'" + archs + "'") +
          ", or install a newer release";
 }
 

@@ -13,7 +13,7 @@ struct DeviceProperties {
   int multiprocessors = 0;
   std::size_t smem_per_block = 0;  // with opt-in
   std::size_t smem_per_multiprocessor = 0;
-  int full_grid = 0;  // so many CTAs leave no multiprocessor idle
+  int full_grid = 0;  // a grid of this number of CTAs leaves no multiprocessor idle
 };
 
 // CUDA devices that can be used, and, if there are none, why in one sentence.

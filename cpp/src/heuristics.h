@@ -25,11 +25,11 @@ inline int64_t visible_keys(const Attention& attention) {
 }
 
 // How many CTAs of a kernel a multiprocessor holds at once.
-inline int64_t resident_ctas(const KernelDescriptor& row, const DeviceProperties& device) {
+inline int64_t resident_ctas(const KernelDescriptor& kernel, const DeviceProperties& device) {
   constexpr std::size_t kReservedSmem = 1024;  // of each CTA
   const auto by_smem =
-      static_cast<int64_t>(device.smem_per_multiprocessor / (row.smem_bytes + kReservedSmem));
-  return std::max<int64_t>(std::min<int64_t>(by_smem, row.tile.ctas), 1);
+      static_cast<int64_t>(device.smem_per_multiprocessor / (kernel.smem_bytes + kReservedSmem));
+  return std::max<int64_t>(std::min<int64_t>(by_smem, kernel.tile.ctas), 1);
 }
 
 inline constexpr int kMaxSplits = 128;

@@ -18,6 +18,9 @@ extern const KernelUnit* const kKernelUnits[];
 extern const std::size_t kKernelUnitCount;
 // "sm_80" and "sm_90a" for machine code, "compute_80" for PTX; ends with a null pointer.
 extern const char* const kCudaArchs[];
+// Architectures that a family of kernels has code for and no other GPU runs, whether they are built
+// or not, as ANYFLASH_ARCHS has them: "90a". Ends with a null pointer.
+extern const char* const kSpecificArchs[];
 
 // -- registry.cpp: what there is
 

@@ -124,7 +124,7 @@ struct KvCachePlan::State : KernelPlan {
            fits_kernel(t.k_cache, rules) && fits_kernel(t.v_cache, rules);
   }
 
-  // Of so many CTAs' keys.
+  // How many splits the keys get, where a launch without splits has `ctas` CTAs.
   int splits_for(const KernelDescriptor& one, int64_t ctas) const {
     const Attention& a = append.cache.attention;
     const DeviceProperties& gpu = device_properties(device.index);

@@ -23,8 +23,8 @@ struct BroadcastTensor {
   Strides stride;
 };
 
-// Query i sees the keys j with  i + shift - left <= j <= i + shift + right,  where shift is that of
-// its sequence (variant/sequence.h); negative: no bound.
+// Query i sees the keys j with  i + shift - left <= j <= i + shift + right.  The shift is that of
+// its sequence (variant/sequence.h). A negative number is no bound.
 struct Window {
   int64_t left = -1;
   int64_t right = -1;
@@ -54,6 +54,9 @@ inline constexpr double kAccurateSoftcap = 256.0;
 // On a GPU, smaller softmax scales count as 0. They would make scores of 16-bit numbers 0 anyway,
 // but ScoreMod's units, which are divided by the scale, could become infinite.
 inline constexpr double kLeastScale = 1e-20;
+constexpr double softmax_scale_on_gpu(double scale) {
+  return -kLeastScale < scale && scale < kLeastScale ? 0.0 : scale;
+}
 
 // What every operation is told: the tensors it reads, their shape, and how scores are made, hidden
 // and dropped. Decoding leaves packed sequences, block map and dropout at their defaults.
@@ -174,7 +177,8 @@ struct BackwardParams {
 // variant/cache.h says where a key lies, and which rows of packed queries are a sequence's.
 struct KvCacheParams {
   Attention attention;
-  // A launch takes the sequences with so many queries; of packed queries there are several.
+  // A launch takes the sequences whose queries number from least_queries to most_queries. Packed
+  // queries have several launches.
   int least_queries = 0;
   int most_queries = INT_MAX;
   bool packed_parts = false;  // parts of split keys are packed as queries are (cuda/combine.h)

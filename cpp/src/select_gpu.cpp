@@ -23,7 +23,7 @@ bool has_better_tile(int64_t rows, const KernelDescriptor& a, const KernelDescri
   return fits_a ? a.tile.block_m < b.tile.block_m : a.tile.block_m > b.tile.block_m;
 }
 
-// Whether a grid of CTAs of so many rows would leave multiprocessors idle.
+// Whether a grid of CTAs of `tile_rows` rows would leave multiprocessors idle.
 bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& device) {
   return (problem.rows + tile_rows - 1) / tile_rows * problem.pairs < device.full_grid;
 }

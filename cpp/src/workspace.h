@@ -24,7 +24,7 @@ inline std::size_t size_with_slack(std::size_t pieces) {
   return pieces == 0 ? 0 : pieces + kAlignment - 1;
 }
 
-// Where the pieces, of so many bytes together, begin.
+// Where the pieces begin, which take `pieces` bytes together.
 inline char* first_piece(const Workspace& workspace, std::size_t pieces) {
   const std::size_t needed = size_with_slack(pieces);
   if (workspace.bytes < needed) {

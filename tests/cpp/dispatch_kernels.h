@@ -25,9 +25,9 @@ constexpr KernelFamily kSm90Family = [] {
   return family;
 }();
 
-constexpr KernelDescriptor sm80_row(const char* name, int head_dim, int head_dim_v,
-                                    unsigned features, std::size_t smem_bytes,
-                                    Op op = Op::kForward) {
+constexpr KernelDescriptor sm80_kernel(const char* name, int head_dim, int head_dim_v,
+                                       unsigned features, std::size_t smem_bytes,
+                                       Op op = Op::kForward) {
   KernelDescriptor d;
   d.name = name;
   d.family = &kSm80Family;
@@ -40,51 +40,52 @@ constexpr KernelDescriptor sm80_row(const char* name, int head_dim, int head_dim
   return d;
 }
 
-constexpr KernelDescriptor sm90_row(const char* name, int head_dim, std::size_t smem_bytes) {
-  KernelDescriptor d = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
+constexpr KernelDescriptor sm90_kernel(const char* name, int head_dim, std::size_t smem_bytes) {
+  KernelDescriptor d = sm80_kernel(name, head_dim, head_dim, kNoFeatures, smem_bytes);
   d.family = &kSm90Family;
   return d;
 }
 
-constexpr KernelDescriptor config_row(const char* name, int ctas, std::size_t smem_bytes) {
-  KernelDescriptor row = sm80_row(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
-  row.tile.ctas = ctas;
-  return row;
+constexpr KernelDescriptor config_kernel(const char* name, int ctas, std::size_t smem_bytes) {
+  KernelDescriptor kernel = sm80_kernel(name, 256, 256, kNoFeatures, smem_bytes, Op::kBackward);
+  kernel.tile.ctas = ctas;
+  return kernel;
 }
 
-constexpr KernelDescriptor decode_row(const char* name, int head_dim, int block_m,
-                                      unsigned features, std::size_t smem_bytes) {
-  KernelDescriptor row = sm80_row(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
-  row.tile.block_m = block_m;
-  return row;
+constexpr KernelDescriptor decode_kernel(const char* name, int head_dim, int block_m,
+                                         unsigned features, std::size_t smem_bytes) {
+  KernelDescriptor kernel =
+      sm80_kernel(name, head_dim, head_dim, features, smem_bytes, Op::kDecode);
+  kernel.tile.block_m = block_m;
+  return kernel;
 }
 
-constexpr KernelDescriptor latent_row(const char* name, int block_m, std::size_t smem_bytes) {
-  KernelDescriptor row = decode_row(name, 320, block_m, kNoFeatures, smem_bytes);
-  row.head_dim_v = 256;
-  row.latent = true;
-  return row;
+constexpr KernelDescriptor latent_kernel(const char* name, int block_m, std::size_t smem_bytes) {
+  KernelDescriptor kernel = decode_kernel(name, 320, block_m, kNoFeatures, smem_bytes);
+  kernel.head_dim_v = 256;
+  kernel.latent = true;
+  return kernel;
 }
 
-constexpr KernelDescriptor tile_row(const char* name, int head_dim, int block_m,
-                                    std::size_t smem_bytes, int ctas = 1) {
-  KernelDescriptor row = sm80_row(name, head_dim, head_dim, kNoFeatures, smem_bytes);
-  row.tile.block_m = block_m;
-  row.tile.ctas = ctas;
-  return row;
+constexpr KernelDescriptor tile_kernel(const char* name, int head_dim, int block_m,
+                                       std::size_t smem_bytes, int ctas = 1) {
+  KernelDescriptor kernel = sm80_kernel(name, head_dim, head_dim, kNoFeatures, smem_bytes);
+  kernel.tile.block_m = block_m;
+  kernel.tile.ctas = ctas;
+  return kernel;
 }
 
-constexpr KernelDescriptor other_bits_row(const char* name, int head_dim, int block_m,
-                                          std::size_t smem_bytes) {
-  KernelDescriptor row = tile_row(name, head_dim, block_m, smem_bytes);
-  row.bits_group = 1;
-  return row;
+constexpr KernelDescriptor other_bits_kernel(const char* name, int head_dim, int block_m,
+                                             std::size_t smem_bytes) {
+  KernelDescriptor kernel = tile_kernel(name, head_dim, block_m, smem_bytes);
+  kernel.bits_group = 1;
+  return kernel;
 }
 
 constexpr unsigned kScores = kSoftcap | kAlibi;
 
-constexpr KernelDescriptor cpu_row(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
-                                   DType dtype = DType::kFloat32) {
+constexpr KernelDescriptor cpu_kernel(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
+                                      DType dtype = DType::kFloat32) {
   KernelDescriptor d;
   d.name = name;
   d.family = &kCpuFamily;

@@ -18,46 +18,46 @@ namespace {
 
 // The order is of no consequence: larger ones and those with features come first here.
 constexpr KernelDescriptor kRows[] = {
-    sm80_row("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
-    sm80_row("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
-    sm80_row("backward_d64_softcap", 64, 64, kSoftcap, 60000, Op::kBackward),
-    config_row("backward_d256", 1, 150000),
-    config_row("backward_d256_compact", 2, 98000),
-    config_row("backward_d256_wide", 2, 110000),
-    cpu_row("cpu_backward", Op::kBackward),
-    sm80_row("d256_generic", 256, 256, kAllFeatures, 160000),
-    sm80_row("d192_compact", 192, 192, kNoFeatures, 90000),
-    sm80_row("d192", 192, 192, kNoFeatures, 120000),
-    sm80_row("d256", 256, 256, kNoFeatures, 150000),
-    sm80_row("d128_generic", 128, 128, kAllFeatures, 90000),
-    sm80_row("d128_softcap", 128, 128, kSoftcap, 80000),
-    sm80_row("d128", 128, 128, kNoFeatures, 80000),
-    sm80_row("d192_v128", 192, 128, kNoFeatures, 95000),
-    sm80_row("d64", 64, 64, kNoFeatures, 40000),
-    tile_row("d80_compact", 80, 64, 30000),
-    tile_row("d80", 80, 128, 60000),
-    tile_row("d80_wide", 80, 128, 200000),
-    tile_row("d72_wide", 72, 64, 85000, 2),
-    tile_row("d72", 72, 128, 80000),
-    sm90_row("sm90_d128", 128, 150000),
-    sm90_row("sm90_d112", 112, 220000),
-    other_bits_row("d48_compact", 48, 64, 30000),
-    tile_row("d48", 48, 128, 60000),
-    cpu_row("cpu", Op::kForward),
-    cpu_row("cpu_f64", Op::kForward, CpuIsa::kBaseline, DType::kFloat64),
-    cpu_row("cpu_avx2_f64", Op::kForward, CpuIsa::kAvx2, DType::kFloat64),
-    cpu_row("cpu_avx512_backward", Op::kBackward, CpuIsa::kAvx512),
-    cpu_row("cpu_decode", Op::kDecode),
-    decode_row("decode_d128_m64_8bit", 128, 64, kScores | kQuantizedCache, 90000),
-    decode_row("decode_d128_m64", 128, 64, kScores, 90000),
-    decode_row("decode_d64_m64", 64, 64, kScores, 50000),
-    decode_row("decode_d128_m16_8bit", 128, 16, kScores | kQuantizedCache, 60000),
-    decode_row("decode_d128_m16", 128, 16, kScores, 60000),
-    decode_row("decode_d128_m32", 128, 32, kScores, 70000),
-    decode_row("decode_d64_m16", 64, 16, kScores, 30000),
-    decode_row("decode_d256_m16", 256, 16, kScores, 90000),
-    latent_row("decode_d320_256_m16", 16, 90000),
-    latent_row("decode_d320_256_m64", 64, 90000),
+    sm80_kernel("backward_d128_generic", 128, 128, kAllFeatures, 98000, Op::kBackward),
+    sm80_kernel("backward_d64", 64, 64, kNoFeatures, 60000, Op::kBackward),
+    sm80_kernel("backward_d64_softcap", 64, 64, kSoftcap, 60000, Op::kBackward),
+    config_kernel("backward_d256", 1, 150000),
+    config_kernel("backward_d256_compact", 2, 98000),
+    config_kernel("backward_d256_wide", 2, 110000),
+    cpu_kernel("cpu_backward", Op::kBackward),
+    sm80_kernel("d256_generic", 256, 256, kAllFeatures, 160000),
+    sm80_kernel("d192_compact", 192, 192, kNoFeatures, 90000),
+    sm80_kernel("d192", 192, 192, kNoFeatures, 120000),
+    sm80_kernel("d256", 256, 256, kNoFeatures, 150000),
+    sm80_kernel("d128_generic", 128, 128, kAllFeatures, 90000),
+    sm80_kernel("d128_softcap", 128, 128, kSoftcap, 80000),
+    sm80_kernel("d128", 128, 128, kNoFeatures, 80000),
+    sm80_kernel("d192_v128", 192, 128, kNoFeatures, 95000),
+    sm80_kernel("d64", 64, 64, kNoFeatures, 40000),
+    tile_kernel("d80_compact", 80, 64, 30000),
+    tile_kernel("d80", 80, 128, 60000),
+    tile_kernel("d80_wide", 80, 128, 200000),
+    tile_kernel("d72_wide", 72, 64, 85000, 2),
+    tile_kernel("d72", 72, 128, 80000),
+    sm90_kernel("sm90_d128", 128, 150000),
+    sm90_kernel("sm90_d112", 112, 220000),
+    other_bits_kernel("d48_compact", 48, 64, 30000),
+    tile_kernel("d48", 48, 128, 60000),
+    cpu_kernel("cpu", Op::kForward),
+    cpu_kernel("cpu_f64", Op::kForward, CpuIsa::kBaseline, DType::kFloat64),
+    cpu_kernel("cpu_avx2_f64", Op::kForward, CpuIsa::kAvx2, DType::kFloat64),
+    cpu_kernel("cpu_avx512_backward", Op::kBackward, CpuIsa::kAvx512),
+    cpu_kernel("cpu_decode", Op::kDecode),
+    decode_kernel("decode_d128_m64_8bit", 128, 64, kScores | kQuantizedCache, 90000),
+    decode_kernel("decode_d128_m64", 128, 64, kScores, 90000),
+    decode_kernel("decode_d64_m64", 64, 64, kScores, 50000),
+    decode_kernel("decode_d128_m16_8bit", 128, 16, kScores | kQuantizedCache, 60000),
+    decode_kernel("decode_d128_m16", 128, 16, kScores, 60000),
+    decode_kernel("decode_d128_m32", 128, 32, kScores, 70000),
+    decode_kernel("decode_d64_m16", 64, 16, kScores, 30000),
+    decode_kernel("decode_d256_m16", 256, 16, kScores, 90000),
+    latent_kernel("decode_d320_256_m16", 16, 90000),
+    latent_kernel("decode_d320_256_m64", 64, 90000),
 };
 constexpr KernelUnit kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
@@ -68,6 +68,7 @@ DeviceProperties gpu;
 const KernelUnit* const kKernelUnits[] = {&kUnit};
 const std::size_t kKernelUnitCount = 1;
 const char* const kCudaArchs[] = {"sm_80", "sm_90", "sm_90a", "sm_101", nullptr};
+const char* const kSpecificArchs[] = {"90a", "103a", nullptr};
 
 const DeviceProperties& device_properties(int) { return gpu; }
 
@@ -352,8 +353,10 @@ void check_errors() {
   gpu.compute_capability = 103;
   check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
               "this build holds code for sm_80, sm_90, sm_90a, sm_101; build it with "
-              "ANYFLASH_ARCHS=103, or "
-              "install a newer release");
+              "ANYFLASH_ARCHS='103;103a', or install a newer release");
+  gpu.compute_capability = 110;
+  check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
+              "build it with ANYFLASH_ARCHS=110, or install a newer release");
 }
 
 }  // namespace

@@ -140,18 +140,18 @@ void check_windows() {
 }
 
 void check_resident_ctas() {
-  KernelDescriptor row{};
-  row.tile = {16, 64, 4, 3};
+  KernelDescriptor kernel{};
+  kernel.tile = {16, 64, 4, 3};
   DeviceProperties device;
   device.smem_per_multiprocessor = 167936;  // A100
-  row.smem_bytes = 20000;                   // room for seven, registers for three
-  CHECK_EQ(resident_ctas(row, device), 3);
-  row.smem_bytes = 82944;  // with what the driver takes, just two
-  CHECK_EQ(resident_ctas(row, device), 2);
-  row.smem_bytes = 82945;
-  CHECK_EQ(resident_ctas(row, device), 1);
-  row.smem_bytes = 200000;  // at least one, whatever the numbers say
-  CHECK_EQ(resident_ctas(row, device), 1);
+  kernel.smem_bytes = 20000;                // room for seven, registers for three
+  CHECK_EQ(resident_ctas(kernel, device), 3);
+  kernel.smem_bytes = 82944;  // with what the driver takes, just two
+  CHECK_EQ(resident_ctas(kernel, device), 2);
+  kernel.smem_bytes = 82945;
+  CHECK_EQ(resident_ctas(kernel, device), 1);
+  kernel.smem_bytes = 200000;  // at least one, whatever the numbers say
+  CHECK_EQ(resident_ctas(kernel, device), 1);
 }
 
 // An H200 (132 SMs), head_dim 128: sequences of `blocks` blocks for `ctas` CTAs, three an SM.

@@ -12,6 +12,7 @@ namespace anyflash {
 const KernelUnit* const kKernelUnits[] = {nullptr};
 const std::size_t kKernelUnitCount = 0;
 const char* const kCudaArchs[] = {nullptr};
+const char* const kSpecificArchs[] = {nullptr};
 const TunedTile kTunedTiles[] = {{}};
 
 const DeviceProperties& device_properties(int) {

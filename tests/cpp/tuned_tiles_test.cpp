@@ -22,10 +22,11 @@ constexpr KernelFamily kFamily = [] {
   return family;
 }();
 
-constexpr KernelDescriptor row_of(const char* name, Op op, int head_dim, int block_m,
-                                  TileConfig tile_config = TileConfig::kDefault,
-                                  std::size_t smem_bytes = 90000, unsigned features = kNoFeatures,
-                                  DType dtype = DType::kFloat16) {
+constexpr KernelDescriptor kernel_of(const char* name, Op op, int head_dim, int block_m,
+                                     TileConfig tile_config = TileConfig::kDefault,
+                                     std::size_t smem_bytes = 90000,
+                                     unsigned features = kNoFeatures,
+                                     DType dtype = DType::kFloat16) {
   KernelDescriptor d;
   d.name = name;
   d.family = &kFamily;
@@ -40,18 +41,19 @@ constexpr KernelDescriptor row_of(const char* name, Op op, int head_dim, int blo
 }
 
 constexpr KernelDescriptor kRows[] = {
-    row_of("forward_d128_compact", Op::kForward, 128, 64, TileConfig::kCompact, 50000),
-    row_of("forward_d64_generic", Op::kForward, 64, 64, TileConfig::kDefault, 90000, kAllFeatures),
-    row_of("forward_d64_compact", Op::kForward, 64, 64, TileConfig::kCompact, 50000),
-    row_of("forward_d64", Op::kForward, 64, 128),
-    row_of("forward_d64_wide", Op::kForward, 64, 128, TileConfig::kWide, 200000),
-    row_of("forward_d128", Op::kForward, 128, 128),
-    row_of("forward_bf16", Op::kForward, 64, 128, TileConfig::kDefault, 90000, kNoFeatures,
-           DType::kBFloat16),
-    row_of("backward_d64_generic", Op::kBackward, 64, 64, TileConfig::kCompact, 90000,
-           kAllFeatures),
-    row_of("backward_d64", Op::kBackward, 64, 64),
-    row_of("backward_d64_wide", Op::kBackward, 64, 64, TileConfig::kWide, 80000),
+    kernel_of("forward_d128_compact", Op::kForward, 128, 64, TileConfig::kCompact, 50000),
+    kernel_of("forward_d64_generic", Op::kForward, 64, 64, TileConfig::kDefault, 90000,
+              kAllFeatures),
+    kernel_of("forward_d64_compact", Op::kForward, 64, 64, TileConfig::kCompact, 50000),
+    kernel_of("forward_d64", Op::kForward, 64, 128),
+    kernel_of("forward_d64_wide", Op::kForward, 64, 128, TileConfig::kWide, 200000),
+    kernel_of("forward_d128", Op::kForward, 128, 128),
+    kernel_of("forward_bf16", Op::kForward, 64, 128, TileConfig::kDefault, 90000, kNoFeatures,
+              DType::kBFloat16),
+    kernel_of("backward_d64_generic", Op::kBackward, 64, 64, TileConfig::kCompact, 90000,
+              kAllFeatures),
+    kernel_of("backward_d64", Op::kBackward, 64, 64),
+    kernel_of("backward_d64_wide", Op::kBackward, 64, 64, TileConfig::kWide, 80000),
 };
 constexpr KernelUnit kUnit{kRows, sizeof(kRows) / sizeof(kRows[0])};
 
@@ -62,6 +64,7 @@ DeviceProperties gpu;
 const KernelUnit* const kKernelUnits[] = {&kUnit};
 const std::size_t kKernelUnitCount = 1;
 const char* const kCudaArchs[] = {"compute_80", nullptr};
+const char* const kSpecificArchs[] = {nullptr};
 
 const DeviceProperties& device_properties(int) { return gpu; }
 

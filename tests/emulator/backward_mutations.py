@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from column_chunk_mutations import CHUNK_MUTATIONS
 from feature_mutations import ONE_FEATURE
 from mutations import (
     BACKWARD,
@@ -30,10 +31,8 @@ EPILOGUE = "sm80/backward/epilogue.h"
 SCORES = "variant/backward_variants.h"
 ROW_PASS = "sm80/backward/deterministic_dq.h"
 DBIAS = "sm80/backward/dbias.h"
-ROW_TILE = "sm80/backward/score_gradient_tile.h"
+SCORE_GRADIENT_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
-CHUNKED = "sm80/backward/mainloop_by_chunks.h"
-CHUNKED_KERNEL = "sm80/backward/kernel_by_chunks.h"
 
 ADDED = "atomicAdd(target, value);"
 HIDDEN = "!mask.keep(row, key) || !variant.keep(row, key)"
@@ -43,7 +42,9 @@ LOAD_TILE = (
     "load_tile<true>(load_, load_.get_thread_slice(thread_).partition_S(gX), tXsX_, tXcX_, guard,"
     " rows.count);"
 )
-BEGIN_STEP = "const auto stats = scores.load_stats(params.lse_delta + stats_row);"
+BEGIN_STEP = (
+    "const auto lse_and_delta = scores.load_lse_and_delta(params.lse_and_delta + scratch_row);"
+)
 TILE_THERE = "__syncthreads(); // the tile is there"
 END_PASS = "__syncthreads(); // every warp has done with K and V"
 NEEDS_MASK = "tile < unmasked_begin || tile >= unmasked_end"
@@ -97,12 +98,14 @@ SYNCHRONISATION = (
     Mutation("no-barrier-for-dbias-sums", DBIAS, "__syncthreads(); // all sums are there"),
     Mutation(
         "no-barrier-before-clearing-keys",
-        ROW_TILE,
+        SCORE_GRADIENT_TILE,
         "__syncthreads_or(!keys.is_finite()) == 0",
         "false",
         "tsan",
     ),
-    Mutation("no-barrier-for-cleared-keys", ROW_TILE, "__syncthreads(); // K without NaN"),
+    Mutation(
+        "no-barrier-for-cleared-keys", SCORE_GRADIENT_TILE, "__syncthreads(); // K without NaN"
+    ),
 )
 
 POSITIONS = (
@@ -257,8 +260,13 @@ ARITHMETIC = (
     Mutation(
         "slope-of-alibi", SCORE_MOD, "-fabsf(static_cast<float>(row + shift_ - col))", "row - col"
     ),
-    Mutation("delta-forgotten", SCORES, "dp(row, col) - stats(row).delta", "dp(row, col)"),
-    Mutation("delta-of-another-row", SCORES, "-stats(2 * m + i / 2).delta", "-stats(2 * m).delta"),
+    Mutation("delta-forgotten", SCORES, "dp(row, col) - lse_and_delta(row).delta", "dp(row, col)"),
+    Mutation(
+        "delta-of-another-row",
+        SCORES,
+        "-lse_and_delta(2 * m + i / 2).delta",
+        "-lse_and_delta(2 * m).delta",
+    ),
     Mutation("dropped-p-kept", SCORES, "if (!keep) p(row, run + i) = 0.0f;"),
     Mutation(
         "dropped-dp-kept", SCORES, "keep ? dp(row, col) * factor : 0.0f", "dp(row, col) * factor"
@@ -303,10 +311,12 @@ OF_ROWS = (
     Mutation(
         "rows-beyond-not-prepared",
         ROWS_SOURCE,
-        "p.set_stats(padded + r, stats);",
-        "if (exists) p.set_stats(padded + r, stats);",
+        "p.set_lse_and_delta(padded + r, lse_and_delta);",
+        "if (exists) p.set_lse_and_delta(padded + r, lse_and_delta);",
     ),
-    Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseDelta stats{"),
+    Mutation(
+        "rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseAndDelta lse_and_delta{"
+    ),
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
@@ -346,43 +356,6 @@ RELOADED_V_MUTATIONS = (
     Mutation("no-barrier-for-v", MAINLOOP, V_THERE, "cute::cp_async_wait<0>();"),
     Mutation("no-wait-for-v", MAINLOOP, V_THERE, "__syncthreads();"),
     Mutation("no-barrier-before-p", MAINLOOP, "__syncthreads(); // every warp has done with V"),
-)
-
-CHUNK_LOOP = "constexpr int kStep = kFirst + decltype(chunk)::value;"
-CHUNK_MUTATIONS = (
-    Mutation("no-barrier-for-chunk", CHUNKED, "__syncthreads(); // the chunk is there"),
-    Mutation("no-wait-for-chunk", CHUNKED, "cp_async_wait<0>();", after=CHUNK_LOOP),
-    Mutation(
-        "no-barrier-after-chunk", CHUNKED, "__syncthreads(); // every warp has done with the chunk"
-    ),
-    Mutation(
-        "rows-keep-nan", CHUNKED, "loader_.clear_nonfinite_rows(kStep % Traits::kStages)", "false"
-    ),
-    Mutation("dout-not-noted", CHUNKED, "kStep / Products::kChunks == 1", "false"),
-    Mutation("keys-keep-nan", CHUNKED, "loader.clear_nonfinite_k();"),
-    Mutation("no-barrier-for-cleared-keys", CHUNKED, "__syncthreads(); // K without NaN"),
-    Mutation("dv-of-dk-columns", CHUNKED_KERNEL, "chunk * Traits::kChunkColumns", "0"),
-    Mutation(
-        "no-barrier-between-chunks", CHUNKED_KERNEL, "__syncthreads(); // every thread has read"
-    ),
-    Mutation("dq-of-first-chunk", KERNEL, "column * Traits::kBlockM", "0"),
-    Mutation(
-        "no-barrier-between-dq-chunks",
-        KERNEL,
-        "if (column > 0) __syncthreads(); // every thread has read its pieces",
-    ),
-    Mutation(
-        "no-barrier-before-streamed", ROW_TILE, "__syncthreads(); // every warp has done with what"
-    ),
-    Mutation("no-barrier-for-streamed", ROW_TILE, "__syncthreads(); // the chunks are there"),
-    Mutation("streamed-keys-keep-nan", ROW_TILE, "Traits::kChunked && clears_keys_", "false"),
-    Mutation(
-        "deterministic-dq-of-first-chunk",
-        ROW_PASS,
-        "params.dq_first_column",
-        "0",
-        after=".from_column(",
-    ),
 )
 
 BACKWARD_MUTATIONS = (

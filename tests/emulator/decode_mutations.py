@@ -120,7 +120,9 @@ IN_COMBINE = of(
     Mutation("no-barrier-for-weights", COMBINE_SOURCE, "sync(); // the weights are there"),
     Mutation("no-barrier-for-sums", COMBINE_SOURCE, "sync(); // every warp's sums are"),
     Mutation("empty-splits-count", COMBINE_SOURCE, "part != -INFINITY", "true"),
-    Mutation("sink-not-row_exchange", COMBINE_SOURCE, "exp2f((sink - reference) * kLog2E)", "0.0f"),
+    Mutation(
+        "sink-not-in-combined-sum", COMBINE_SOURCE, "exp2f((sink - reference) * kLog2E)", "0.0f"
+    ),
 )
 
 IN_APPEND = of(
@@ -193,7 +195,7 @@ IN_PREFILL = tuple(
         (
             "split-on-old-diagonal",
             PREFILL_KERNEL,
-            "block.sequence.shift -= keys.begin;",
+            "work_tile.sequence.shift -= keys.begin;",
             "",
             "",
             PREFILL,

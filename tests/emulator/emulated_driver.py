@@ -252,8 +252,9 @@ BACKWARD_FEATURE_CASES = backward(
 
 BACKWARD_CASES = BACKWARD_PLAIN_CASES + BACKWARD_FEATURE_CASES
 
-# For Thread Sanitizer, to which creating threads is what costs: few blocks, but several tiles a
-# CTA, every barrier several times, all kernels beside the main ones, and rows that are copied.
+# For Thread Sanitizer, to which creating threads is what costs. There are few blocks, but several
+# tiles a CTA, every barrier several times, all kernels beside the main ones, and rows that are
+# copied.
 FORWARD_RACES = (
     Case(seqlen_q=203, seqlen_k=131, causal=1, scale=-0.2, more="nan=seen sink=1"),
     Case(seqlen_q=150, seqlen_k=430, heads=1, more="left=230 right=50 nan=hidden"),
@@ -330,8 +331,8 @@ CHUNK_CASES = tuple(
 # Tiles of 64 rows and 64 keys, in the kernels for wide heads.
 HOPPER_WIDE_CASES = wide(HOPPER_BACKWARD_CASES, 256)
 
-# For the kernel of head dim 128 of which two groups of warps take turns, where 227 KB are: several
-# tiles a group, one, and none; heads in one part and in two; either group's on the edge of a mask.
+# For the kernel of head dim 128 of which two groups of warps ping-pong, where 227 KB are. A group
+# has several tiles, one, and none. Heads are in one part and in two. Either has a mask's edge.
 PINGPONG_CASES = tuple(
     case._replace(head_dim_v=128, more=f"{case.more} smem=232448")
     for case in wide(

@@ -32,7 +32,9 @@ ONE_FEATURE = (
         "static_cast<float>(row + shift_ - col)",
     ),
     Mutation("column-forgotten-by-alibi", SCORED, "at_first + offset * slope", "at_first"),
-    Mutation("p-not-4-times", SCORED, "kLog2Of4 - stats(row).lse", "-stats(row).lse"),
+    Mutation(
+        "p-not-4-times", SCORED, "kLog2Of4 - lse_and_delta(row).lse", "-lse_and_delta(row).lse"
+    ),
     Mutation(
         "draws-of-another-run", SCORED, "tile.col0 + get<1>(coordinates(0, run))", "tile.col0"
     ),
@@ -62,7 +64,12 @@ ONE_FEATURE = (
     Mutation("dropped-p-not-marked", SCORED, "dropout_.keep(draws[row], i) ? p : -p", "p"),
     Mutation("draws-of-upper-halves", DROPOUT, "i % 2 == 0 ? word << 16 : word", "word"),
     Mutation("dropout-delta-not-scaled", SCORED, "init.data()[i] *= kept_;"),
-    Mutation("dropped-delta-not-scaled", SCORED, "stats(row).delta * kept_", "stats(row).delta"),
+    Mutation(
+        "dropped-delta-not-scaled",
+        SCORED,
+        "lse_and_delta(row).delta * kept_",
+        "lse_and_delta(row).delta",
+    ),
     Mutation("nan-of-hidden-dropout", SCORED, "kMasked && p(row, col) == 0.0f ? 0.0f : ds", "ds"),
     Mutation(
         "dropped-infinity-of-dropout",

@@ -32,8 +32,8 @@ BARRIERS = (
         "smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);",
         after="ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {",
     ),
-    _mutation("hopper-backward-bytes-too-few", LOAD, "TileQ::kBytes + 2 * kStatsBytes",
-              "TileQ::kBytes + kStatsBytes"),
+    _mutation("hopper-backward-bytes-too-few", LOAD, "TileQ::kBytes + 2 * kLseOrDeltaBytes",
+              "TileQ::kBytes + kLseOrDeltaBytes"),
     _mutation("hopper-backward-no-wait-for-k", ROW_STAGES, "if (is_first_) smem_.k_full.wait(0);"),
 )  # fmt: skip
 

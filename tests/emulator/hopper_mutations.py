@@ -57,7 +57,7 @@ LOADS = (
         LOAD,
         "stage * Traits::TileV::kSize",
         "0",
-        after="void load_values(const ForwardWorkTile& block, int tile, bool masked) {",
+        after="void load_values(const ForwardWorkTile& work_tile, int tile, bool masked) {",
     ),
     _mutation("hopper-end-is-not-told", LOAD, "ring.full[q_place_.stage()].arrive();"),
 )

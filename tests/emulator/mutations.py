@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 # Sources that are compiled with their mutations. Of the backward's kernels, the generic one of head
 # dim 128 has one buffer; the others have two. In that of 128 for 228 KB of shared memory, groups of
-# warps take turns; that of 256 for 99 KB has V loaded with each tile; those of 512 go by chunks of
-# columns, with one buffer and with two. Of the forward's, the plain
-# one of head dim 64 has two buffers; for 228 KB, that of 128 rescales lazily, and in that of 256
-# two warps share their rows.
+# warps ping-pong. That of 256 for 99 KB has V loaded with each tile. Those of 512 go by chunks of
+# columns, with one buffer and with two. Of the forward's, the plain one of head dim 64 has two
+# buffers. For 228 KB, that of 128 rescales lazily, and in that of 256 two warps split the keys of
+# their rows.
 FORWARD = "sm80_forward_f16_d64"
 LAZY = "sm80_forward_f16_d128"
-PAIRED = "sm80_forward_f16_d256"
+SPLIT_KEYS = "sm80_forward_f16_d256"
 BACKWARD = "sm80_backward_f16_d64"
 ONE_BUFFER = "sm80_backward_f16_d128"
 RELOADED_V = "sm80_backward_f16_d256"
@@ -64,7 +64,7 @@ WAIT_K = (
 WAIT_V = "cute::cp_async_wait<0>(); clear_values(clears); __syncthreads(); // V_n is there"
 LOAD_Q = (
     "load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,"
-    " block.sequence.seqlen_q - block.first_row);"
+    " work_tile.sequence.seqlen_q - work_tile.first_row);"
 )
 LOAD_K = "k_loader_.template load<true>(keys);"
 FIRST_V = "if constexpr (kTwoBuffers) v_loader_.template load<true>(keys);"
@@ -92,15 +92,19 @@ SYNCHRONISATION = (
     Mutation("no-flip-back", PIPELINE, "to_other_ = -to_other_;", ""),
     Mutation("no-barrier-for-q", QUERY_TILE, "__syncthreads(); // Q has landed", "", "tsan"),
     Mutation(
-        "no-barrier-for-row_exchange", ROW_EXCHANGE, "sync_pair(); // both warps'", "", unit=PAIRED
+        "no-barrier-for-row-exchange",
+        ROW_EXCHANGE,
+        "sync_pair(); // both warps'",
+        "",
+        unit=SPLIT_KEYS,
     ),
     Mutation(
-        "no-barrier-for-p-of-pair", ROW_EXCHANGE, "sync_pair(); // P is there", "", unit=PAIRED
+        "no-barrier-for-p-of-pair", ROW_EXCHANGE, "sync_pair(); // P is there", "", unit=SPLIT_KEYS
     ),
     Mutation(
         "no-wait-for-q-of-no-keys", MAINLOOP, "cute::cp_async_wait<0>(); // the output goes", ""
     ),
-    Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the block is in", "", "tsan"),
+    Mutation("no-barrier-for-block", KERNEL, "__syncthreads(); // the work tile is in", "", "tsan"),
     Mutation("no-barrier-in-output", EPILOGUE, "__syncthreads(); // the whole tile is in", ""),
     Mutation("no-barrier-before-restoring", EPILOGUE, RESTORE, "true"),
     Mutation("race-of-restoring", EPILOGUE, RESTORE, "true", "tsan"),
@@ -135,7 +139,10 @@ POSITIONS = (
         "n_ -= tiles_.range.begin;",
     ),
     Mutation(
-        "keys-of-half-the-rows", MAINLOOP, "block_.first_row + kBottomRows - 1", "block_.first_row"
+        "keys-of-half-the-rows",
+        MAINLOOP,
+        "work_tile_.first_row + kBottomRows - 1",
+        "work_tile_.first_row",
     ),
     Mutation("early-half", QUERY_TILE, "kTopRows * Tile::kPanelColumns", "0", unit=LAZY),
     Mutation("sequence-begins-at-0", SEQUENCE, FIRST_Q, "s.first_q = 0;"),
@@ -144,8 +151,8 @@ POSITIONS = (
     Mutation(
         "last-row-left-out",
         KERNEL,
-        "block.first_row >= block.sequence.seqlen_q",
-        "block.first_row + 1 >= block.sequence.seqlen_q",
+        "work_tile.first_row >= work_tile.sequence.seqlen_q",
+        "work_tile.first_row + 1 >= work_tile.sequence.seqlen_q",
     ),
     Mutation("block-map-of-other-row", BLOCK_MASK, "row / blocks.rows_", "row / blocks.cols_"),
     Mutation("block-map-of-other-key", BLOCK_MASK, "if ((block + 1) * tiles_ <= n) ++block;", ""),
@@ -215,8 +222,8 @@ ARITHMETIC = (
     Mutation("sum-not-rescaled", SOFTMAX, "sum *= rescale;", ""),
     Mutation("output-not-rescaled-lazily", SOFTMAX, LAZY_OUTPUT, "", unit=LAZY),
     Mutation("sum-not-rescaled-lazily", SOFTMAX, "sum_(kFirst + i) *= rescale(i);", "", unit=LAZY),
-    Mutation("maxima-not-row_exchange", SOFTMAX, "all_reduce_pair(maxima);", "", unit=PAIRED),
-    Mutation("sums-not-row_exchange", SOFTMAX, "all_reduce_pair(sum_);", "", unit=PAIRED),
+    Mutation("maxima-not-exchanged", SOFTMAX, "all_reduce_pair(maxima);", "", unit=SPLIT_KEYS),
+    Mutation("sums-not-exchanged", SOFTMAX, "all_reduce_pair(sum_);", "", unit=SPLIT_KEYS),
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
@@ -238,7 +245,7 @@ ARITHMETIC = (
     Mutation(
         "restored-of-another-sequence",
         CUDA_EPILOGUE,
-        "block.sequence.first_k * stride.row",
+        "work_tile.sequence.first_k * stride.row",
         "0",
     ),
     Mutation(
@@ -306,7 +313,11 @@ PRIOR = (
     Mutation("prior-rows-past-end", CUDA_EPILOGUE, "if (i >= rows) continue;", ";", "asan"),
     Mutation("prior-columns-past-end", CUDA_EPILOGUE, "x < prior.columns", "true", "asan"),
     Mutation(
-        "no-barrier-after-prior", EPILOGUE, "__syncthreads(); // warps that share", "", unit=PAIRED
+        "no-barrier-after-prior",
+        EPILOGUE,
+        "__syncthreads(); // warps that share",
+        "",
+        unit=SPLIT_KEYS,
     ),
 )
 

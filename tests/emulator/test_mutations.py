@@ -55,8 +55,8 @@ from mutations import (
     FORWARD_MUTATIONS,
     LAZY,
     ONE_BUFFER,
-    PAIRED,
     RELOADED_V,
+    SPLIT_KEYS,
     Mutation,
 )
 
@@ -117,7 +117,7 @@ def _write_headers(folder: Path, mutations: list[Mutation]) -> None:
 
 def _fewer_kernels(source: str, mutation: Mutation) -> str:
     """Those that the mutations are in: compiling is what takes the time."""
-    tile_config = {LAZY: "kWide", PAIRED: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit)
+    tile_config = {LAZY: "kWide", SPLIT_KEYS: "kWide", RELOADED_V: "kCompact"}.get(mutation.unit)
     keep = ""
     if mutation.unit == DECODE:  # without its larger tiles, other units' would be taken
         keep = "16, false" if mutation.sanitizer else ""
@@ -203,7 +203,7 @@ def _cases(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in seeds for case in CASES]
     if unit == LAZY:
         return list(GROWING_CASES)
-    if unit == PAIRED:
+    if unit == SPLIT_KEYS:
         return [
             case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in wide(GROWING_CASES, 192)
         ]

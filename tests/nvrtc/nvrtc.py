@@ -27,6 +27,8 @@ CUTLASS = ROOT / ".venv" / "headers" / "cutlass_library" / "source" / "include"
 BUILD = ROOT / "build" / "nvrtc"
 CUDA_SOURCES = sorted((ROOT / "cpp" / "kernels" / "cuda").glob("*.cu"))
 
+DESCRIPTOR = re.compile(r'^    \w+::\w+_descriptor<[^";]*>\(\s*"(\w+)"\),\n', re.MULTILINE)
+
 # The C++ library's headers that units include, of which NVRTC has none: those of CCCL.
 STANDARD = ["array", "climits", "cstddef", "cstdint", "iterator", "optional", "type_traits"]
 ALIASES = {
@@ -50,6 +52,17 @@ def all_units() -> list[Path]:
     configure = ["cmake", "-S", HERE, "-B", BUILD, "--log-level=WARNING"]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     return sorted(BUILD.glob("*.cu")) + CUDA_SOURCES
+
+
+def with_one_kernel(unit: Path, kernel: str) -> Path:
+    """A unit of one descriptor alone, where its others would take as long again."""
+    source = DESCRIPTOR.sub(lambda x: x[0] if x[1] == kernel else "", unit.read_text())
+    if f'"{kernel}"' not in source:
+        raise ValueError(f"{unit} has no descriptor {kernel}")
+    smaller = BUILD / "one_kernel" / f"{kernel}.cu"
+    smaller.parent.mkdir(exist_ok=True)
+    smaller.write_text(source)
+    return smaller
 
 
 def default_arch(unit: Path) -> str:
@@ -77,6 +90,7 @@ def compile_unit(unit: Path, arch: str | None = None) -> Outcome:
         f"-arch=sm_{arch or default_arch(unit)}",
         "-std=c++17",
         "-ftz=true",
+        "-lineinfo",  # changes no code, and tells the sources that it comes from
         "-default-device",
         "-include=prelude.h",
         *calls,

@@ -83,8 +83,8 @@ struct ForwardOptions {
   // Upper bounds of the sequences' lengths.
   int64_t max_seqlen_q = 0;
   int64_t max_seqlen_k = 0;
-  // (batch,) int32: of a sequence's keys only so many, the first ones, are used. Its queries are
-  // aligned (causal, windows, ALiBi) with the last of them.
+  // (batch,) int32: how many of a sequence's keys are used, the first ones. Its queries are aligned
+  // (causal, windows, ALiBi) with the last of them.
   const TensorView* seqused_k = nullptr;
   // A call may be a part of a larger attention. Its row i is row query_start + i of the whole, and
   // its key j is key key_start + j. Row r of the whole is on the diagonal with key r + diagonal. If
@@ -157,7 +157,7 @@ struct KvCacheOptions {
   const TensorView* cache_seqlens = nullptr;
   // (batch,) int32: the sequence's place in the cache. Null: b. Not with block_table.
   const TensorView* cache_batch_idx = nullptr;
-  // (batch,) int32: so many first rows are not used: key 0 is the row after them. Null: 0.
+  // (batch,) int32: how many of the first rows are not used: key 0 is the row after them. Null: 0.
   const TensorView* cache_leftpad = nullptr;
   // (batch, pages of a sequence) int32, any strides. Entries that belong to no row below the
   // sequence's length are not read.
@@ -190,9 +190,9 @@ struct KvCacheOptions {
   // is aligned with; keys behind the last column are seen as without it.
   const TensorView* tree_mask = nullptr;
 
-  // Of an int8 or float8_e4m3fn cache: (heads_k,) or (k_cache.shape[0], heads_k) float32, that is
-  // by head, or by page (sequence of the cache) and head: key = scale * element. Null: 1. What is
-  // appended is divided by it and rounded; NaN becomes 0 in an int8 cache.
+  // Of an int8 or float8_e4m3fn cache, key = scale * element. The scales are float32, (heads_k,) or
+  // (k_cache.shape[0], heads_k): by head, or by page (sequence of the cache) and head. Null: 1.
+  // What is appended is divided by it and rounded; NaN becomes 0 in an int8 cache.
   const TensorView* k_scale = nullptr;
   const TensorView* v_scale = nullptr;
 
@@ -201,9 +201,9 @@ struct KvCacheOptions {
   // are null: k_new and k_scale serve both. 0: v_cache is given.
   int64_t head_dim_v = 0;
 
-  // Flash-decoding: the keys of a sequence are split over so many CTAs (CPU: tasks), whose partial
-  // results are joined in float32. 0: chosen from the sizes, which include the batch's. 1, or a
-  // split_size, makes a sequence's result independent of the batch.
+  // Flash-decoding: the number of CTAs (CPU: tasks) over which the keys of a sequence are split.
+  // Their partial results are joined in float32. 0: chosen from the sizes, which include the
+  // batch's. 1, or a split_size, makes a sequence's result independent of the batch.
   int64_t num_splits = 0;
   // Keys of a split, a multiple of 64, in place of num_splits; 0: not used.
   int64_t split_size = 0;

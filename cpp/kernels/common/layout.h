@@ -26,7 +26,7 @@ ANYFLASH_HOST_DEVICE auto as_matrix(Fragment&& fragment) {
   return cute::make_tensor(fragment.data(), accumulator_as_matrix(fragment.layout()));
 }
 
-// (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2): two m16n8 accumulators side by side hold
+// (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2). Two m16n8 accumulators side by side hold
 // what the m16k16 operand A of the next mma.sync wants, in the same registers.
 template <class Layout>
 ANYFLASH_HOST_DEVICE auto accumulator_as_operand_a(Layout layout) {

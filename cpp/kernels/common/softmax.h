@@ -164,7 +164,7 @@ class OnlineSoftmax {
       const float larger = maximum_of(i);
       const bool moves = !((larger - previous) * scale_log2_ <= limit_);
       if (moves) max_(row) = larger;
-      // Before anything was visible, 0: of -inf - -inf is nothing left but NaN.
+      // While no key has been visible, the factor is 0, since -inf - -inf would be NaN.
       const float exponent = previous == -INFINITY ? -INFINITY : (previous - larger) * scale_log2_;
       rescale(i) = moves ? exp2f(exponent) : 1.0f;
       any_moves |= moves;
@@ -185,7 +185,7 @@ class OnlineSoftmax {
   Rows sum_;
   float scale_log2_;
   float unit_;   // of scores: exactly 1 where they are in natural units
-  float limit_;  // lazily: what of the maximum's growth, in powers of 2, is let pass
+  float limit_;  // lazy rescale: growth of a maximum, in powers of 2, that moves no reference
 };
 
 }  // namespace anyflash

@@ -169,7 +169,7 @@ inline double read_sink(const ForwardParams& p, int head) {
   return read_number(p.attention.sinks, head * p.attention.sinks.stride.head);
 }
 
-// What ThinTask and PanelTask know of a task's rows and keys. Attention to a cache has another
+// What FewRowsTask and PanelTask know of a task's rows and keys. Attention to a cache has another
 // source of keys and another end (cpu/decode/keys.h).
 template <typename Element>
 class TaskRows {

@@ -25,7 +25,7 @@ class ScoreModifier {
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  // tail: the bias is that of so many keys, the first of which is query 0's; others have none.
+  // tail: how many keys have a bias, the first of which is query 0's. Other keys have none.
   explicit ScoreModifier(const Attention& p, int tail = 0)
       : p_(p), cap_(static_cast<T>(p.softcap)), tail_(tail) {}
 

@@ -36,7 +36,7 @@ struct Task {
   int head_k;
   std::int64_t first_row;
   std::int64_t end_row;
-  bool single_row;  // so few rows that they go one by one
+  bool single_row;  // its rows are few, and go one by one
   int first_key;    // no other keys than [first_key, end_key) of the sequence
   int end_key;
   std::int64_t first_bias_row = 0;

@@ -14,7 +14,7 @@
 
 namespace anyflash {
 
-// Rows of one head of a tensor, of which so many exist.
+// Rows of one head of a tensor: from `first` on, `count` of them exist.
 struct TileRows {
   int64_t batch;
   int head;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "variant/backward_scratch.h"
 #include "variant/sequence.h"
 #include "variant/work_tile.h"
@@ -15,7 +16,7 @@ namespace anyflash {
 // forward's LptTileScheduler gains nothing here.)
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
-  const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
+  const int key_blocks = count_tiles(params.attention.seqlen_k, kBlockN);
   const int heads = params.attention.heads_k * params.gqa_splits;
   const int triples = static_cast<int>(params.attention.batch) * heads;
   const int section = index / (params.heads_per_l2_section * key_blocks);
@@ -37,7 +38,7 @@ ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, i
 // Grid: x = all blocks of keys of all (batch, K/V head) pairs.
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int index) {
-  const int key_blocks = (params.attention.seqlen_k + kBlockN - 1) / kBlockN;
+  const int key_blocks = count_tiles(params.attention.seqlen_k, kBlockN);
   const int pair = index / key_blocks;
   const int64_t batch = pair / params.attention.heads_k;
   BackwardWorkTile tile{};  // gqa_split 0
@@ -51,7 +52,7 @@ ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int
 // Grid: x = all blocks of query rows of all (batch, head) pairs.
 template <int kBlockM>
 ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int index) {
-  const int row_blocks = (params.attention.seqlen_q + kBlockM - 1) / kBlockM;
+  const int row_blocks = count_tiles(params.attention.seqlen_q, kBlockM);
   const int pair = index / row_blocks;
   const int64_t batch = pair / params.attention.heads;
   const int group = params.attention.heads / params.attention.heads_k;

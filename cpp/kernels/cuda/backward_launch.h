@@ -7,12 +7,16 @@
 
 #include "anyflash/error.h"
 #include "common/launch.h"
+#include "common/math.h"
 #include "cuda/gqa_partials.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "variant/backward_scratch.h"
 
 namespace anyflash {
+
+// Of BackwardScratch::dout_rounded: whole vectors of 16 bytes.
+inline int64_t rounded_dout_columns(const Attention& a) { return ceil_div(a.head_dim_v, 8) * 8; }
 
 // Divides `memory` (null: only the size is wanted) among what the kernels need there. Returns the
 // bytes used.
@@ -21,7 +25,7 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
   const Attention& a = p.attention;
   const bool packed = a.cu_seqlens_q != nullptr;
   const auto padded = [](int64_t rows) {
-    return (rows + Traits::kBlockM - 1) / Traits::kBlockM * Traits::kBlockM;
+    return ceil_div(rows, Traits::kBlockM) * Traits::kBlockM;
   };
   const int64_t heads = (packed ? 1 : a.batch) * a.heads;
   p.gqa_splits = gqa_splits(a.heads, a.heads_k);
@@ -33,33 +37,32 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     constexpr std::size_t kAlignment = 256;
     if (memory != nullptr) at = reinterpret_cast<decltype(+at)>(memory + used);
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(*at);
-    used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    used += ceil_div(bytes, kAlignment) * kAlignment;
   };
-  if constexpr (Traits::kStatsByKind) {
+  if constexpr (Traits::kSplitsLseAndDelta) {
     take(p.lse_rows, heads * p.padded_rows);
     take(p.delta_rows, heads * p.padded_rows);
   } else {
-    take(p.lse_delta, heads * p.padded_rows);
+    take(p.lse_and_delta, heads * p.padded_rows);
   }
   if (!p.deterministic && p.dq_columns > 0) {
     take(p.dq_accum, heads * p.padded_rows * p.dq_columns);
   }
   if (p.dout_dtype == DType::kFloat32) {
-    const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
     auto* rounded = static_cast<typename Traits::Element*>(nullptr);
-    take(rounded, heads * (packed ? a.total_q : a.seqlen_q) * columns);
+    take(rounded, heads * (packed ? a.total_q : a.seqlen_q) * rounded_dout_columns(a));
     p.dout_rounded = rounded;
   }
   if (a.alibi_slopes.data != nullptr) take(p.slopes_log2, a.batch * a.heads);
   if (p.gqa_splits > 1) {
     constexpr int kBlockN = Traits::kBlockN;
-    p.key_blocks = packed ? a.total_k / kBlockN + a.batch : (a.seqlen_k + kBlockN - 1) / kBlockN;
+    p.key_blocks = packed ? a.total_k / kBlockN + a.batch : ceil_div(a.seqlen_k, kBlockN);
     const int64_t parts = (packed ? 1 : a.batch) * a.heads_k * p.key_blocks * p.gqa_splits;
     take(p.gqa_partials, parts * kGqaPartialElements<Traits>);
     take(p.gqa_nonfinite_dout, parts);
   }
   if (p.dalibi_slopes.data != nullptr) {
-    take(p.slope_sums, a.batch * a.heads * ((int64_t{a.seqlen_q} + 63) / 64));
+    take(p.slope_sums, a.batch * a.heads * p.slope_sums_of_head(a.seqlen_q));
   }
   return used;
 }
@@ -74,7 +77,7 @@ std::size_t backward_scratch_bytes(const BackwardParams& params, const LaunchCon
 inline void use_rounded_dout(BackwardScratch& p) {
   if (p.dout_rounded == nullptr) return;
   const Attention& a = p.attention;
-  const int64_t columns = (a.head_dim_v + 7) / 8 * 8;
+  const int64_t columns = rounded_dout_columns(a);
   const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
   p.dout = p.dout_rounded;
   p.dout_stride = Strides{a.heads * rows * columns, columns, rows * columns, 1};

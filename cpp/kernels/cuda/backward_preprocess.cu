@@ -136,15 +136,15 @@ __global__ void __launch_bounds__(kThreads)
     sum = row_sum(sum);
     if (lane != 0) continue;
     // Beyond a padded tensor's end, no row is read.
-    LseDelta stats{exists || a.cu_seqlens_q != nullptr ? INFINITY : kFarLse, 0.0f};
+    LseAndDelta lse_and_delta{exists || a.cu_seqlens_q != nullptr ? INFINITY : kFarLse, 0.0f};
     if (exists) {
       const float lse = p.lse[offset(p.lse_stride, row)];
       if (fabsf(lse) != INFINITY) {
-        stats.lse = lse * p.lse_unit;
-        stats.delta = sum - (p.dlse == nullptr ? 0.0f : p.dlse[offset(p.dlse_stride, row)]);
+        lse_and_delta.lse = lse * p.lse_unit;
+        lse_and_delta.delta = sum - (p.dlse == nullptr ? 0.0f : p.dlse[offset(p.dlse_stride, row)]);
       }
     }
-    p.set_stats(padded + r, stats);
+    p.set_lse_and_delta(padded + r, lse_and_delta);
   }
   if (p.slopes_log2 != nullptr && row0 == 0 && threadIdx.x == 0) {
     const Strides& stride = a.alibi_slopes.stride;
@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(kThreads)
     const Sequence sequence = sequence_of(p.attention, batch);
     const int64_t first = p.first_row(sequence, batch, head);
     for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
-      const LseDelta stats = p.stats(first + row);
-      const float probability = expf(sink - stats.lse / p.lse_unit);
-      if (stats.lse != INFINITY) sum -= probability * stats.delta;
+      const LseAndDelta lse_and_delta = p.lse_and_delta_of(first + row);
+      const float probability = expf(sink - lse_and_delta.lse / p.lse_unit);
+      if (lse_and_delta.lse != INFINITY) sum -= probability * lse_and_delta.delta;
     }
   }
   sum = block_sum<kThreads>(sum, reinterpret_cast<float*>(anyflash_smem));
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = static_cast<int>(blockIdx.x) % p.attention.heads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) / p.attention.heads;
   const int64_t count = p.dalibi_slopes.stride.batch == 0 ? p.attention.batch : 1;
-  const int64_t row_blocks = (int64_t{p.attention.seqlen_q} + 63) / 64;
+  const int64_t row_blocks = p.slope_sums_of_head(p.attention.seqlen_q);
   float sum = 0.0f;
   for (int64_t batch = first; batch < first + count; ++batch) {
     const float* const parts = p.slope_sums + (batch * p.attention.heads + head) * row_blocks;

@@ -6,7 +6,7 @@
 
 namespace anyflash {
 
-// stats; slopes_log2, dq_accum = 0 and dout_rounded, where there are such.
+// LSE and delta; slopes_log2, dq_accum = 0 and dout_rounded, where there are such.
 void backward_preprocess(const BackwardScratch& params, void* stream);
 
 // dsinks = -sum over batch and rows of exp(sink - lse) delta, in a fixed order.

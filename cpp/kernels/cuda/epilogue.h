@@ -26,25 +26,26 @@ ANYFLASH_DEVICE T* first_of(Void* data, const Strides& stride, const Sequence& s
 
 // Reads elements of V, (key, column), as floats.
 template <class Element>
-ANYFLASH_DEVICE auto tensor_values(const Attention& attention, const ForwardWorkTile& block) {
+ANYFLASH_DEVICE auto tensor_values(const Attention& attention, const ForwardWorkTile& work_tile) {
   const Strides& stride = attention.v_stride;
   const auto* const v = static_cast<const Element*>(attention.v) +
-                        block.sequence.batch * stride.batch + block.head_k * stride.head +
-                        block.sequence.first_k * stride.row;
+                        work_tile.sequence.batch * stride.batch + work_tile.head_k * stride.head +
+                        work_tile.sequence.first_k * stride.row;
   return [v, row = stride.row](int key, int x) { return static_cast<float>(v[key * row + x]); };
 }
 
 // Gives what was taken out of partly hidden tiles of V to the rows that see it. values: as
 // tensor_values().
 template <class Traits, class Out, class Variant, class Values>
-ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWorkTile& block,
+ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWorkTile& work_tile,
                                     const Variant& variant, const Values& values) {
   constexpr int kBlockN = Traits::kBlockN;
-  const Sequence& sequence = block.sequence;
+  const Sequence& sequence = work_tile.sequence;
   const Mask mask(sequence, params.attention.window);
-  Out* const out = first_of<Out>(params.out, params.out_stride, sequence, block.head);
-  const KRange range = mask.k_range(block.first_row, Traits::kBlockM, kBlockN);
-  const IndexRange rows{block.first_row, min(block.first_row + Traits::kBlockM, sequence.seqlen_q)};
+  Out* const out = first_of<Out>(params.out, params.out_stride, sequence, work_tile.head);
+  const KRange range = mask.k_range(work_tile.first_row, Traits::kBlockM, kBlockN);
+  const IndexRange rows{work_tile.first_row,
+                        min(work_tile.first_row + Traits::kBlockM, sequence.seqlen_q)};
   for (int tile = range.begin; tile < range.end; ++tile) {
     const bool cleared = range.needs_mask(tile) || variant.may_hide_anywhere();
     if (!cleared || !variant.visits(tile, Traits::kBlockM)) continue;
@@ -64,17 +65,17 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
 // Joins the rows' results with those over other keys, some columns at a time, whose loads are under
 // way together. Before anything is written where these are, all threads of a row have to get here.
 template <class Matrix, class Lse, class Coordinates>
-ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTile& block,
+ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTile& work_tile,
                                 Matrix& out_matrix, Lse& lse, const Coordinates& coordinates,
                                 int rows) {
   constexpr int kColumns = decltype(cute::size<1>(out_matrix))::value;
   constexpr int kChunk = kColumns % 16 == 0 ? 16 : 8;
   static_assert(kColumns % kChunk == 0);
   const Prior& prior = params.prior;
-  const auto* const prior_out = first_of<const float>(prior.out, prior.out_stride, block.sequence,
-                                                      block.head, block.first_row);
-  const auto* const prior_lse = first_of<const float>(prior.lse, prior.lse_stride, block.sequence,
-                                                      block.head, block.first_row);
+  const auto* const prior_out = first_of<const float>(
+      prior.out, prior.out_stride, work_tile.sequence, work_tile.head, work_tile.first_row);
+  const auto* const prior_lse = first_of<const float>(
+      prior.lse, prior.lse_stride, work_tile.sequence, work_tile.head, work_tile.first_row);
   CUTE_UNROLL
   for (int row = 0; row < cute::size<0>(out_matrix); ++row) {
     const int i = cute::get<0>(coordinates(row, 0));
@@ -101,9 +102,9 @@ ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTi
 // The largest score of a row that exists goes to the (batch, head)'s maximum: integers order floats
 // of one sign, and negative ones the other way round.
 template <class Softmax, class Coordinates>
-ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params, const ForwardWorkTile& block,
-                                       const Softmax& softmax, const Coordinates& coordinates,
-                                       int rows) {
+ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params,
+                                       const ForwardWorkTile& work_tile, const Softmax& softmax,
+                                       const Coordinates& coordinates, int rows) {
   float maximum = -INFINITY;
   CUTE_UNROLL
   for (int row = 0; row < cute::size<0>(coordinates); ++row) {
@@ -116,8 +117,8 @@ ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params, const Forwar
     maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, distance));
   }
   if (threadIdx.x % 32 != 0 || maximum == -INFINITY) return;
-  float* const target = params.max_logits + block.batch * params.max_logits_stride.batch +
-                        block.head * params.max_logits_stride.head;
+  float* const target = params.max_logits + work_tile.batch * params.max_logits_stride.batch +
+                        work_tile.head * params.max_logits_stride.head;
   maximum += 0.0f;  // -0 becomes 0
   if (maximum >= 0.0f) {
     atomicMax(reinterpret_cast<int*>(target), __float_as_int(maximum));
@@ -128,12 +129,12 @@ ANYFLASH_DEVICE void reduce_max_logits(const ForwardParams& params, const Forwar
 
 // Each row's LSE is held by the four lanes of a quad; the lane with the row's column 0 writes it.
 template <class Lse, class Coordinates>
-ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardWorkTile& block,
+ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardWorkTile& work_tile,
                                const Lse& lse, const Coordinates& coordinates, int rows) {
   using namespace cute;
   if (get<1>(coordinates(0, 0)) != 0) return;
-  float* const gLse =
-      first_of<float>(params.lse, params.lse_stride, block.sequence, block.head, block.first_row);
+  float* const gLse = first_of<float>(params.lse, params.lse_stride, work_tile.sequence,
+                                      work_tile.head, work_tile.first_row);
   CUTE_UNROLL
   for (int row = 0; row < size(lse); ++row) {
     const int i = get<0>(coordinates(row, 0));
@@ -143,12 +144,12 @@ ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardWorkTil
 
 // The accumulators as they are, element by element and with any strides.
 template <class Matrix, class Coordinates>
-ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardWorkTile& block,
+ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardWorkTile& work_tile,
                                  const Matrix& out_matrix, const Coordinates& coordinates,
                                  int rows) {
   using namespace cute;
-  float* const gO =
-      first_of<float>(params.out, params.out_stride, block.sequence, block.head, block.first_row);
+  float* const gO = first_of<float>(params.out, params.out_stride, work_tile.sequence,
+                                    work_tile.head, work_tile.first_row);
   CUTE_UNROLL
   for (int row = 0; row < size<0>(out_matrix); ++row) {
     const int i = get<0>(coordinates(row, 0));

@@ -28,7 +28,7 @@ class QueryTileIterator {
     begins_on_diagonal_ = mask.end_key(last_top_row) <= block.first_key + Traits::kTopKeys;
     const int group = params.attention.heads / params.attention.heads_k;
     const int each = group / params.gqa_splits;
-    const int larger = group % params.gqa_splits;  // so many parts have one head more
+    const int larger = group % params.gqa_splits;  // the number of parts with one head more
     head_ = block.head_k * group + block.gqa_split * each + min(block.gqa_split, larger);
     end_head_ = head_;
     if (range_.begin < range_.end) end_head_ += each + (block.gqa_split < larger ? 1 : 0);

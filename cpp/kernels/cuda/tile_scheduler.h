@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 #include "variant/sequence.h"
 #include "variant/work_tile.h"
@@ -68,7 +69,7 @@ template <int kBlockM>
 ANYFLASH_DEVICE ForwardWorkTile row_block_at(const LptTileScheduler& scheduler,
                                              const Attention& attention, int index) {
   const LptTileScheduler::TileCoord coord = scheduler.tile_at(index);
-  const int row_blocks = (attention.seqlen_q + kBlockM - 1) / kBlockM;
+  const int row_blocks = count_tiles(attention.seqlen_q, kBlockM);
   ForwardWorkTile tile;
   tile.sequence = sequence_of(attention, coord.batch);
   tile.batch = coord.batch;

@@ -11,7 +11,7 @@
 namespace anyflash::sm80 {
 
 // The (rows, head_dim) tile of one head that begins at `first_row`. Offsets within a tile fit in 32
-// bits (forward.cpp repacks other tensors), which saves registers; its address is found in 64.
+// bits (repack.cpp copies other tensors), which saves registers. Its address is computed in 64.
 template <class Element, class Tile, class Data>
 ANYFLASH_HOST_DEVICE auto gmem_tile(Tile tile, Data* data, const Strides& stride, int64_t batch,
                                     int head, int64_t first_row) {

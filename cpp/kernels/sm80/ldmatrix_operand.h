@@ -31,7 +31,7 @@ class LdmatrixOperand {
       kWarps > 1 &&
       decltype(cute::stride<kIsA ? 1 : 2>(typename Mma::ThrLayoutVMNK{}))::value == 32;
   static constexpr int kMmaRows = decltype(cute::tile_size<kIsA ? 0 : 1>(Mma{}))::value;
-  static constexpr int kWarpRows = kMmaRows / kWarps;  // so many neighbouring rows are one warp's
+  static constexpr int kWarpRows = kMmaRows / kWarps;  // neighbouring rows of one warp
   static constexpr int kRows = kTransposed ? kTileColumns : kTileRows;
   static constexpr int kDepth = kTransposed ? kTileRows : kTileColumns;
   static constexpr int kRowGroups = kRows / (16 * kWarps);
@@ -83,7 +83,8 @@ class LdmatrixOperand {
     }
   }
 
-  // The same of a region of the tile: so many rows and columns from (kRow, kColumn) on.
+  // The same of a region of the tile: kCountRows rows and kCountColumns columns, which begin at
+  // (kRow, kColumn).
   template <int kRow, int kCountRows, int kColumn, int kCountColumns>
   ANYFLASH_DEVICE auto region() const {
     static_assert(kRow % 8 == 0 && kColumn % Tile::kPanelColumns == 0,
@@ -107,7 +108,7 @@ class LdmatrixOperand {
     return result;
   }
 
-  // Goes on to a tile that lies so many elements behind this one.
+  // Goes on to a tile that lies `elements` elements behind this one.
   ANYFLASH_DEVICE void advance(int elements) {
     CUTE_UNROLL
     for (int i = 0; i < kInPanel; ++i) at_[i] += elements;

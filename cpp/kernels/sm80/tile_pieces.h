@@ -34,13 +34,13 @@ ANYFLASH_DEVICE void accumulator_to_smem(typename Tile::Element* smem, const Rou
   }
 }
 
-// What one thread stores of a SmemTile at `smem` to a tile in global memory at `gmem`, of which so
-// many rows and columns exist. Row r lies in row Order(r) of shared memory.
+// What one thread stores of a SmemTile at `smem` to a tile in global memory at `gmem`, of which
+// `rows` rows and `columns` columns exist. Row r lies in row Order(r) of shared memory.
 template <class Tile, class Order>
 ANYFLASH_DEVICE void store_pieces(typename Tile::Element* gmem, int row_stride, int rows,
                                   int columns, const typename Tile::Element* smem, int thread) {
   using Vector = cute::uint128_t;
-  // All threads together store so many rows of a panel at once, neighbours side by side.
+  // The rows of a panel that all threads together store at once, neighbours side by side.
   constexpr int kPass = Tile::kThreads / Tile::kThreadsPerRow;
   constexpr int kRows = Tile::kRows / kPass;
   constexpr int kPanels = Tile::kColumns / Tile::kPanelColumns;

@@ -109,8 +109,8 @@ ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
   exchange(words[1], words[3], 2);
 }
 
-// The warp's 16 rows from `warp_row` on, rounded, as far as there are so many rows and columns;
-// `first` is element (0, 0). A lane stores 16 bytes, and a quad 64 of a row.
+// The warp's 16 rows from `warp_row` on, rounded, as far as they lie in `rows` rows and `columns`
+// columns. `first` is element (0, 0). A lane stores 16 bytes, and a quad 64 of a row.
 template <class Element, int kColumns>
 ANYFLASH_DEVICE void store_rows(Element* first, int64_t row_stride, int warp_row, int rows,
                                 int columns, const Accumulator<kColumns>& acc) {

@@ -13,8 +13,8 @@ struct RegisterSplit {
   int consumer;
 };
 
-// A CTA of so many consumers and a producer. Consumers come first, so that what numbers threads by
-// accumulators sees threadIdx.x.
+// A CTA of kConsumers consumer warpgroups and a producer. Consumers come first, so that what
+// numbers threads by accumulators sees threadIdx.x.
 template <int kConsumers_>
 struct Warpgroups {
   static constexpr int kConsumers = kConsumers_;

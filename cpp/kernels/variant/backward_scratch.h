@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "common/math.h"
 #include "params.h"
 #include "variant/sequence.h"
 
@@ -16,7 +17,7 @@ namespace anyflash {
 inline constexpr float kFarLse = 1e30f;
 
 // Of one query row.
-struct alignas(8) LseDelta {
+struct alignas(8) LseAndDelta {
   float lse;    // times BackwardScratch::lse_unit; +inf where the row sees no key
   float delta;  // rowsum(dO * out) - dlse
 };
@@ -28,7 +29,7 @@ struct BackwardScratch : BackwardParams {
   int block_m = 0;                // a power of two
   int64_t padded_rows = 0;        // of one head; packed: of all sequences together
   // (batch or 1, heads, padded_rows): these, or else the two arrays.
-  LseDelta* lse_delta = nullptr;
+  LseAndDelta* lse_and_delta = nullptr;
   float* lse_rows = nullptr;
   float* delta_rows = nullptr;
   float* dq_accum = nullptr;     // (batch or 1, heads, padded_rows, kernel's head dim); null: none
@@ -36,7 +37,7 @@ struct BackwardScratch : BackwardParams {
   void* dout_rounded = nullptr;  // float32 dout as the kernels' type, (batch or 1, padded_rows,
                                  // heads, head_dim_v rounded up); null: dout is read as it is
   int dq_first_column = 0;       // of a launch that makes some of dQ's columns
-  float* slope_sums = nullptr;   // (batch, heads, row blocks of 64)
+  float* slope_sums = nullptr;   // (batch, heads, slope_sums_of_head)
   float* slopes_log2 = nullptr;  // ALiBi's, times log2(e), (batch, heads); null: there are none
   // Where groups come in parts (sm80/backward/gqa_partials.h), else null.
   float* gqa_partials = nullptr;  // (batch or 1, heads_k, key_blocks, parts, elements of dK and dV)
@@ -45,17 +46,23 @@ struct BackwardScratch : BackwardParams {
   float lse_unit = 1.0f;
   float ds_scale = 1.0f;  // of sums of dS: softmax_scale, and what Scores leave out of dS
 
+  // Each sum for the gradient of ALiBi's slopes is that of kSlopeSumRows query rows.
+  static constexpr int kSlopeSumRows = 64;
+  ANYFLASH_HOST_DEVICE static int64_t slope_sums_of_head(int seqlen_q) {
+    return count_tiles(int64_t{seqlen_q}, kSlopeSumRows);
+  }
+
   // Of a padded row.
-  ANYFLASH_DEVICE void set_stats(int64_t row, const LseDelta& stats) const {
-    if (lse_delta != nullptr) {
-      lse_delta[row] = stats;
+  ANYFLASH_DEVICE void set_lse_and_delta(int64_t row, const LseAndDelta& values) const {
+    if (lse_and_delta != nullptr) {
+      lse_and_delta[row] = values;
     } else {
-      lse_rows[row] = stats.lse;
-      delta_rows[row] = stats.delta;
+      lse_rows[row] = values.lse;
+      delta_rows[row] = values.delta;
     }
   }
-  ANYFLASH_DEVICE LseDelta stats(int64_t row) const {
-    if (lse_delta != nullptr) return lse_delta[row];
+  ANYFLASH_DEVICE LseAndDelta lse_and_delta_of(int64_t row) const {
+    if (lse_and_delta != nullptr) return lse_and_delta[row];
     return {lse_rows[row], delta_rows[row]};
   }
 

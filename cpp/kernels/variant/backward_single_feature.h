@@ -57,8 +57,8 @@ class AlibiBackward : public OneFeatureBackward {
     return diagonal > -kBlockM && diagonal < kBlockN;
   }
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux&, const Stats& stats,
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux&, const LseAndDeltas& lse_and_delta,
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     const float slope = tile.row0 + shift_ > tile.col0 ? slope_log2_ : -slope_log2_;
@@ -72,13 +72,14 @@ class AlibiBackward : public OneFeatureBackward {
       const RowBounds seen = tile.row_bounds<kMasked>(i);
       const float row_offset = static_cast<float>(get<0>(coordinates(row, 0)) - first_row);
       const float distance = diagonal + row_offset;  // row_offset and offset are constants
-      const float at_first = -stats(row).lse - distance * slope;
+      const float at_first = -lse_and_delta(row).lse - distance * slope;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));
         const float offset = static_cast<float>(j - first_col);
-        const float added = kMasked ? -stats(row).lse - fabsf(distance - offset) * slope_log2_
-                                    : at_first + offset * slope;
+        const float added = kMasked
+                                ? -lse_and_delta(row).lse - fabsf(distance - offset) * slope_log2_
+                                : at_first + offset * slope;
         const float p = exp2f(scores(row, col) * scale_log2_ + added);
         scores(row, col) = kMasked && seen.hides(j) ? kHiddenP : p;
       }
@@ -111,8 +112,8 @@ class SoftcapBackward : public OneFeatureBackward {
 
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch&) { return 0.25f; }
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const Stats& stats,
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const LseAndDeltas& lse_and_delta,
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     constexpr float kLog2Of4 = 2.0f;
@@ -121,7 +122,7 @@ class SoftcapBackward : public OneFeatureBackward {
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
       const RowBounds seen = tile.row_bounds<kMasked>(i);
-      const float added = kLog2Of4 - stats(row).lse;
+      const float added = kLog2Of4 - lse_and_delta(row).lse;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); col += 2) {
         float both[2];
@@ -151,8 +152,8 @@ class SoftcapBackward : public OneFeatureBackward {
   float softcap_log2_;
 };
 
-// dS = P (kept dP - delta), without the factor on what is kept: P (dP - delta (1 - p)), or where P
-// is dropped, P (-delta (1 - p)). P is made negative there, and 0 for dV's product.
+// dS = P (kept dP - delta). Without the factor on what is kept, that is P (dP - delta (1 - p)), and
+// P (-delta (1 - p)) where P is dropped. P is made negative there, and 0 for dV's product.
 class DropoutBackward : public OneFeatureBackward {
  public:
   static constexpr unsigned kFeatures = kDropout;
@@ -175,11 +176,11 @@ class DropoutBackward : public OneFeatureBackward {
     return !dropout_.keep(dropout_.draws(row, col / 8)[col % 8]);
   }
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const Stats& stats,
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const LseAndDeltas& lse_and_delta,
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
-    PlainBackward::template compute_p<kMasked>(scores, aux, stats, coordinates, tile);
+    PlainBackward::template compute_p<kMasked>(scores, aux, lse_and_delta, coordinates, tile);
     constexpr int kRows = decltype(size<0>(scores))::value;
     int rows[kRows];
     CUTE_UNROLL
@@ -205,21 +206,21 @@ class DropoutBackward : public OneFeatureBackward {
     return round_positive<Element>(p);
   }
 
-  template <class Acc, class Stats>
-  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const Stats& stats) const {
-    auto init = PlainBackward::initial_dp(acc, stats);
+  template <class Acc, class LseAndDeltas>
+  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const LseAndDeltas& lse_and_delta) const {
+    auto init = PlainBackward::initial_dp(acc, lse_and_delta);
     CUTE_UNROLL
     for (int i = 0; i < cute::cosize_v<decltype(init.layout())>; ++i) init.data()[i] *= kept_;
     return init;
   }
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats>
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas>
   ANYFLASH_DEVICE void compute_ds(Scores& dp, const Scores& p, const ScoreAux&,
-                                  const Stats& stats) const {
+                                  const LseAndDeltas& lse_and_delta) const {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(p); ++row) {
-      const float of_dropped = stats(row).delta * kept_;  // P's sign turns it
+      const float of_dropped = lse_and_delta(row).delta * kept_;  // P's sign turns it
       CUTE_UNROLL
       for (int col = 0; col < size<1>(p); ++col) {
         const float ds = p(row, col) * (p(row, col) < 0.0f ? of_dropped : dp(row, col));

@@ -26,16 +26,17 @@
 
 namespace anyflash {
 
-// Of a thread's rows; `stats` are those of row0.
+// Of a thread's rows; `lse_and_delta` begins at row0's.
 template <class Coordinates>
-ANYFLASH_DEVICE auto load_lse_delta(const LseDelta* stats, const Coordinates& coordinates) {
+ANYFLASH_DEVICE auto load_lse_and_delta(const LseAndDelta* lse_and_delta,
+                                        const Coordinates& coordinates) {
   constexpr int kRows = decltype(cute::size<0>(coordinates))::value;
-  auto rows = cute::make_tensor<LseDelta>(cute::Int<kRows>{});
+  auto rows = cute::make_tensor<LseAndDelta>(cute::Int<kRows>{});
   CUTE_UNROLL
   for (int row = 0; row < kRows; ++row) {
     const auto* const at =
-        reinterpret_cast<const float2*>(stats + cute::get<0>(coordinates(row, 0)));
-    rows(row) = LseDelta{at->x, at->y};
+        reinterpret_cast<const float2*>(lse_and_delta + cute::get<0>(coordinates(row, 0)));
+    rows(row) = LseAndDelta{at->x, at->y};
   }
   return rows;
 }
@@ -107,8 +108,8 @@ class PlainBackward {
   template <bool kMasked, class ScoreAux, class Coordinates>
   ANYFLASH_DEVICE void prefetch(ScoreAux&, const Coordinates&, const ScoreTile&) const {}
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux&, const Stats& stats,
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux&, const LseAndDeltas& lse_and_delta,
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     CUTE_UNROLL
@@ -118,7 +119,7 @@ class PlainBackward {
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));
-        const float p = exp2f(scores(row, col) * scale_log2_ - stats(row).lse);
+        const float p = exp2f(scores(row, col) * scale_log2_ - lse_and_delta(row).lse);
         scores(row, col) = kMasked && seen.hides(j) ? kHiddenP : p;
       }
     }
@@ -132,8 +133,8 @@ class PlainBackward {
   }
 
   // What the product dO V^T is added to: -delta, which costs nothing there.
-  template <class Acc, class Stats>
-  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const Stats& stats) const {
+  template <class Acc, class LseAndDeltas>
+  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const LseAndDeltas& lse_and_delta) const {
     using namespace cute;
     // (MMA, MMA_M, MMA_N): what holds for eight columns holds for all.
     using Rows = Int<decltype(size<1>(acc))::value>;
@@ -142,15 +143,15 @@ class PlainBackward {
     CUTE_UNROLL
     for (int m = 0; m < Rows{}; ++m) {
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) init(i, m, 0) = -stats(2 * m + i / 2).delta;
+      for (int i = 0; i < 4; ++i) init(i, m, 0) = -lse_and_delta(2 * m + i / 2).delta;
     }
     return init;
   }
 
   // dp - delta becomes the gradient of the final score: of a bias, say.
-  template <bool kMasked, class Scores, class ScoreAux, class Stats>
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas>
   ANYFLASH_DEVICE void compute_ds(Scores& dp, const Scores& p, const ScoreAux&,
-                                  const Stats&) const {
+                                  const LseAndDeltas&) const {
     using namespace cute;
     CUTE_UNROLL
     for (int i = 0; i < size(p); ++i) {
@@ -219,8 +220,8 @@ class GenericBackward {
     score_mod_.template prefetch<kMasked>(aux.biases, coordinates, tile.row0, tile.col0);
   }
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats, class Coordinates>
-  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const Stats& stats,
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const LseAndDeltas& lse_and_delta,
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     score_mod_.apply(scores, aux.slopes, aux.biases, coordinates, tile.row0, tile.col0);
@@ -236,7 +237,7 @@ class GenericBackward {
         const int j = get<1>(coordinates(row, col));
         const float s = scores(row, col);
         const bool hidden = s == -INFINITY || (kMasked && seen.hides(j));
-        scores(row, col) = hidden ? 0.0f : exp2f((s - stats(row).lse) * kLog2E);
+        scores(row, col) = hidden ? 0.0f : exp2f((s - lse_and_delta(row).lse) * kLog2E);
       }
     }
   }
@@ -252,16 +253,16 @@ class GenericBackward {
     return round_fragment<Element>(kept);
   }
 
-  template <class Acc, class Stats>
-  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const Stats&) const {
+  template <class Acc, class LseAndDeltas>
+  ANYFLASH_DEVICE auto initial_dp(const Acc& acc, const LseAndDeltas&) const {
     auto init = cute::make_fragment_like(acc);
     cute::clear(init);
     return init;
   }
 
-  template <bool kMasked, class Scores, class ScoreAux, class Stats>
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas>
   ANYFLASH_DEVICE void compute_ds(Scores& dp, const Scores& p, const ScoreAux& aux,
-                                  const Stats& stats) const {
+                                  const LseAndDeltas& lse_and_delta) const {
     using namespace cute;
     if (dropout_.active()) {
       const float factor = dropout_.scale();
@@ -278,7 +279,7 @@ class GenericBackward {
     for (int row = 0; row < size<0>(p); ++row) {
       CUTE_UNROLL
       for (int col = 0; col < size<1>(p); ++col) {
-        const float ds = p(row, col) * (dp(row, col) - stats(row).delta);
+        const float ds = p(row, col) * (dp(row, col) - lse_and_delta(row).delta);
         dp(row, col) = p(row, col) == 0.0f ? 0.0f : ds;
       }
     }

@@ -78,9 +78,10 @@ struct ScoredForward : PlainForward {
   static constexpr ScoreOps kOps = ScoreOps::kSoftcapAlibi;
   static constexpr unsigned kFeatures = kSoftcap | kLargeSoftcap | kAlibi;
 
-  ANYFLASH_DEVICE ScoredForward(const Attention& attention, const ForwardWorkTile& block, int keys)
-      : PlainForward(attention, block, keys),
-        score_mod(attention, block.sequence, block.batch, block.head, 1.0f,
+  ANYFLASH_DEVICE ScoredForward(const Attention& attention, const ForwardWorkTile& work_tile,
+                                int keys)
+      : PlainForward(attention, work_tile, keys),
+        score_mod(attention, work_tile.sequence, work_tile.batch, work_tile.head, 1.0f,
                   attention.scale_log2 * kLn2) {}
 
   template <class Loop>
@@ -105,9 +106,10 @@ struct DropoutForward : PlainForward {
   static constexpr bool kAsksPlaces = true;
   static constexpr unsigned kFeatures = kDropout;
 
-  ANYFLASH_DEVICE DropoutForward(const Attention& attention, const ForwardWorkTile& block, int keys)
-      : PlainForward(attention, block, keys),
-        dropout(attention, UniformSeed(attention), block.batch, block.head) {}
+  ANYFLASH_DEVICE DropoutForward(const Attention& attention, const ForwardWorkTile& work_tile,
+                                 int keys)
+      : PlainForward(attention, work_tile, keys),
+        dropout(attention, UniformSeed(attention), work_tile.batch, work_tile.head) {}
 
   // Eight of a thread's columns are two blocks of the sum, and neighbouring keys.
   // Dropped where the product gets to them, so that the rounds of Philox for some keys run beside
@@ -138,15 +140,16 @@ struct GenericForward {
   static constexpr ScoreOps kOps = ScoreOps::kAll;
   static constexpr unsigned kFeatures = kAllFeatures;
 
-  ANYFLASH_DEVICE GenericForward(const Attention& attention, const ForwardWorkTile& block,
+  ANYFLASH_DEVICE GenericForward(const Attention& attention, const ForwardWorkTile& work_tile,
                                  int tile_keys)
-      : score_mod(attention, block.sequence, block.batch, block.head,
+      : score_mod(attention, work_tile.sequence, work_tile.batch, work_tile.head,
                   static_cast<float>(attention.softmax_scale), 1.0f),
-        blocks(BlockMask(attention, block.batch, block.head), block.first_row, tile_keys),
-        ranges(attention, block.sequence, block.batch, block.head_k),
-        first_row(block.first_row),
+        blocks(BlockMask(attention, work_tile.batch, work_tile.head), work_tile.first_row,
+               tile_keys),
+        ranges(attention, work_tile.sequence, work_tile.batch, work_tile.head_k),
+        first_row(work_tile.first_row),
         keys(tile_keys),
-        dropout(attention, block.batch, block.head) {}
+        dropout(attention, work_tile.batch, work_tile.head) {}
 
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {

@@ -67,9 +67,9 @@ struct RowBounds {
 };
 
 // A window around the diagonal:
-//   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right
-// without a bound where left or right is negative. So each row sees a range of keys, whose ends do
-// not decrease from row to row. The diagonal ends at the bottom right, where shift = seqlen_k -
+//   keep(i, j)  <=>  0 <= j < seqlen_k  and  i + shift - left <= j <= i + shift + right.
+// There is no bound where left or right is negative. So each row sees a range of keys, whose ends
+// do not decrease from row to row. The diagonal ends at the bottom right, where shift = seqlen_k -
 // seqlen_q. It may end anywhere where the sequence is a part of a longer one: then the first rows,
 // or the last, may see nothing.
 class Mask {

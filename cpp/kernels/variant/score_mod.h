@@ -76,7 +76,7 @@ class ScoreMod {
         seqlen_k_(0),
         shift_(0) {}
 
-  // Whether this part of the code, kSlope or kCap, is enough.
+  // Whether code with `part` of the operations alone, kAlibi or kSoftcap, does all that is asked.
   ANYFLASH_DEVICE bool covered_by(ScoreOps part) const {
     if (accurate_ || slope_ < 0.0f || bias_ != nullptr) return false;
     return part == ScoreOps::kAlibi ? softcap_ == 0.0f : slope_ == 0.0f && softcap_ > 0.0f;

@@ -24,7 +24,7 @@ inline constexpr int kTileBlock = 64;  // rows, and keys, of a block
 // Lines of whole terms of a product.
 constexpr int tile_line(int columns) { return round_up(columns, kTileTerms); }
 
-struct RowTiles {
+struct QueryTiles {
   BFloat16* q;            // (rows / 2, head_dim, 2)
   BFloat16* dout;         // (rows / 2, head_dim_v, 2)
   BFloat16* q_across;     // (head_dim / 2, rows, 2)

@@ -118,7 +118,7 @@ class Blocks {
   // the zeros that stand for it.
   bool load_tiles(RowBlock<T>* block) const {
     if (p_.dout_dtype == DType::kFloat32) return false;
-    const RowTiles& tiles = block->tiles;
+    const QueryTiles& tiles = block->tiles;
     const std::int64_t first = row(block->first_row);
     BFloat16* const rows = scratch_.tiles.block;
     if (!load_block(rows_of(a_.q, a_.q_stride, first, block->head), a_.q_stride, block->count,

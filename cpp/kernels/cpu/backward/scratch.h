@@ -74,7 +74,7 @@ struct RowBlock {
   int full_first;
   int full_end;
 
-  RowTiles tiles;
+  QueryTiles tiles;
   bool in_tiles;   // where there are tiles: q and dout are in them
   bool in_floats;  // q, dout, q_across and dout_across hold them
 };

@@ -76,8 +76,8 @@ class BlockSplit {
 };
 
 // A task takes a whole sequence of a kv head where there are enough of these to keep all threads
-// busy. Each tile is then made once, for dK, dV and dQ. That needs memory for sums of dQ, so many
-// rows of them (0: tasks are blocks). Both ways make the same sums.
+// busy. Each tile is then made once, for dK, dV and dQ. That needs memory for sums of dQ, whose
+// rows are the result (0: tasks are blocks). Both ways make the same sums.
 template <typename T>
 std::int64_t whole_rows(const BackwardParams& p, int threads) {
   const Attention& a = p.attention;

@@ -62,7 +62,7 @@ class DeltaTasks {
       return batch * stride.batch + row * stride.row + head * stride.head;
     };
     const T lse = static_cast<T>(p_.lse[offset(p_.lse_stride)]);
-    // NaN is no infinity, and goes its way.
+    // A NaN is kept: the row's gradients become NaN.
     const bool sees = lse != T(kInfinity) && lse != T(-kInfinity);
     sums_.lse[to] = sees ? lse : T(kInfinity);
     sums_.delta[to] = T(0);

@@ -77,7 +77,7 @@ class DecodeRunner {
       if (keys.begin == keys.end && splits_ > 1) {
         rows_.finish_empty();
       } else if (task.single_row) {
-        ThinTask<CacheRows<E>>(rows_).run();
+        FewRowsTask<CacheRows<E>>(rows_).run();
       } else {
         PanelTask<CacheRows<E>>(rows_).run();
       }

@@ -55,7 +55,7 @@ class TaskRunner {
       const std::int64_t rest = task.end_row - row;
       rows_.begin(task, row, rest < most ? static_cast<int>(rest) : most);
       if (task.single_row) {
-        ThinTask<TaskRows<E>>(rows_).run();
+        FewRowsTask<TaskRows<E>>(rows_).run();
       } else {
         PanelTask<TaskRows<E>>(rows_).run();
       }

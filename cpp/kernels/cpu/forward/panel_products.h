@@ -1,5 +1,5 @@
-// The two products of a panel (gemm.h), and what they read: Q^T of all panels of a task, K and V of
-// a block of keys, which its panels share.
+// The two products of a panel (gemm.h), and what they read: Q^T of all panels of a task. K and V of
+// a block of keys are shared by its panels.
 #pragma once
 
 #include <cstdint>

@@ -17,14 +17,15 @@
 namespace anyflash::cpu::ANYFLASH_CPU_ISA {
 
 template <typename Rows>
-class ThinTask {
+class FewRowsTask {
  public:
   using T = typename Rows::T;
   using Keys = typename Rows::Keys;
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  explicit ThinTask(Rows& rows) : rows_(rows), p_(rows.params.attention), scratch_(rows.scratch) {
+  explicit FewRowsTask(Rows& rows)
+      : rows_(rows), p_(rows.params.attention), scratch_(rows.scratch) {
     natural_ = rows.modifier.active();
     scale_ = static_cast<T>(natural_ ? rows.modifier.scale() : p_.softmax_scale * kLog2EOf<double>);
   }

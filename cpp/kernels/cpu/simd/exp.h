@@ -1,6 +1,7 @@
 // 2^x and tanh on vectors.
 #pragma once
 
+#include "common/math.h"
 #include "cpu/amx/tiles.h"
 #include "cpu/simd/vector.h"
 
@@ -95,7 +96,7 @@ template <typename T>
 ANYFLASH_CPU_INLINE typename Simd<T>::Vec tanh_vector(typename Simd<T>::Vec x) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
-  constexpr double kMinus2Log2E = -2 * 1.4426950408889634074;
+  constexpr double kMinus2Log2E = -2 * kLog2EOf<double>;
   const Exp2Parts<T> parts = exp2_parts<T>(S::max(x, -x) * S::broadcast(T(kMinus2Log2E)));
   const Vec e = parts.q * parts.f * parts.power + (parts.power - T(1));
   const Vec size = -e / (e + T(2));

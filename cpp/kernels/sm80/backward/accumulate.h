@@ -8,8 +8,8 @@
 
 namespace anyflash::sm80 {
 
-// dq_accum += acc, from kFirst on along MMA_M, in the order of the fragments: element i of all
-// threads side by side, so that a warp's atomic addition covers whole lines.
+// dq_accum += acc, from kFirst on along MMA_M, in the order of the fragments. Element i of all
+// threads lies side by side, so that a warp's atomic addition covers whole lines.
 template <int kFirst, class Acc>
 ANYFLASH_DEVICE void add_to_dq_accum(float* tile, const Acc& acc, unsigned thread, int threads) {
   using namespace cute;

@@ -80,7 +80,8 @@ class ChunkLoader {
               params_.attention.head_dim_v - chunk * kColumns);
   }
 
-  // Of what the thread itself has loaded. Rows that see a key have told so by their LSE and delta.
+  // Of what the thread itself has loaded. A row that sees a key still gives its NaN to the results,
+  // because its LSE or delta is NaN, too.
   ANYFLASH_DEVICE bool clear_nonfinite_rows(int buffer) const {
     return TileLoader<RowChunk, RowOrder>(smem_.rows[buffer].data(), thread()).clear_nonfinite();
   }

@@ -7,6 +7,11 @@ namespace anyflash::sm80 {
 
 // A CTA owns block_n keys and visits tiles of block_m query rows.
 struct BackwardConfig {
+  // Which kernels have it.
+  int head_dim = 0;  // of Q and K
+  TileConfig tile_config = TileConfig::kDefault;
+  bool generic = false;  // else plain, or for one feature
+
   Tile tile;
   // Warps along the first axis of each product; the others lie along its second axis. With
   // ping_pong, score_warps and query_warps are those of one group.
@@ -14,24 +19,24 @@ struct BackwardConfig {
   int key_warps = 2;    // dS^T Q and P^T dO: (block_n, head dim)
   int query_warps = 2;  // dS K: (block_m, head dim)
   int stages = 1;       // buffers of Q and of dO
-  // For fewer registers: scores are made by so many parts of the keys, and dQ of its columns.
+  // For fewer registers: the parts of the keys by which scores are made, and of the columns of dQ.
   int score_parts = 1;
   int query_parts = 1;
   bool reload_v = false;   // P and dS lie where V was, which comes again with every tile of rows
   bool ping_pong = false;  // two groups of warps take the tiles alternately (pingpong.h)
-  // Q, dO and V come by so many columns, dK and dV by a launch each (column_chunks.h); 0: whole.
+  // Columns of Q, dO and V that come at a time, with a launch each for dK and dV (column_chunks.h).
+  // 0: all columns.
   int chunk_columns = 0;
-  // What stays in registers, where some are left:
-  // - the sequence's lengths; else each use reads them from shared memory;
-  // - a thread's addresses in P and dS;
-  // - all of its addresses in the products' operands; else each product makes them from one.
-  bool keep_sequence = false;
-  bool keep_store_addresses = true;
-  bool keep_operand_addresses = true;
+  // What stays in registers, where some are left.
+  bool keep_sequence = false;          // its lengths; else each use reads shared memory
+  bool keep_store_addresses = true;    // a thread's in P and dS
+  bool keep_operand_addresses = true;  // in the products' operands; else each product makes them
   // Kernels of the same dtype, head dims and features whose groups are equal give a row the same
   // bits.
   int bits_group = 0;
 };
+
+namespace backward_configs {
 
 // Two CTAs of four warps, which wait at different times, where an A100's 164 KB of shared memory or
 // a wide GPU's 228 KB hold the tiles of two.
@@ -97,18 +102,21 @@ constexpr BackwardConfig large_wide(int query_warps, int query_parts) {
 
 // Tiles of the generic kernel are 64 by 64, because blocks of block-sparse attention are multiples
 // of that. They are so small that head dims up to 128 fit the 99 KB of consumer GPUs.
-constexpr BackwardConfig generic(int key_warps, int stages) {
+constexpr BackwardConfig small_tiles(int key_warps, int stages) {
   BackwardConfig c = one_cta(64, 64);
   c.key_warps = key_warps;
   c.query_warps = key_warps;
   c.stages = stages;
   return c;
 }
-constexpr BackwardConfig generic_compact(bool reload_v) {
+constexpr BackwardConfig small_tiles_compact() {
   BackwardConfig c = large(one_cta(64, 32));
   c.tile.warps = 4;
-  c.reload_v = reload_v;
   c.bits_group = 1;
+  return c;
+}
+constexpr BackwardConfig with_reloaded_v(BackwardConfig c) {
+  c.reload_v = true;
   return c;
 }
 
@@ -122,57 +130,53 @@ constexpr BackwardConfig by_chunks(BackwardConfig c, int stages) {
   return large(c);
 }
 
-// Head dim of Q and K, whose shared memory, the plain kernel's tiles or the generic one's.
-struct BackwardConfigRow {
-  int head_dim;
-  TileConfig tile_config;
-  bool generic;
-  BackwardConfig config;
-};
-
-// With a CTA's shared memory; "V 128": where the head dim of V is that.
-inline constexpr BackwardConfigRow kBackwardConfigs[] = {
-    {32, TileConfig::kDefault, false, two_ctas(64, 128)},                  // 56 KB
-    {32, TileConfig::kWide, false, two_ctas(128, 128)},                    // 96 KB
-    {64, TileConfig::kDefault, false, two_ctas(64, 128)},                  // 80 KB
-    {96, TileConfig::kDefault, false, two_ctas(64, 64)},                   // 64 KB
-    {128, TileConfig::kDefault, false, with_stages(one_cta(64, 128), 2)},  // 160 KB
-    {128, TileConfig::kWide, false, ping_pong()},                          // 224 KB
-    {128, TileConfig::kCompact, false, one_small_cta()},                   // 80 KB
-    {192, TileConfig::kDefault, false, large_default(2)},                  // 160 KB, V 128: 136
-    {192, TileConfig::kWide, false, large_wide(2, 3)},                     // 176 KB, V 128: 152
-    {256, TileConfig::kDefault, false, large_default(1)},                  // 144 KB
-    {256, TileConfig::kWide, false, large_wide(4, 4)},                     // 224 KB
-    {512, TileConfig::kDefault, false, by_chunks(one_cta(64, 64), 1)},     // 136 KB
-    {512, TileConfig::kWide, false, by_chunks(one_cta(64, 64), 2)},        // 200 KB
-
-    {32, TileConfig::kDefault, true, generic(4, 2)},                          // 40 KB
-    {64, TileConfig::kDefault, true, generic(4, 2)},                          // 64 KB
-    {96, TileConfig::kDefault, true, generic(4, 2)},                          // 88 KB
-    {128, TileConfig::kDefault, true, generic(2, 1)},                         // 80 KB
-    {192, TileConfig::kDefault, true, large(generic(2, 1))},                  // 112 KB, V 128: 96
-    {192, TileConfig::kCompact, true, generic_compact(false)},                // 80 KB
-    {256, TileConfig::kDefault, true, large(generic(2, 1))},                  // 144 KB
-    {256, TileConfig::kCompact, true, generic_compact(true)},                 // 96 KB
-    {512, TileConfig::kDefault, true, by_chunks(generic(2, 1), 1)},           // 136 KB
-    {512, TileConfig::kCompact, true, by_chunks(generic_compact(false), 1)},  // 84 KB
-};
-
-// The row's config; without tiles if there is none.
-constexpr BackwardConfig find_backward_config(int head_dim, TileConfig tile_config, bool generic) {
-  for (const BackwardConfigRow& row : kBackwardConfigs) {
-    if (row.head_dim == head_dim && row.tile_config == tile_config && row.generic == generic) {
-      return row.config;
-    }
-  }
-  return BackwardConfig{};
+// Rows of the table: of the plain kernel and of those for one feature, or of the generic one.
+constexpr BackwardConfig plain(int head_dim, TileConfig tile_config, BackwardConfig c) {
+  c.head_dim = head_dim;
+  c.tile_config = tile_config;
+  return c;
+}
+constexpr BackwardConfig generic(int head_dim, TileConfig tile_config, BackwardConfig c) {
+  c.generic = true;
+  return plain(head_dim, tile_config, c);
 }
 
-template <int kHeadDim, TileConfig kTileConfig, bool kGeneric>
-constexpr BackwardConfig backward_config() {
-  constexpr BackwardConfig kConfig = find_backward_config(kHeadDim, kTileConfig, kGeneric);
-  static_assert(kConfig.tile.warps > 0, "kBackwardConfigs lacks a row of cmake/kernels.cmake");
-  return kConfig;
+// With a CTA's shared memory; "V 128": where the head dim of V is that.
+inline constexpr BackwardConfig kTable[] = {
+    plain(32, TileConfig::kDefault, two_ctas(64, 128)),                  // 56 KB
+    plain(32, TileConfig::kWide, two_ctas(128, 128)),                    // 96 KB
+    plain(64, TileConfig::kDefault, two_ctas(64, 128)),                  // 80 KB
+    plain(96, TileConfig::kDefault, two_ctas(64, 64)),                   // 64 KB
+    plain(128, TileConfig::kDefault, with_stages(one_cta(64, 128), 2)),  // 160 KB
+    plain(128, TileConfig::kWide, ping_pong()),                          // 224 KB
+    plain(128, TileConfig::kCompact, one_small_cta()),                   // 80 KB
+    plain(192, TileConfig::kDefault, large_default(2)),                  // 160 KB, V 128: 136
+    plain(192, TileConfig::kWide, large_wide(2, 3)),                     // 176 KB, V 128: 152
+    plain(256, TileConfig::kDefault, large_default(1)),                  // 144 KB
+    plain(256, TileConfig::kWide, large_wide(4, 4)),                     // 224 KB
+    plain(512, TileConfig::kDefault, by_chunks(one_cta(64, 64), 1)),     // 136 KB
+    plain(512, TileConfig::kWide, by_chunks(one_cta(64, 64), 2)),        // 200 KB
+
+    generic(32, TileConfig::kDefault, small_tiles(4, 2)),          // 40 KB
+    generic(64, TileConfig::kDefault, small_tiles(4, 2)),          // 64 KB
+    generic(96, TileConfig::kDefault, small_tiles(4, 2)),          // 88 KB
+    generic(128, TileConfig::kDefault, small_tiles(2, 1)),         // 80 KB
+    generic(192, TileConfig::kDefault, large(small_tiles(2, 1))),  // 112 KB, V 128: 96
+    generic(192, TileConfig::kCompact, small_tiles_compact()),     // 80 KB
+    generic(256, TileConfig::kDefault, large(small_tiles(2, 1))),  // 144 KB
+    generic(256, TileConfig::kCompact, with_reloaded_v(small_tiles_compact())),  // 96 KB
+    generic(512, TileConfig::kDefault, by_chunks(small_tiles(2, 1), 1)),         // 136 KB
+    generic(512, TileConfig::kCompact, by_chunks(small_tiles_compact(), 1)),     // 84 KB
+};
+
+}  // namespace backward_configs
+
+// The row of the table; head_dim is 0 if there is none.
+constexpr BackwardConfig backward_config(int head_dim, TileConfig tile_config, bool generic) {
+  for (const BackwardConfig& c : backward_configs::kTable) {
+    if (c.head_dim == head_dim && c.tile_config == tile_config && c.generic == generic) return c;
+  }
+  return {};
 }
 
 }  // namespace anyflash::sm80

@@ -8,6 +8,7 @@
 
 #include "common/launch.h"
 #include "common/layout.h"
+#include "common/math.h"
 #include "sm80/backward/score_gradient_tile.h"
 #include "variant/apply_key_ranges.h"
 #include "variant/block_mask.h"
@@ -38,10 +39,8 @@ struct DbiasTile {
 
   ANYFLASH_DEVICE DbiasTile(const BackwardScratch& params, int64_t index)
       : one_row(params.dbias.stride.row == 0), one_col(params.dbias.stride.col == 0) {
-    const int64_t row_tiles =
-        one_row ? 1 : (params.dbias_rows + Traits::kBlockM - 1) / Traits::kBlockM;
-    const int64_t col_tiles =
-        one_col ? 1 : (params.dbias_columns + Traits::kBlockN - 1) / Traits::kBlockN;
+    const int64_t row_tiles = one_row ? 1 : count_tiles(params.dbias_rows, Traits::kBlockM);
+    const int64_t col_tiles = one_col ? 1 : count_tiles(params.dbias_columns, Traits::kBlockN);
     m = index % row_tiles;
     index /= row_tiles;
     n = index % col_tiles;
@@ -52,7 +51,7 @@ struct DbiasTile {
 
   // Of the tiles of a sequence's rows, and of the tiles of keys that some rows see.
   ANYFLASH_DEVICE Span row_tiles(const Sequence& sequence) const {
-    const int64_t tiles = (sequence.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+    const int64_t tiles = count_tiles(sequence.seqlen_q, Traits::kBlockM);
     const Span span = span_of(m, one_row, tiles);
     return Span{span.first, min(span.end, tiles)};
   }
@@ -82,7 +81,8 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   const Variant variant(params, sequence, batch, head, typename Variant::Seed(params.attention));
   const BlockMask blocks(params.attention, batch, head);
-  const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head);
+  const LseAndDelta* const lse_and_delta =
+      params.lse_and_delta + params.first_row(sequence, batch, head);
   const int head_k = head / (params.attention.heads / params.attention.heads_k);
   const KeyRanges ranges(params.attention, sequence, batch, head_k);
   const Span rows = where.row_tiles(sequence);
@@ -97,7 +97,7 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
       tiles.load_keys(head_k, col0);
       cp_async_wait<0>();
       __syncthreads();  // the tiles are there
-      tiles.compute_ds(variant, mask, stats + row0, row0, col0,
+      tiles.compute_ds(variant, mask, lse_and_delta + row0, row0, col0,
                        [&](const auto& gradient, const auto&) ANYFLASH_INLINE_LAMBDA {
                          CUTE_UNROLL
                          for (int i = 0; i < size(sum); ++i) sum(i) += gradient(i);

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     deterministic_dq_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const int row_blocks = (params.attention.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int row_blocks = count_tiles(params.attention.seqlen_q, Traits::kBlockM);
   const int row0 = (row_blocks - 1 - static_cast<int>(blockIdx.x) % row_blocks) * Traits::kBlockM;
   const int pair = static_cast<int>(blockIdx.x) / row_blocks;
   const int64_t batch = pair / params.attention.heads;
@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const Variant variant(params, sequence, batch, head, typename Variant::Seed(params.attention));
     const BlockMask blocks(params.attention, batch, head);
     const KeyRanges ranges(params.attention, sequence, batch, head_k);
-    const LseDelta* const stats = params.lse_delta + params.first_row(sequence, batch, head) + row0;
+    const LseAndDelta* const lse_and_delta =
+        params.lse_and_delta + params.first_row(sequence, batch, head) + row0;
     tiles.load_rows(head, row0);
     const KRange range = mask.k_range(row0, Traits::kBlockM, Traits::kBlockN);
     for (int n = range.begin; n < range.end; ++n) {
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       cp_async_wait<0>();
       __syncthreads();  // the tile is there
       const auto ds = tiles.compute_ds(
-          variant, mask, stats, row0, col0,
+          variant, mask, lse_and_delta, row0, col0,
           [&](const auto& gradient, const auto& places) ANYFLASH_INLINE_LAMBDA {
             if constexpr ((Variant::kFeatures & kAlibi) != 0) {
               if (params.slope_sums == nullptr) return;
@@ -76,9 +77,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   }
 
   if (params.slope_sums != nullptr) {
-    const int64_t blocks = (int64_t{params.attention.seqlen_q} + 63) / 64;
+    const int64_t sums = params.slope_sums_of_head(params.attention.seqlen_q);
     const float sum = block_sum<Traits::kThreads>(slope_sum, reinterpret_cast<float*>(&smem.k));
-    if (threadIdx.x == 0) params.slope_sums[pair * blocks + row0 / 64] = sum;
+    if (threadIdx.x == 0) params.slope_sums[pair * sums + row0 / params.kSlopeSumRows] = sum;
   }
   if (!params.deterministic || row0 >= sequence.seqlen_q) return;
   CUTE_UNROLL

@@ -11,7 +11,6 @@
 #include <cutlass/numeric_types.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -41,7 +40,7 @@ namespace anyflash::sm80 {
 template <class Traits, class Variant>
 void launch_key_gradients(const BackwardScratch& p, void* stream) {
   const Attention& a = p.attention;
-  const int64_t blocks = (a.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN * a.batch * a.heads_k;
+  const int64_t blocks = ceil_div(a.seqlen_k, Traits::kBlockN) * a.batch * a.heads_k;
   const bool in_parts = p.gqa_partials != nullptr;
   if constexpr (Traits::kChunks == 1) {
     launch_blocks<backward_kernel<Traits, Variant>, Traits>(
@@ -68,7 +67,7 @@ void launch_key_gradients(const BackwardScratch& p, void* stream) {
 template <class RowTraits, class Variant>
 void launch_deterministic_dq(BackwardScratch p, void* stream) {
   const Attention& a = p.attention;
-  const int64_t row_blocks = (a.seqlen_q + RowTraits::kBlockM - 1) / RowTraits::kBlockM;
+  const int64_t row_blocks = ceil_div(a.seqlen_q, RowTraits::kBlockM);
   const int columns = p.deterministic ? a.head_dim : 1;
   for (int first = 0; first < columns; first += RowTraits::kDqColumns) {
     p.dq_first_column = first;
@@ -85,20 +84,18 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   p.dtype = kElementType<typename Traits::Element>;
   p.heads_per_l2_section = backward_heads_per_l2_section(a, context.multiprocessors);
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
-  // What 16-bit numbers make of such a scale is 0, as in the forward.
-  if (std::fabs(a.softmax_scale) < kLeastScale) a.softmax_scale = 0.0;
+  a.softmax_scale = softmax_scale_on_gpu(a.softmax_scale);
   a.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   p.lse_unit = Variant::kLseUnit;
   p.ds_scale = static_cast<float>(a.softmax_scale) * Variant::ds_factor(p);
 
   void* const stream = context.stream;
-  const auto blocks = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
   backward_preprocess(p, stream);
   use_rounded_dout(p);
   launch_key_gradients<Traits, Variant>(p, stream);
   if (!p.deterministic) {
     launch_blocks<postprocess_dq_kernel<Traits>, Traits, Traits::kRowThreads>(
-        blocks(a.seqlen_q, Traits::kBlockM) * a.batch * a.heads,
+        ceil_div(a.seqlen_q, Traits::kBlockM) * a.batch * a.heads,
         sizeof(typename Traits::template Buffer<typename Traits::TileDq>), stream, p);
   }
   if (p.deterministic || p.slope_sums != nullptr) {
@@ -107,8 +104,8 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   if constexpr ((Variant::kFeatures & kBias) != 0) {
     if (p.dbias.data != nullptr) {
       const Strides& stride = p.dbias.stride;
-      const int64_t tiles = (stride.row == 0 ? 1 : blocks(p.dbias_rows, RowTraits::kBlockM)) *
-                            (stride.col == 0 ? 1 : blocks(p.dbias_columns, RowTraits::kBlockN));
+      const int64_t tiles = (stride.row == 0 ? 1 : ceil_div(p.dbias_rows, RowTraits::kBlockM)) *
+                            (stride.col == 0 ? 1 : ceil_div(p.dbias_columns, RowTraits::kBlockN));
       launch_blocks<dbias_kernel<RowTraits, Variant>, RowTraits>(
           p.dbias_batch * p.dbias_heads * tiles, kDbiasBytes<RowTraits>, stream, p);
     }

@@ -51,7 +51,7 @@ class TileLoader {
     load_tile<true>(load_, load_.get_thread_slice(thread_).partition_S(gX), tXsX_, tXcX_, guard,
                     rows.count);
   }
-  // Goes on to a tile that lies so many elements behind this one.
+  // Goes on to a tile that lies `elements` elements behind this one.
   ANYFLASH_DEVICE void advance(int elements) { tXsX_.data() = tXsX_.data() + elements; }
 
   // Of what the thread itself has loaded.
@@ -91,7 +91,8 @@ class RowLoader {
     q_.advance(buffers * cute::cosize_v<typename TileQ::Layout>);
     dout_.advance(buffers * cute::cosize_v<typename TileDO::Layout>);
   }
-  // The thread's own pieces. Rows that see a key have told so by their LSE and delta.
+  // The thread's own pieces. A row that sees a key still gives its NaN to the results, because its
+  // LSE or delta is NaN, too.
   ANYFLASH_DEVICE void clear_nonfinite() {
     q_.clear_nonfinite();
     if (dout_.clear_nonfinite()) atomicMax(&smem_.nonfinite_dout, 1);

@@ -68,8 +68,8 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
     constexpr bool kDiagonal = decltype(diagonal)::value;
     const ScoreTile tile{mask, tiles.row(), block.first_key};
     const Variant variant(params, sequence, block.batch, tiles.head(), seed);
-    const int64_t stats_row = first_row + tiles.head() * params.padded_rows + tile.row0;
-    const auto stats = scores.load_stats(params.lse_delta + stats_row);
+    const int64_t scratch_row = first_row + tiles.head() * params.padded_rows + tile.row0;
+    const auto lse_and_delta = scores.load_lse_and_delta(params.lse_and_delta + scratch_row);
     cp_async_wait<0>();
     if (kMasked) rows.clear_nonfinite();
     __syncthreads();  // the tile is there; every warp has done with the one before, P and dS
@@ -85,7 +85,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       keys.load_v();
       cp_async_fence();
     }
-    scores.template compute_p_and_ds<kMasked, kDiagonal>(variant, stats, tile,
+    scores.template compute_p_and_ds<kMasked, kDiagonal>(variant, lse_and_delta, tile,
                                                          WaitsForV<Traits::kReloadV>{});
     __syncthreads();  // P and dS are there
     key_gradients.template accumulate_dv<kDiagonal>(acc_dv);
@@ -107,7 +107,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
       __syncthreads();  // K without NaN and infinity
     }
     query_gradients.template accumulate_dq<kDiagonal>(params.dq_accum +
-                                                      stats_row * Traits::kHeadDim);
+                                                      scratch_row * Traits::kHeadDim);
     if (clear_keys) {
       __syncthreads();  // every warp has done with that K
       keys.load_k();

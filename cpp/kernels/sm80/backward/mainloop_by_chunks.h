@@ -188,11 +188,11 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     tiles.advance();
     const ChunkSteps<Traits, kWhich, decltype(tiles)> steps(loader, smem, at, tiles);
 
-    const int64_t stats_row = first_row + at.head * params.padded_rows + at.row;
+    const int64_t scratch_row = first_row + at.head * params.padded_rows + at.row;
     const Variant variant(params, sequence, block.batch, at.head, seed);
     const ScoreTile tile{mask, at.row, block.first_key};
     const auto coordinates = as_matrix(places);
-    const auto stats = load_lse_delta(params.lse_delta + stats_row, coordinates);
+    const auto lse_and_delta = load_lse_and_delta(params.lse_and_delta + scratch_row, coordinates);
     auto acc_s = partition_fragment_C(typename Traits::ScoreMma{},
                                       Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{});
     auto acc_dp = make_fragment_like(acc_s);  // (MMA, MMA_M, MMA_N)
@@ -205,7 +205,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
     steps.template multiply_chunks<kMasked, 0>([&](auto chunk) ANYFLASH_INLINE_LAMBDA {
       Products::template add_scores<chunk()>(smem, acc_s);
     });
-    variant.template compute_p<kMasked>(scores, aux, stats, coordinates, tile);
+    variant.template compute_p<kMasked>(scores, aux, lse_and_delta, coordinates, tile);
     const auto rounded_p = variant.template rounded_p<Element>(acc_s, aux, coordinates, tile);
     if constexpr (!Products::kDk) {
       p_or_ds.template store<0, 0>(rounded_p);
@@ -213,12 +213,12 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
       steps.template multiply_chunks<kMasked, Products::kChunks>(
           [&](auto chunk) ANYFLASH_INLINE_LAMBDA {
             if constexpr (chunk() == 0) {
-              Products::template add_dp<0>(smem, acc_dp, variant.initial_dp(acc_dp, stats));
+              Products::template add_dp<0>(smem, acc_dp, variant.initial_dp(acc_dp, lse_and_delta));
             } else {
               Products::template add_dp<chunk()>(smem, acc_dp, acc_dp);
             }
           });
-      variant.template compute_ds<kMasked>(dp, scores, aux, stats);
+      variant.template compute_ds<kMasked>(dp, scores, aux, lse_and_delta);
       variant.apply_score_derivative(dp, aux);
       p_or_ds.template store<0, 0>(round_fragment<Element>(acc_dp));
     }
@@ -229,7 +229,7 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
 
     if (!Products::kDk || params.dq_accum == nullptr) return;
     add_dq<kMasked>(loader, query_gradients, smem.nonfinite_keys,
-                    params.dq_accum + stats_row * Traits::kHeadDim);
+                    params.dq_accum + scratch_row * Traits::kHeadDim);
   };
   for_each_tile<Traits, Variant>(tiles, tile_step);
 }

@@ -57,13 +57,13 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
     constexpr bool kDiagonal = decltype(diagonal)::value;
     const ScoreTile tile{mask, tiles.row(), block.first_key};
     const Variant variant(params, sequence, block.batch, tiles.head(), seed);
-    const int64_t stats_row = first_row + tiles.head() * params.padded_rows + tile.row0;
-    const auto stats = scores.load_stats(params.lse_delta + stats_row);
+    const int64_t scratch_row = first_row + tiles.head() * params.padded_rows + tile.row0;
+    const auto lse_and_delta = scores.load_lse_and_delta(params.lse_and_delta + scratch_row);
     cp_async_wait<0>();
     if (kMasked) rows.clear_nonfinite();
     schedule.begin();
     scores.at(schedule.buffer())
-        .template compute_p_and_ds<kMasked, kDiagonal>(variant, stats, tile, schedule);
+        .template compute_p_and_ds<kMasked, kDiagonal>(variant, lse_and_delta, tile, schedule);
     schedule.end_scores();
     if (schedule.has_peer()) {
       if (schedule.sees_peer()) add_to_keys(1 - group, schedule.other_buffer());
@@ -80,7 +80,7 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
     }
 
     if (params.dq_accum == nullptr) return;
-    float* const dq_accum = params.dq_accum + stats_row * Traits::kHeadDim;
+    float* const dq_accum = params.dq_accum + scratch_row * Traits::kHeadDim;
     if (kMasked && smem.nonfinite_keys != 0) {
       // K stays as it is: the other group's scores want its NaN.
       constexpr int kKeys = kDiagonal ? Traits::kTopKeys : Traits::kBlockN;

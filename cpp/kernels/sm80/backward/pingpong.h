@@ -6,11 +6,11 @@
 
 namespace anyflash::sm80 {
 
-// Warps in step all multiply, make probabilities or add to dQ at the same time, and wait for the
-// same. Here the tiles go to two groups alternately. Of its own tile h a group makes scores, P, dS
-// and dQ. dK and dV need all tiles: each group owns half of the keys, and adds what the other
-// group's tile h - 1 gives, then what its own does. Its scores begin when those of tile h - 1 are
-// there, so that the groups are half a round apart:
+// Warps in lockstep all multiply, make probabilities or add to dQ at the same time, and wait for
+// the same units. So the tiles go to two groups alternately. Of its own tile h a group makes
+// scores, P, dS and dQ. dK and dV need all tiles: each group owns half of the keys. It adds the
+// products of the other group's tile h - 1, then those of its own. Its scores begin when those of
+// tile h - 1 are done, so that the groups are half a round apart:
 //
 //   group 0   scores 0 | dK dV 0  | dQ 0         | scores 2 | dK dV 1, 2 | dQ 2 ...
 //   group 1            | scores 1 | dK dV 0, 1   | dQ 1     | scores 3   | dK dV 2, 3 ...
@@ -18,8 +18,8 @@ namespace anyflash::sm80 {
 // Q and dO of tile h lie in buffer h mod 3; P and dS where those of tile h - 2 were.
 template <bool kPingPong>
 struct PingPongBarriers {
-  Mbarrier scores[2];  // of each group's tile: its P and dS are there
-  Mbarrier used[2];    // and both groups have added what they give to dK and dV
+  Mbarrier scores[2];  // of each group's tile: its P and dS are in shared memory
+  Mbarrier used[2];    // of each group's tile: both groups have added its products to dK and dV
 
   // By one thread; then __syncthreads().
   ANYFLASH_DEVICE void init(int group_threads, int threads) {
@@ -46,15 +46,15 @@ class PingPong {
   }
 
   ANYFLASH_DEVICE int group() const { return group_; }
-  // Of the group's tile; of the one before, and so of the group's next one.
+  // The buffer of the group's tile, and that of the tile before, which the group's next tile takes.
   ANYFLASH_DEVICE int buffer() const { return buffer_; }
   ANYFLASH_DEVICE int other_buffer() const { return buffer_ == 0 ? 2 : buffer_ - 1; }
   // Whether the peer group has a tile before this one, and whether this group's keys see it.
   ANYFLASH_DEVICE bool has_peer() const { return peer_ != kNone; }
   ANYFLASH_DEVICE bool sees_peer() const { return peer_ == kSeen; }
 
-  // Begins the group's tile: all of the group have loaded it, and done with dS of its last one,
-  // and the scores of the tile before are there.
+  // Begins the group's tile. All threads of the group have loaded it, and have read dS of the
+  // group's last one; P and dS of the tile before are in shared memory.
   ANYFLASH_DEVICE void begin() {
     named_barrier_sync(group_, Traits::kRowThreads);
     if (has_peer()) await_peer_scores();
@@ -69,7 +69,7 @@ class PingPong {
   ANYFLASH_DEVICE void await_scores() { barriers_.scores[group_].wait(parity_); }
   // The peer's P and dS have been added to this group's dK and dV.
   ANYFLASH_DEVICE void release_peer() { barriers_.used[1 - group_].arrive(); }
-  // Ends the group's tile, but for its dQ, and goes on to its next one, whose buffer is free then.
+  // Ends the group's tile except for its dQ. Goes on to its next tile, whose buffer is free then.
   ANYFLASH_DEVICE void end(Tiles& tiles) {
     barriers_.used[group_].arrive();
     const bool shared = has_peer();

@@ -104,12 +104,13 @@ class ScoreGradientTile {
   // The gradient of the final scores, and calls use(dS as a (row, col) view, coordinates) before it
   // becomes the gradient of softmax_scale q.k, which is returned as an accumulator.
   template <class Variant, class Use>
-  ANYFLASH_DEVICE auto compute_ds(const Variant& variant, const Mask& mask, const LseDelta* stats,
-                                  int row0, int col0, const Use& use) const {
+  ANYFLASH_DEVICE auto compute_ds(const Variant& variant, const Mask& mask,
+                                  const LseAndDelta* lse_and_delta, int row0, int col0,
+                                  const Use& use) const {
     using namespace cute;
     typename Traits::TiledMma mma;
     const auto places = coordinates();
-    const auto rows = load_lse_delta(stats, places);
+    const auto rows = load_lse_and_delta(lse_and_delta, places);
     const ScoreTile tile{mask, row0, col0};
     auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
     auto acc_dp = partition_fragment_C(mma, ShapeS{});

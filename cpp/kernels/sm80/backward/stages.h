@@ -141,7 +141,7 @@ class ScoreStage {
       ScoreStore<Traits, Traits::kConfig.keep_store_addresses && Variant::kKeepsAddresses>;
 
  public:
-  // Of a group of warps, whose P and dS these are.
+  // P and dS go to the places of `group`, a group of warps.
   ANYFLASH_DEVICE ScoreStage(typename Traits::SharedStorage& smem, int group)
       : q_(smem.q[0].data(), Traits::row_thread()),
         dout_(smem.dout[0].data(), Traits::row_thread()),
@@ -153,7 +153,7 @@ class ScoreStage {
     Addresses::shorten(q_, dout_, k_, v_);
   }
 
-  // Goes on by so many buffers of Q and dO; the same there.
+  // Goes on by `buffers` buffers of Q and dO. at() returns a copy that has gone on.
   ANYFLASH_DEVICE void advance(int buffers) {
     q_.advance(buffers * cute::cosize_v<typename Traits::TileQ::Layout>);
     dout_.advance(buffers * cute::cosize_v<typename Traits::TileDO::Layout>);
@@ -164,30 +164,30 @@ class ScoreStage {
     return result;
   }
 
-  // Of this thread's rows; `stats` are those of the tile.
-  ANYFLASH_DEVICE auto load_stats(const LseDelta* stats) const {
-    return load_lse_delta(stats, as_matrix(tScS_));
+  // Of this thread's rows; `lse_and_delta` begins at the tile's first.
+  ANYFLASH_DEVICE auto load_lse_and_delta(const LseAndDelta* lse_and_delta) const {
+    return anyflash::load_lse_and_delta(lse_and_delta, as_matrix(tScS_));
   }
 
   // P and dS of what is seen of a tile. Calls `waits` before and after dO V^T, and before the first
   // store.
-  template <bool kMasked, bool kDiagonal, class Stats, class Waits>
-  ANYFLASH_DEVICE void compute_p_and_ds(const Variant& variant, const Stats& stats,
+  template <bool kMasked, bool kDiagonal, class LseAndDeltas, class Waits>
+  ANYFLASH_DEVICE void compute_p_and_ds(const Variant& variant, const LseAndDeltas& lse_and_delta,
                                         const ScoreTile& tile, const Waits& waits) const {
     using namespace cute;
     for_each(make_int_sequence<Traits::kScoreParts>{}, [&](auto part) ANYFLASH_INLINE_LAMBDA {
       constexpr int kKey = decltype(part)::value * Traits::kPartKeys;
       constexpr int kRow = kDiagonal && kKey >= Traits::kTopKeys ? Traits::kTopRows : 0;
       if constexpr (kRow < Traits::kBlockM) {
-        compute_part<kMasked, kRow, kKey>(variant, stats, tile, waits);
+        compute_part<kMasked, kRow, kKey>(variant, lse_and_delta, tile, waits);
       }
     });
   }
 
  private:
   // Of the rows from kRow on, and the part of the keys from kKey on.
-  template <bool kMasked, int kRow, int kKey, class Stats, class Waits>
-  ANYFLASH_DEVICE void compute_part(const Variant& variant, const Stats& all_stats,
+  template <bool kMasked, int kRow, int kKey, class LseAndDeltas, class Waits>
+  ANYFLASH_DEVICE void compute_part(const Variant& variant, const LseAndDeltas& all_rows,
                                     const ScoreTile& whole, const Waits& waits) const {
     using namespace cute;
     constexpr int kRows = Traits::kBlockM - kRow;
@@ -197,7 +197,7 @@ class ScoreStage {
     auto tScS = tScS_;
     auto tCcS = fragment_from<kFirst>(tScS);
     const auto coordinates = as_matrix(tCcS);
-    const auto stats = rows_from<2 * kFirst>(all_stats);
+    const auto lse_and_delta = rows_from<2 * kFirst>(all_rows);
     auto acc_s = partition_fragment_C(mma, Shape<Int<kRows>, Int<kKeys>>{});
     auto acc_dp = make_fragment_like(acc_s);  // (MMA, MMA_M, MMA_N)
     clear(acc_s);
@@ -210,10 +210,10 @@ class ScoreStage {
     gemm_smem_smem(acc_s, acc_s,
                    Addresses::ready(q_).template region<kRow, kRows, 0, Traits::kHeadDim>(),
                    Addresses::ready(k_).template region<kKey, kKeys, 0, Traits::kHeadDim>(), mma);
-    variant.template compute_p<kMasked>(scores, aux, stats, coordinates, tile);
+    variant.template compute_p<kMasked>(scores, aux, lse_and_delta, coordinates, tile);
 
     waits.before_dp();
-    gemm_smem_smem(acc_dp, variant.initial_dp(acc_dp, stats),
+    gemm_smem_smem(acc_dp, variant.initial_dp(acc_dp, lse_and_delta),
                    Addresses::ready(dout_).template region<kRow, kRows, 0, Traits::kHeadDimV>(),
                    Addresses::ready(v_).template region<kKey, kKeys, 0, Traits::kHeadDimV>(), mma);
     waits.after_dp();
@@ -222,7 +222,7 @@ class ScoreStage {
     p_.template store<kRow, kKey>(
         variant.template rounded_p<Element>(acc_s, aux, coordinates, tile));
 
-    variant.template compute_ds<kMasked>(dp, scores, aux, stats);
+    variant.template compute_ds<kMasked>(dp, scores, aux, lse_and_delta);
     variant.apply_score_derivative(dp, aux);
     ds_.template store<kRow, kKey>(round_fragment<Element>(acc_dp));
   }
@@ -253,12 +253,12 @@ class KeyStage {
     Addresses::shorten(p_t_, ds_t_, q_t_, dout_t_);
   }
 
-  // Goes on by so many buffers of Q and dO.
+  // Goes on by `buffers` buffers of Q and dO.
   ANYFLASH_DEVICE void advance(int buffers) {
     q_t_.advance(buffers * cute::cosize_v<typename TileQ::Layout>);
     dout_t_.advance(buffers * cute::cosize_v<typename TileDO::Layout>);
   }
-  // The same of a group of warps' P and dS, and of a buffer.
+  // A copy for a group's P and dS, and for Q and dO in `buffer`.
   ANYFLASH_DEVICE KeyStage at(int group, int buffer) const {
     constexpr int kP = 2 * cute::cosize_v<typename TileP::Layout>;  // and dS
     KeyStage result = *this;
@@ -300,10 +300,10 @@ template <class Traits>
 class QueryStage {
   using Mma = typename Traits::QueryMma;
   using Addresses = AddressesOf<Traits>;
-  static constexpr int kRowTile = 16 * Traits::kConfig.query_warps;
+  static constexpr int kMmaRows = 16 * Traits::kConfig.query_warps;
 
  public:
-  // Of a group of warps, whose dS it is.
+  // Reads dS of `group`, a group of warps.
   ANYFLASH_DEVICE QueryStage(typename Traits::SharedStorage& smem, int group)
       : ds_(smem.ds(group), Traits::row_thread()), k_t_(smem.k.data(), Traits::row_thread()) {
     Addresses::shorten(ds_, k_t_);
@@ -323,7 +323,7 @@ class QueryStage {
   ANYFLASH_DEVICE void add_columns(float* dq_accum) const {
     using namespace cute;
     constexpr int kColumns = Traits::kPartColumns;
-    constexpr int kFirst = kDiagonal && Traits::kTopKeys == 0 ? Traits::kTopRows / kRowTile : 0;
+    constexpr int kFirst = kDiagonal && Traits::kTopKeys == 0 ? Traits::kTopRows / kMmaRows : 0;
     const Mma mma;
     auto acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<kColumns>>{});
     clear(acc_dq);  // (MMA, MMA_M, MMA_D)
@@ -331,7 +331,7 @@ class QueryStage {
       constexpr int kRow = decltype(region)::kRow;
       constexpr int kRows = decltype(region)::kRows;
       constexpr int kKeys = decltype(region)::kKeys;
-      auto acc = fragment_from<kRow / kRowTile, kRows / kRowTile>(acc_dq);
+      auto acc = fragment_from<kRow / kMmaRows, kRows / kMmaRows>(acc_dq);
       gemm_smem_smem(acc, acc, Addresses::ready(ds_).template region<kRow, kRows, 0, kKeys>(),
                      Addresses::ready(k_t_).template region<0, kKeys, kColumn, kColumns>(), mma);
     });

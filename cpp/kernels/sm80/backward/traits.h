@@ -26,20 +26,20 @@ struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr BackwardConfig kConfig = backward_config<kHeadDim, kTileConfig, kGeneric>();
+  static constexpr BackwardConfig kConfig = backward_config(kHeadDim, kTileConfig, kGeneric);
+  static_assert(kConfig.head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
   static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr bool kPingPong = kConfig.ping_pong;
-  // What an iteration of the loop takes. In ping-pong, that is a tile of rows of each group of
-  // warps.
+  // What an iteration of the loop takes: in ping-pong, a tile of rows for each group of warps.
   static constexpr Tile kRound{kPingPong ? 2 * kBlockM : kBlockM, kBlockN, kWarps, kTile.ctas};
   // Of the workspace.
   static constexpr int kDqColumns = kHeadDim;
-  static constexpr bool kStatsByKind = false;
-  // Those that share a tile of rows.
+  static constexpr bool kSplitsLseAndDelta = false;
+  // The threads that share a tile of rows.
   static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;
   static constexpr int kRowWarps = kRowThreads / 32;
   static constexpr int kStages = kConfig.stages;
@@ -61,9 +61,9 @@ struct BackwardTraits {
       kTopKeys % kPartKeys == 0 && kTopKeys % (16 * kConfig.key_warps) == 0 &&
       (kTopRows == kBlockM ||
        (kTopRows % (16 * kConfig.score_warps) == 0 && kTopRows % (16 * kConfig.query_warps) == 0));
-  // dQ's columns, and so K's, in such parts.
+  // The columns of dQ, and so of K, that a part of QueryStage takes.
   static constexpr int kPartColumns = kHeadDim / kQueryParts;
-  // dQ is rounded by so many columns at a time.
+  // The columns of dQ that are rounded at a time.
   static constexpr int kChunks = kConfig.chunk_columns == 0 ? 1 : kHeadDim / kConfig.chunk_columns;
   static constexpr int kDqColumnsAtOnce = kHeadDim / kChunks;
   template <int kKeys>

@@ -25,15 +25,15 @@ struct DecodeTraits {
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool k8Bit = k8Bit_;
   static constexpr bool kLatent = kHeadDim != kHeadDimV;
-  static constexpr DecodeConfig kDecodeTile =
-      kLatent ? latent_tile(kBlockM_, k8Bit) : decode_tile(kHeadDim, kBlockM_, k8Bit);
-  static constexpr Tile kTile = kDecodeTile.tile;
+  static constexpr DecodeConfig kConfig = decode_config(kHeadDim, kBlockM_, k8Bit, kLatent);
+  static_assert(kConfig.head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
+  static constexpr Tile kTile = kConfig.tile;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
-  static constexpr int kStages = kDecodeTile.stages;
+  static constexpr int kStages = kConfig.stages;
   static constexpr int kThreads = 32 * kTile.warps;
-  static constexpr int kKeyWarps = kDecodeTile.key_warps;
-  static constexpr int kColumnWarps = kDecodeTile.column_warps;
+  static constexpr int kKeyWarps = kConfig.key_warps;
+  static constexpr int kColumnWarps = kConfig.column_warps;
   static constexpr int kGroupThreads = kThreads / kKeyWarps;        // that share keys
   static constexpr int kMmaThreads = kGroupThreads / kColumnWarps;  // and columns of V
   static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
@@ -51,16 +51,19 @@ struct DecodeTraits {
 
   // Rows of O are padded so that the eight rows that a warp writes at once lie in different banks.
   static constexpr int kOutStride = kHeadDimV + 8;
-  struct Buffers {
+  struct ValueTiles {
+    alignas(128) Element own_v[kStages][kTileElements];
+  };
+  struct NoTiles {};  // latent: the values are columns of the keys
+  struct Buffers : std::conditional_t<kLatent, NoTiles, ValueTiles> {
     alignas(128) Element q[cute::cosize_v<typename TileQ::Layout>];
     alignas(128) Element k[kStages][kTileElements];
-    alignas(128) Element own_v[kLatent ? 0 : kStages][kTileElements];
     float k_scale[kStages][kBlockN];  // 8-bit caches
     float v_scale[kStages][kBlockN];
 
     ANYFLASH_DEVICE Element* v(int stage) {
       if constexpr (kLatent) return k[stage];
-      else return own_v[stage];
+      else return this->own_v[stage];
     }
   };
   struct Result {  // after the loop, in the place of the buffers

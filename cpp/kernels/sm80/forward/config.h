@@ -11,7 +11,7 @@ namespace anyflash::sm80 {
 // problems: select_gpu.cpp takes the forward's smaller tiles where larger ones would leave
 // multiprocessors idle. It also takes any that was measured to be faster.
 struct ForwardConfig {
-  // Which kernels have it: those with these features and head dims of at most so much.
+  // It serves kernels with these features and at most this head dim.
   int max_head_dim = 0;
   unsigned features = kNoFeatures;
   TileConfig tile_config = TileConfig::kDefault;
@@ -27,8 +27,8 @@ struct ForwardConfig {
   // Pairs of warps share 32 rows. Each multiplies them with half of a tile's keys and makes half of
   // the output's columns. So it reads half of K and V: shared memory bounds large head dims.
   bool split_keys_across_warps = false;
-  // The output's columns are made by so many launches, each of which makes all scores: where the
-  // accumulators of all columns would not fit the registers.
+  // Launches that each make some of the output's columns, and all scores. There are several where
+  // the accumulators of all columns would not fit the registers.
   int passes = 1;
   int min_ctas = 1;  // that an SM must hold: bounds registers
   // Kernels of one operation, dtype, head dims and features whose groups are equal give a row the
@@ -43,7 +43,10 @@ namespace forward_configs {
 constexpr ForwardConfig plain_64() {
   ForwardConfig c;
   c.max_head_dim = 64;
-  c.tile = {128, 64, 4, 2};
+  c.tile.block_m = 128;
+  c.tile.block_n = 64;
+  c.tile.warps = 4;
+  c.tile.ctas = 2;
   c.stages = 2;
   c.queries_in_registers = true;  // a warp reads 128 bytes an mma instead of 160
   return c;
@@ -52,7 +55,10 @@ constexpr ForwardConfig plain_64() {
 constexpr ForwardConfig plain_128() {
   ForwardConfig c;
   c.max_head_dim = 128;
-  c.tile = {128, 64, 4, 2};
+  c.tile.block_m = 128;
+  c.tile.block_n = 64;
+  c.tile.warps = 4;
+  c.tile.ctas = 2;
   c.lazy_rescale = true;
   return c;
 }
@@ -60,7 +66,10 @@ constexpr ForwardConfig plain_128() {
 constexpr ForwardConfig plain_256() {
   ForwardConfig c;
   c.max_head_dim = 256;
-  c.tile = {128, 64, 8, 1};
+  c.tile.block_m = 128;
+  c.tile.block_n = 64;
+  c.tile.warps = 8;
+  c.tile.ctas = 1;
   c.commits_after_k = true;
   return c;
 }
@@ -68,7 +77,10 @@ constexpr ForwardConfig plain_256() {
 // Half the rows of `c`, 16 a warp.
 constexpr ForwardConfig compact(ForwardConfig c, int ctas) {
   c.tile_config = TileConfig::kCompact;
-  c.tile = {64, 64, 4, ctas};
+  c.tile.block_m = 64;
+  c.tile.block_n = 64;
+  c.tile.warps = 4;
+  c.tile.ctas = ctas;
   c.stages = 1;
   c.queries_in_registers = false;
   c.commits_after_k = false;
@@ -86,7 +98,10 @@ constexpr ForwardConfig wide_256() {
   ForwardConfig c;
   c.max_head_dim = 256;
   c.tile_config = TileConfig::kWide;
-  c.tile = {64, 64, 4, 2};
+  c.tile.block_m = 64;
+  c.tile.block_n = 64;
+  c.tile.warps = 4;
+  c.tile.ctas = 2;
   c.lazy_rescale = true;
   c.split_keys_across_warps = true;
   c.bits_group = 1;  // two warps add up a row's probabilities
@@ -99,7 +114,10 @@ constexpr ForwardConfig wide_512() {
   ForwardConfig c;
   c.max_head_dim = 512;
   c.tile_config = TileConfig::kWide;
-  c.tile = {64, 32, 4, 2};
+  c.tile.block_m = 64;
+  c.tile.block_n = 32;
+  c.tile.warps = 4;
+  c.tile.ctas = 2;
   c.passes = 2;
   return c;
 }
@@ -114,7 +132,10 @@ constexpr ForwardConfig plain_512() {
 
 constexpr ForwardConfig compact_512(ForwardConfig c) {
   c.tile_config = TileConfig::kCompact;
-  c.tile = {32, 32, 2, 1};
+  c.tile.block_m = 32;
+  c.tile.block_n = 32;
+  c.tile.warps = 2;
+  c.tile.ctas = 1;
   c.stages = 1;
   return c;
 }

@@ -27,10 +27,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     forward_kernel(const __grid_constant__ ForwardLaunch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  ForwardWorkTile block =
+  ForwardWorkTile work_tile =
       row_block_at<Traits::kBlockM>(params.scheduler, params.attention, blockIdx.x);
-  if (block.first_row >= block.sequence.seqlen_q) return;  // shorter than the longest
-  if (threadIdx.x == 0) smem.block = block;
+  if (work_tile.first_row >= work_tile.sequence.seqlen_q) return;  // shorter than the longest
+  if (threadIdx.x == 0) smem.work_tile = work_tile;
 
   // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
   const float scale_log2 = Variant::kNaturalUnits ? kLog2E : params.attention.scale_log2;
@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
   typename Traits::AccO acc_o;
   clear(acc_o);
   typename Traits::Softmax softmax(scale_log2, params.max_logits != nullptr);
-  const bool found_nonfinite = ForwardMainloop<Traits, Variant>::run(params.attention, block, smem,
-                                                                     acc_o, softmax, q_factor);
-  __syncthreads();     // the block is in shared memory, and every warp has done with Q
-  block = smem.block;  // from there, because the loop needs the registers
-  forward_epilogue<Traits, Variant>(params, block, smem, acc_o, softmax, found_nonfinite,
+  const bool found_nonfinite = ForwardMainloop<Traits, Variant>::run(
+      params.attention, work_tile, smem, acc_o, softmax, q_factor);
+  __syncthreads();             // the work tile is in shared memory, and every warp has done with Q
+  work_tile = smem.work_tile;  // from there, because the loop needs the registers
+  forward_epilogue<Traits, Variant>(params, work_tile, smem, acc_o, softmax, found_nonfinite,
                                     TensorKeys{});
 }
 

@@ -17,12 +17,12 @@ struct KeyTiles {
   int rows;  // of the block
   int first;
 
-  ANYFLASH_DEVICE KeyTiles(const Attention& attention, const ForwardWorkTile& block, int rows,
+  ANYFLASH_DEVICE KeyTiles(const Attention& attention, const ForwardWorkTile& work_tile, int rows,
                            int keys)
-      : mask(block.sequence.seqlen_q, block.sequence.seqlen_k, uniform(block.sequence.shift),
-             attention.window),
-        variant(attention, block, keys),
-        range(mask.k_range(block.first_row, rows, keys)),
+      : mask(work_tile.sequence.seqlen_q, work_tile.sequence.seqlen_k,
+             uniform(work_tile.sequence.shift), attention.window),
+        variant(attention, work_tile, keys),
+        range(mask.k_range(work_tile.first_row, rows, keys)),
         rows(rows),
         first(visited(range.first())) {}
 

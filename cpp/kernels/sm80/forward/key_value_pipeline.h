@@ -23,9 +23,10 @@ class KeyTileLoader {
   using Shape = typename Tile::Shape;
 
   ANYFLASH_HOST_DEVICE static auto source(const void* data, const Strides& stride,
-                                          const ForwardWorkTile& block, int thread) {
-    return Load{}.get_thread_slice(thread).partition_S(gmem_tile<Element>(
-        Shape{}, data, stride, block.sequence.batch, block.head_k, block.sequence.first_k));
+                                          const ForwardWorkTile& work_tile, int thread) {
+    return Load{}.get_thread_slice(thread).partition_S(
+        gmem_tile<Element>(Shape{}, data, stride, work_tile.sequence.batch, work_tile.head_k,
+                           work_tile.sequence.first_k));
   }
   ANYFLASH_HOST_DEVICE static auto target(Element* tile, int thread) {
     using namespace cute;
@@ -42,9 +43,10 @@ class KeyTileLoader {
  public:
   // `first`: the first tile to be loaded.
   ANYFLASH_DEVICE KeyTileLoader(const void* data, const Strides& stride,
-                                const ForwardWorkTile& block, int columns, Element* tile, int first)
+                                const ForwardWorkTile& work_tile, int columns, Element* tile,
+                                int first)
       : stride_(stride),
-        tXgX_(source(data, stride, block, threadIdx.x)),
+        tXgX_(source(data, stride, work_tile, threadIdx.x)),
         tXsX_(target(tile, threadIdx.x)),
         tXcX_(coordinates(threadIdx.x)),
         columns_(tXcX_, columns) {
@@ -90,10 +92,11 @@ class KeyValuePipeline {
   // `first`: the first tile that is visited.
   template <class Keys>
   ANYFLASH_DEVICE KeyValuePipeline(const Attention& attention, const Keys&,
-                                   const ForwardWorkTile& block,
+                                   const ForwardWorkTile& work_tile,
                                    typename Traits::SharedStorage& smem, int first)
-      : k_loader_(attention.k, attention.k_stride, block, attention.head_dim, smem.k.data(), first),
-        v_loader_(attention.v, attention.v_stride, block, attention.head_dim_v, smem.v.data(),
+      : k_loader_(attention.k, attention.k_stride, work_tile, attention.head_dim, smem.k.data(),
+                  first),
+        v_loader_(attention.v, attention.v_stride, work_tile, attention.head_dim_v, smem.v.data(),
                   first),
         k_(smem.k.data(), threadIdx.x),
         v_t_(smem.v.data(), threadIdx.x) {}
@@ -176,8 +179,8 @@ struct TensorKeys {
 
   // Reads elements of V, (key, column), as floats.
   template <class Element>
-  ANYFLASH_DEVICE static auto values(const Attention& attention, const ForwardWorkTile& block) {
-    return tensor_values<Element>(attention, block);
+  ANYFLASH_DEVICE static auto values(const Attention& attention, const ForwardWorkTile& work_tile) {
+    return tensor_values<Element>(attention, work_tile);
   }
 };
 

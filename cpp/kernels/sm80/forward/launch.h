@@ -48,7 +48,7 @@ ForwardParams with_columns(ForwardParams params, int first, int count, bool last
 
 // The softmax wants a positive scale: returns its sign, or 0, which goes into Q.
 inline float prepare_scale(Attention& a) {
-  if (std::fabs(a.softmax_scale) < kLeastScale) a.softmax_scale = 0.0;
+  a.softmax_scale = softmax_scale_on_gpu(a.softmax_scale);
   a.scale_log2 = static_cast<float>(std::fabs(a.softmax_scale)) * kLog2E;
   if (a.softmax_scale == 0.0) a.scale_log2 = 1.0f;
   return static_cast<float>((a.softmax_scale > 0.0) - (a.softmax_scale < 0.0));

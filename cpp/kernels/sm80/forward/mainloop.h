@@ -20,7 +20,7 @@
 namespace anyflash::sm80 {
 
 // Online softmax over tiles n of K and V (FlashAttention-2, arXiv 2307.08691, algorithm 1):
-//   S = Q K_n^T,  P = exp2(c * S - c * m),  O = exp2(c * (m_old - m)) O + P V_n
+//   S = Q K_n^T,  P = exp2(c * S - c * m),  O = exp2(c * (m_old - m)) O + P V_n.
 // For m and the rows' sums, see OnlineSoftmax. O is not normalised. Everything else that happens to
 // S and P is asked of the variant.
 template <class Traits, class Variant, class Keys = TensorKeys>
@@ -40,17 +40,17 @@ class ForwardMainloop {
   // Adds to acc_o and to the softmax. q_factor: what Q is multiplied by. Returns whether this
   // thread took NaN or infinity out of a partly hidden tile of V; restore_values() then has to
   // follow.
-  ANYFLASH_DEVICE static bool run(const Attention& attention, const ForwardWorkTile& block,
+  ANYFLASH_DEVICE static bool run(const Attention& attention, const ForwardWorkTile& work_tile,
                                   SharedStorage& smem, AccO& acc_o, Softmax& softmax,
                                   float q_factor, const Keys& keys = {}) {
     // Q first: it arrives while the range of keys is found.
-    const QueryTile<Traits> queries(attention, block, smem.q.data());
-    const KeyTiles<Variant> key_tiles(attention, block, kBlockM, kBlockN);
+    const QueryTile<Traits> queries(attention, work_tile, smem.q.data());
+    const KeyTiles<Variant> key_tiles(attention, work_tile, kBlockM, kBlockN);
     if (key_tiles.first < 0) {
       cute::cp_async_wait<0>();  // the output goes where Q is
       return false;
     }
-    ForwardMainloop loop(attention, keys, block, smem, acc_o, softmax, queries, key_tiles);
+    ForwardMainloop loop(attention, keys, work_tile, smem, acc_o, softmax, queries, key_tiles);
     loop.start(q_factor);
     loop.masked_tiles();
     key_tiles.variant.dispatch_score_ops(
@@ -60,16 +60,16 @@ class ForwardMainloop {
 
  private:
   ANYFLASH_DEVICE ForwardMainloop(const Attention& attention, const Keys& keys,
-                                  const ForwardWorkTile& block, SharedStorage& smem, AccO& acc_o,
-                                  Softmax& softmax, const QueryTile<Traits>& queries,
+                                  const ForwardWorkTile& work_tile, SharedStorage& smem,
+                                  AccO& acc_o, Softmax& softmax, const QueryTile<Traits>& queries,
                                   const KeyTiles<Variant>& key_tiles)
-      : block_(block),
+      : work_tile_(work_tile),
         acc_o_(acc_o),
         softmax_(softmax),
         queries_(queries),
         tiles_(key_tiles),
         n_(key_tiles.first),
-        pipeline_(attention, keys, block, smem, n_),
+        pipeline_(attention, keys, work_tile, smem, n_),
         exchange_(smem),
         tScS_(score_coordinates(threadIdx.x)) {}
 
@@ -81,7 +81,7 @@ class ForwardMainloop {
   ANYFLASH_DEVICE void masked_tiles() {
     if constexpr (Traits::kSkipsMaskedHalf) {
       const int seen =
-          tiles_.mask.end_key(block_.first_row + kBottomRows - 1);  // by the other half
+          tiles_.mask.end_key(work_tile_.first_row + kBottomRows - 1);  // by the other half
       while (n_ >= 0 && n_ * kBlockN >= seen) masked_step<1>();
     }
     while (n_ >= 0 && tiles_.range.needs_mask(n_)) masked_step<0>();
@@ -167,7 +167,7 @@ class ForwardMainloop {
 
   // How many keys there are from the beginning of a tile on.
   ANYFLASH_DEVICE int keys_from(int tile) const {
-    return block_.sequence.seqlen_k - tile * kBlockN;
+    return work_tile_.sequence.seqlen_k - tile * kBlockN;
   }
 
   // (MMA, MMA_M, MMA_N) of a tile of scores: KeyOrder is its own inverse.
@@ -181,10 +181,10 @@ class ForwardMainloop {
   template <int kFirst>
   ANYFLASH_DEVICE auto score_places() {
     auto coordinates = as_matrix(fragment_from<kFirst>(tScS_));
-    return ScorePlaces<decltype(coordinates)>{coordinates, block_.first_row, n_ * kBlockN};
+    return ScorePlaces<decltype(coordinates)>{coordinates, work_tile_.first_row, n_ * kBlockN};
   }
 
-  const ForwardWorkTile& block_;
+  const ForwardWorkTile& work_tile_;
   AccO& acc_o_;
   Softmax& softmax_;
   QueryTile<Traits> queries_;

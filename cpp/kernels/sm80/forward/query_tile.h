@@ -26,11 +26,12 @@ class QueryTile {
 
  public:
   // Starts to load the tile.
-  ANYFLASH_DEVICE QueryTile(const Attention& attention, const ForwardWorkTile& block, Element* tile)
+  ANYFLASH_DEVICE QueryTile(const Attention& attention, const ForwardWorkTile& work_tile,
+                            Element* tile)
       : tile_(tile),
         operand_(tile, threadIdx.x),
         bottom_(tile + kTopRows * Tile::kPanelColumns, threadIdx.x) {
-    load(attention, block);
+    load(attention, work_tile);
   }
 
   // Before the first product. factor: what Q is multiplied by, 1 as a rule.
@@ -63,7 +64,7 @@ class QueryTile {
   }
 
  private:
-  ANYFLASH_DEVICE void load(const Attention& attention, const ForwardWorkTile& block) const {
+  ANYFLASH_DEVICE void load(const Attention& attention, const ForwardWorkTile& work_tile) const {
     using namespace cute;
     using Shape = typename Tile::Shape;
     typename Tile::Load load_q;
@@ -73,13 +74,13 @@ class QueryTile {
       asm volatile("" : "+r"(thread));
     }
     auto thread_q = load_q.get_thread_slice(thread);
-    auto gQ = gmem_tile<Element>(Shape{}, attention.q, attention.q_stride, block.sequence.batch,
-                                 block.head, block.sequence.first_q + block.first_row);
+    auto gQ = gmem_tile<Element>(Shape{}, attention.q, attention.q_stride, work_tile.sequence.batch,
+                                 work_tile.head, work_tile.sequence.first_q + work_tile.first_row);
     auto sQ = make_tensor(make_smem_ptr(tile_), typename Tile::Layout{});
     auto tQcQ = thread_q.partition_S(make_identity_tensor(Shape{}));  // (VECTOR, ROWS, PANELS)
     const ColumnGuard<decltype(size<2>(tQcQ))::value> columns(tQcQ, attention.head_dim);
     load_tile<true>(load_q, thread_q.partition_S(gQ), thread_q.partition_D(sQ), tQcQ, columns,
-                    block.sequence.seqlen_q - block.first_row);
+                    work_tile.sequence.seqlen_q - work_tile.first_row);
   }
 
   // Overwrites Q in shared memory, for the scales that are not positive (-1 or 0).

@@ -53,7 +53,7 @@ struct ForwardTraits {
         cute::array<Element, kSplitKeysAcrossWarps ? cute::cosize_v<typename TileP::Layout> : 0> p;
     cute::array<float, kSplitKeysAcrossWarps ? kKeyWarps * kBlockM : 0>
         row_exchange;  // (key warp, row)
-    ForwardWorkTile block;
+    ForwardWorkTile work_tile;
   };
 
   // A warp owns 16 rows of every 16 * kRowWarps and 16 columns of every 16 * kKeyWarps; all share K

@@ -32,16 +32,17 @@ struct PrefillStorage : Traits::SharedStorage {
 // Of a sequence, the keys of a split are a sequence, too: its keys begin later, and the diagonal
 // with them.
 template <int kBlockN>
-ANYFLASH_DEVICE void take_split(const KvCacheParams& p, int split, int rows, ForwardWorkTile& block,
-                                CachedSequence& sequence) {
-  const Mask mask(block.sequence, p.attention.window);
-  const int last_row = min(block.first_row + rows, block.sequence.seqlen_q) - 1;
+ANYFLASH_DEVICE void take_split(const KvCacheParams& p, int split, int rows,
+                                ForwardWorkTile& work_tile, CachedSequence& sequence) {
+  const Mask mask(work_tile.sequence, p.attention.window);
+  const int last_row = min(work_tile.first_row + rows, work_tile.sequence.seqlen_q) - 1;
   const SplitKeys keys =
-      split_keys(p, split, mask.first_key(block.first_row), mask.end_key(last_row), kBlockN);
+      split_keys(p, split, mask.first_key(work_tile.first_row), mask.end_key(last_row), kBlockN);
   sequence.first_row += keys.begin;
-  block.sequence.seqlen_k = block.sequence.all_keys = keys.end - keys.begin;
-  block.sequence.shift -= keys.begin;
-  block.sequence.batch = split;  // along which parts are apart; packed queries have no such stride
+  work_tile.sequence.seqlen_k = work_tile.sequence.all_keys = keys.end - keys.begin;
+  work_tile.sequence.shift -= keys.begin;
+  // Along the splits parts are apart; packed queries have no stride of batches.
+  work_tile.sequence.batch = split;
 }
 
 // Grid: x = splits of heads of blocks of query rows of all sequences, splits fastest. The rows of a
@@ -54,24 +55,24 @@ ANYFLASH_DEVICE ForwardWorkTile prefill_block(const KvCacheParams& p, unsigned i
   index /= p.num_splits;
   const PackedTiles<kBlockM> tiles(a, 1, p.least_queries);
   const int64_t tile = tiles.count() - 1 - index / a.heads;
-  ForwardWorkTile block;
-  block.batch = tiles.sequence_of(tile);
-  const int64_t row = (tile - tiles.first(block.batch)) * kBlockM;
-  const int queries = queries_of(p, block.batch);
-  block.first_row = block.sequence.seqlen_q = queries;
-  if (queries < p.least_queries || row < 0 || row >= queries) return block;  // no block
-  block.first_row = static_cast<int>(row);
-  block.head = static_cast<int>(index % a.heads);
-  block.head_k = block.head / (a.heads / a.heads_k);
-  sequence = cached_sequence(p, block.batch);
-  block.sequence.batch = 0;
-  block.sequence.first_q = sequence.first_q;
-  block.sequence.first_k = 0;
-  block.sequence.seqlen_q = sequence.seqlen_q;
-  block.sequence.seqlen_k = block.sequence.all_keys = sequence.seqlen_k;
-  block.sequence.shift = sequence.seqlen_k - sequence.seqlen_q;
-  if (p.num_splits > 1) take_split<kBlockN>(p, split, kBlockM, block, sequence);
-  return block;
+  ForwardWorkTile work_tile;
+  work_tile.batch = tiles.sequence_of(tile);
+  const int64_t row = (tile - tiles.first(work_tile.batch)) * kBlockM;
+  const int queries = queries_of(p, work_tile.batch);
+  work_tile.first_row = work_tile.sequence.seqlen_q = queries;
+  if (queries < p.least_queries || row < 0 || row >= queries) return work_tile;  // there is none
+  work_tile.first_row = static_cast<int>(row);
+  work_tile.head = static_cast<int>(index % a.heads);
+  work_tile.head_k = work_tile.head / (a.heads / a.heads_k);
+  sequence = cached_sequence(p, work_tile.batch);
+  work_tile.sequence.batch = 0;
+  work_tile.sequence.first_q = sequence.first_q;
+  work_tile.sequence.first_k = 0;
+  work_tile.sequence.seqlen_q = sequence.seqlen_q;
+  work_tile.sequence.seqlen_k = work_tile.sequence.all_keys = sequence.seqlen_k;
+  work_tile.sequence.shift = sequence.seqlen_k - sequence.seqlen_q;
+  if (p.num_splits > 1) take_split<kBlockN>(p, split, kBlockM, work_tile, sequence);
+  return work_tile;
 }
 
 template <class Traits, class Variant>
@@ -83,16 +84,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
   auto& smem = *reinterpret_cast<PrefillStorage<Traits>*>(anyflash_smem);
   const Attention& attention = params.forward.attention;
   CachedSequence sequence;
-  ForwardWorkTile block =
+  ForwardWorkTile work_tile =
       prefill_block<Traits::kBlockM, Traits::kBlockN>(params.cache, blockIdx.x, sequence);
-  if (block.first_row >= block.sequence.seqlen_q) return;  // not a block, or another kernel's
+  // No work tile, or another kernel's.
+  if (work_tile.first_row >= work_tile.sequence.seqlen_q) return;
   if (threadIdx.x == 0) {
-    smem.block = block;
+    smem.work_tile = work_tile;
     smem.sequence = sequence;
     smem.rows.k_head =
-        static_cast<const Element*>(attention.k) + block.head_k * attention.k_stride.head;
+        static_cast<const Element*>(attention.k) + work_tile.head_k * attention.k_stride.head;
     smem.rows.v_head =
-        static_cast<const Element*>(attention.v) + block.head_k * attention.v_stride.head;
+        static_cast<const Element*>(attention.v) + work_tile.head_k * attention.v_stride.head;
   }
   __syncthreads();  // where the sequence lies is known to all
 
@@ -101,11 +103,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
   clear(acc_o);
   typename Traits::Softmax softmax(attention.scale_log2, false);
   const bool found_nonfinite = ForwardMainloop<Traits, Variant, Keys>::run(
-      attention, block, smem, acc_o, softmax, params.q_factor, keys);
-  __syncthreads();     // every warp has done with Q
-  block = smem.block;  // from there, because the loop needs the registers
-  forward_epilogue<Traits, Variant>(params.forward, block, smem, acc_o, softmax, found_nonfinite,
-                                    keys);
+      attention, work_tile, smem, acc_o, softmax, params.q_factor, keys);
+  __syncthreads();             // every warp has done with Q
+  work_tile = smem.work_tile;  // from there, because the loop needs the registers
+  forward_epilogue<Traits, Variant>(params.forward, work_tile, smem, acc_o, softmax,
+                                    found_nonfinite, keys);
 }
 
 }  // namespace anyflash::sm80

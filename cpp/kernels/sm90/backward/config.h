@@ -4,7 +4,7 @@
 namespace anyflash::sm90 {
 
 struct BackwardConfig {
-  // Which kernels have it: those with head dims of at most so much.
+  // It serves kernels with at most these head dims.
   int max_head_dim = 0;
   int max_head_dim_v = 0;
 

@@ -32,8 +32,8 @@
 
 namespace anyflash::sm90 {
 
-// Maps of Q and dO by boxes of so many rows, and of K and V by boxes of so many keys. There are
-// keys.
+// Maps of Q and dO by boxes of `box_rows` rows, and of K and V by boxes of `box_keys` keys. There
+// is at least one key.
 template <class Element, class Launch>
 void make_tensor_maps(Launch& launch, int box_rows, int box_keys) {
   const Attention& a = launch.attention;

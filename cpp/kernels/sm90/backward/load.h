@@ -6,7 +6,7 @@
 #include "common/macros.h"
 #include "cuda/query_tile_iterator.h"
 #include "sm90/backward/launch_params.h"
-#include "sm90/backward/row_tile.h"
+#include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
@@ -41,19 +41,19 @@ class BackwardLoader {
   template <class Tiles>
   ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {
     using TileQ = typename Traits::TileQ;
-    constexpr int kStatsBytes = Traits::kBlockM * static_cast<int>(sizeof(float));
+    constexpr int kLseOrDeltaBytes = Traits::kBlockM * static_cast<int>(sizeof(float));
     const int stage = q_place_.stage();
     const int64_t row =
         params_.first_row(block_.sequence, block_.batch, tiles.head()) + tiles.row();
     Mbarrier& full = smem_.q_ring.full[stage];
     smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
-    smem_.tiles[stage] =
-        RowTile{params_.dq_accum + row * Traits::kDqColumns, tiles.row(), flags_of(tiles, mask)};
-    full.arrive_expect(TileQ::kBytes + 2 * kStatsBytes);
+    smem_.tiles[stage] = QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
+                                       flags_of(tiles, mask)};
+    full.arrive_expect(TileQ::kBytes + 2 * kLseOrDeltaBytes);
     load_panels<TileQ>(smem_.q.data() + stage * TileQ::kSize, params_.q_map,
                        rows(tiles.head(), tiles.row()), full, L2Hint::kEvictLast);
-    load_bytes(smem_.lse[stage], params_.lse_rows + row, kStatsBytes, full.state());
-    load_bytes(smem_.delta[stage], params_.delta_rows + row, kStatsBytes, full.state());
+    load_bytes(smem_.lse[stage], params_.lse_rows + row, kLseOrDeltaBytes, full.state());
+    load_bytes(smem_.delta[stage], params_.delta_rows + row, kLseOrDeltaBytes, full.state());
     q_place_.advance();
   }
   // Consumers are told that there are no more.
@@ -81,11 +81,13 @@ class BackwardLoader {
     const int end = tiles.row() + Traits::kBlockM;
     const int seqlen_q = block_.sequence.seqlen_q;
     const auto is_unseen = [&](int row) { return mask.first_key(row) >= mask.end_key(row); };
-    int flags = RowTile::kExists;
+    int flags = QueryTileInfo::kExists;
     // Rows beyond the sequence's end may be another one's.
-    if (tiles.needs_mask() || end > seqlen_q) flags |= RowTile::kNeedsMask;
+    if (tiles.needs_mask() || end > seqlen_q) flags |= QueryTileInfo::kNeedsMask;
     // Such rows are a sequence's first ones and its last ones.
-    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1)) flags |= RowTile::kHasUnseen;
+    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1)) {
+      flags |= QueryTileInfo::kHasUnseen;
+    }
     return flags;
   }
 

@@ -7,7 +7,7 @@
 
 #include "common/macros.h"
 #include "sm90/accumulator.h"
-#include "sm90/backward/row_tile.h"
+#include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/products.h"
@@ -52,7 +52,7 @@ class RowStages {
   ANYFLASH_DEVICE bool wait_rows() {
     smem_.q_ring.full[place_.stage()].wait(place_.parity());
     flags_ = uniform(tile().flags);
-    return (flags_ & RowTile::kExists) != 0;
+    return (flags_ & QueryTileInfo::kExists) != 0;
   }
 
   // S^T = K Q^T is on its way.
@@ -101,7 +101,7 @@ class RowStages {
       zero = fmaf(lse.x, 0.0f, fmaf(lse.y, 0.0f, zero));
       zero = fmaf(delta.x, 0.0f, fmaf(delta.y, 0.0f, zero));
     }
-    return __any_sync(0xffffffffu, zero != 0.0f) || (flags_ & RowTile::kHasUnseen) != 0;
+    return __any_sync(0xffffffffu, zero != 0.0f) || (flags_ & QueryTileInfo::kHasUnseen) != 0;
   }
 
   // LSE, or delta, of this thread's rows: the first ones are loaded before they are needed.
@@ -160,8 +160,8 @@ class RowStages {
   }
 
  protected:
-  ANYFLASH_DEVICE const RowTile& tile() const { return smem_.tiles[place_.stage()]; }
-  ANYFLASH_DEVICE bool needs_mask() const { return (flags_ & RowTile::kNeedsMask) != 0; }
+  ANYFLASH_DEVICE const QueryTileInfo& tile() const { return smem_.tiles[place_.stage()]; }
+  ANYFLASH_DEVICE bool needs_mask() const { return (flags_ & QueryTileInfo::kNeedsMask) != 0; }
   // The i-th of this thread's keys, in the CTA's block.
   ANYFLASH_DEVICE int thread_key(int i) const {
     constexpr int kKeyThreads = 2 * Traits::kBlockN;

@@ -7,7 +7,7 @@
 
 #include "sm90/accumulator.h"
 #include "sm90/backward/config.h"
-#include "sm90/backward/row_tile.h"
+#include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
@@ -58,7 +58,7 @@ struct BackwardTraits : Warpgroups<2> {
   static constexpr bool kIsWide = false;
 
   // Of the workspace.
-  static constexpr bool kStatsByKind = true;
+  static constexpr bool kSplitsLseAndDelta = true;
 
   struct SharedStorage {
     alignas(1024) cute::array<Element, TileK::kSize> k;
@@ -74,7 +74,7 @@ struct BackwardTraits : Warpgroups<2> {
     Mbarrier k_full;
     Mbarrier v_full;
     Ring<kStages> q_ring;  // Q, with LSE and delta of its rows, and `tiles`
-    RowTile tiles[kStages];
+    QueryTileInfo tiles[kStages];
     Ring<kStages> dout_ring;
     Ring<kDsStages> ds_ring;  // filled and read by all consumers
 

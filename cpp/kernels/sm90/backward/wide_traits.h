@@ -6,7 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "sm90/accumulator.h"
-#include "sm90/backward/row_tile.h"
+#include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
@@ -42,7 +42,7 @@ struct WideTraits : Warpgroups<2> {
   static constexpr bool kIsWide = true;
 
   // Of the workspace.
-  static constexpr bool kStatsByKind = true;
+  static constexpr bool kSplitsLseAndDelta = true;
   static constexpr int kDqColumns = 0;
 
   struct SharedStorage {
@@ -58,7 +58,7 @@ struct WideTraits : Warpgroups<2> {
     Mbarrier k_full;
     Mbarrier v_full;
     Ring<kStages> q_ring;  // Q, with LSE and delta of its rows, and `tiles`
-    RowTile tiles[kStages];
+    QueryTileInfo tiles[kStages];
     Ring<kStages> dout_ring;
     Ring<1> p_ring;  // filled by the first warpgroup, read by the second
 

@@ -6,7 +6,7 @@
 namespace anyflash::sm90 {
 
 struct ForwardConfig {
-  // Which kernels have it: those with head dims of at most so much.
+  // It serves kernels with at most these head dims.
   int max_head_dim = 0;
   int max_head_dim_v = 0;
 
@@ -15,8 +15,9 @@ struct ForwardConfig {
   int block_n = 128;
   int stages = 2;    // buffers of K and of V
   int q_stages = 1;  // of Q: with two, the next block's comes early
-  // Whether warpgroups issue their products in turns (FlashAttention-3, arXiv 2407.08608, section
-  // 3.1). In any case Q K^T of a tile and P V of the tile before run beside the softmax (3.2).
+  // Whether warpgroups ping-pong: each multiplies while another makes its softmax
+  // (FlashAttention-3, arXiv 2407.08608, section 3.1). In any case Q K^T of a tile and P V of the
+  // tile before run beside the softmax (3.2).
   bool ping_pong = false;
 };
 

@@ -45,16 +45,16 @@ class StagedRows {
   }
 
   // Rows at and beyond the sequence's end are not written: by TMA where the tensor ends there.
-  ANYFLASH_DEVICE void store(const ForwardLaunch& params, const ForwardWorkTile& block) {
-    const int rows = block.sequence.seqlen_q - block.first_row - row_;
+  ANYFLASH_DEVICE void store(const ForwardLaunch& params, const ForwardWorkTile& work_tile) {
+    const int rows = work_tile.sequence.seqlen_q - work_tile.first_row - row_;
     if (rows <= 0) return;
     if (rows < kWarpRows && params.attention.cu_seqlens_q != nullptr) {
-      copy(params, block, rows);
+      copy(params, work_tile, rows);
       return;
     }
     if (lane_ != 0) return;
-    TileCoordinates to{0, static_cast<int>(block.sequence.first_q) + block.first_row + row_,
-                       block.head, static_cast<int>(block.sequence.batch)};
+    TileCoordinates to{0, static_cast<int>(work_tile.sequence.first_q) + work_tile.first_row + row_,
+                       work_tile.head, static_cast<int>(work_tile.sequence.batch)};
     CUTE_UNROLL
     for (int panel = 0; panel < TileO::kPanels; ++panel) {
       store_box(params.out_map, to, rows_ + panel * TileO::kPanelElements);
@@ -64,10 +64,11 @@ class StagedRows {
   }
 
  private:
-  ANYFLASH_DEVICE void copy(const ForwardLaunch& params, const ForwardWorkTile& block, int rows) {
+  ANYFLASH_DEVICE void copy(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
+                            int rows) {
     constexpr int kVectors = Traits::kHeadDimV / kVector;
-    Element* const out = first_of<Element>(params.out, params.out_stride, block.sequence,
-                                           block.head, block.first_row + row_);
+    Element* const out = first_of<Element>(params.out, params.out_stride, work_tile.sequence,
+                                           work_tile.head, work_tile.first_row + row_);
     for (int i = lane_; i < rows * kVectors; i += 32) {
       const int row = i / kVectors;
       const int vector = i % kVectors;
@@ -84,7 +85,7 @@ class StagedRows {
 
 // Adds what the guard took out of V, when the whole block is in global memory.
 template <class Traits, class Variant>
-ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWorkTile& block,
+ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
                                    const Variant& variant) {
   if (Traits::kOutputInQ) {
     if (threadIdx.x % 32 == 0) wait_stores();
@@ -92,50 +93,50 @@ ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWor
   }
   sync_consumers<Traits::kThreads>();
   using Element = typename Traits::Element;
-  const auto values = tensor_values<Element>(params.attention, block);
+  const auto values = tensor_values<Element>(params.attention, work_tile);
   if (params.out_dtype == DType::kFloat32) {
-    restore_values<Traits, float>(params, block, variant, values);
+    restore_values<Traits, float>(params, work_tile, variant, values);
   } else {
-    restore_values<Traits, Element>(params, block, variant, values);
+    restore_values<Traits, Element>(params, work_tile, variant, values);
   }
 }
 
 template <class Traits, class Variant>
-ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const ForwardWorkTile& block,
+ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
                                       ForwardStages<Traits>& stages, typename Traits::AccO& acc_o,
                                       StagedSoftmax& softmax) {
-  const int rows = block.sequence.seqlen_q - block.first_row;
-  const Variant variant(params.attention, block, Traits::kBlockN);
+  const int rows = work_tile.sequence.seqlen_q - work_tile.first_row;
+  const Variant variant(params.attention, work_tile, Traits::kBlockN);
   auto out = as_matrix(acc_o);
   const float sink =
       params.attention.sinks.data == nullptr
           ? -INFINITY
-          : load_float(params.attention.sinks, block.head * params.attention.sinks.stride.head);
+          : load_float(params.attention.sinks, work_tile.head * params.attention.sinks.stride.head);
   auto lse = softmax.finish(out, sink, variant.dropout_scale());
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
   if (params.prior.out != nullptr) {
-    join_prior(params, block, out, lse, coordinates, rows);
+    join_prior(params, work_tile, out, lse, coordinates, rows);
     __syncwarp();  // all lanes have read the LSE
   }
   if (params.max_logits != nullptr) {
-    reduce_max_logits(params, block, softmax, coordinates, rows);
+    reduce_max_logits(params, work_tile, softmax, coordinates, rows);
   }
   if (params.out_dtype == DType::kFloat32) {
-    store_float(params, block, out, coordinates, rows);
+    store_float(params, work_tile, out, coordinates, rows);
   } else if constexpr (Traits::kOutputInQ) {
     StagedRows<Traits> staged(stages.queries());
     staged.write(acc_o);
-    staged.store(params, block);
+    staged.store(params, work_tile);
   } else {
     using Element = typename Traits::Element;
     store_rows<Element, Traits::kHeadDimV>(
-        first_of<Element>(params.out, params.out_stride, block.sequence, block.head,
-                          block.first_row),
+        first_of<Element>(params.out, params.out_stride, work_tile.sequence, work_tile.head,
+                          work_tile.first_row),
         params.out_stride.row, static_cast<int>(threadIdx.x) / 32 * 16, rows,
         params.attention.head_dim_v, acc_o);
   }
-  if (params.lse != nullptr) store_lse(params, block, lse, coordinates, rows);
-  if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant);
+  if (params.lse != nullptr) store_lse(params, work_tile, lse, coordinates, rows);
+  if (stages.take_found_nonfinite()) restore_block<Traits>(params, work_tile, variant);
 }
 
 }  // namespace anyflash::sm90

@@ -53,16 +53,16 @@ class TileLoader {
   }
 
  private:
-  ANYFLASH_DEVICE static TileCoordinates key_tile(const ForwardWorkTile& block, int tile) {
-    const int row = static_cast<int>(block.sequence.first_k) + tile * Traits::kBlockN;
-    return {0, row, block.head_k, static_cast<int>(block.sequence.batch)};
+  ANYFLASH_DEVICE static TileCoordinates key_tile(const ForwardWorkTile& work_tile, int tile) {
+    const int row = static_cast<int>(work_tile.sequence.first_k) + tile * Traits::kBlockN;
+    return {0, row, work_tile.head_k, static_cast<int>(work_tile.sequence.batch)};
   }
 
-  ANYFLASH_DEVICE void load_keys(const ForwardWorkTile& block, int tile) {
+  ANYFLASH_DEVICE void load_keys(const ForwardWorkTile& work_tile, int tile) {
     const int stage = k_place_.stage();
     smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);
     load_tile<typename Traits::TileK>(smem_.k.data() + stage * Traits::TileK::kSize, params_.k_map,
-                                      key_tile(block, tile), smem_.k_ring.full[stage],
+                                      key_tile(work_tile, tile), smem_.k_ring.full[stage],
                                       L2Hint::kEvictLast);
     k_place_.advance();
   }
@@ -75,25 +75,25 @@ class TileLoader {
   }
 
   // Tiles with hidden keys go to the guard first.
-  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& block, int tile, bool masked) {
+  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& work_tile, int tile, bool masked) {
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
     load_tile<typename Traits::TileV>(
-        smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, key_tile(block, tile),
+        smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, key_tile(work_tile, tile),
         masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage], L2Hint::kEvictLast);
     v_place_.advance();
   }
 
   // Each warpgroup's rows as soon as it has done with those of the block before.
-  ANYFLASH_DEVICE void load_queries(const ForwardWorkTile& block) {
+  ANYFLASH_DEVICE void load_queries(const ForwardWorkTile& work_tile) {
     using TileQ = typename Traits::TileQ;
-    int row = static_cast<int>(block.sequence.first_q) + block.first_row;
+    int row = static_cast<int>(work_tile.sequence.first_q) + work_tile.first_row;
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, row += TileQ::kRows) {
       Ring<Traits::kQStages>& ring = smem_.q_ring[warpgroup];
       const int stage = q_place_.stage();
       ring.empty[stage].wait(q_place_.parity() ^ 1);
       load_tile<TileQ>(smem_.queries(stage, warpgroup), params_.q_map,
-                       {0, row, block.head, static_cast<int>(block.sequence.batch)},
+                       {0, row, work_tile.head, static_cast<int>(work_tile.sequence.batch)},
                        ring.full[stage], L2Hint::kEvictFirst);
     }
     q_place_.advance();

@@ -49,7 +49,7 @@ class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
       largest_(row) = fmaxf(largest_(row), larger);
       const bool moves = !((larger - previous) * scale_log2_ <= limit_);
       if (moves) max_(row) = larger;
-      // Before anything was visible, 0: of -inf - -inf is nothing left but NaN.
+      // While no key has been visible, the factor is 0, since -inf - -inf would be NaN.
       const float exponent = previous == -INFINITY ? -INFINITY : (previous - larger) * scale_log2_;
       rescale.factor[row] = moves ? exp2f(exponent) : 1.0f;
       moves_any |= moves;

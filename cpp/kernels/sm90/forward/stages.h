@@ -192,7 +192,7 @@ class ForwardStages {
   // What has been computed from S stays before the next wait (mainloop.h).
   ANYFLASH_DEVICE void keep_before_wait(AccS& acc_s) { pin_registers<size(AccS{})>(acc_s.data()); }
 
-  // Warpgroups issue their products in turns where the schedule is ping-pong.
+  // Where the schedule is ping-pong, warpgroups issue their products one after the other.
   ANYFLASH_DEVICE void wait_ping_pong() {
     if (kPingPong) sync_named(ping_pong_barrier(warpgroup_), kPingPongThreads);
   }

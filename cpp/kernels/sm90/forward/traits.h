@@ -47,7 +47,7 @@ struct ForwardTraits {
   static constexpr bool kOutputInQ = kQStages > 1;
   static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
-  // A first tile of which a warpgroup sees only so many keys takes less time.
+  // The first tile takes less time where a warpgroup sees at most this number of its keys.
   static constexpr int kFewKeys = kBlockN == 128 ? 64 : kBlockN;
 
   // A warpgroup's rows.

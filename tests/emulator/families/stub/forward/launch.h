@@ -26,7 +26,7 @@ inline constexpr KernelFamily kFamily = [] {
 
 inline constexpr int kRows = 32;  // of a CTA, one a thread
 
-// A row of q and of the result: where it begins, and its keys and values.
+// The result of one query row.
 template <class Element>
 ANYFLASH_DEVICE void attend(const ForwardParams& p, const Sequence& s, int head, int row) {
   const Attention& a = p.attention;
@@ -56,7 +56,9 @@ ANYFLASH_DEVICE void attend(const ForwardParams& p, const Sequence& s, int head,
       out[x] += weight * float(v[j * a.v_stride.row + x * a.v_stride.col]);
     }
   }
-  auto* const target = const_cast<Element*>(at(p.out, p.out_stride, s.first_q + row, head));
+  const Strides& to = p.out_stride;
+  auto* const target = static_cast<Element*>(p.out) + s.batch * to.batch +
+                       (s.first_q + row) * to.row + head * to.head;
   for (int x = 0; x < a.head_dim_v; ++x) {
     target[x * p.out_stride.col] = Element(sum == 0.0f ? 0.0f : out[x] / sum);
   }

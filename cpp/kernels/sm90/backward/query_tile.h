@@ -21,7 +21,7 @@ struct VisibleRows {
 };
 
 // A tile of query rows, as the producer tells the consumers.
-struct RowTile {
+struct QueryTileInfo {
   static constexpr int kExists = 1;     // not after the last one
   static constexpr int kNeedsMask = 2;  // some row may not see some key
   static constexpr int kHasUnseen = 4;  // some row sees no key at all
