@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -40,6 +41,34 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_pictures_of_the_guide(name: str, svg: str) -> None:
     """The same bytes: matplotlib's version is pinned."""
     assert (pictures.FOLDER / name).read_text() == svg, "run: python python/docs/tools/pictures.py"
+
+
+def test_softmax_of_the_picture() -> None:
+    """After its last tile it is that of the whole row."""
+    scores = [score for tile in pictures.SCORES for score in tile]
+    last = pictures.online_softmax(pictures.SCORES)[-1]
+    assert last.largest == max(scores)
+    assert last.total == pytest.approx(sum(math.exp(score - max(scores)) for score in scores))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_splits_of_the_picture(parts: int) -> None:
+    """Each tile once, and one at a time on a multiprocessor."""
+    work = pictures.schedule(parts)
+    tiles = {(one.sequence, one.tile) for one in work}
+    assert len(tiles) == len(work) == pictures.SEQUENCES * pictures.KEY_TILES
+    assert len({(one.multiprocessor, one.start) for one in work}) == len(work)
+    assert max(one.multiprocessor for one in work) < pictures.MULTIPROCESSORS
+
+
+def test_ring_of_the_picture() -> None:
+    """In a hop all ranks have the same work; a tile on the diagonal is half of one."""
+    ranks = pictures.owners("zigzag")
+    work = [[0.0] * pictures.RANK_COUNT for _ in range(pictures.RANK_COUNT)]
+    for m, reader in enumerate(ranks):
+        for n, owner in enumerate(ranks[: m + 1]):
+            work[pictures.hop_of(reader, owner)][reader] += 0.5 if n == m else 1
+    assert work == [[2.0] * pictures.RANK_COUNT] * pictures.RANK_COUNT
 
 
 @pytest.mark.parametrize("module", MODULES)

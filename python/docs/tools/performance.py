@@ -1,4 +1,4 @@
-"""Writes the measured figures into the pages: the tables, and the plot of the speed.
+"""Writes the measured figures into the pages: the tables, and the plots of the speed.
 
     python python/docs/tools/performance.py     (`make performance`)
 
@@ -245,7 +245,7 @@ def filled(page: Path) -> str:
 def main() -> int:
     for page in PAGES:
         page.write_text(filled(page))
-    for name, text in speed_plot.drawings(load("h200-paper-peers.json")).items():
+    for name, text in speed_plot.drawings(load).items():
         (DOCS / "performance" / name).write_text(text)
     return 0
 
