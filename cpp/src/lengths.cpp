@@ -15,17 +15,19 @@ namespace anyflash {
 
 namespace {
 
-std::string option(const char* name, int64_t value) {
-  return std::string(name) + " is " + std::to_string(value);
+// What makes "name is value" where it is wanted: a call that is right allocates nothing.
+auto option(const char* name, int64_t value) {
+  return [name, value] { return std::string(name) + " is " + std::to_string(value); };
 }
 
 std::string at(const char* argument, int64_t index) {
   return std::string(argument) + "[" + std::to_string(index) + "]";
 }
 
-// `rows` is what the tensor has. No length is over `most`; `limit` says where that comes from.
+// `rows` is what the tensor has. No length is over `most`; limit() says where that comes from.
+template <class Limit>
 void check_cumulative(const int32_t* cu, const char* argument, int64_t batch, int64_t rows,
-                      const char* tensor, int64_t most, const std::string& limit) {
+                      const char* tensor, int64_t most, const Limit& limit) {
   if (cu[0] != 0) {
     invalid_value(at(argument, 0) + " is " + std::to_string(cu[0]) + "; it must be 0");
   }
@@ -37,7 +39,7 @@ void check_cumulative(const int32_t* cu, const char* argument, int64_t batch, in
     }
     if (length > most) {
       invalid_value("sequence " + std::to_string(i) + " of " + argument + " has length " +
-                    std::to_string(length) + "; " + limit);
+                    std::to_string(length) + "; " + limit());
     }
   }
   if (cu[batch] != rows) {
@@ -124,7 +126,7 @@ class CacheLengths {
     }
     if (cu_new_.data() != nullptr) {
       check_cumulative(cu_new_.data(), cu_new_name(), a.batch, p_.total_new, "k_new", a.seqlen_k,
-                       room_text());
+                       [this] { return room_text(); });
     }
   }
 

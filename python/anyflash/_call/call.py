@@ -67,7 +67,8 @@ class Call(Generic[ArrayT]):
         self._begin(q, dtype, (shape, k_shape, v_shape), options)
         if packing is not None:
             self._pack(packing)
-        self._read_options(options)
+        if options is not PLAIN and options is not CAUSAL:
+            self._read_options(options)
 
     def _begin(
         self,
@@ -116,8 +117,6 @@ class Call(Generic[ArrayT]):
         (self._options["validate"],) = parsing.flags(operation, validate=packing.validate)
 
     def _read_options(self, options: AttentionOptions) -> None:
-        if options is PLAIN or options is CAUSAL:
-            return
         parse = self._operands.parse
         _, _, window, softcap, slopes, bias, blocks, size, ranges, *others = options
         sinks, p, seed, state, used, part = others

@@ -7,7 +7,7 @@ from typing import Any
 from anyflash import _core
 from anyflash._call import parsing
 from anyflash._call.call import Call
-from anyflash._call.options import OutputRequest
+from anyflash._call.options import CAUSAL, OUTPUT_ALONE, PLAIN, OutputRequest
 from anyflash._call.results import ArrayT, AttentionResult, Returned
 
 _LSE = ("float32", "float64")
@@ -18,8 +18,18 @@ class Forward(Call[ArrayT]):
     __slots__ = ()
 
     def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
+        given = self._given
+        if outputs is OUTPUT_ALONE and (given is PLAIN or given is CAUSAL):  # no number to read
+            self._export_options(None)
+            result = self._operands.empty(self._out_shape, None)
+            self._compute(result, None, None, given.causal, None)
+            finished: ArrayT = self._operands.framework.finish(result)
+            return finished
+        return self._run(outputs)
+
+    def _run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         operands = self._operands
-        framework, device = operands.framework, operands.device
+        framework = operands.framework
         out_dtype, out, stream, lse_given, prior = outputs[4:]
         flags = self._given.causal, *outputs[:4]
         causal, return_lse, return_max_logits, return_dropout_mask, return_result = (
@@ -45,24 +55,9 @@ class Forward(Call[ArrayT]):
         elif return_lse or whole:
             lse = self._new_lse()
         if lse is not None:
-            lse_target = framework.export_out(lse, device)
+            lse_target = framework.export_out(lse, operands.device)
 
-        q, k, v = self._tensors
-        queue, allocate = self._launch(stream)
-        _core.forward(
-            operands.operation,
-            framework.export(q, device, stream),
-            framework.export(k, device, stream),
-            framework.export(v, device, stream),
-            framework.export_out(result, device),
-            lse_target,
-            softmax_scale,
-            causal,
-            queue,
-            operands.as_bits(self._dtype),
-            self._options or None,
-            allocate,
-        )
+        self._compute(result, lse_target, softmax_scale, causal, stream)
         if out is None:
             result = framework.finish(result)
         if lse is not None and lse_given is None:
@@ -76,6 +71,29 @@ class Forward(Call[ArrayT]):
                 None if dropout_mask is None else framework.finish(dropout_mask),
             )
         return (result, lse) if return_lse else result
+
+    def _compute(
+        self, out: Any, lse: Any, softmax_scale: float | None, causal: bool, stream: int | None
+    ) -> None:
+        """Into the array ``out`` and the exported ``lse``."""
+        operands = self._operands
+        framework, device = operands.framework, operands.device
+        q, k, v = self._tensors
+        queue, allocate = self._launch(stream)
+        _core.forward(
+            operands.operation,
+            framework.export(q, device, stream),
+            framework.export(k, device, stream),
+            framework.export(v, device, stream),
+            framework.export_out(out, device),
+            lse,
+            softmax_scale,
+            causal,
+            queue,
+            operands.as_bits(self._dtype),
+            self._options or None,
+            allocate,
+        )
 
     def _read_prior(self, prior: Any) -> None:
         """The result over other keys."""
