@@ -24,8 +24,8 @@ SHELL := bash
 DONE = @mkdir -p build && echo "$@ $$(date +%s)" >> build/stages
 
 .PHONY: demo test test-full begin environment install build-test lint check-cpp check-python \
-  check-oldest check-more check-emulator check-sass check-nvrtc check-embed docs performance \
-  check-docs check-fuzz check-soak check-threads wheel check-wheel clean
+  check-oldest check-oldest-torch check-pythons check-more check-emulator check-sass check-nvrtc check-embed docs \
+  performance check-docs check-fuzz check-soak check-threads wheel check-wheel clean
 
 # Without a GPU, CUDA kernels would be most of the build's time. Without nvcc, an isolated build
 # brings one.
@@ -45,7 +45,7 @@ demo: .venv/demo install
 	@echo "  make test                             the tests, about an hour on two cores"
 
 test: begin environment install build-test lint check-cpp check-sass check-nvrtc check-emulator \
-  check-python check-oldest check-embed check-fuzz check-threads check-soak check-docs
+  check-python check-oldest check-pythons check-embed check-fuzz check-threads check-soak check-docs
 	@awk 'NR == 1 {first = $$2} NR > 1 {printf "%-16s%6d s\n", $$1, $$2 - last} {last = $$2} \
 	  END {printf "%-16s%6d s\n", "all", last - first}' build/stages
 
@@ -60,7 +60,7 @@ environment: .venv/test .venv/headers .venv/nvrtc .venv/oldest .venv/embed .venv
 
 test-full: export ANYFLASH_TEST_FULL := 1
 test-full: KERNELS := full
-test-full: test
+test-full: test check-oldest-torch
 
 # -- environment: a marker file a step, made anew when its list of packages changes
 .venv/build: third_party/requirements.txt
@@ -90,6 +90,12 @@ test-full: test
 .venv/oldest: .venv/test tests/requirements/oldest.txt
 	test -x $@/bin/python || $(PYTHON) -m venv $@
 	$@/bin/python -m pip --disable-pip-version-check -q install -r tests/requirements/oldest.txt
+	touch $@
+
+.venv/oldest-torch: .venv/test tests/requirements/oldest-torch.txt
+	test -x $@/bin/python || $(PYTHON) -m venv $@
+	$@/bin/python -m pip --disable-pip-version-check -q install --no-cache-dir \
+	  -r tests/requirements/oldest-torch.txt
 	touch $@
 
 .venv/embed: .venv/test tests/requirements/embed.txt
@@ -147,11 +153,26 @@ check-python: install build-test
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/python tests/lint
 	$(DONE)
 
-# The same wheel with the oldest JAX: the package alone is seen there.
-check-oldest: install .venv/oldest
+# The same wheel with the oldest JAX and the oldest PyTorch: the package alone is seen there.
+build/oldest/anyflash: install
 	mkdir -p build/oldest
-	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" build/oldest/anyflash
+	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" $@
+
+check-oldest: build/oldest/anyflash .venv/oldest
 	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/jax
+	$(DONE)
+
+# Not in `test`, for its download of 3 GB.
+OLDEST_TORCH = $(patsubst %,tests/python/torch/test_%.py,attention autograd compile errors func \
+  aten direct sdpa sdpa_routing)
+check-oldest-torch: build/oldest/anyflash .venv/oldest-torch
+	PYTHONPATH=build/oldest .venv/oldest-torch/bin/python -m pytest -n auto --dist worksteal \
+	  $(OLDEST_TORCH)
+	$(DONE)
+
+# One wheel in each CPython that is here, with the oldest NumPy and the newest.
+check-pythons: install
+	$(BIN)/python tests/wheel/pythons.py
 	$(DONE)
 
 # The library of build/test, installed, and the package's.

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from abi3info import DATAS, FUNCTIONS
+from abi3info.models import PyVersion, Symbol
 from programs import ROOT, output_of
 
 from anyflash import _core
@@ -80,6 +82,22 @@ def test_exported_symbols(library: Path) -> None:
     for path in (library / "libanyflash.so", module.parent / "lib" / "libanyflash.so"):
         assert sorted(set(exported(path))) == names, path
     assert list(exported(module)) == ["PyInit__core"]
+
+
+def needed_of_python(module: Path) -> list[Symbol]:
+    lines = output_of(["nm", "-D", "--undefined-only", module]).splitlines()
+    names = [line.split()[-1].partition("@")[0] for line in lines]
+    return [Symbol(name) for name in names if name.startswith(("Py", "_Py"))]
+
+
+def test_the_module_needs_the_stable_abi_alone() -> None:
+    """That of CPython 3.10, so that the wheel runs with Pythons that nobody has tried."""
+    stable = FUNCTIONS | DATAS
+    needed = needed_of_python(Path(_core.__file__))
+    assert len(needed) > 20
+    assert [symbol.name for symbol in needed if symbol not in stable] == []
+    later = [symbol.name for symbol in needed if stable[symbol].added > PyVersion(3, 10)]
+    assert later == []
 
 
 def test_header_is_frozen_for_this_version() -> None:

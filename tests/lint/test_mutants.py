@@ -45,9 +45,10 @@ def test_skipped_functions() -> None:
     assert list(mutants.mutants_of("x.cpp", SOURCE, ("twice",))) == []
 
 
-def test_equivalents_are_read() -> None:
-    keys = {mutant.key for mutant in mutate.drawn(1)}
-    assert mutate.equivalents() & keys
+def test_equivalents_exist() -> None:
+    """A line of the list whose source has changed since says nothing any more."""
+    assert len(mutate.equivalents()) > 20
+    assert mutate.equivalents() - {mutant.key for mutant in mutate.drawn(1)} == set()
 
 
 def test_draws_are_the_same() -> None:

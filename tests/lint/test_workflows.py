@@ -8,6 +8,7 @@ from typing import Any
 
 import lock
 import pytest
+import pythons
 import steps
 import yaml
 
@@ -107,3 +108,13 @@ def test_every_rule_has_a_step() -> None:
     known = [steps.rule(step) for _, step in steps.steps()]
     assert [rule for rule in steps.RULES if rule not in known] == []
     assert {rule.command for rule in steps.RULES} - {""} == steps.COMMANDS.keys()
+
+
+def test_the_matrix_has_every_python() -> None:
+    """From the oldest that pyproject.toml allows on."""
+    matrix = jobs(FOLDER / "wheels.yml")["clean"]["strategy"]["matrix"]["python"]
+    assert tuple(matrix) == pythons.SERVED
+    oldest, newest = (tuple(map(int, pythons.SERVED[i].split("."))) for i in (0, -1))
+    assert f'requires-python = ">={pythons.SERVED[0]}"' in (ROOT / "pyproject.toml").read_text()
+    assert len(matrix) == newest[1] - oldest[1] + 1
+    assert tuple(lock.PYTHONS) == pythons.SERVED

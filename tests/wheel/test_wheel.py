@@ -12,6 +12,7 @@ import json
 import platform
 import re
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -26,6 +27,17 @@ NEEDED = re.compile(
     r"lib(c|m|gcc_s|pthread|dl|rt|anyflash|gomp)(-[0-9a-f]+)?\.so(\.[\d.]+)?|ld-linux-.*\.so\.\d"
 )
 TORCH_CPU = ("torch", "numpy")
+# By package, of tests/requirements: the pins of the oldest that anyflash works with.
+OLDEST = {
+    name: re.findall(rf"^{name}==.*", text, re.MULTILINE)
+    for text, names in [
+        ((ROOT / "tests/requirements/oldest-torch.txt").read_text(), ("torch", "numpy")),
+        ((ROOT / "tests/requirements/oldest.txt").read_text(), ("jax", "jaxlib", "numpy")),
+    ]
+    for name in names
+}
+# Pythons for which these were not made.
+NO_OLDEST = {"oldest numpy": (3, 13), "oldest torch": (3, 14), "oldest jax": (3, 14)}
 
 
 def version() -> str:
@@ -177,6 +189,10 @@ assert jax.numpy.allclose(jax.jit(jax.grad(total))(v), 1.0, atol=1e-5)
 """
 
 
+def versions(*names: str) -> tuple[str, ...]:
+    return tuple(pin for name in names for pin in OLDEST[name])
+
+
 @pytest.mark.parametrize(
     ("packages", "programs"),
     [
@@ -187,12 +203,21 @@ assert jax.numpy.allclose(jax.jit(jax.grad(total))(v), 1.0, atol=1e-5)
             ("import anyflash.torch, torch" + TORCH, "import torch, anyflash.torch" + TORCH),
         ),
         (("jax",), (JAX,)),
+        (("numpy==1.26.4",), (NUMPY,)),
+        (versions("torch", "numpy"), ("import anyflash.torch, torch" + TORCH,)),
+        (versions("jax", "jaxlib", "numpy"), (JAX,)),
     ],
-    ids=["alone", "numpy", "torch", "jax"],
+    ids=["alone", "numpy", "torch", "jax", "oldest numpy", "oldest torch", "oldest jax"],
 )
 def test_in_an_empty_environment(
-    tmp_path: Path, wheel: Path, packages: tuple[str, ...], programs: tuple[str, ...]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    wheel: Path,
+    packages: tuple[str, ...],
+    programs: tuple[str, ...],
 ) -> None:
+    if sys.version_info >= NO_OLDEST.get(request.node.callspec.id, (4,)):
+        pytest.skip("there is none for this Python")
     python = environment(tmp_path / "env", wheel, *packages)
     for program in programs:
         run(python, "-c", program)

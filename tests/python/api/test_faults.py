@@ -64,6 +64,38 @@ def test_no_memory_for_the_workspace() -> None:
     assert found == "MemoryError\nTrue True\n"
 
 
+NO_MEMORY = """
+    import resource
+
+    class Producer:  # its results are anyflash's own arrays
+        def __init__(self, x): self.x = x
+        def __dlpack__(self, **k): return self.x.__dlpack__(**k)
+        def __dlpack_device__(self): return self.x.__dlpack_device__()
+
+    kind = {"numpy": lambda x: x, "dlpack": Producer}[sys.argv[1]]
+    small = kind(np.ones((1, 4, 2, 8), np.float32))
+    expected = np.array(np.from_dlpack(anyflash.attention(small, small, small)))
+    # One number, of which the result would have 1 GiB.
+    large = kind(np.broadcast_to(np.float32(1), (1, 1 << 20, 16, 16)))
+    key = kind(np.ones((1, 1, 16, 16), np.float32))
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * os.sysconf("SC_PAGESIZE") + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        anyflash.attention(large, key, key)
+    except MemoryError:
+        print("MemoryError")
+    again = np.from_dlpack(anyflash.attention(small, small, small))
+    print((again == expected).all())
+    """
+
+
+@pytest.mark.parametrize("kind", ["numpy", "dlpack"])
+def test_no_memory_for_the_result(kind: str) -> None:
+    """MemoryError, whoever makes the array; and the next call works."""
+    assert printed(NO_MEMORY, kind) == "MemoryError\nTrue\n"
+
+
 @pytest.mark.parametrize("argument", ["q", "k", "v", "bias"])
 def test_a_producer_that_raises(argument: str) -> None:
     """Its exception goes through, and nothing has been written."""

@@ -76,3 +76,33 @@ def test_a_child_of_fork(threads: int) -> None:
         threads,
     )
     assert found == "0 True\n"
+
+
+def test_a_child_of_fork_while_others_call() -> None:
+    """Its parent's tasks are half done, and a mutex may be locked: none of that is the child's."""
+    found = printed(
+        """
+        import threading
+
+        x = rng.standard_normal((2, 400, 4, 64), np.float32)
+        expected = anyflash.attention(x, x, x).tobytes()
+        ended = threading.Event()
+
+        def work():
+            while not ended.is_set():
+                anyflash.attention(x, x, x)
+
+        others = [threading.Thread(target=work) for _ in range(3)]
+        [thread.start() for thread in others]
+        good = 0
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if anyflash.attention(x, x, x).tobytes() == expected else 1)
+            good += os.waitpid(child, 0)[1] == 0
+        ended.set()
+        [thread.join() for thread in others]
+        print(good)
+        """
+    )
+    assert found == "10\n"

@@ -275,16 +275,24 @@ def test_capsule_is_used_once() -> None:
 @pytest.mark.parametrize("error", [BufferError, TypeError])
 def test_refusal_is_quoted(error: type[Exception]) -> None:
     q, k, v = inputs()
+    read_before = Handmade(q)
     match = r"^anyflash\.attention: k cannot be read through DLPack: not today"
     with pytest.raises(TypeError, match=match):
-        anyflash.attention(Handmade(q), Returns(k, error("not today")), Handmade(v))
+        anyflash.attention(read_before, Returns(k, error("not today")), Handmade(v))
+    read_before.verify_freed()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
 def test_other_exceptions_pass(error: type[BaseException]) -> None:
+    """What was read of other arrays is freed, and the next call works."""
     q, k, v = inputs()
+    read_before = Handmade(q)
     with pytest.raises(error, match=r"^not today$"):
-        anyflash.attention(Handmade(q), Returns(k, error("not today")), Handmade(v))
+        anyflash.attention(read_before, Returns(k, error("not today")), Handmade(v))
+    read_before.verify_freed()
+    given = [Handmade(x) for x in (q, k, v)]
+    assert bits(read(anyflash.attention(*given))) == bits(anyflash.attention(q, k, v))
+    verify_freed(given)
 
 
 def test_results_for_any_consumer() -> None:
