@@ -149,7 +149,7 @@ WRONG: dict[str, Wrong] = {
     "rotation-below": (
         {"rotary_cos": ones(16, 8), "rotary_sin": ones(16, 8), "rotary_seqlens": ends(3, -1)},
         ValueError,
-        r"rotary_seqlens\[1\] is -1; 0 to 13 is allowed: rotary_cos has 16 rows, 3 keys are",
+        r"rotary_seqlens\[1\] is -1; 0 to 13 is allowed: rotary_cos has 16 rows, 3 are appended",
     ),
     # scores
     "window": ({"window_size": 3}, TypeError, "window_size is int; a pair"),
