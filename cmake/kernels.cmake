@@ -185,9 +185,9 @@ function(anyflash_matches_any output name patterns)
 endfunction()
 
 # The descriptors of one unit. They are those of the operation's kernels that are for these head
-# dims, whose names match one of `names`, and whose variant is the one wanted ("": any). Sets ${output} to their
-# lines, and ${output}_VARIANTS to the variants of the head dims' kernels with the suffix of the
-# first of each: variant=suffix.
+# dims, whose names match one of `names`, and whose variant is the one wanted ("": any). Sets
+# ${output} to their lines. Sets ${output}_VARIANTS to the variants of the head dims' kernels with
+# the suffix of the first of each: variant=suffix.
 function(
   anyflash_descriptors
   output

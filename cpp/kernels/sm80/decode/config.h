@@ -13,10 +13,9 @@ struct DecodeConfig {
   bool latent = false;
 
   Tile tile;
-  int key_warps = 1;  // with the same rows, each of which takes some keys of a tile
-  int column_warps =
-      1;           // with the same rows and keys: each makes all scores, but some columns of O
-  int stages = 2;  // buffers of K and V
+  int key_warps = 1;     // with the same rows, each of which takes some keys of a tile
+  int column_warps = 1;  // with the same rows and keys, each of which makes some columns of O
+  int stages = 2;        // buffers of K and V
 };
 
 namespace decode_configs {
