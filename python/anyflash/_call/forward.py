@@ -19,8 +19,8 @@ class Forward(Call[ArrayT]):
 
     def run(self, outputs: OutputRequest) -> Returned[ArrayT]:
         given = self._given
-        if outputs is OUTPUT_ALONE and (given is PLAIN or given is CAUSAL):  # no number to read
-            self._export_options(None)
+        is_plain = given is PLAIN or given is CAUSAL
+        if is_plain and outputs is OUTPUT_ALONE and not self._arrays:  # nothing is left to read
             result = self._operands.empty(self._out_shape, None)
             self._compute(result, None, None, given.causal, None)
             finished: ArrayT = self._operands.framework.finish(result)
