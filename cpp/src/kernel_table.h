@@ -35,6 +35,7 @@ void count_launch(const KernelDescriptor& kernel);
 const std::vector<const KernelDescriptor*>& all_kernels();
 // A call looks at those for its operation and type alone: all are many.
 const std::vector<const KernelDescriptor*>& gpu_kernels(Op op, DType dtype);
+const std::vector<const KernelDescriptor*>& cpu_kernels(Op op, DType dtype);
 
 // The best instruction set that is built and that this machine has.
 CpuIsa best_isa();

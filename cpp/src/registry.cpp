@@ -21,22 +21,33 @@ std::vector<const KernelDescriptor*> kernels_of_all_units() {
   return kernels;
 }
 
+using KernelsByProblem = std::map<std::pair<Op, DType>, std::vector<const KernelDescriptor*>>;
+
 struct Registry {
   Registry() {
     for (const KernelDescriptor* kernel : kernels) {
       launches[kernel] = 0;
-      if (kernel->family->is_gpu()) gpu[{kernel->op, kernel->dtype}].push_back(kernel);
+      auto& of_device = kernel->family->is_gpu() ? gpu : cpu;
+      of_device[{kernel->op, kernel->dtype}].push_back(kernel);
     }
   }
 
   std::vector<const KernelDescriptor*> kernels = kernels_of_all_units();
   std::unordered_map<const KernelDescriptor*, std::atomic<std::uint64_t>> launches;
-  std::map<std::pair<Op, DType>, std::vector<const KernelDescriptor*>> gpu;
+  KernelsByProblem gpu;
+  KernelsByProblem cpu;
 };
 
 Registry& registry() {
   static Registry instance;
   return instance;
+}
+
+const std::vector<const KernelDescriptor*>& find_kernels(const KernelsByProblem& kernels, Op op,
+                                                         DType dtype) {
+  static const std::vector<const KernelDescriptor*> none;
+  const auto found = kernels.find({op, dtype});
+  return found == kernels.end() ? none : found->second;
 }
 
 }  // namespace
@@ -57,9 +68,11 @@ void count_launch(const KernelDescriptor& kernel) {
 const std::vector<const KernelDescriptor*>& all_kernels() { return registry().kernels; }
 
 const std::vector<const KernelDescriptor*>& gpu_kernels(Op op, DType dtype) {
-  static const std::vector<const KernelDescriptor*> none;
-  const auto found = registry().gpu.find({op, dtype});
-  return found == registry().gpu.end() ? none : found->second;
+  return find_kernels(registry().gpu, op, dtype);
+}
+
+const std::vector<const KernelDescriptor*>& cpu_kernels(Op op, DType dtype) {
+  return find_kernels(registry().cpu, op, dtype);
 }
 
 CpuIsa best_isa() {

@@ -18,10 +18,8 @@ const KernelDescriptor& select_cpu_kernel(const Problem& problem) {
     return isa == wanted || (wanted == CpuIsa::kAmx && isa == CpuIsa::kAvx512);
   };
   const KernelDescriptor* best = nullptr;
-  for (const KernelDescriptor* kernel : all_kernels()) {
-    const bool suits = !kernel->family->is_gpu() && kernel->op == problem.op &&
-                       kernel->dtype == problem.dtype && is_allowed(kernel->isa);
-    if (suits && (best == nullptr || kernel->isa > best->isa)) best = kernel;
+  for (const KernelDescriptor* kernel : cpu_kernels(problem.op, problem.dtype)) {
+    if (is_allowed(kernel->isa) && (best == nullptr || kernel->isa > best->isa)) best = kernel;
   }
   if (best != nullptr) return *best;
   throw Error(ErrorCode::kUnsupported, std::string("cpu_isa is ") + name(wanted) +
