@@ -55,14 +55,20 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
   if (block.first_key >= block.sequence.all_keys) return;  // shorter than the longest
-  if (threadIdx.x == 0) init_backward<Traits>(smem);
-  find_visible_rows<Traits>(params, block, smem);
+  const bool loads = is_loading_thread<Traits>();
+  if (loads) {
+    init_backward<Traits>(smem);
+    load_first<Traits>(params, block, smem);
+  }
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (is_loading_thread<Traits>()) produce_rows<Traits>(params, block, smem);
+        if (loads) produce_rows<Traits>(params, block, smem);
       },
-      [&](int warpgroup) { consume_rows<Traits, kAddsToDq>(params, block, smem, warpgroup); });
+      [&](int warpgroup) {
+        find_visible_rows<Traits>(params, block, smem);
+        consume_rows<Traits, kAddsToDq>(params, block, smem, warpgroup);
+      });
 }
 
 // dK and dV of a block of keys from the sums of parts of their query heads. Grid: x = all blocks of
