@@ -9,6 +9,7 @@
 #include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
+#include "sm90/ptx.h"
 #include "sm90/tma.h"
 #include "variant/backward_variants.h"
 #include "variant/mask.h"
@@ -122,6 +123,7 @@ ANYFLASH_DEVICE void produce_rows(const BackwardLaunch& params, const BackwardWo
   const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
   QueryTileIterator<Traits, PlainBackward> tiles(params, block, mask);
   BackwardLoader<Traits> loader(params, block, smem);
+  wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
   if (!tiles.valid()) loader.wait_keys_and_values();
   for (; tiles.valid(); tiles.advance()) {
     loader.load_queries(tiles, mask);
