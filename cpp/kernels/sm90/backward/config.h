@@ -22,6 +22,7 @@ constexpr BackwardConfig up_to_64() {
   c.max_head_dim = c.max_head_dim_v = 64;
   c.block_m = 128;
   c.stagger = true;
+  c.store_ds_before_dv = true;
   return c;
 }
 
