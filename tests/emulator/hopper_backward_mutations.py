@@ -59,6 +59,8 @@ HIDDEN = (
     _mutation("hopper-dq-keys-not-cleared", DQ, "stages.clear_keys();"),
     _mutation("hopper-dq-not-hidden", DQ, "hide(acc_dp, seen);"),
     _mutation("hopper-dq-no-fence-after-clearing", DQ, "fence_smem_writes();"),
+    _mutation("hopper-backward-too-much-hidden", STAGES, "this->tile().row + kBlockM",
+              "this->tile().row", after="ANYFLASH_DEVICE bool sees_nothing() const {"),
 )  # fmt: skip
 
 # Of the kernels for wide heads.

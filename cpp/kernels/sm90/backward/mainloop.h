@@ -20,6 +20,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
                                        typename Traits::AccK& acc_dk,
                                        typename Traits::AccV& acc_dv) {
   constexpr bool kStoresFirst = Traits::kConfig.store_ds_before_dv;
+  if (stages.wait_rows() && stages.sees_nothing()) stages.template pass_zeros<kAddsToDq>();
   while (stages.wait_rows()) {
     // Each tile has its own, as ptxas sees it: a group's first product reads its accumulators, so
     // from before the loop these would stay alive to its end, beside what they were rounded to.

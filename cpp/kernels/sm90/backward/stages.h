@@ -137,6 +137,32 @@ class BackwardStages : public RowStages<Traits> {
     if (kStagger && is_first_ && warpgroup_ == 0) arrive_named(kStaggerBarrier, Traits::kThreads);
   }
 
+  // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a
+  // block under a causal mask. Later keys are seen by later rows: the first one tells.
+  ANYFLASH_DEVICE bool sees_nothing() const {
+    if (!needs_mask()) return false;
+    const int first = smem_.visible[warpgroup_ * Traits::kWarpgroupKeys].first;
+    return uniform(first) >= this->tile().row + kBlockM;
+  }
+  // Instead of that tile's products: P and dS are zeros. The other warpgroup waits for the rest.
+  template <bool kAddsToDq>
+  ANYFLASH_DEVICE void pass_zeros() {
+    smem_.k_full.wait(0);
+    smem_.v_full.wait(0);
+    this->wait_dout();
+    if (kAddsToDq) wait_stagger();
+    const bool clears_rows = this->look_at_rows();
+    if (kAddsToDq) look_at_keys();
+    if (kAddsToDq) pass_stagger();
+    if (clears_rows) this->clear_rows();
+    if (kAddsToDq) {
+      Rounded zeros{};
+      store_ds(zeros);
+      pass_ds();
+    }
+    release_rows();
+  }
+
   // Before the first dS of a partly hidden tile is passed: this warp's share of K is looked at.
   ANYFLASH_DEVICE void look_at_keys() {
     if (!needs_mask() || keys_ != KeyState::kNotLookedAt) return;
