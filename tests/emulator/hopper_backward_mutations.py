@@ -1,7 +1,7 @@
 """What test_mutations.py breaks in Hopper's backward: waits, fences, and what is hidden.
 
 Tried, and noticed by no case: the loader's wait for an empty buffer of dO, which that for Q
-implies; consumers' waits for the first V and for dO, which have landed by then on the emulated
+implies; consumers' waits for K, V and the first dO, which have landed by then on the emulated
 GPU; and what pytest's table of cases has instead: NaN in rows that see no key beside a sink, and
 behind the end of a packed sequence.
 """
@@ -34,7 +34,6 @@ BARRIERS = (
     ),
     _mutation("hopper-backward-bytes-too-few", LOAD, "TileQ::kBytes + 2 * kLseOrDeltaBytes",
               "TileQ::kBytes + kLseOrDeltaBytes"),
-    _mutation("hopper-backward-no-wait-for-k", ROW_STAGES, "if (is_first_) smem_.k_full.wait(0);"),
 )  # fmt: skip
 
 DS = (
@@ -60,6 +59,8 @@ HIDDEN = (
     _mutation("hopper-dq-keys-not-cleared", DQ, "stages.clear_keys();"),
     _mutation("hopper-dq-not-hidden", DQ, "hide(acc_dp, seen);"),
     _mutation("hopper-dq-no-fence-after-clearing", DQ, "fence_smem_writes();"),
+    _mutation("hopper-backward-too-much-hidden", STAGES, "this->tile().row + kBlockM",
+              "this->tile().row", after="ANYFLASH_DEVICE bool sees_nothing() const {"),
 )  # fmt: skip
 
 # Of the kernels for wide heads.

@@ -71,6 +71,18 @@ class LargeSmem {
 };
 #endif
 
+#if !defined(ANYFLASH_EMULATED)
+// Graphs know programmatic dependent launch since CUDA 12.3. With an older driver, kernels follow
+// one another: nothing else changes.
+inline bool driver_overlaps_kernels() {
+  static const bool overlaps = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030;
+  }();
+  return overlaps;
+}
+#endif
+
 // When a kernel may begin: after those before it in the stream, or already when the last of them
 // allows it (programmatic dependent launch). Such a kernel waits itself for what that one writes.
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
@@ -95,7 +107,7 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   cudaLaunchAttribute when_allowed{};
   when_allowed.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   when_allowed.val.programmaticStreamSerializationAllowed = 1;
-  if (order == LaunchOrder::kWhenAllowed) {
+  if (order == LaunchOrder::kWhenAllowed && driver_overlaps_kernels()) {
     config.attrs = &when_allowed;
     config.numAttrs = 1;
   }

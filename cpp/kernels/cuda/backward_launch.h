@@ -85,13 +85,15 @@ inline void use_rounded_dout(BackwardScratch& p) {
 
 // Runs kKernel on `blocks` CTAs, none where there is nothing to do.
 template <auto kKernel, class Traits, int kThreads = Traits::kThreads, class Params>
-void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream, const Params& params) {
+void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream, const Params& params,
+                   LaunchOrder order = LaunchOrder::kAfterPrevious) {
   if (blocks == 0) return;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported, "the problem needs " + std::to_string(blocks) +
                                              " CTAs; a CUDA grid holds at most 2147483647");
   }
-  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params);
+  launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params,
+                  order);
 }
 
 }  // namespace anyflash

@@ -39,7 +39,7 @@ ANYFLASH_DEVICE void run_roles(const Produce& produce, const Consume& consume) {
 // Of the producer: one thread.
 template <class Traits>
 ANYFLASH_DEVICE bool is_loading_thread() {
-  return threadIdx.x < Traits::kThreads + 32 && elect_lane();
+  return threadIdx.x / 32 == Traits::kConsumerWarps && elect_lane();
 }
 
 }  // namespace anyflash::sm90

@@ -21,6 +21,8 @@ constexpr BackwardConfig up_to_64() {
   BackwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 64;
   c.block_m = 128;
+  c.stagger = true;
+  c.store_ds_before_dv = true;
   return c;
 }
 

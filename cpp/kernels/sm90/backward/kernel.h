@@ -13,6 +13,7 @@
 #include "sm90/backward/mainloop.h"
 #include "sm90/backward/traits.h"
 #include "sm90/pipeline.h"
+#include "sm90/ptx.h"
 #include "sm90/roles.h"
 #include "variant/backward_scratch.h"
 #include "variant/sequence.h"
@@ -54,15 +55,25 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     backward_kernel(const __grid_constant__ BackwardLaunch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
-  if (block.first_key >= block.sequence.all_keys) return;  // shorter than the longest
-  if (threadIdx.x == 0) init_backward<Traits>(smem);
-  find_visible_rows<Traits>(params, block, smem);
+  allow_next_kernel();
+  if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest
+    wait_previous_kernel();
+    return;
+  }
+  const bool loads = is_loading_thread<Traits>();
+  if (loads) {
+    init_backward<Traits>(smem);
+    load_first<Traits>(params, block, smem);
+  }
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (is_loading_thread<Traits>()) produce_rows<Traits>(params, block, smem);
+        if (loads) produce_rows<Traits>(params, block, smem);
       },
-      [&](int warpgroup) { consume_rows<Traits, kAddsToDq>(params, block, smem, warpgroup); });
+      [&](int warpgroup) {
+        find_visible_rows<Traits>(params, block, smem);
+        consume_rows<Traits, kAddsToDq>(params, block, smem, warpgroup);
+      });
 }
 
 // dK and dV of a block of keys from the sums of parts of their query heads. Grid: x = all blocks of
@@ -87,6 +98,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     postprocess_dq_kernel(const __grid_constant__ BackwardScratch params) {
   const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params, blockIdx.x);
   const Sequence& sequence = block.sequence;
+  wait_previous_kernel();
   if (block.first_row >= sequence.seqlen_q) return;
 
   typename Traits::AccQ acc;

@@ -5,6 +5,10 @@
 //   reduce_gqa_partials_kernel  dK, dV, where the heads of a group come in parts
 //   postprocess_dq_kernel       dQ from dq_accum
 //   dq_by_rows_kernel           dQ without sums in the workspace, instead
+//
+// The main kernel may begin before the first one has ended, and the last one before it. Each CTA
+// waits for the kernel before, also one that has nothing else to do: who waits for a kernel then
+// knows that those before it have ended, too.
 #pragma once
 
 #include <cstdint>
@@ -74,9 +78,13 @@ void launch_main_kernel(const BackwardScratch& scratch, void* stream) {
   const Attention& a = prepared.attention;
   make_tensor_maps<typename Traits::Element>(prepared, Traits::kBlockM, Traits::kBlockN);
   const int64_t key_blocks = ceil_div(int64_t{a.seqlen_k}, Traits::kBlockN) * a.batch * a.heads_k;
+  // Without rows there was no preprocessing: the kernel before may be the one that writes K.
+  const LaunchOrder order =
+      a.seqlen_q > 0 ? LaunchOrder::kWhenAllowed : LaunchOrder::kAfterPrevious;
   const auto run = [&](auto adds_to_dq) {
     launch_blocks<main_kernel<Traits, decltype(adds_to_dq)::value>(), Traits, Traits::kCtaThreads>(
-        key_blocks * prepared.gqa_splits, sizeof(typename Traits::SharedStorage), stream, prepared);
+        key_blocks * prepared.gqa_splits, sizeof(typename Traits::SharedStorage), stream, prepared,
+        order);
   };
   if (prepared.dq_accum != nullptr) run(std::true_type{});
   else run(std::false_type{});
@@ -127,7 +135,8 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
     launch_dq_by_rows<RowTraits>(p, context);
   } else {
     launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
-        ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p);
+        ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
+        LaunchOrder::kWhenAllowed);
   }
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }

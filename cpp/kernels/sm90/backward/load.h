@@ -9,6 +9,7 @@
 #include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
+#include "sm90/ptx.h"
 #include "sm90/tma.h"
 #include "variant/backward_variants.h"
 #include "variant/mask.h"
@@ -21,20 +22,18 @@ class BackwardLoader {
  public:
   ANYFLASH_DEVICE BackwardLoader(const BackwardLaunch& params, const BackwardWorkTile& block,
                                  typename Traits::SharedStorage& smem)
-      : params_(params), block_(block), smem_(smem) {
-    prefetch_tensor_map(params.k_map);
-    prefetch_tensor_map(params.q_map);
-    prefetch_tensor_map(params.v_map);
-    prefetch_tensor_map(params.dout_map);
-  }
+      : params_(params), block_(block), smem_(smem) {}
 
-  ANYFLASH_DEVICE void load_keys() {
+  ANYFLASH_DEVICE void load_keys_and_values() {
     load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, keys(), smem_.k_full,
                                       L2Hint::kEvictFirst);
-  }
-  ANYFLASH_DEVICE void load_values() {
     load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, keys(), smem_.v_full,
                                       L2Hint::kEvictFirst);
+  }
+  // Nobody else does so if no row sees a key; but the CTA must not end while TMA writes.
+  ANYFLASH_DEVICE void wait_keys_and_values() {
+    smem_.k_full.wait(0);
+    smem_.v_full.wait(0);
   }
 
   // Q, LSE and delta of a tile.
@@ -107,22 +106,28 @@ class BackwardLoader {
   RingPlace<Traits::kStages> dout_place_;
 };
 
-// One thread. Q and dO come in the order in which consumers visit the tiles.
+// The thread that initialises barriers, before other threads know them. What follows takes a while
+// to compute: meanwhile K and V are on their way.
+template <class Traits>
+ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWorkTile& block,
+                                typename Traits::SharedStorage& smem) {
+  BackwardLoader<Traits>(params, block, smem).load_keys_and_values();
+  prefetch_tensor_map(params.q_map);
+  prefetch_tensor_map(params.dout_map);
+}
+
+// The same thread. Q and dO come in the order in which consumers visit the tiles.
 template <class Traits>
 ANYFLASH_DEVICE void produce_rows(const BackwardLaunch& params, const BackwardWorkTile& block,
                                   typename Traits::SharedStorage& smem) {
   const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
   QueryTileIterator<Traits, PlainBackward> tiles(params, block, mask);
   BackwardLoader<Traits> loader(params, block, smem);
-  if (tiles.valid()) {
-    loader.load_keys();
+  wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
+  if (!tiles.valid()) loader.wait_keys_and_values();
+  for (; tiles.valid(); tiles.advance()) {
     loader.load_queries(tiles, mask);
-    loader.load_values();
     loader.load_dout(tiles);
-    for (tiles.advance(); tiles.valid(); tiles.advance()) {
-      loader.load_queries(tiles, mask);
-      loader.load_dout(tiles);
-    }
   }
   loader.end();
 }

@@ -19,13 +19,16 @@ template <class Traits, bool kAddsToDq>
 ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
                                        typename Traits::AccK& acc_dk,
                                        typename Traits::AccV& acc_dv) {
-  typename Traits::AccS acc_s;   // S^T, then P^T
-  typename Traits::AccS acc_dp;  // dP^T, then dS^T, then dQ
-  typename BackwardStages<Traits>::RowNumbers numbers;
-  typename BackwardStages<Traits>::Rounded p;
-  typename BackwardStages<Traits>::Rounded ds;
   constexpr bool kStoresFirst = Traits::kConfig.store_ds_before_dv;
+  if (stages.wait_rows() && stages.sees_nothing()) stages.template pass_zeros<kAddsToDq>();
   while (stages.wait_rows()) {
+    // Each tile has its own, as ptxas sees it: a group's first product reads its accumulators, so
+    // from before the loop these would stay alive to its end, beside what they were rounded to.
+    typename Traits::AccS acc_s;   // S^T, then P^T
+    typename Traits::AccS acc_dp;  // dP^T, then dS^T, then dQ
+    typename BackwardStages<Traits>::RowNumbers numbers;
+    typename BackwardStages<Traits>::Rounded p;
+    typename BackwardStages<Traits>::Rounded ds;
     if (kAddsToDq) stages.wait_stagger();
     stages.issue_scores(acc_s);
     stages.issue_dp(acc_dp);
@@ -66,6 +69,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     stages.release_rows();
   }
   if (kAddsToDq && !stages.is_first()) {
+    typename Traits::AccS acc_dp;
     stages.wait_ds();
     stages.clear_keys();
     stages.issue_dq(acc_dp);

@@ -18,14 +18,16 @@
 
 namespace anyflash::sm90 {
 
+// By all consumers.
 template <class Traits>
 ANYFLASH_DEVICE void find_visible_rows(const BackwardScratch& params, const BackwardWorkTile& block,
                                        typename Traits::SharedStorage& smem) {
   const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
-  for (int i = threadIdx.x; i < Traits::kBlockN; i += Traits::kCtaThreads) {
+  for (int i = threadIdx.x; i < Traits::kBlockN; i += Traits::kThreads) {
     const MRange rows = mask.m_range(block.first_key + i, 1, 1);
     smem.visible[i] = VisibleRows{rows.begin, rows.end};
   }
+  sync_consumers<Traits::kThreads>();
 }
 
 template <class Traits>

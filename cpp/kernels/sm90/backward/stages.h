@@ -75,16 +75,22 @@ class BackwardStages : public RowStages<Traits> {
 
   // dS^T in shared memory, for dQ of all warpgroups.
   ANYFLASH_DEVICE void store_ds(const Rounded& ds) {
-    constexpr int kWarpKeys = 16;
-    const int lane = thread_ % 32;
+    constexpr unsigned kWarpKeys = 16;
+    constexpr unsigned kVector = 8;
+    const unsigned thread = thread_;
+    const unsigned lane = thread % 32;
+    const unsigned key = thread / 32 * kWarpKeys + lane % kWarpKeys;
+    // The first vector's place in a panel. The swizzle flips bits of a vector's number; so does a
+    // step by two vectors. To compute each place anew takes a hundred instructions a tile.
+    const unsigned place = key * kPanelColumns + (lane / kWarpKeys ^ key % kVector) * kVector;
     const int stage = ds_place_.stage();
     smem_.ds_ring.empty[stage].wait(ds_place_.parity() ^ 1);
-    Element* const keys =
-        smem_.ds.data() + stage * TileDS::kSize + thread_ / 32 * kWarpKeys * kPanelColumns;
+    Element* const tile = smem_.ds.data() + stage * TileDS::kSize;
     CUTE_UNROLL
     for (int i = 0; i < kBlockM / 16; ++i) {
-      store_matrices(piece_of<TileDS>(keys, lane % kWarpKeys, 2 * i + lane / kWarpKeys),
-                     ds.words + 4 * i);
+      const unsigned column = 16 * i;
+      Element* const panel = tile + column / kPanelColumns * TileDS::kPanelElements;
+      store_matrices(panel + (place ^ column % kPanelColumns), ds.words + 4 * i);
     }
   }
   ANYFLASH_DEVICE void pass_ds() {
@@ -131,6 +137,32 @@ class BackwardStages : public RowStages<Traits> {
     if (kStagger && is_first_ && warpgroup_ == 0) arrive_named(kStaggerBarrier, Traits::kThreads);
   }
 
+  // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a
+  // block under a causal mask. Later keys are seen by later rows: the first one tells.
+  ANYFLASH_DEVICE bool sees_nothing() const {
+    if (!needs_mask()) return false;
+    const int first = smem_.visible[warpgroup_ * Traits::kWarpgroupKeys].first;
+    return uniform(first) >= this->tile().row + kBlockM;
+  }
+  // Instead of that tile's products: P and dS are zeros. The other warpgroup waits for the rest.
+  template <bool kAddsToDq>
+  ANYFLASH_DEVICE void pass_zeros() {
+    smem_.k_full.wait(0);
+    smem_.v_full.wait(0);
+    this->wait_dout();
+    if (kAddsToDq) wait_stagger();
+    const bool clears_rows = this->look_at_rows();
+    if (kAddsToDq) look_at_keys();
+    if (kAddsToDq) pass_stagger();
+    if (clears_rows) this->clear_rows();
+    if (kAddsToDq) {
+      Rounded zeros{};
+      store_ds(zeros);
+      pass_ds();
+    }
+    release_rows();
+  }
+
   // Before the first dS of a partly hidden tile is passed: this warp's share of K is looked at.
   ANYFLASH_DEVICE void look_at_keys() {
     if (!needs_mask() || keys_ != KeyState::kNotLookedAt) return;
@@ -168,11 +200,13 @@ class BackwardStages : public RowStages<Traits> {
   }
 
  private:
+  // A thread's keys have their bits in one word: what is rare gets few of the loop's registers.
   ANYFLASH_DEVICE void forbid_nonfinite_keys(AccS& acc_s) const {
+    const int key = this->thread_key(0);
+    const uint32_t bits = smem_.nonfinite_keys[key / 32] >> key % 32;
     CUTE_UNROLL
     for (int i = 0; i < kThreadRows; ++i) {
-      const int key = this->thread_key(i);
-      if ((smem_.nonfinite_keys[key / 32] >> key % 32 & 1) == 0) continue;
+      if ((bits >> 8 * i & 1) == 0) continue;
       CUTE_UNROLL
       for (int element = 0; element < kBlockM / 4; ++element) {
         acc_s(element / 2 * 4 + 2 * i + element % 2) = -INFINITY;

@@ -16,6 +16,7 @@
 #include "sm90/backward/wide_mainloop.h"
 #include "sm90/backward/wide_traits.h"
 #include "sm90/pipeline.h"
+#include "sm90/ptx.h"
 #include "sm90/roles.h"
 #include "sm90/wgmma.h"
 #include "variant/backward_scratch.h"
@@ -122,15 +123,23 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     wide_backward_kernel(const __grid_constant__ BackwardLaunch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
-  if (block.first_key >= block.sequence.all_keys) return;  // shorter than the longest
-  if (threadIdx.x == 0) init_wide<Traits>(smem);
-  find_visible_rows<Traits>(params, block, smem);
+  allow_next_kernel();
+  if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest
+    wait_previous_kernel();
+    return;
+  }
+  const bool loads = is_loading_thread<Traits>();
+  if (loads) {
+    init_wide<Traits>(smem);
+    load_first<Traits>(params, block, smem);
+  }
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (is_loading_thread<Traits>()) produce_rows<Traits>(params, block, smem);
+        if (loads) produce_rows<Traits>(params, block, smem);
       },
       [&](int warpgroup) {
+        find_visible_rows<Traits>(params, block, smem);
         if (warpgroup == 0) consume_wide<DvRole<Traits>>(params, block, smem);
         else consume_wide<DkRole<Traits>>(params, block, smem);
       });
