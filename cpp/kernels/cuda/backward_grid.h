@@ -11,27 +11,17 @@
 
 namespace anyflash {
 
-// Grid: x = all blocks of keys of all (batch, K/V head, part) triples. These come in sections of
-// heads_per_l2_section; within a section the first blocks, which most rows see, start first. (The
-// forward's LptTileScheduler gains nothing here.)
+// Grid: x = all blocks of keys of all (batch, K/V head, split of its query heads) triples, in the
+// order of key_scheduler: a triple's first blocks, which most rows see, start first.
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
-  const int key_blocks = count_tiles(params.attention.seqlen_k, kBlockN);
-  const int heads = params.attention.heads_k * params.gqa_splits;
-  const int triples = static_cast<int>(params.attention.batch) * heads;
-  const int section = index / (params.heads_per_l2_section * key_blocks);
-  const int first = section * params.heads_per_l2_section;
-  const int section_triples = min(params.heads_per_l2_section, triples - first);
-  const int rest = index - first * key_blocks;
-  const int triple = first + rest % section_triples;
-  const int64_t batch = triple / heads;
-  const int head = triple % heads;
+  const LptTileScheduler::TileCoord coord = params.key_scheduler.tile_at(index);
   BackwardWorkTile tile;
-  tile.sequence = sequence_of(params.attention, batch);
-  tile.batch = batch;
-  tile.head_k = head / params.gqa_splits;
-  tile.gqa_split = head % params.gqa_splits;
-  tile.first_key = rest / section_triples * kBlockN;
+  tile.sequence = sequence_of(params.attention, coord.batch);
+  tile.batch = coord.batch;
+  tile.head_k = coord.group;
+  tile.gqa_split = coord.head - coord.group * params.gqa_splits;
+  tile.first_key = coord.block * kBlockN;
   return tile;
 }
 

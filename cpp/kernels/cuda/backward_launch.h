@@ -1,12 +1,14 @@
 // What the backward's launches of all families have in common.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "anyflash/error.h"
 #include "common/launch.h"
+#include "common/lpt_tile_scheduler.h"
 #include "common/math.h"
 #include "cuda/gqa_partials.h"
 #include "grid_heuristics.h"
@@ -28,7 +30,10 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     return ceil_div(rows, Traits::kBlockM) * Traits::kBlockM;
   };
   const int64_t heads = (packed ? 1 : a.batch) * a.heads;
+  const int group = a.heads / std::max(a.heads_k, 1);
   p.gqa_splits = gqa_splits(a.heads, a.heads_k);
+  p.split_heads = group / p.gqa_splits;
+  p.larger_splits = group % p.gqa_splits;
   p.block_m = Traits::kBlockM;
   p.padded_rows = packed ? padded(a.total_q + a.batch * Traits::kBlockM) : padded(a.seqlen_q);
   p.dq_columns = Traits::kDqColumns;
@@ -65,6 +70,14 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     take(p.slope_sums, a.batch * a.heads * p.slope_sums_of_head(a.seqlen_q));
   }
   return used;
+}
+
+// The order of blocks of keys; `heads_per_l2_section`: of (batch, K/V head, split) triples.
+template <class Traits>
+LptTileScheduler key_scheduler_of(const BackwardScratch& p, int heads_per_l2_section) {
+  const Attention& a = p.attention;
+  return LptTileScheduler(a.batch, a.heads_k * p.gqa_splits, p.gqa_splits,
+                          ceil_div(int64_t{a.seqlen_k}, Traits::kBlockN), heads_per_l2_section);
 }
 
 template <class Traits>

@@ -45,32 +45,28 @@ ANYFLASH_DEVICE void load_row(float (&to)[kVector], const void* data, DType dtyp
   }
 }
 
-// A lane's part of the sum of dout * out over at most kColumnsAtOnce columns of a row. All loads
-// come first: memory is far.
-constexpr int kColumnsAtOnce = 256;
-template <class Element>
-ANYFLASH_DEVICE float row_product(const Element* dout, const Element* out, int lane, int columns) {
-  constexpr int kPieces = kColumnsAtOnce / (kRowThreads * kVector);
-  Vector<Element> a[kPieces];
-  Vector<Element> b[kPieces];
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int col = (piece * kRowThreads + lane) * kVector;
-    if (col >= columns) continue;
-    a[piece] = *reinterpret_cast<const Vector<Element>*>(dout + col);
-    b[piece] = *reinterpret_cast<const Vector<Element>*>(out + col);
+// The rows of a CTA: those of one (batch, head) pair from row0 on.
+struct RowTile {
+  Sequence sequence;
+  int64_t batch;
+  int head;
+  int row0;
+
+  ANYFLASH_DEVICE RowTile(const BackwardScratch& p, int index) {
+    const int row_blocks = ceil_div(p.attention.seqlen_q, p.block_m);
+    const int pair = index / row_blocks;
+    batch = pair / p.attention.heads;
+    head = pair % p.attention.heads;
+    row0 = index % row_blocks * p.block_m;
+    sequence = sequence_of(p.attention, batch);
   }
-  float sum = 0.0f;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int col = (piece * kRowThreads + lane) * kVector;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (col + i < columns) sum += to_float(a[piece].x[i]) * to_float(b[piece].x[i]);
-    }
+
+  // Of element (row, 0) of this head's tensor.
+  ANYFLASH_DEVICE int64_t offset(const Strides& stride, int row) const {
+    return sequence.batch * stride.batch + head * stride.head +
+           (sequence.first_q + row) * stride.row;
   }
-  return sum;
-}
+};
 
 ANYFLASH_DEVICE float row_sum(float x) {
   for (int distance = kRowThreads / 2; distance > 0; distance /= 2) {
@@ -79,82 +75,151 @@ ANYFLASH_DEVICE float row_sum(float x) {
   return x;
 }
 
-// One CTA a tile of block_m rows of a (batch, head) pair.
-template <class Element>
-__global__ void __launch_bounds__(kThreads)
-    preprocess_kernel(const __grid_constant__ BackwardScratch p) {
-  const Attention& a = p.attention;
-  const int row_blocks = ceil_div(a.seqlen_q, p.block_m);
-  const int row0 = static_cast<int>(blockIdx.x) % row_blocks * p.block_m;
-  const int pair = static_cast<int>(blockIdx.x) / row_blocks;
-  const int64_t batch = pair / a.heads;
-  const int head = pair % a.heads;
-  const Sequence sequence = sequence_of(a, batch);
-  if (row0 >= sequence.seqlen_q) return;
-  const int64_t padded = p.first_row(sequence, batch, head) + row0;
-  const auto offset = [&](const Strides& stride, int64_t row) {
-    return sequence.batch * stride.batch + head * stride.head +
-           (sequence.first_q + row) * stride.row;
-  };
+// Of a row that exists, from its LSE and the sum of dout * out.
+ANYFLASH_DEVICE LseAndDelta lse_and_delta_of(const BackwardScratch& p, const RowTile& tile, int row,
+                                             float lse, float sum) {
+  if (fabsf(lse) == INFINITY) return {INFINITY, 0.0f};
+  const float dlse = p.dlse == nullptr ? 0.0f : p.dlse[tile.offset(p.dlse_stride, row)];
+  return {lse * p.lse_unit, sum - dlse};
+}
 
+// Beyond a padded tensor's end, no row is read.
+ANYFLASH_DEVICE LseAndDelta no_row(const BackwardScratch& p) {
+  return {p.attention.cu_seqlens_q != nullptr ? INFINITY : kFarLse, 0.0f};
+}
+
+// LSE and delta of the tile's rows r, r + kStride, ... of 16-bit tensors: kRows of them. All loads
+// of kPieces * 64 columns come before what is done with them, since memory is far.
+template <class Element, int kRows, int kPieces>
+ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const RowTile& tile, int r,
+                                     int64_t first_row) {
+  constexpr int kStride = kThreads / kRowThreads;
   const int lane = static_cast<int>(threadIdx.x) % kRowThreads;
-  for (int r = static_cast<int>(threadIdx.x) / kRowThreads; r < p.block_m;
-       r += kThreads / kRowThreads) {
-    const int row = row0 + r;
-    const bool exists = row < sequence.seqlen_q;
-    float sum = 0.0f;
-    const bool short_types = p.dout_dtype != DType::kFloat32 && p.out_dtype != DType::kFloat32;
-    if (exists && short_types) {
-      const auto* const dout = static_cast<const Element*>(p.dout) + offset(p.dout_stride, row);
-      const auto* const out = static_cast<const Element*>(p.out) + offset(p.out_stride, row);
-      for (int first = 0; first < a.head_dim_v; first += kColumnsAtOnce) {
-        sum += row_product(dout + first, out + first, lane, a.head_dim_v - first);
-      }
-    } else if (exists) {
-      for (int col = lane * kVector; col < a.head_dim_v; col += kRowThreads * kVector) {
-        float dout[kVector];
-        float out[kVector];
-        load_row<Element>(dout, p.dout, p.dout_dtype, offset(p.dout_stride, row), p.dout_stride.col,
-                          col, a.head_dim_v);
-        load_row<Element>(out, p.out, p.out_dtype, offset(p.out_stride, row), p.out_stride.col, col,
-                          a.head_dim_v);
-        if (p.dout_rounded != nullptr) {
-          Vector<Element> rounded;
-          for (int i = 0; i < kVector; ++i) {
-            round_to(dout[i], rounded.x[i]);
-            dout[i] = to_float(rounded.x[i]);  // delta belongs to the dP that the kernels compute
-          }
-          const int64_t columns = ceil_div(a.head_dim_v, kVector) * kVector;
-          const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
-          const int64_t at = (sequence.batch * a.heads + head) * rows + sequence.first_q + row;
-          *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(p.dout_rounded) + at * columns +
-                                              col) = rounded;
+  const int columns = p.attention.head_dim_v;
+  const int rows = min(p.block_m, tile.sequence.seqlen_q - tile.row0);
+  float lse[kRows];
+  float sums[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = r + i * kStride;
+    lse[i] = row < rows ? p.lse[tile.offset(p.lse_stride, tile.row0 + row)] : 0.0f;
+    sums[i] = 0.0f;
+  }
+#pragma unroll 1
+  for (int first = 0; first < columns; first += kPieces * kRowThreads * kVector) {
+    // Not of Elements: each would take a register.
+    uint4 dout[kRows][kPieces];
+    uint4 out[kRows][kPieces];
+    const auto for_each_piece = [&](const auto& function) ANYFLASH_INLINE_LAMBDA {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int col = first + (piece * kRowThreads + lane) * kVector;
+          if (r + i * kStride < rows && col < columns) function(i, piece, col);
         }
-        for (int i = 0; i < kVector; ++i) sum += col + i < a.head_dim_v ? dout[i] * out[i] : 0.0f;
       }
-    }
-    sum = row_sum(sum);
-    if (lane != 0) continue;
-    // Beyond a padded tensor's end, no row is read.
-    LseAndDelta lse_and_delta{exists || a.cu_seqlens_q != nullptr ? INFINITY : kFarLse, 0.0f};
-    if (exists) {
-      const float lse = p.lse[offset(p.lse_stride, row)];
-      if (fabsf(lse) != INFINITY) {
-        lse_and_delta.lse = lse * p.lse_unit;
-        lse_and_delta.delta = sum - (p.dlse == nullptr ? 0.0f : p.dlse[offset(p.dlse_stride, row)]);
+    };
+    for_each_piece([&](int i, int piece, int col) ANYFLASH_INLINE_LAMBDA {
+      const int row = tile.row0 + r + i * kStride;
+      dout[i][piece] = *reinterpret_cast<const uint4*>(
+          static_cast<const Element*>(p.dout) + tile.offset(p.dout_stride, row) + col);
+      out[i][piece] = *reinterpret_cast<const uint4*>(
+          static_cast<const Element*>(p.out) + tile.offset(p.out_stride, row) + col);
+    });
+    for_each_piece([&](int i, int piece, int col) ANYFLASH_INLINE_LAMBDA {
+      const auto& x = reinterpret_cast<const Vector<Element>&>(dout[i][piece]);
+      const auto& y = reinterpret_cast<const Vector<Element>&>(out[i][piece]);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        sums[i] += col + j < columns ? to_float(x.x[j]) * to_float(y.x[j]) : 0.0f;
       }
-    }
-    p.set_lse_and_delta(padded + r, lse_and_delta);
+    });
   }
-  if (p.slopes_log2 != nullptr && row0 == 0 && threadIdx.x == 0) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = r + i * kStride;
+    const float sum = row_sum(sums[i]);
+    if (lane != 0 || row >= p.block_m) continue;
+    p.set_lse_and_delta(first_row + row, row < rows ? lse_and_delta_of(p, tile, tile.row0 + row,
+                                                                       lse[i], sum)
+                                                    : no_row(p));
+  }
+}
+
+// The same of one row, where dout or out is float32. A float32 dout is also rounded.
+template <class Element>
+ANYFLASH_DEVICE void preprocess_float_row(const BackwardScratch& p, const RowTile& tile, int r,
+                                          int64_t first_row) {
+  const int lane = static_cast<int>(threadIdx.x) % kRowThreads;
+  const int columns = p.attention.head_dim_v;
+  const int row = tile.row0 + r;
+  const bool exists = row < tile.sequence.seqlen_q;
+  float sum = 0.0f;
+  for (int col = lane * kVector; exists && col < columns; col += kRowThreads * kVector) {
+    float dout[kVector];
+    float out[kVector];
+    load_row<Element>(dout, p.dout, p.dout_dtype, tile.offset(p.dout_stride, row),
+                      p.dout_stride.col, col, columns);
+    load_row<Element>(out, p.out, p.out_dtype, tile.offset(p.out_stride, row), p.out_stride.col,
+                      col, columns);
+    if (p.dout_rounded != nullptr) {
+      Vector<Element> rounded;
+      for (int i = 0; i < kVector; ++i) {
+        round_to(dout[i], rounded.x[i]);
+        dout[i] = to_float(rounded.x[i]);  // delta belongs to the dP that the kernels compute
+      }
+      const Attention& a = p.attention;
+      const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
+      const int64_t at =
+          (tile.sequence.batch * a.heads + tile.head) * rows + tile.sequence.first_q + row;
+      auto* const rounded_row =
+          static_cast<Element*>(p.dout_rounded) + at * ceil_div(columns, kVector) * kVector;
+      *reinterpret_cast<Vector<Element>*>(rounded_row + col) = rounded;
+    }
+    for (int i = 0; i < kVector; ++i) sum += col + i < columns ? dout[i] * out[i] : 0.0f;
+  }
+  sum = row_sum(sum);
+  if (lane != 0) return;
+  LseAndDelta values = no_row(p);
+  if (exists) {
+    values = lse_and_delta_of(p, tile, row, p.lse[tile.offset(p.lse_stride, row)], sum);
+  }
+  p.set_lse_and_delta(first_row + r, values);
+}
+
+// One CTA a tile of block_m rows of a (batch, head) pair. kHasFloat: dout or out is float32.
+template <class Element, bool kHasFloat>
+__global__ void __launch_bounds__(kThreads, kHasFloat ? 1 : 4)
+    preprocess_kernel(const __grid_constant__ BackwardScratch p) {
+  allow_next_kernel();
+  const Attention& a = p.attention;
+  const RowTile tile(p, static_cast<int>(blockIdx.x));
+  if (tile.row0 >= tile.sequence.seqlen_q) return;
+  const int64_t first_row = p.first_row(tile.sequence, tile.batch, tile.head) + tile.row0;
+
+  if (p.dq_accum != nullptr) {  // first, since nobody waits for a store
+    auto* const sums = reinterpret_cast<float4*>(p.dq_accum + first_row * p.dq_columns);
+    for (int i = threadIdx.x; i < p.block_m * p.dq_columns / 4; i += kThreads) {
+      sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+  }
+  if (p.slopes_log2 != nullptr && tile.row0 == 0 && threadIdx.x == 0) {
     const Strides& stride = a.alibi_slopes.stride;
-    p.slopes_log2[pair] =
-        load_float(a.alibi_slopes, batch * stride.batch + head * stride.head) * kLog2E;
+    const float slope =
+        load_float(a.alibi_slopes, tile.batch * stride.batch + tile.head * stride.head);
+    p.slopes_log2[tile.batch * a.heads + tile.head] = slope * kLog2E;
   }
-  if (p.dq_accum == nullptr) return;
-  auto* const sums = reinterpret_cast<float4*>(p.dq_accum + padded * p.dq_columns);
-  for (int i = threadIdx.x; i < p.block_m * p.dq_columns / 4; i += kThreads) {
-    sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+  constexpr int kRows = kThreads / kRowThreads;  // at a time
+  int r = static_cast<int>(threadIdx.x) / kRowThreads;
+  if constexpr (kHasFloat) {
+    for (; r < p.block_m; r += kRows) preprocess_float_row<Element>(p, tile, r, first_row);
+  } else if (a.head_dim_v <= 64) {
+#pragma unroll 1
+    for (; r < p.block_m; r += 2 * kRows) preprocess_rows<Element, 2, 1>(p, tile, r, first_row);
+  } else {
+#pragma unroll 1
+    for (; r < p.block_m; r += kRows) preprocess_rows<Element, 1, 2>(p, tile, r, first_row);
   }
 }
 
@@ -202,12 +267,17 @@ void backward_preprocess(const BackwardScratch& params, void* stream) {
   const int64_t blocks = ceil_div(int64_t{params.attention.seqlen_q}, params.block_m) *
                          params.attention.batch * params.attention.heads;
   if (blocks == 0) return;
-  const dim3 grid(static_cast<unsigned>(blocks));
-  if (params.dtype == DType::kFloat16) {
-    launch<preprocess_kernel<__half>>(grid, dim3(kThreads), 0, stream, params);
-  } else {
-    launch<preprocess_kernel<__nv_bfloat16>>(grid, dim3(kThreads), 0, stream, params);
-  }
+  const auto run = [&](auto element) {
+    using Element = decltype(element);
+    const dim3 grid(static_cast<unsigned>(blocks));
+    if (params.dout_dtype == DType::kFloat32 || params.out_dtype == DType::kFloat32) {
+      launch<preprocess_kernel<Element, true>>(grid, dim3(kThreads), 0, stream, params);
+    } else {
+      launch<preprocess_kernel<Element, false>>(grid, dim3(kThreads), 0, stream, params);
+    }
+  };
+  if (params.dtype == DType::kFloat16) run(__half{});
+  else run(__nv_bfloat16{});
 }
 
 void sum_dsinks(const BackwardScratch& params, void* stream) {

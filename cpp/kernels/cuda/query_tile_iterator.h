@@ -26,12 +26,14 @@ class QueryTileIterator {
         m_(range_.begin) {
     const int last_top_row = m_ * kBlockM + Traits::kTopRows - 1;
     begins_on_diagonal_ = mask.end_key(last_top_row) <= block.first_key + Traits::kTopKeys;
-    const int group = params.attention.heads / params.attention.heads_k;
-    const int each = group / params.gqa_splits;
-    const int larger = group % params.gqa_splits;  // the number of parts with one head more
-    head_ = block.head_k * group + block.gqa_split * each + min(block.gqa_split, larger);
+    const int larger = params.larger_splits;
+    const int group = params.split_heads * params.gqa_splits + larger;
+    head_ = block.head_k * group + block.gqa_split * params.split_heads +
+            min(block.gqa_split, larger);
     end_head_ = head_;
-    if (range_.begin < range_.end) end_head_ += each + (block.gqa_split < larger ? 1 : 0);
+    if (range_.begin < range_.end) {
+      end_head_ += params.split_heads + (block.gqa_split < larger ? 1 : 0);
+    }
     skip_hidden();
   }
 

@@ -72,15 +72,6 @@ ANYFLASH_DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// --- Programmatic dependent launch
-
-// The next kernel of the stream may begin.
-ANYFLASH_DEVICE void allow_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// The kernel before this one has ended, and its writes are seen.
-ANYFLASH_DEVICE void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // --- Tensor memory accelerator
 
 // How long a line should stay in the L2 cache.

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/lpt_tile_scheduler.h"
 #include "common/macros.h"
 #include "common/math.h"
 #include "params.h"
@@ -24,9 +25,13 @@ struct alignas(8) LseAndDelta {
 
 struct BackwardScratch : BackwardParams {
   DType dtype = DType::kFloat16;  // of q, k and v
-  int gqa_splits = 1;             // CTAs that split the query heads of a K/V head
-  int heads_per_l2_section = 1;   // grid order (grid_heuristics.h)
-  int block_m = 0;                // a power of two
+  // CTAs that split the query heads of a K/V head: each has split_heads of them, and the first
+  // larger_splits one more.
+  int gqa_splits = 1;
+  int split_heads = 1;
+  int larger_splits = 0;
+  LptTileScheduler key_scheduler{};  // of (batch, K/V head, split) triples and blocks of keys
+  int block_m = 0;                   // a power of two
   int64_t padded_rows = 0;        // of one head; packed: of all sequences together
   // (batch or 1, heads, padded_rows): these, or else the two arrays.
   LseAndDelta* lse_and_delta = nullptr;

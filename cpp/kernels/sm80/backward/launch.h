@@ -82,8 +82,9 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   BackwardScratch p{params};
   Attention& a = p.attention;
   p.dtype = kElementType<typename Traits::Element>;
-  p.heads_per_l2_section = backward_heads_per_l2_section(a, context.multiprocessors);
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
+  p.key_scheduler =
+      key_scheduler_of<Traits>(p, backward_heads_per_l2_section(a, context.multiprocessors));
   a.softmax_scale = softmax_scale_on_gpu(a.softmax_scale);
   a.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   p.lse_unit = Variant::kLseUnit;

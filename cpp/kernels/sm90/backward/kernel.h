@@ -25,7 +25,7 @@ template <class Traits>
 ANYFLASH_DEVICE void init_backward(typename Traits::SharedStorage& smem) {
   smem.k_full.init(1);
   smem.v_full.init(1);
-  smem.q_ring.init(Traits::kConsumerWarps);
+  smem.q_ring.init(Traits::kConsumerWarps, BackwardLoader<Traits>::kQArrivals);
   smem.dout_ring.init(Traits::kConsumerWarps);
   smem.ds_ring.init(Traits::kConsumerWarps, Traits::kConsumerWarps);
   for (uint32_t& keys : smem.nonfinite_keys) keys = 0;
@@ -48,6 +48,7 @@ ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params, const BackwardWo
   } else {
     write_key_gradients<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
   }
+  if (kAddsToDq) stages.end_dq();
 }
 
 template <class Traits, bool kAddsToDq>

@@ -20,6 +20,9 @@ namespace anyflash::sm90 {
 template <class Traits>
 class BackwardLoader {
  public:
+  // At a tile's barrier of q_ring: for what TMA brings, and for what consumers are told.
+  static constexpr int kQArrivals = 2;
+
   ANYFLASH_DEVICE BackwardLoader(const BackwardLaunch& params, const BackwardWorkTile& block,
                                  typename Traits::SharedStorage& smem)
       : params_(params), block_(block), smem_(smem) {}
@@ -36,7 +39,7 @@ class BackwardLoader {
     smem_.v_full.wait(0);
   }
 
-  // Q, LSE and delta of a tile.
+  // Q, LSE and delta of a tile. They are on their way while what consumers are told is worked out.
   template <class Tiles>
   ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {
     using TileQ = typename Traits::TileQ;
@@ -46,21 +49,20 @@ class BackwardLoader {
         params_.first_row(block_.sequence, block_.batch, tiles.head()) + tiles.row();
     Mbarrier& full = smem_.q_ring.full[stage];
     smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
-    smem_.tiles[stage] = QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
-                                       flags_of(tiles, mask)};
     full.arrive_expect(TileQ::kBytes + 2 * kLseOrDeltaBytes);
     load_panels<TileQ>(smem_.q.data() + stage * TileQ::kSize, params_.q_map,
                        rows(tiles.head(), tiles.row()), full, L2Hint::kEvictLast);
     load_bytes(smem_.lse[stage], params_.lse_rows + row, kLseOrDeltaBytes, full.state());
     load_bytes(smem_.delta[stage], params_.delta_rows + row, kLseOrDeltaBytes, full.state());
-    q_place_.advance();
+    tell(QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
+                       flags_of(tiles, mask)});
   }
   // Consumers are told that there are no more.
   ANYFLASH_DEVICE void end() {
     const int stage = q_place_.stage();
     smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
-    smem_.tiles[stage].flags = 0;
     smem_.q_ring.full[stage].arrive();
+    tell(QueryTileInfo{nullptr, 0, 0});
   }
 
   template <class Tiles>
@@ -75,6 +77,13 @@ class BackwardLoader {
   }
 
  private:
+  // The second of two arrivals at the tile's barrier.
+  ANYFLASH_DEVICE void tell(const QueryTileInfo& tile) {
+    smem_.tiles[q_place_.stage()] = tile;
+    smem_.q_ring.full[q_place_.stage()].arrive();
+    q_place_.advance();
+  }
+
   template <class Tiles>
   ANYFLASH_DEVICE int flags_of(const Tiles& tiles, const Mask& mask) const {
     const int end = tiles.row() + Traits::kBlockM;

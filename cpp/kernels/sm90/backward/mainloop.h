@@ -9,7 +9,8 @@
 namespace anyflash::sm90 {
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scale of dS. With kAddsToDq, dS
-// K is added to dq_accum a tile later: by then the other warpgroup's dS is there.
+// K is added to dq_accum a tile later: by then the other warpgroup's dS is there. The last sums may
+// still be on their way at the end (end_dq()).
 //
 //   tensor cores   S | dP | dV         | dQ of the tile before | dK
 //   registers           P  dS   to smem                          dQ to dq_accum
@@ -76,7 +77,6 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     wait_products<0>();
     pin(acc_dp);
     stages.add_dq(acc_dp);
-    stages.end_dq();
   }
 }
 

@@ -123,6 +123,7 @@ class BackwardStages : public RowStages<Traits> {
       commit_stores();
     }
   }
+  // All sums have left shared memory.
   ANYFLASH_DEVICE void end_dq() const {
     if (thread_ % 32 == 0) wait_stores_read();
   }

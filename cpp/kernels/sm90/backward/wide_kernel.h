@@ -29,7 +29,7 @@ ANYFLASH_DEVICE void init_wide(typename Traits::SharedStorage& smem) {
   constexpr int kWarps = kWarpgroupThreads / 32;
   smem.k_full.init(1);
   smem.v_full.init(1);
-  smem.q_ring.init(Traits::kConsumerWarps);
+  smem.q_ring.init(Traits::kConsumerWarps, BackwardLoader<Traits>::kQArrivals);
   smem.dout_ring.init(Traits::kConsumerWarps);
   smem.p_ring.init(kWarps, kWarps);
   for (int& found : smem.dout_was_nonfinite) found = 0;
