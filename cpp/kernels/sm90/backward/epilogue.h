@@ -6,7 +6,12 @@
 #include "common/macros.h"
 #include "cuda/backward_epilogue.h"
 #include "sm90/accumulator.h"
+#include "sm90/backward/launch_params.h"
+#include "sm90/backward/query_tile.h"
 #include "sm90/pipeline.h"
+#include "sm90/ptx.h"
+#include "sm90/staged_rows.h"
+#include "sm90/tma.h"
 #include "variant/backward_scratch.h"
 #include "variant/backward_variants.h"
 #include "variant/work_tile.h"
@@ -44,20 +49,53 @@ ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWor
   restore_nonfinite<Traits, PlainBackward>(params, block, dv_tile<Out>(params, block));
 }
 
-// Scales acc_dk, and writes both in the dtype that is wanted.
-template <class Traits>
+// Both in the dtype `Out`, when acc_dk has got its scale.
+template <class Traits, class Out>
 ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
                                          const BackwardWorkTile& block, bool nonfinite_dout,
                                          typename Traits::AccK& acc_dk,
                                          const typename Traits::AccV& acc_dv) {
   scale(acc_dk, params.ds_scale);
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
-  visit_gradient_type<Traits>(params, [&](auto type) {
-    using Out = decltype(type);
-    store_gradient<Out, Traits::kHeadDim>(dk_tile<Out>(params, block), warp_row, acc_dk);
-    store_gradient<Out, Traits::kHeadDimV>(dv_tile<Out>(params, block), warp_row, acc_dv);
-    if (nonfinite_dout) restore_dv<Traits, Out>(params, block);
-  });
+  store_gradient<Out, Traits::kHeadDim>(dk_tile<Out>(params, block), warp_row, acc_dk);
+  store_gradient<Out, Traits::kHeadDimV>(dv_tile<Out>(params, block), warp_row, acc_dv);
+  if (nonfinite_dout) restore_dv<Traits, Out>(params, block);
+}
+
+// This warp's 16 keys, in 16 bits, on their way to global memory, by way of `place`.
+template <class Tile>
+ANYFLASH_DEVICE void stage_gradient(StagedRows<Tile> place, const CUtensorMap& map,
+                                    const BackwardScratch& params, const BackwardWorkTile& block,
+                                    const GradientTile<typename Tile::Element>& target) {
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kStagedRows;
+  TileCoordinates to = key_coordinates(block);
+  to.row += warp_row;
+  place.store(map, to, params.attention.cu_seqlens_k != nullptr,
+              {target.data + warp_row * target.stride.row, target.stride.row,
+               target.rows - warp_row, target.columns});
+}
+
+// dV goes by way of V of the same keys, which nobody else reads, and dK by way of `rows`: a buffer
+// of 64 rows that nobody else uses.
+template <class Traits>
+ANYFLASH_DEVICE void stage_key_gradients(const BackwardLaunch& params,
+                                         const BackwardWorkTile& block,
+                                         typename Traits::SharedStorage& smem,
+                                         typename Traits::Element* rows,
+                                         typename Traits::AccK& acc_dk,
+                                         const typename Traits::AccV& acc_dv) {
+  using Element = typename Traits::Element;
+  using TileDK = PanelTile<Element, Traits::kWarpgroupKeys, Traits::kHeadDim>;
+  static_assert(TileDK::kSize <= Traits::TileQ::kSize && TileDK::kSize <= Traits::TileDO::kSize);
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kStagedRows;
+  StagedRows<typename Traits::TileV> dv(smem.v.data(), warp_row);
+  dv.write(acc_dv);
+  scale(acc_dk, params.ds_scale);
+  StagedRows<TileDK> dk(rows, warp_row % Traits::kWarpgroupKeys);
+  dk.write(acc_dk);
+  dk.publish();
+  stage_gradient(dv, params.dv_map, params, block, dv_tile<Element>(params, block));
+  stage_gradient(dk, params.dk_map, params, block, dk_tile<Element>(params, block));
 }
 
 }  // namespace anyflash::sm90

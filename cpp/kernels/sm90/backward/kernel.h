@@ -34,7 +34,7 @@ ANYFLASH_DEVICE void init_backward(typename Traits::SharedStorage& smem) {
 }
 
 template <class Traits, bool kAddsToDq>
-ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params, const BackwardWorkTile& block,
+ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params,
                                   typename Traits::SharedStorage& smem, int warpgroup) {
   typename Traits::AccK acc_dk;
   typename Traits::AccV acc_dv;
@@ -42,13 +42,25 @@ ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params, const BackwardWo
   cute::clear(acc_dv);
   BackwardStages<Traits> stages(smem, warpgroup, params.attention.scale_log2);
   backward_mainloop<Traits, kAddsToDq>(stages, acc_dk, acc_dv);
+  if (kAddsToDq) add_last_dq(stages);
   const bool nonfinite_dout = stages.dout_was_nonfinite();
-  if (params.gqa_partials != nullptr) {
+  const BackwardWorkTile& block = smem.block;
+  const bool is_part = params.gqa_partials != nullptr;
+  const bool is_staged = !is_part && params.grad_dtype != DType::kFloat32;
+  if (is_staged) {
+    if (stages.is_first()) smem.v_full.wait(0);  // no tile came after it
+    stage_key_gradients<Traits>(params, block, smem, stages.free_rows(), acc_dk, acc_dv);
+  } else if (is_part) {
     store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
   } else {
-    write_key_gradients<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
+    write_key_gradients<Traits, float>(params, block, nonfinite_dout, acc_dk, acc_dv);
   }
-  if (kAddsToDq) stages.end_dq();
+  if (is_staged && nonfinite_dout) {
+    if (threadIdx.x % 32 == 0) wait_stores();
+    fence_all_writes();
+    restore_dv<Traits, typename Traits::Element>(params, block);
+  }
+  if (threadIdx.x % 32 == 0) wait_stores_read();  // the CTA's shared memory goes to another one
 }
 
 template <class Traits, bool kAddsToDq>
@@ -63,17 +75,18 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
   }
   const bool loads = is_loading_thread<Traits>();
   if (loads) {
+    smem.block = block;
     init_backward<Traits>(smem);
     load_first<Traits>(params, block, smem);
   }
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (loads) produce_rows<Traits>(params, block, smem);
+        if (loads) load_rest<Traits>(params, block, smem);
       },
       [&](int warpgroup) {
         find_visible_rows<Traits>(params, block, smem);
-        consume_rows<Traits, kAddsToDq>(params, block, smem, warpgroup);
+        consume_rows<Traits, kAddsToDq>(params, smem, warpgroup);
       });
 }
 
@@ -89,7 +102,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   cute::clear(acc_dk);
   cute::clear(acc_dv);
   const bool nonfinite_dout = add_parts<Traits>(params, block, acc_dk, acc_dv);
-  write_key_gradients<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
+  visit_gradient_type<Traits>(params, [&](auto type) {
+    write_key_gradients<Traits, decltype(type)>(params, block, nonfinite_dout, acc_dk, acc_dv);
+  });
 }
 
 // dQ = ds_scale * dq_accum, rounded. Grid: x = all tiles of block_m rows of all (batch, head)

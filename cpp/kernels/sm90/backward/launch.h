@@ -77,6 +77,14 @@ void launch_main_kernel(const BackwardScratch& scratch, void* stream) {
   static_cast<BackwardScratch&>(prepared) = scratch;
   const Attention& a = prepared.attention;
   make_tensor_maps<typename Traits::Element>(prepared, Traits::kBlockM, Traits::kBlockN);
+  if constexpr (!Traits::kIsWide) {
+    if (prepared.gqa_partials == nullptr && prepared.grad_dtype != DType::kFloat32) {
+      TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, kStagedRows);
+      prepared.dk_map = make_tensor_map(prepared.dk, prepared.dk_stride, keys);
+      keys.columns = a.head_dim_v;
+      prepared.dv_map = make_tensor_map(prepared.dv, prepared.dv_stride, keys);
+    }
+  }
   const int64_t key_blocks = ceil_div(int64_t{a.seqlen_k}, Traits::kBlockN) * a.batch * a.heads_k;
   // Without rows there was no preprocessing: the kernel before may be the one that writes K.
   const LaunchOrder order =

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/launch.h"
 #include "common/macros.h"
 #include "cuda/query_tile_iterator.h"
 #include "sm90/backward/launch_params.h"
@@ -28,15 +29,21 @@ class BackwardLoader {
       : params_(params), block_(block), smem_(smem) {}
 
   ANYFLASH_DEVICE void load_keys_and_values() {
-    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, keys(), smem_.k_full,
+    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, key_coordinates(block_), smem_.k_full,
                                       L2Hint::kEvictFirst);
-    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, keys(), smem_.v_full,
+    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, key_coordinates(block_), smem_.v_full,
                                       L2Hint::kEvictFirst);
   }
   // Nobody else does so if no row sees a key; but the CTA must not end while TMA writes.
   ANYFLASH_DEVICE void wait_keys_and_values() {
     smem_.k_full.wait(0);
     smem_.v_full.wait(0);
+  }
+
+  // A tile that has been loaded.
+  ANYFLASH_DEVICE void skip() {
+    q_place_.advance();
+    dout_place_.advance();
   }
 
   // Q, LSE and delta of a tile. They are on their way while what consumers are told is worked out.
@@ -51,7 +58,8 @@ class BackwardLoader {
     smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
     full.arrive_expect(TileQ::kBytes + 2 * kLseOrDeltaBytes);
     load_panels<TileQ>(smem_.q.data() + stage * TileQ::kSize, params_.q_map,
-                       rows(tiles.head(), tiles.row()), full, L2Hint::kEvictLast);
+                       row_coordinates(block_, tiles.head(), tiles.row()), full,
+                       L2Hint::kEvictLast);
     load_bytes(smem_.lse[stage], params_.lse_rows + row, kLseOrDeltaBytes, full.state());
     load_bytes(smem_.delta[stage], params_.delta_rows + row, kLseOrDeltaBytes, full.state());
     tell(QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
@@ -71,8 +79,8 @@ class BackwardLoader {
     const int stage = dout_place_.stage();
     smem_.dout_ring.empty[stage].wait(dout_place_.parity() ^ 1);
     load_tile<TileDO>(smem_.dout.data() + stage * TileDO::kSize, params_.dout_map,
-                      rows(tiles.head(), tiles.row()), smem_.dout_ring.full[stage],
-                      L2Hint::kEvictLast);
+                      row_coordinates(block_, tiles.head(), tiles.row()),
+                      smem_.dout_ring.full[stage], L2Hint::kEvictLast);
     dout_place_.advance();
   }
 
@@ -99,15 +107,6 @@ class BackwardLoader {
     return flags;
   }
 
-  ANYFLASH_DEVICE TileCoordinates keys() const {
-    return {0, static_cast<int>(block_.sequence.first_k) + block_.first_key, block_.head_k,
-            static_cast<int>(block_.sequence.batch)};
-  }
-  ANYFLASH_DEVICE TileCoordinates rows(int head, int row) const {
-    return {0, static_cast<int>(block_.sequence.first_q) + row, head,
-            static_cast<int>(block_.sequence.batch)};
-  }
-
   const BackwardLaunch& params_;
   const BackwardWorkTile& block_;
   typename Traits::SharedStorage& smem_;
@@ -115,29 +114,54 @@ class BackwardLoader {
   RingPlace<Traits::kStages> dout_place_;
 };
 
-// The thread that initialises barriers, before other threads know them. What follows takes a while
-// to compute: meanwhile K and V are on their way.
+// The tiles of query rows that see the CTA's keys.
+template <class Traits>
+class RowLoader {
+ public:
+  ANYFLASH_DEVICE RowLoader(const BackwardLaunch& params, const BackwardWorkTile& block)
+      : mask_(Mask(block.sequence, params.attention.window).up_to_last_row()),
+        tiles_(params, block, mask_) {}
+
+  ANYFLASH_DEVICE bool has_next() const { return tiles_.valid(); }
+  ANYFLASH_DEVICE void skip() { tiles_.advance(); }
+  ANYFLASH_DEVICE void load_next(BackwardLoader<Traits>& loader) {
+    loader.load_queries(tiles_, mask_);
+    loader.load_dout(tiles_);
+    tiles_.advance();
+  }
+
+ private:
+  Mask mask_;
+  QueryTileIterator<Traits, PlainBackward> tiles_;
+};
+
+// K and V, and the first tile of rows: what a CTA waits for longest. By the loading thread when it
+// has initialised the barriers, before other threads know them.
 template <class Traits>
 ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWorkTile& block,
                                 typename Traits::SharedStorage& smem) {
-  BackwardLoader<Traits>(params, block, smem).load_keys_and_values();
+  BackwardLoader<Traits> loader(params, block, smem);
+  loader.load_keys_and_values();
   prefetch_tensor_map(params.q_map);
   prefetch_tensor_map(params.dout_map);
+  RowLoader<Traits> rows(params, block);
+  wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
+  if (rows.has_next()) rows.load_next(loader);
 }
 
-// The same thread. Q and dO come in the order in which consumers visit the tiles.
+// The other tiles, by the same thread, in the order in which consumers visit them.
 template <class Traits>
-ANYFLASH_DEVICE void produce_rows(const BackwardLaunch& params, const BackwardWorkTile& block,
-                                  typename Traits::SharedStorage& smem) {
-  const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
-  QueryTileIterator<Traits, PlainBackward> tiles(params, block, mask);
+ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, const BackwardWorkTile& block,
+                               typename Traits::SharedStorage& smem) {
   BackwardLoader<Traits> loader(params, block, smem);
-  wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
-  if (!tiles.valid()) loader.wait_keys_and_values();
-  for (; tiles.valid(); tiles.advance()) {
-    loader.load_queries(tiles, mask);
-    loader.load_dout(tiles);
+  RowLoader<Traits> rows(params, block);
+  if (rows.has_next()) {
+    rows.skip();
+    loader.skip();
+  } else {
+    loader.wait_keys_and_values();
   }
+  while (rows.has_next()) rows.load_next(loader);
   loader.end();
 }
 

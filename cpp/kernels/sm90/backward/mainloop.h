@@ -9,8 +9,8 @@
 namespace anyflash::sm90 {
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scale of dS. With kAddsToDq, dS
-// K is added to dq_accum a tile later: by then the other warpgroup's dS is there. The last sums may
-// still be on their way at the end (end_dq()).
+// K is added to dq_accum a tile later, by then the other warpgroup's dS is there, and that of the
+// last tile by add_last_dq().
 //
 //   tensor cores   S | dP | dV         | dQ of the tile before | dK
 //   registers           P  dS   to smem                          dQ to dq_accum
@@ -69,15 +69,19 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     pin(acc_dk);
     stages.release_rows();
   }
-  if (kAddsToDq && !stages.is_first()) {
-    typename Traits::AccS acc_dp;
-    stages.wait_ds();
-    stages.clear_keys();
-    stages.issue_dq(acc_dp);
-    wait_products<0>();
-    pin(acc_dp);
-    stages.add_dq(acc_dp);
-  }
+}
+
+// What is left of dQ after the last tile.
+template <class Traits>
+ANYFLASH_DEVICE void add_last_dq(BackwardStages<Traits>& stages) {
+  if (stages.is_first()) return;  // there was no tile
+  typename Traits::AccS acc_dq;
+  stages.wait_ds();
+  stages.clear_keys();
+  stages.issue_dq(acc_dq);
+  wait_products<0>();
+  pin(acc_dq);
+  stages.add_dq(acc_dq);
 }
 
 }  // namespace anyflash::sm90

@@ -108,7 +108,7 @@ class RowStages {
 
   // LSE, or delta, of this thread's rows: the first ones are loaded before they are needed.
   struct RowNumbers {
-    static constexpr int kLoaded = 4;  // of pairs: registers are few
+    static constexpr int kLoaded = 3;  // of pairs: registers are few
     float2 first[kLoaded];
   };
   ANYFLASH_DEVICE void load_lse(RowNumbers& numbers) const { load(numbers, smem_.lse); }

@@ -104,8 +104,8 @@ class BackwardStages : public RowStages<Traits> {
 
   // Adds this warp's part of dQ to the tile before in dq_accum, by way of shared memory.
   ANYFLASH_DEVICE void add_dq(const AccS& acc_dq) {
-    const int warp = thread_ / 32;
-    const int lane = thread_ % 32;
+    const unsigned warp = static_cast<unsigned>(thread_) / 32;
+    const unsigned lane = static_cast<unsigned>(thread_) % 32;
     float* const sums = smem_.dq[warp];
     release(smem_.ds_ring.empty[dq_place_.stage()]);
     dq_place_.advance();
@@ -123,11 +123,6 @@ class BackwardStages : public RowStages<Traits> {
       commit_stores();
     }
   }
-  // All sums have left shared memory.
-  ANYFLASH_DEVICE void end_dq() const {
-    if (thread_ % 32 == 0) wait_stores_read();
-  }
-
   // Warpgroups work part of a tile apart, so that one's products run beside the other's softmax:
   // the second one begins when the first one has computed its first P. Whoever is behind stays so,
   // because each waits for the other's dS.
@@ -192,6 +187,15 @@ class BackwardStages : public RowStages<Traits> {
     sync_consumers<Traits::kThreads>();
   }
   ANYFLASH_DEVICE bool is_first() const { return is_first_; }
+
+  // After the last tile: where the next one would have come, with Q for the first warpgroup, and
+  // with dO for the second. All consumers have done with it, or the loader would not have told that
+  // none comes.
+  ANYFLASH_DEVICE Element* free_rows() const {
+    const int stage = this->place_.stage();
+    return warpgroup_ == 0 ? smem_.q.data() + stage * Traits::TileQ::kSize
+                           : smem_.dout.data() + stage * Traits::TileDO::kSize;
+  }
 
   // Q and dO of the tile are not needed any more.
   ANYFLASH_DEVICE void release_rows() {

@@ -11,6 +11,7 @@
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
 
@@ -78,6 +79,7 @@ struct BackwardTraits : Warpgroups<2> {
     Ring<kStages> dout_ring;
     Ring<kDsStages> ds_ring;  // filled and read by all consumers
 
+    BackwardWorkTile block;  // the loop needs its registers
     VisibleRows visible[kBlockN];
     // Of the keys: NaN or infinity was in K. A bit each.
     uint32_t nonfinite_keys[kBlockN / 32];

@@ -88,13 +88,14 @@ ANYFLASH_DEVICE void write_gradient(const BackwardScratch& params, const Backwar
 }
 
 template <class Role>
-ANYFLASH_DEVICE void consume_wide(const BackwardScratch& params, const BackwardWorkTile& block,
+ANYFLASH_DEVICE void consume_wide(const BackwardScratch& params,
                                   typename Role::Traits::SharedStorage& smem) {
   using Traits = typename Role::Traits;
   typename Role::Acc acc;
   cute::clear(acc);
   WideStages<Traits> stages(smem, params.attention.scale_log2);
   Role::sum(stages, acc);
+  const BackwardWorkTile& block = smem.block;
   if (params.gqa_partials == nullptr) {
     write_gradient<Role>(params, block, stages.dout_was_nonfinite(), acc);
     return;
@@ -130,18 +131,19 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
   }
   const bool loads = is_loading_thread<Traits>();
   if (loads) {
+    smem.block = block;
     init_wide<Traits>(smem);
     load_first<Traits>(params, block, smem);
   }
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (loads) produce_rows<Traits>(params, block, smem);
+        if (loads) load_rest<Traits>(params, block, smem);
       },
       [&](int warpgroup) {
         find_visible_rows<Traits>(params, block, smem);
-        if (warpgroup == 0) consume_wide<DvRole<Traits>>(params, block, smem);
-        else consume_wide<DkRole<Traits>>(params, block, smem);
+        if (warpgroup == 0) consume_wide<DvRole<Traits>>(params, smem);
+        else consume_wide<DkRole<Traits>>(params, smem);
       });
 }
 

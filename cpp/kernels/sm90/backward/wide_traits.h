@@ -11,6 +11,7 @@
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
 #include "sm90/wgmma.h"
+#include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
 
@@ -62,6 +63,7 @@ struct WideTraits : Warpgroups<2> {
     Ring<kStages> dout_ring;
     Ring<1> p_ring;  // filled by the first warpgroup, read by the second
 
+    BackwardWorkTile block;  // the loop needs its registers
     VisibleRows visible[kBlockN];
     int dout_was_nonfinite[kConsumerWarps];  // what each warp has found in partly hidden tiles
   };

@@ -9,79 +9,38 @@
 #include "sm90/forward/launch_params.h"
 #include "sm90/forward/softmax.h"
 #include "sm90/forward/stages.h"
+#include "sm90/staged_rows.h"
 #include "sm90/tma.h"
 #include "variant/broadcast_tensor.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
 
-// A warp's 16 rows of O, in shared memory where its Q was, and on their way to global memory. No
-// other warp has to be waited for.
+// A warp's 16 rows of O, in shared memory where its Q was.
 template <class Traits>
-class StagedRows {
+using TileO = PanelTile<typename Traits::Element, Traits::kWarpgroupRows, Traits::kHeadDimV>;
+
+// O of this warp's rows on its way to global memory. Rows at and beyond the sequence's end are not
+// written.
+template <class Traits>
+ANYFLASH_DEVICE void stage_output(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
+                                  typename Traits::Element* queries,
+                                  const typename Traits::AccO& acc_o) {
   using Element = typename Traits::Element;
-  using TileO = PanelTile<Element, Traits::kWarpgroupRows, Traits::kHeadDimV>;
-  static_assert(TileO::kSize <= Traits::TileQ::kSize, "O lies where Q was");
-  static constexpr int kVector = 8;  // elements of 16 bytes
-  static constexpr int kWarpRows = 16;
-
- public:
-  // `queries`: of this warpgroup.
-  ANYFLASH_DEVICE explicit StagedRows(Element* queries)
-      : row_(static_cast<int>(threadIdx.x) / 32 * kWarpRows),
-        lane_(threadIdx.x % 32),
-        rows_(queries + row_ % Traits::kWarpgroupRows * kPanelColumns) {}
-
-  ANYFLASH_DEVICE void write(const typename Traits::AccO& acc_o) {
-    RoundedAccumulator<Element, Traits::kHeadDimV> rounded;
-    rounded.round(acc_o);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
-      store_matrices(piece_of<TileO>(rows_, lane_ % kWarpRows, 2 * i + lane_ / kWarpRows),
-                     rounded.words + 4 * i);
-    }
-    fence_smem_writes();
-    __syncwarp();  // all rows are there
-  }
-
-  // Rows at and beyond the sequence's end are not written: by TMA where the tensor ends there.
-  ANYFLASH_DEVICE void store(const ForwardLaunch& params, const ForwardWorkTile& work_tile) {
-    const int rows = work_tile.sequence.seqlen_q - work_tile.first_row - row_;
-    if (rows <= 0) return;
-    if (rows < kWarpRows && params.attention.cu_seqlens_q != nullptr) {
-      copy(params, work_tile, rows);
-      return;
-    }
-    if (lane_ != 0) return;
-    TileCoordinates to{0, static_cast<int>(work_tile.sequence.first_q) + work_tile.first_row + row_,
-                       work_tile.head, static_cast<int>(work_tile.sequence.batch)};
-    CUTE_UNROLL
-    for (int panel = 0; panel < TileO::kPanels; ++panel) {
-      store_box(params.out_map, to, rows_ + panel * TileO::kPanelElements);
-      to.column += kPanelColumns;
-    }
-    commit_stores();
-  }
-
- private:
-  ANYFLASH_DEVICE void copy(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
-                            int rows) {
-    constexpr int kVectors = Traits::kHeadDimV / kVector;
-    Element* const out = first_of<Element>(params.out, params.out_stride, work_tile.sequence,
-                                           work_tile.head, work_tile.first_row + row_);
-    for (int i = lane_; i < rows * kVectors; i += 32) {
-      const int row = i / kVectors;
-      const int vector = i % kVectors;
-      if (vector * kVector >= params.attention.head_dim_v) continue;
-      *reinterpret_cast<uint4*>(out + row * params.out_stride.row + vector * kVector) =
-          *reinterpret_cast<const uint4*>(piece_of<TileO>(rows_, row, vector));
-    }
-  }
-
-  int row_;  // of the block, this warp's first
-  int lane_;
-  Element* rows_;
-};
+  static_assert(TileO<Traits>::kSize <= Traits::TileQ::kSize, "O lies where Q was");
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kStagedRows;  // of the block
+  const int row = work_tile.first_row + warp_row;
+  const Sequence& sequence = work_tile.sequence;
+  StagedRows<TileO<Traits>> staged(queries, warp_row % Traits::kWarpgroupRows);
+  staged.write(acc_o);
+  staged.publish();
+  staged.store(params.out_map,
+               {0, static_cast<int>(sequence.first_q) + row, work_tile.head,
+                static_cast<int>(sequence.batch)},
+               params.attention.cu_seqlens_q != nullptr,
+               {first_of<Element>(params.out, params.out_stride, sequence, work_tile.head, row),
+                params.out_stride.row, sequence.seqlen_q - row, params.attention.head_dim_v});
+}
 
 // Adds what the guard took out of V, when the whole block is in global memory.
 template <class Traits, class Variant>
@@ -124,9 +83,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
   if (params.out_dtype == DType::kFloat32) {
     store_float(params, work_tile, out, coordinates, rows);
   } else if constexpr (Traits::kOutputInQ) {
-    StagedRows<Traits> staged(stages.queries());
-    staged.write(acc_o);
-    staged.store(params, work_tile);
+    stage_output<Traits>(params, work_tile, stages.queries(), acc_o);
   } else {
     using Element = typename Traits::Element;
     store_rows<Element, Traits::kHeadDimV>(

@@ -43,8 +43,6 @@ inline bool mbarrier_try_wait(uint64_t* mbarrier, uint32_t parity,
 }
 inline void fence_barrier_init() {}
 
-// Kernels run one after the other.
-
 enum class L2Hint : uint64_t { kEvictFirst, kEvictLast };
 
 struct TileCoordinates {
