@@ -78,6 +78,7 @@ class RingPlace {
  public:
   ANYFLASH_DEVICE int stage() const { return static_cast<int>(count_ % kStages); }
   ANYFLASH_DEVICE uint32_t parity() const { return count_ / kStages & 1; }
+  ANYFLASH_DEVICE uint32_t count() const { return count_; }
   ANYFLASH_DEVICE void advance(int buffers = 1) { count_ += buffers; }
 
  private:

@@ -5,6 +5,7 @@
 
 #include "common/macros.h"
 #include "sm90/forward/launch_params.h"
+#include "sm90/pipeline.h"
 #include "sm90/ptx.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
@@ -27,6 +28,12 @@ struct BlockWork {
   // After the last block comes one that does not exist.
   ANYFLASH_DEVICE bool exists() const { return tile.first_row >= 0; }
 };
+
+// Where the block is described whose Q is at this place of its ring.
+template <int kQStages>
+ANYFLASH_DEVICE int block_place(const RingPlace<kQStages>& queries) {
+  return static_cast<int>(queries.count() % kKnownBlocks);
+}
 
 // One thread of a CTA.
 template <int kBlockM, int kBlockN>
@@ -55,9 +62,8 @@ class BlockScheduler {
 
  private:
   ANYFLASH_DEVICE void advance() {
-    const unsigned taken = params_.taken == nullptr ? static_cast<unsigned>(params_.blocks)
-                                                    : atomicAdd(params_.taken, 1u);
-    next_ = gridDim.x + taken;
+    if (params_.taken == nullptr) next_ = static_cast<unsigned>(params_.blocks);
+    else next_ = gridDim.x + atomicAdd(params_.taken, 1u);
   }
 
   const ForwardLaunch& params_;

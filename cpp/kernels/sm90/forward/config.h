@@ -19,6 +19,9 @@ struct ForwardConfig {
   // (FlashAttention-3, arXiv 2407.08608, section 3.1). In any case Q K^T of a tile and P V of the
   // tile before run beside the softmax (3.2).
   bool ping_pong = false;
+  // Whether shared memory of the last block's results is given back behind the first products of
+  // this one: they take a while to leave.
+  bool late_release = true;
 };
 
 namespace forward_configs {
@@ -31,6 +34,7 @@ constexpr ForwardConfig up_to_64() {
   c.stages = 3;
   c.q_stages = 2;
   c.ping_pong = true;
+  c.late_release = false;  // spills otherwise
   return c;
 }
 

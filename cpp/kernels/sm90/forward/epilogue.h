@@ -11,7 +11,6 @@
 #include "sm90/forward/stages.h"
 #include "sm90/staged_rows.h"
 #include "sm90/tma.h"
-#include "variant/broadcast_tensor.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
@@ -63,15 +62,14 @@ ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWor
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
                                       ForwardStages<Traits>& stages, typename Traits::AccO& acc_o,
-                                      StagedSoftmax& softmax) {
+                                      const StagedSoftmax& softmax, const FinishedRows& finished) {
   const int rows = work_tile.sequence.seqlen_q - work_tile.first_row;
   const Variant variant(params.attention, work_tile, Traits::kBlockN);
   auto out = as_matrix(acc_o);
-  const float sink =
-      params.attention.sinks.data == nullptr
-          ? -INFINITY
-          : load_float(params.attention.sinks, work_tile.head * params.attention.sinks.stride.head);
-  auto lse = softmax.finish(out, sink, variant.dropout_scale());
+  finished.apply(out, variant.dropout_scale());
+  auto lse = cute::make_tensor<float>(cute::Int<kThreadRows>{});
+  CUTE_UNROLL
+  for (int row = 0; row < kThreadRows; ++row) lse(row) = finished.lse[row];
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
   if (params.prior.out != nullptr) {
     join_prior(params, work_tile, out, lse, coordinates, rows);

@@ -32,14 +32,12 @@ ANYFLASH_DEVICE void produce(const ForwardLaunch& params, typename Traits::Share
   } else if (elect_lane()) {
     TileLoader<Traits> loader(params, smem);
     BlockScheduler<Traits::kBlockM, Traits::kBlockN> scheduler(params);
-    RingPlace<kKnownBlocks> place;
-    scheduler.take(smem.blocks[0]);
-    while (smem.blocks[place.stage()].exists()) {
-      const BlockWork& block = smem.blocks[place.stage()];
+    scheduler.take(smem.blocks[loader.next_block()]);
+    while (smem.blocks[loader.next_block()].exists()) {
+      const BlockWork& block = smem.blocks[loader.next_block()];
       loader.load_first(block);
-      place.advance();
       // Consumers have done with what was there: Q's of two later blocks have been released.
-      scheduler.take(smem.blocks[place.stage()]);
+      scheduler.take(smem.blocks[loader.next_block()]);
       loader.load_rest(block);
     }
     loader.end();
@@ -56,11 +54,11 @@ ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::Share
     typename Traits::AccO acc_o;
     cute::clear(acc_o);
     StagedSoftmax softmax(params.attention.scale_log2);
-    forward_mainloop<Traits>(stages, block, acc_o, softmax);
-    forward_epilogue<Traits, Variant>(params, block.tile, stages, acc_o, softmax);
+    const FinishedRows rows = forward_mainloop<Traits>(params, stages, block, acc_o, softmax);
+    forward_epilogue<Traits, Variant>(params, block.tile, stages, acc_o, softmax, rows);
     stages.end_block();
   }
-  stages.end_ping_pong();
+  stages.end();
 }
 
 template <class Traits, class Variant>

@@ -25,6 +25,9 @@ class TileLoader {
     prefetch_tensor_map(params.v_map);
   }
 
+  // The place of the first block whose Q has not been loaded.
+  ANYFLASH_DEVICE int next_block() const { return block_place(q_place_); }
+
   // Q, and the first tile of the block's range. K comes before Q, which may have to wait for the
   // block before.
   ANYFLASH_DEVICE void load_first(const BlockWork& block) {
@@ -123,13 +126,12 @@ class ValueGuard {
       Ring<Traits::kQStages>& queries = smem_.q_ring[0];
       const int stage = q_place_.stage();
       queries.full[stage].wait(q_place_.parity());
-      const BlockWork& block = smem_.blocks[block_place_.stage()];
+      const BlockWork& block = smem_.blocks[block_place(q_place_)];
       if (!block.exists()) return;
       const KRange range = block.range;
       __syncwarp();  // every lane has read it
       if (threadIdx.x % 32 == 0) queries.empty[stage].arrive();
       q_place_.advance();
-      block_place_.advance();
       guard(range);
     }
   }
@@ -159,7 +161,6 @@ class ValueGuard {
 
   typename Traits::SharedStorage& smem_;
   int thread_;
-  RingPlace<kKnownBlocks> block_place_;
   RingPlace<Traits::kQStages> q_place_;
   RingPlace<Traits::kStages> v_place_;
   uint32_t parities_ = 0;  // a bit a stage

@@ -5,8 +5,10 @@
 
 #include "common/macros.h"
 #include "sm90/forward/config.h"
+#include "sm90/forward/launch_params.h"
 #include "sm90/forward/softmax.h"
 #include "sm90/forward/stages.h"
+#include "variant/broadcast_tensor.h"
 #include "variant/mask.h"
 
 namespace anyflash::sm90 {
@@ -34,23 +36,31 @@ ANYFLASH_DEVICE int skip_tiles(ForwardStages<Traits>& stages, const KRange& rang
   return tile;
 }
 
-// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows. Q K^T of
-// each tile and P V of the tile before run beside the softmax of this one.
+ANYFLASH_DEVICE float sink_of(const ForwardLaunch& params, int head) {
+  const auto& sinks = params.attention.sinks;
+  return sinks.data == nullptr ? -INFINITY : load_float(sinks, head * sinks.stride.head);
+}
+
+// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows, which it
+// returns. Q K^T of each tile and P V of the tile before run beside the softmax of this one.
 //
 // What nvcc 13.0's ptxas does to it: it moves exponentials past barriers and waits, which they do
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
 // they have to stay.
 template <class Traits>
-ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const BlockWork& block,
-                                      typename Traits::AccO& acc_o, StagedSoftmax& softmax) {
+ANYFLASH_DEVICE FinishedRows forward_mainloop(const ForwardLaunch& params,
+                                              ForwardStages<Traits>& stages, const BlockWork& block,
+                                              typename Traits::AccO& acc_o,
+                                              StagedSoftmax& softmax) {
   const KRange range = uniform(block.range);
   const int end_key = stages.end_key(block);
   int skipped = -1;
   int tile = skip_tiles(stages, range, end_key, skipped);
   if (tile < 0) {
+    stages.release_last_block_late();
     stages.release_queries();
     skip_values(stages, range, skipped);
-    return;
+    return softmax.finish(sink_of(params, block.tile.head));
   }
   const VisibleKeys visible(block);
   typename Traits::AccS acc_s;
@@ -64,6 +74,7 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Block
     constexpr int kKeys = decltype(keys)::value;
     auto scores = as_matrix(leading_columns<kKeys>(acc_s));
     stages.template issue_scores<kKeys>(acc_s);
+    stages.release_last_block_late();
     stages.template land_scores<0>(acc_s);
     if (range.next(tile) < 0) stages.release_queries();
     if (was_masked) stages.mask_scores(scores, visible, tile);
@@ -110,7 +121,9 @@ ANYFLASH_DEVICE void forward_mainloop(ForwardStages<Traits>& stages, const Block
   rescale.apply(out);
   stages.wait_values(was_masked);
   stages.issue_values(acc_o, p);
+  const FinishedRows rows = softmax.finish(sink_of(params, block.tile.head));
   stages.land_values(acc_o);
+  return rows;
 }
 
 }  // namespace anyflash::sm90

@@ -66,11 +66,9 @@ class ForwardStages {
 
   // The next block, with its Q. It stays readable until Q of the block after it is released.
   ANYFLASH_DEVICE const BlockWork& wait_block() {
-    const int place = block_place_.stage();
-    block_place_.advance();
     smem_.q_ring[warpgroup_].full[q_place_.stage()].wait(q_place_.parity());
-    if (Traits::kOutputInQ) release_last_block();
-    return smem_.blocks[place];
+    if (!Traits::kConfig.late_release) release_last_block();
+    return smem_.blocks[block_place(q_place_)];
   }
   // The block's Q, or what takes its place.
   ANYFLASH_DEVICE Element* queries() { return smem_.queries(q_place_.stage(), warpgroup_); }
@@ -81,6 +79,10 @@ class ForwardStages {
   }
   ANYFLASH_DEVICE void end_block() { q_place_.advance(); }
 
+  // Behind the block's first products.
+  ANYFLASH_DEVICE void release_last_block_late() {
+    if (Traits::kConfig.late_release) release_last_block();
+  }
   ANYFLASH_DEVICE void wait_keys() { smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity()); }
 
   // S = Q K^T of the tile's first kKeys keys is on its way, after wait_keys().
@@ -201,9 +203,11 @@ class ForwardStages {
     if (kPingPong) arrive_named(ping_pong_barrier(next), kPingPongThreads);
   }
 
-  // After the last block, the first warpgroup takes what the last one passed: no barrier is left in
-  // the middle of a phase.
-  ANYFLASH_DEVICE void end_ping_pong() {
+  // After the last block: its results leave before the CTA's shared memory goes to another one, and
+  // the first warpgroup takes the turn that the last one passed. No barrier is left in the middle
+  // of a phase.
+  ANYFLASH_DEVICE void end() {
+    release_last_block_late();
     if (warpgroup_ == 0) wait_ping_pong();
   }
 
@@ -222,9 +226,11 @@ class ForwardStages {
 
   // When its results have left shared memory. Before the first block, nothing is there to release.
   ANYFLASH_DEVICE void release_last_block() {
+    if (!Traits::kOutputInQ) return;
     if (threadIdx.x % 32 == 0) wait_stores_read();
-    if (has_last_) release_block((q_place_.stage() + Traits::kQStages - 1) % Traits::kQStages);
-    has_last_ = true;
+    if (q_place_.count() > 0) {
+      release_block((q_place_.stage() + Traits::kQStages - 1) % Traits::kQStages);
+    }
   }
 
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
@@ -260,9 +266,7 @@ class ForwardStages {
   int warpgroup_;
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
-  RingPlace<kKnownBlocks> block_place_;
-  RingPlace<Traits::kQStages> q_place_;
-  bool has_last_ = false;
+  RingPlace<Traits::kQStages> q_place_;  // counts the blocks
   bool found_nonfinite_ = false;
 };
 

@@ -48,7 +48,7 @@ struct ForwardTraits {
   static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
   // The first tile takes less time where a warpgroup sees at most this number of its keys.
-  static constexpr int kFewKeys = kBlockN == 128 ? 64 : kBlockN;
+  static constexpr int kFewKeys = kBlockN == 128 ? 64 : kBlockN == 80 ? 48 : kBlockN;
 
   // A warpgroup's rows.
   static constexpr int kWarpgroupRows = 64;
