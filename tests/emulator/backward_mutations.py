@@ -153,7 +153,7 @@ POSITIONS = (
         "static_cast<int>(end) / block_m",
     ),
     Mutation("head-of-larger-part-forgotten", VISITS, "block.gqa_split < larger ? 1 : 0", "0"),
-    Mutation("first-heads-in-all-parts", VISITS, "block.gqa_split * each", "0"),
+    Mutation("first-heads-in-all-parts", VISITS, "block.gqa_split * params.split_heads", "0"),
     Mutation(
         "hidden-block-visited",
         VISITS,
@@ -311,21 +311,20 @@ OF_ROWS = (
     Mutation(
         "rows-beyond-not-prepared",
         ROWS_SOURCE,
-        "p.set_lse_and_delta(padded + r, lse_and_delta);",
-        "if (exists) p.set_lse_and_delta(padded + r, lse_and_delta);",
+        "lane != 0 || row >= p.block_m",
+        "lane != 0 || row >= rows",
     ),
     Mutation(
-        "rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseAndDelta lse_and_delta{"
+        "rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseAndDelta no_row("
     ),
-    Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) != INFINITY", "true"),
+    Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) == INFINITY", "false"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
     Mutation(
         "slope-of-the-first-head",
         ROWS_SOURCE,
-        "batch * stride.batch + head * stride.head",
-        "batch * stride.batch",
-        after="p.slopes_log2[pair] =",
+        "tile.batch * stride.batch + tile.head * stride.head",
+        "tile.batch * stride.batch",
     ),
     Mutation("dq-sum-not-zero", ROWS_SOURCE, "sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};"),
     Mutation(

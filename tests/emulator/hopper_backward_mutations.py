@@ -20,6 +20,7 @@ ROW_STAGES = "sm90/backward/row_stages.h"
 STAGES = "sm90/backward/stages.h"
 WIDE = "sm90/backward/wide_mainloop.h"
 MAINLOOP = "sm90/backward/mainloop.h"
+STAGED_ROWS = "sm90/staged_rows.h"
 DQ = "sm90/backward/dq_by_rows.h"
 
 _mutation = partial(Mutation, unit=HOPPER_BACKWARD)
@@ -44,9 +45,23 @@ DS = (
     _mutation("hopper-backward-no-fence-after-dq", STAGES, "fence_smem_writes();",
               after="ANYFLASH_DEVICE void add_dq(const AccS& acc_dq) {"),
     _mutation("hopper-backward-sums-overwritten", STAGES, "if (lane == 0) wait_stores_read();"),
-    _mutation("hopper-backward-last-dq-left-out", MAINLOOP,
-              "kAddsToDq && !stages.is_first()", "false",
-              after="stages.release_rows();"),
+    _mutation("hopper-backward-last-dq-left-out", MAINLOOP, "if (stages.is_first()) return;",
+              "return;"),
+)  # fmt: skip
+
+# dK and dV on their way out.
+STAGED = (
+    _mutation("hopper-backward-gradients-without-fence", STAGED_ROWS, "fence_smem_writes();"),
+    _mutation("hopper-backward-dk-over-rows-in-use", STAGES, "= this->place_.stage();",
+              "= 1 - this->place_.stage();",
+              after="ANYFLASH_DEVICE Element* free_rows() const {"),
+    _mutation("hopper-backward-dv-over-late-v", KERNEL,
+              "if (stages.is_first()) smem.v_full.wait(0);"),
+    _mutation("hopper-backward-next-sequence-overwritten", STAGED_ROWS,
+              "target.rows < kStagedRows && packed", "false"),
+    _mutation("hopper-backward-restored-before-stored", KERNEL,
+              "if (threadIdx.x % 32 == 0) wait_stores();"),
+    _mutation("hopper-backward-told-too-early", LOAD, "kQArrivals = 2", "kQArrivals = 1"),
 )  # fmt: skip
 
 HIDDEN = (
@@ -75,4 +90,4 @@ WIDE_HEADS = (
              "smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);", unit=HOPPER_WIDE),
 )  # fmt: skip
 
-HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + HIDDEN + WIDE_HEADS
+HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS

@@ -23,6 +23,7 @@ STAGES = "sm90/forward/stages.h"
 MAINLOOP = "sm90/forward/mainloop.h"
 SOFTMAX = "sm90/forward/softmax.h"
 EPILOGUE = "sm90/forward/epilogue.h"
+STAGED_ROWS = "sm90/staged_rows.h"
 
 _mutation = partial(Mutation, unit=HOPPER)
 
@@ -34,8 +35,8 @@ BARRIERS = (
 
 BLOCKS = (
     _mutation("hopper-counter-begins-late", LAUNCH, "*counter = 0;", "*counter = 1;"),
-    _mutation("hopper-block-left-out", BLOCKS_OF_ROWS, "next_ = gridDim.x + taken;",
-              "next_ = gridDim.x + taken + 1;"),
+    _mutation("hopper-block-left-out", BLOCKS_OF_ROWS, "gridDim.x + atomicAdd(params_.taken, 1u)",
+              "gridDim.x + atomicAdd(params_.taken, 1u) + 1"),
     _mutation("hopper-one-known-block", BLOCKS_OF_ROWS, "kKnownBlocks = 4", "kKnownBlocks = 1",
               alone=True),
 )  # fmt: skip
@@ -158,11 +159,11 @@ ARITHMETIC = (
 OUTPUT = (
     _mutation("hopper-prior-lse-overwritten", EPILOGUE,
               "__syncwarp(); // all lanes have read the LSE"),
-    _mutation("hopper-output-without-fence", EPILOGUE, "fence_smem_writes();"),
+    _mutation("hopper-output-without-fence", STAGED_ROWS, "fence_smem_writes();"),
     _mutation("hopper-output-overwritten", STAGES,
-              "wait_stores_read(); // the lanes that store nothing do not wait"),
-    _mutation("hopper-next-sequence-overwritten", EPILOGUE,
-              "rows < kWarpRows && params.attention.cu_seqlens_q != nullptr", "false"),
+              "if (threadIdx.x % 32 == 0) wait_stores_read();"),
+    _mutation("hopper-next-sequence-overwritten", STAGED_ROWS,
+              "target.rows < kStagedRows && packed", "false"),
     _mutation("hopper-restored-before-stored", EPILOGUE,
               "if (threadIdx.x % 32 == 0) wait_stores();"),
     _mutation(

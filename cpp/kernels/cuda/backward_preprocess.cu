@@ -122,10 +122,10 @@ ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const RowTile& ti
     };
     for_each_piece([&](int i, int piece, int col) ANYFLASH_INLINE_LAMBDA {
       const int row = tile.row0 + r + i * kStride;
-      dout[i][piece] = *reinterpret_cast<const uint4*>(
-          static_cast<const Element*>(p.dout) + tile.offset(p.dout_stride, row) + col);
-      out[i][piece] = *reinterpret_cast<const uint4*>(
-          static_cast<const Element*>(p.out) + tile.offset(p.out_stride, row) + col);
+      dout[i][piece] = *reinterpret_cast<const uint4*>(static_cast<const Element*>(p.dout) +
+                                                       tile.offset(p.dout_stride, row) + col);
+      out[i][piece] = *reinterpret_cast<const uint4*>(static_cast<const Element*>(p.out) +
+                                                      tile.offset(p.out_stride, row) + col);
     });
     for_each_piece([&](int i, int piece, int col) ANYFLASH_INLINE_LAMBDA {
       const auto& x = reinterpret_cast<const Vector<Element>&>(dout[i][piece]);
@@ -141,9 +141,9 @@ ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const RowTile& ti
     const int row = r + i * kStride;
     const float sum = row_sum(sums[i]);
     if (lane != 0 || row >= p.block_m) continue;
-    p.set_lse_and_delta(first_row + row, row < rows ? lse_and_delta_of(p, tile, tile.row0 + row,
-                                                                       lse[i], sum)
-                                                    : no_row(p));
+    p.set_lse_and_delta(
+        first_row + row,
+        row < rows ? lse_and_delta_of(p, tile, tile.row0 + row, lse[i], sum) : no_row(p));
   }
 }
 

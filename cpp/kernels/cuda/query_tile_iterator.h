@@ -28,8 +28,8 @@ class QueryTileIterator {
     begins_on_diagonal_ = mask.end_key(last_top_row) <= block.first_key + Traits::kTopKeys;
     const int larger = params.larger_splits;
     const int group = params.split_heads * params.gqa_splits + larger;
-    head_ = block.head_k * group + block.gqa_split * params.split_heads +
-            min(block.gqa_split, larger);
+    head_ =
+        block.head_k * group + block.gqa_split * params.split_heads + min(block.gqa_split, larger);
     end_head_ = head_;
     if (range_.begin < range_.end) {
       end_head_ += params.split_heads + (block.gqa_split < larger ? 1 : 0);

@@ -32,7 +32,7 @@ struct BackwardScratch : BackwardParams {
   int larger_splits = 0;
   LptTileScheduler key_scheduler{};  // of (batch, K/V head, split) triples and blocks of keys
   int block_m = 0;                   // a power of two
-  int64_t padded_rows = 0;        // of one head; packed: of all sequences together
+  int64_t padded_rows = 0;           // of one head; packed: of all sequences together
   // (batch or 1, heads, padded_rows): these, or else the two arrays.
   LseAndDelta* lse_and_delta = nullptr;
   float* lse_rows = nullptr;

@@ -29,10 +29,10 @@ class BackwardLoader {
       : params_(params), block_(block), smem_(smem) {}
 
   ANYFLASH_DEVICE void load_keys_and_values() {
-    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, key_coordinates(block_), smem_.k_full,
-                                      L2Hint::kEvictFirst);
-    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, key_coordinates(block_), smem_.v_full,
-                                      L2Hint::kEvictFirst);
+    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, key_coordinates(block_),
+                                      smem_.k_full, L2Hint::kEvictFirst);
+    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, key_coordinates(block_),
+                                      smem_.v_full, L2Hint::kEvictFirst);
   }
   // Nobody else does so if no row sees a key; but the CTA must not end while TMA writes.
   ANYFLASH_DEVICE void wait_keys_and_values() {
