@@ -314,9 +314,7 @@ OF_ROWS = (
         "lane != 0 || row >= p.block_m",
         "lane != 0 || row >= rows",
     ),
-    Mutation(
-        "rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseAndDelta no_row("
-    ),
+    Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseAndDelta no_row("),
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) == INFINITY", "false"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),

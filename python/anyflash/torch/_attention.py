@@ -179,7 +179,10 @@ def attention(
         and softcap is NO_SOFTCAP
         and dropout_p is NO_DROPOUT
         and alibi_slopes is bias is block_mask is key_ranges is sinks is seqused_k is None
-        and seed is rng_state is out_dtype is deterministic is None
+        and seed is None
+        and rng_state is None
+        and out_dtype is None
+        and deterministic is None
         and return_max_logits is return_dropout_mask is return_result is False
         and is_plain_eager(q, k, v)
     ):
