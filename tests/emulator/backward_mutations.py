@@ -314,7 +314,9 @@ OF_ROWS = (
         "lane != 0 || row >= p.block_m",
         "lane != 0 || row >= rows",
     ),
-    Mutation("rows-beyond-with-lse", ROWS_SOURCE, "INFINITY", "0.0f", after="LseAndDelta no_row("),
+    Mutation(
+        "keyless-rows-with-lse", ROWS_SOURCE, "return {INFINITY, 0.0f};", "return {0.0f, 0.0f};"
+    ),
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) == INFINITY", "false"),
     Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),

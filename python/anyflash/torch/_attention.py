@@ -19,7 +19,6 @@ from anyflash._call.options import (
 from anyflash._call.results import AttentionResult
 from anyflash.torch import _fast_path
 from anyflash.torch._attend import attend
-from anyflash.torch._dispatch_state import is_plain_eager
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -184,9 +183,8 @@ def attention(
         and out_dtype is None
         and deterministic is None
         and return_max_logits is return_dropout_mask is return_result is False
-        and is_plain_eager(q, k, v)
     ):
-        result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.forward(
+        result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.attend(
             _NAME, q, k, v, softmax_scale, causal, return_lse
         )
         if result is not None:

@@ -12,10 +12,21 @@ from torch import Tensor
 from anyflash import _core
 from anyflash._arrays.registry import framework_of
 from anyflash._call.options import UNBOUNDED
+from anyflash.torch._dispatch_state import is_plain_eager
 
 _HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 _export = torch._C._to_dlpack
+
+
+def attend(  # noqa: PLR0917 (its callers count time)
+    operation: str, q: Any, k: Any, v: Any, scale: Any, causal: Any, return_lse: Any
+) -> Any:
+    """What :func:`attention` returns without other options; None where q, k and v are traced,
+    recorded, cast or not direct tensors."""
+    if is_plain_eager(q, k, v):
+        return forward(operation, q, k, v, scale, causal, return_lse)
+    return None
 
 
 def forward(  # noqa: PLR0917
