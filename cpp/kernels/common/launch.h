@@ -88,8 +88,8 @@ inline bool driver_overlaps_kernels() {
 // allows it (programmatic dependent launch). Such a kernel waits itself for what that one writes.
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
 
-// In a kernel: the next one of the stream may begin, if it was launched kWhenAllowed. Before Hopper,
-// and on the emulator, kernels follow one another.
+// In a kernel: the next one of the stream may begin, if it was launched kWhenAllowed. Kernels
+// follow one another before Hopper, and on the emulator.
 ANYFLASH_DEVICE void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
