@@ -52,16 +52,14 @@ DS = (
 # dK and dV on their way out.
 STAGED = (
     _mutation("hopper-backward-gradients-without-fence", STAGED_ROWS, "fence_smem_writes();"),
-    _mutation("hopper-backward-dk-over-rows-in-use", STAGES, "= this->place_.stage();",
-              "= 1 - this->place_.stage();",
+    _mutation("hopper-backward-dk-over-rows-in-use", STAGES, "this->place_.stage()",
+              "1 - this->place_.stage()",
               after="ANYFLASH_DEVICE Element* free_rows() const {"),
-    _mutation("hopper-backward-dv-over-late-v", KERNEL,
-              "if (stages.is_first()) smem.v_full.wait(0);"),
     _mutation("hopper-backward-next-sequence-overwritten", STAGED_ROWS,
               "target.rows < kStagedRows && packed", "false"),
     _mutation("hopper-backward-restored-before-stored", KERNEL,
               "if (threadIdx.x % 32 == 0) wait_stores();"),
-    _mutation("hopper-backward-told-too-early", LOAD, "kQArrivals = 2", "kQArrivals = 1"),
+    _mutation("hopper-backward-told-too-early", KERNEL, "BackwardLoader<Traits>::kQArrivals", "1"),
 )  # fmt: skip
 
 HIDDEN = (

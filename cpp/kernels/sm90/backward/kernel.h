@@ -48,7 +48,6 @@ ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params,
   const bool is_part = params.gqa_partials != nullptr;
   const bool is_staged = !is_part && params.grad_dtype != DType::kFloat32;
   if (is_staged) {
-    if (stages.is_first()) smem.v_full.wait(0);  // no tile came after it
     stage_key_gradients<Traits>(params, block, smem, stages.free_rows(), acc_dk, acc_dv);
   } else if (is_part) {
     store_part<Traits>(params, block, nonfinite_dout, acc_dk, acc_dv);
