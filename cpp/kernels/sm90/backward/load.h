@@ -34,8 +34,8 @@ class BackwardLoader {
     load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, key_coordinates(block_),
                                       smem_.v_full, L2Hint::kEvictFirst);
   }
-  // Nobody else does so if no row sees a key. But the CTA must not end while TMA writes, nor dV come
-  // to where V has not landed.
+  // Nobody else does so if no row sees a key. But the CTA must not end while TMA writes, nor dV go
+  // where V has not landed yet.
   ANYFLASH_DEVICE void wait_keys_and_values() {
     smem_.k_full.wait(0);
     smem_.v_full.wait(0);
