@@ -10,7 +10,6 @@
 #include <string>
 
 #include "anyflash/error.h"
-#include "common/macros.h"
 #include "common/math.h"
 
 #if defined(ANYFLASH_EMULATED)
@@ -85,22 +84,9 @@ inline bool driver_overlaps_kernels() {
 #endif
 
 // When a kernel may begin: after those before it in the stream, or already when the last of them
-// allows it (programmatic dependent launch). Such a kernel waits itself for what that one writes.
+// allows it (programmatic dependent launch). Such a kernel waits itself for what that one writes
+// (dependent_launch.h).
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
-
-// In a kernel: the next one of the stream may begin, if it was launched kWhenAllowed. Kernels
-// follow one another before Hopper, and on the emulator.
-ANYFLASH_DEVICE void allow_next_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// In a kernel launched kWhenAllowed: the one before it has ended, and its writes are seen.
-ANYFLASH_DEVICE void wait_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Runs kKernel(params) on grid x block threads, always with as much shared memory. Asynchronous on
 // a GPU.

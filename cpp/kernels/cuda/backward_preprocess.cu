@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "common/dependent_launch.h"
 #include "common/element.h"
 #include "common/launch.h"
 #include "common/macros.h"

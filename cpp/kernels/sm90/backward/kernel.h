@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/dependent_launch.h"
 #include "common/launch.h"
 #include "cuda/backward_grid.h"
 #include "cuda/gqa_partials.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/launch.h"
+#include "common/dependent_launch.h"
 #include "common/macros.h"
 #include "cuda/query_tile_iterator.h"
 #include "sm90/backward/launch_params.h"

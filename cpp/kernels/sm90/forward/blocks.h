@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/dependent_launch.h"
 #include "common/macros.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/pipeline.h"

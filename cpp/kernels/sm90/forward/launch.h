@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/dependent_launch.h"
 #include "common/element.h"
 #include "common/launch.h"
 #include "common/math.h"
