@@ -15,6 +15,7 @@ from mutations import Mutation
 HOPPER_BACKWARD = "sm90_backward_f16_d64"
 HOPPER_WIDE = "sm90_backward_f16_d256"
 KERNEL = "sm90/backward/kernel.h"
+KEY_BLOCK = "sm90/backward/key_block.h"
 LOAD = "sm90/backward/load.h"
 ROW_STAGES = "sm90/backward/row_stages.h"
 STAGES = "sm90/backward/stages.h"
@@ -26,7 +27,7 @@ DQ = "sm90/backward/dq_by_rows.h"
 _mutation = partial(Mutation, unit=HOPPER_BACKWARD)
 
 BARRIERS = (
-    _mutation("hopper-backward-no-barrier-after-init", KERNEL, "__syncthreads();", ""),
+    _mutation("hopper-backward-no-barrier-after-init", KEY_BLOCK, "__syncthreads();", ""),
     _mutation(
         "hopper-backward-no-wait-for-empty-q",
         LOAD,

@@ -150,7 +150,7 @@ ARITHMETIC = (
               after="const auto step = [&]"),
     _mutation("hopper-last-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
               after="while (tile >= 0) step(std::false_type{},"),
-    _mutation("hopper-division-by-zero", SOFTMAX, "sums[row] == 0.0f", "false"),
+    _mutation("hopper-division-by-zero", SOFTMAX, "sums(row) == 0.0f", "false"),
     _mutation("hopper-sum-not-rescaled", SOFTMAX, "sum_(row) *= rescale.factor[row];"),
     _mutation("hopper-largest-not-kept", SOFTMAX,
               "largest_(row) = fmaxf(largest_(row), larger);"),

@@ -226,7 +226,7 @@ ARITHMETIC = (
     Mutation("sums-not-exchanged", SOFTMAX, "all_reduce_pair(sum_);", "", unit=SPLIT_KEYS),
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
-    Mutation("output-not-rescaled-for-sink", SOFTMAX, "scale *= rescale;", ""),
+    Mutation("output-not-rescaled-for-sink", SOFTMAX, "return rescale;", "return 1.0f;"),
     Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
     Mutation(
         "hidden-v-not-cleared",

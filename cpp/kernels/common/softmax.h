@@ -118,14 +118,7 @@ class OnlineSoftmax {
       float sum = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
       float reference = max_(row) * unit_;
       float scale = factor;
-      if (sink != -INFINITY) {
-        // The larger of both is the new reference, so that neither term overflows.
-        const float larger = fmaxf(reference, sink);
-        const float rescale = exp2f((reference - larger) * kLog2E);
-        sum = sum * rescale + exp2f((sink - larger) * kLog2E);
-        scale *= rescale;
-        reference = larger;
-      }
+      if (sink != -INFINITY) scale *= add_sink(sink, reference, sum);
       lse(row) = sum == 0.0f ? -INFINITY : reference + logf(sum);
       if (sum != 0.0f) scale /= sum;
       CUTE_UNROLL
@@ -140,6 +133,16 @@ class OnlineSoftmax {
   ANYFLASH_DEVICE float max_score(int row) const { return max_(row) * unit_; }
 
  protected:
+  // One more logit of a row's denominator. Returns what the row's output is multiplied with.
+  ANYFLASH_DEVICE static float add_sink(float sink, float& reference, float& sum) {
+    // The larger of both is the new reference, so that neither term overflows.
+    const float larger = fmaxf(reference, sink);
+    const float rescale = exp2f((reference - larger) * kLog2E);
+    sum = sum * rescale + exp2f((sink - larger) * kLog2E);
+    reference = larger;
+    return rescale;
+  }
+
   // Of a row's scores before and these.
   template <class Scores>
   ANYFLASH_DEVICE static float maximum(const Scores& scores, int i, float previous) {

@@ -39,10 +39,10 @@ ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int
   return tile;
 }
 
-// Grid: x = all blocks of query rows of all (batch, head) pairs.
-template <int kBlockM>
-ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int index) {
-  const int row_blocks = count_tiles(params.attention.seqlen_q, kBlockM);
+// Grid: x = all blocks of block_m query rows of all (batch, head) pairs.
+ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int block_m,
+                                             int index) {
+  const int row_blocks = count_tiles(params.attention.seqlen_q, block_m);
   const int pair = index / row_blocks;
   const int64_t batch = pair / params.attention.heads;
   const int group = params.attention.heads / params.attention.heads_k;
@@ -51,7 +51,7 @@ ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int 
   tile.batch = batch;
   tile.head = pair % params.attention.heads;
   tile.head_k = tile.head / group;
-  tile.first_row = index % row_blocks * kBlockM;
+  tile.first_row = index % row_blocks * block_m;
   return tile;
 }
 

@@ -11,9 +11,11 @@
 #include "common/math.h"
 #include "common/reduce.h"
 #include "common/softmax.h"
+#include "cuda/backward_grid.h"
 #include "cuda/backward_preprocess.h"
 #include "variant/broadcast_tensor.h"
 #include "variant/sequence.h"
+#include "variant/work_tile.h"
 
 namespace anyflash {
 
@@ -29,45 +31,30 @@ struct alignas(16) Vector {
   Element x[kVector];
 };
 
+// A row of the tile's head, of out or another tensor like it.
+template <class T>
+ANYFLASH_DEVICE const T* row_of(const void* data, const Strides& stride,
+                                const ForwardWorkTile& tile, int row) {
+  return first_of<const T>(data, stride, tile.sequence, tile.head, row);
+}
+
 // The columns [col, col + 8) of a row, 0 where there are none: 16-bit rows hold whole vectors,
 // float32 ones are read element by element.
 template <class Element>
-ANYFLASH_DEVICE void load_row(float (&to)[kVector], const void* data, DType dtype, int64_t offset,
-                              int64_t col_stride, int col, int columns) {
+ANYFLASH_DEVICE void load_columns(float (&to)[kVector], const void* data, DType dtype,
+                                  const Strides& stride, const ForwardWorkTile& tile, int row,
+                                  int col, int columns) {
   if (dtype == DType::kFloat32) {
-    const float* const row = static_cast<const float*>(data) + offset;
+    const float* const from = row_of<float>(data, stride, tile, row);
     for (int i = 0; i < kVector; ++i) {
-      to[i] = col + i < columns ? row[(col + i) * col_stride] : 0.0f;
+      to[i] = col + i < columns ? from[(col + i) * stride.col] : 0.0f;
     }
   } else {
     const auto all =
-        *reinterpret_cast<const Vector<Element>*>(static_cast<const Element*>(data) + offset + col);
+        *reinterpret_cast<const Vector<Element>*>(row_of<Element>(data, stride, tile, row) + col);
     for (int i = 0; i < kVector; ++i) to[i] = to_float(all.x[i]);
   }
 }
-
-// The rows of a CTA: those of one (batch, head) pair from row0 on.
-struct RowTile {
-  Sequence sequence;
-  int64_t batch;
-  int head;
-  int row0;
-
-  ANYFLASH_DEVICE RowTile(const BackwardScratch& p, int index) {
-    const int row_blocks = ceil_div(p.attention.seqlen_q, p.block_m);
-    const int pair = index / row_blocks;
-    batch = pair / p.attention.heads;
-    head = pair % p.attention.heads;
-    row0 = index % row_blocks * p.block_m;
-    sequence = sequence_of(p.attention, batch);
-  }
-
-  // Of element (row, 0) of this head's tensor.
-  ANYFLASH_DEVICE int64_t offset(const Strides& stride, int row) const {
-    return sequence.batch * stride.batch + head * stride.head +
-           (sequence.first_q + row) * stride.row;
-  }
-};
 
 ANYFLASH_DEVICE float row_sum(float x) {
   for (int distance = kRowThreads / 2; distance > 0; distance /= 2) {
@@ -77,10 +64,10 @@ ANYFLASH_DEVICE float row_sum(float x) {
 }
 
 // Of a row that exists, from its LSE and the sum of dout * out.
-ANYFLASH_DEVICE LseAndDelta lse_and_delta_of(const BackwardScratch& p, const RowTile& tile, int row,
-                                             float lse, float sum) {
+ANYFLASH_DEVICE LseAndDelta lse_and_delta_of(const BackwardScratch& p, const ForwardWorkTile& tile,
+                                             int row, float lse, float sum) {
   if (fabsf(lse) == INFINITY) return {INFINITY, 0.0f};
-  const float dlse = p.dlse == nullptr ? 0.0f : p.dlse[tile.offset(p.dlse_stride, row)];
+  const float dlse = p.dlse == nullptr ? 0.0f : *row_of<float>(p.dlse, p.dlse_stride, tile, row);
   return {lse * p.lse_unit, sum - dlse};
 }
 
@@ -92,18 +79,18 @@ ANYFLASH_DEVICE LseAndDelta no_row(const BackwardScratch& p) {
 // LSE and delta of the tile's rows r, r + kStride, ... of 16-bit tensors: kRows of them. All loads
 // of kPieces * 64 columns come before what is done with them, since memory is far.
 template <class Element, int kRows, int kPieces>
-ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const RowTile& tile, int r,
+ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const ForwardWorkTile& tile, int r,
                                      int64_t first_row) {
   constexpr int kStride = kThreads / kRowThreads;
   const int lane = static_cast<int>(threadIdx.x) % kRowThreads;
   const int columns = p.attention.head_dim_v;
-  const int rows = min(p.block_m, tile.sequence.seqlen_q - tile.row0);
+  const int rows = min(p.block_m, tile.sequence.seqlen_q - tile.first_row);
   float lse[kRows];
   float sums[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int row = r + i * kStride;
-    lse[i] = row < rows ? p.lse[tile.offset(p.lse_stride, tile.row0 + row)] : 0.0f;
+    lse[i] = row < rows ? *row_of<float>(p.lse, p.lse_stride, tile, tile.first_row + row) : 0.0f;
     sums[i] = 0.0f;
   }
 #pragma unroll 1
@@ -122,11 +109,11 @@ ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const RowTile& ti
       }
     };
     for_each_piece([&](int i, int piece, int col) ANYFLASH_INLINE_LAMBDA {
-      const int row = tile.row0 + r + i * kStride;
-      dout[i][piece] = *reinterpret_cast<const uint4*>(static_cast<const Element*>(p.dout) +
-                                                       tile.offset(p.dout_stride, row) + col);
-      out[i][piece] = *reinterpret_cast<const uint4*>(static_cast<const Element*>(p.out) +
-                                                      tile.offset(p.out_stride, row) + col);
+      const int row = tile.first_row + r + i * kStride;
+      dout[i][piece] =
+          *reinterpret_cast<const uint4*>(row_of<Element>(p.dout, p.dout_stride, tile, row) + col);
+      out[i][piece] =
+          *reinterpret_cast<const uint4*>(row_of<Element>(p.out, p.out_stride, tile, row) + col);
     });
     for_each_piece([&](int i, int piece, int col) ANYFLASH_INLINE_LAMBDA {
       const auto& x = reinterpret_cast<const Vector<Element>&>(dout[i][piece]);
@@ -144,26 +131,24 @@ ANYFLASH_DEVICE void preprocess_rows(const BackwardScratch& p, const RowTile& ti
     if (lane != 0 || row >= p.block_m) continue;
     p.set_lse_and_delta(
         first_row + row,
-        row < rows ? lse_and_delta_of(p, tile, tile.row0 + row, lse[i], sum) : no_row(p));
+        row < rows ? lse_and_delta_of(p, tile, tile.first_row + row, lse[i], sum) : no_row(p));
   }
 }
 
 // The same of one row, where dout or out is float32. A float32 dout is also rounded.
 template <class Element>
-ANYFLASH_DEVICE void preprocess_float_row(const BackwardScratch& p, const RowTile& tile, int r,
-                                          int64_t first_row) {
+ANYFLASH_DEVICE void preprocess_float_row(const BackwardScratch& p, const ForwardWorkTile& tile,
+                                          int r, int64_t first_row) {
   const int lane = static_cast<int>(threadIdx.x) % kRowThreads;
   const int columns = p.attention.head_dim_v;
-  const int row = tile.row0 + r;
+  const int row = tile.first_row + r;
   const bool exists = row < tile.sequence.seqlen_q;
   float sum = 0.0f;
   for (int col = lane * kVector; exists && col < columns; col += kRowThreads * kVector) {
     float dout[kVector];
     float out[kVector];
-    load_row<Element>(dout, p.dout, p.dout_dtype, tile.offset(p.dout_stride, row),
-                      p.dout_stride.col, col, columns);
-    load_row<Element>(out, p.out, p.out_dtype, tile.offset(p.out_stride, row), p.out_stride.col,
-                      col, columns);
+    load_columns<Element>(dout, p.dout, p.dout_dtype, p.dout_stride, tile, row, col, columns);
+    load_columns<Element>(out, p.out, p.out_dtype, p.out_stride, tile, row, col, columns);
     if (p.dout_rounded != nullptr) {
       Vector<Element> rounded;
       for (int i = 0; i < kVector; ++i) {
@@ -184,7 +169,7 @@ ANYFLASH_DEVICE void preprocess_float_row(const BackwardScratch& p, const RowTil
   if (lane != 0) return;
   LseAndDelta values = no_row(p);
   if (exists) {
-    values = lse_and_delta_of(p, tile, row, p.lse[tile.offset(p.lse_stride, row)], sum);
+    values = lse_and_delta_of(p, tile, row, *row_of<float>(p.lse, p.lse_stride, tile, row), sum);
   }
   p.set_lse_and_delta(first_row + r, values);
 }
@@ -195,9 +180,9 @@ __global__ void __launch_bounds__(kThreads, kHasFloat ? 1 : 4)
     preprocess_kernel(const __grid_constant__ BackwardScratch p) {
   allow_next_kernel();
   const Attention& a = p.attention;
-  const RowTile tile(p, static_cast<int>(blockIdx.x));
-  if (tile.row0 >= tile.sequence.seqlen_q) return;
-  const int64_t first_row = p.first_row(tile.sequence, tile.batch, tile.head) + tile.row0;
+  const ForwardWorkTile tile = row_block_at(p, p.block_m, static_cast<int>(blockIdx.x));
+  if (tile.first_row >= tile.sequence.seqlen_q) return;
+  const int64_t first_row = p.first_row(tile.sequence, tile.batch, tile.head) + tile.first_row;
 
   if (p.dq_accum != nullptr) {  // first, since nobody waits for a store
     auto* const sums = reinterpret_cast<float4*>(p.dq_accum + first_row * p.dq_columns);
@@ -205,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kHasFloat ? 1 : 4)
       sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
   }
-  if (p.slopes_log2 != nullptr && tile.row0 == 0 && threadIdx.x == 0) {
+  if (p.slopes_log2 != nullptr && tile.first_row == 0 && threadIdx.x == 0) {
     const Strides& stride = a.alibi_slopes.stride;
     const float slope =
         load_float(a.alibi_slopes, tile.batch * stride.batch + tile.head * stride.head);

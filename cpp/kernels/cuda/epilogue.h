@@ -16,14 +16,6 @@
 
 namespace anyflash {
 
-// Element (row, head, 0) of one sequence in a tensor with q's rows.
-template <class T, class Void>
-ANYFLASH_DEVICE T* first_of(Void* data, const Strides& stride, const Sequence& sequence, int head,
-                            int64_t row = 0) {
-  return static_cast<T*>(data) + sequence.batch * stride.batch + head * stride.head +
-         (sequence.first_q + row) * stride.row;
-}
-
 // Reads elements of V, (key, column), as floats.
 template <class Element>
 ANYFLASH_DEVICE auto tensor_values(const Attention& attention, const ForwardWorkTile& work_tile) {

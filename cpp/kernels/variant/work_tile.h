@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+#include "params.h"
 #include "variant/sequence.h"
 
 namespace anyflash {
@@ -24,5 +26,13 @@ struct BackwardWorkTile {
   int gqa_split;  // of the query heads that share head_k
   int first_key;
 };
+
+// Element (row, head, 0) of one sequence in a tensor with q's rows.
+template <class T, class Void>
+ANYFLASH_DEVICE T* first_of(Void* data, const Strides& stride, const Sequence& sequence, int head,
+                            int64_t row = 0) {
+  return static_cast<T*>(data) + sequence.batch * stride.batch + head * stride.head +
+         (sequence.first_q + row) * stride.row;
+}
 
 }  // namespace anyflash

@@ -173,22 +173,6 @@ def attention(
     >>> q.grad.shape, bias.grad.shape
     (torch.Size([1, 4, 2, 8]), torch.Size([4, 4]))
     """
-    if (  # given_options() tells this, too: its call takes a twentieth of a small attention
-        window_size is UNBOUNDED
-        and softcap is NO_SOFTCAP
-        and dropout_p is NO_DROPOUT
-        and alibi_slopes is bias is block_mask is key_ranges is sinks is seqused_k is None
-        and seed is None
-        and rng_state is None
-        and out_dtype is None
-        and deterministic is None
-        and return_max_logits is return_dropout_mask is return_result is False
-    ):
-        result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.attend(
-            _NAME, q, k, v, softmax_scale, causal, return_lse
-        )
-        if result is not None:
-            return result
     options = given_options(
         softmax_scale,
         causal,
@@ -204,7 +188,20 @@ def attention(
         seed,
         rng_state,
         seqused_k,
-    ) or plain_options(softmax_scale, causal)
+    )
+    if (
+        options is None
+        and out_dtype is None
+        and (deterministic is None or isinstance(deterministic, bool))
+        and return_max_logits is return_dropout_mask is return_result is False
+    ):
+        result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.attend(
+            _NAME, q, k, v, softmax_scale, causal, return_lse
+        )
+        if result is not None:
+            return result
+    if options is None:
+        options = plain_options(softmax_scale, causal)
     outputs = OutputRequest(
         return_lse, return_max_logits, return_dropout_mask, return_result, out_dtype
     )

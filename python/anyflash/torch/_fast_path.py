@@ -49,9 +49,7 @@ def forward(  # noqa: PLR0917
     or error that is not the kernel's."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    if (causal is not True and causal is not False) or (
-        return_lse is not True and return_lse is not False
-    ):
+    if not (isinstance(causal, bool) and isinstance(return_lse, bool)):
         return None
     if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None

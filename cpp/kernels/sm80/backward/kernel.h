@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Traits::kRowThreads)
   using namespace cute;
   using Tile = typename Traits::TileDq;
   auto& smem = *reinterpret_cast<typename Traits::template Buffer<Tile>*>(anyflash_smem);
-  const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params, blockIdx.x);
+  const ForwardWorkTile block = row_block_at(params, Traits::kBlockM, blockIdx.x);
   const Sequence& sequence = block.sequence;
   if (block.first_row >= sequence.seqlen_q) return;
 

@@ -7,7 +7,6 @@
 #include "cuda/backward_epilogue.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/launch_params.h"
-#include "sm90/backward/query_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/ptx.h"
 #include "sm90/staged_rows.h"
@@ -49,7 +48,7 @@ ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWor
   restore_nonfinite<Traits, PlainBackward>(params, block, dv_tile<Out>(params, block));
 }
 
-// Both in the dtype `Out`, when acc_dk has got its scale.
+// Gives acc_dk its scale, and writes both in the dtype `Out`.
 template <class Traits, class Out>
 ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
                                          const BackwardWorkTile& block, bool nonfinite_dout,

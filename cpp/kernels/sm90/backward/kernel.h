@@ -9,6 +9,7 @@
 #include "cuda/backward_grid.h"
 #include "cuda/gqa_partials.h"
 #include "sm90/backward/epilogue.h"
+#include "sm90/backward/key_block.h"
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/load.h"
 #include "sm90/backward/mainloop.h"
@@ -67,27 +68,9 @@ template <class Traits, bool kAddsToDq>
 __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     backward_kernel(const __grid_constant__ BackwardLaunch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
-  allow_next_kernel();
-  if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest
-    wait_previous_kernel();
-    return;
-  }
-  const bool loads = is_loading_thread<Traits>();
-  if (loads) {
-    smem.block = block;
-    init_backward<Traits>(smem);
-    load_first<Traits>(params, block, smem);
-  }
-  __syncthreads();
-  run_roles<Traits>(
-      [&] {
-        if (loads) load_rest<Traits>(params, block, smem);
-      },
-      [&](int warpgroup) {
-        find_visible_rows<Traits>(params, block, smem);
-        consume_rows<Traits, kAddsToDq>(params, smem, warpgroup);
-      });
+  run_key_block<Traits>(
+      params, smem, [&] { init_backward<Traits>(smem); },
+      [&](int warpgroup) { consume_rows<Traits, kAddsToDq>(params, smem, warpgroup); });
 }
 
 // dK and dV of a block of keys from the sums of parts of their query heads. Grid: x = all blocks of
@@ -112,7 +95,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     postprocess_dq_kernel(const __grid_constant__ BackwardScratch params) {
-  const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params, blockIdx.x);
+  const ForwardWorkTile block = row_block_at(params, Traits::kBlockM, blockIdx.x);
   const Sequence& sequence = block.sequence;
   wait_previous_kernel();
   if (block.first_row >= sequence.seqlen_q) return;

@@ -10,7 +10,6 @@
 #include "sm90/backward/query_tile.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
-#include "sm90/ptx.h"
 #include "sm90/tma.h"
 #include "variant/backward_variants.h"
 #include "variant/mask.h"

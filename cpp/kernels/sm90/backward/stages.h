@@ -123,6 +123,7 @@ class BackwardStages : public RowStages<Traits> {
       commit_stores();
     }
   }
+
   // Warpgroups work part of a tile apart, so that one's products run beside the other's softmax:
   // the second one begins when the first one has computed its first P. Whoever is behind stays so,
   // because each waits for the other's dS.

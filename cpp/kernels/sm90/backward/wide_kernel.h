@@ -4,21 +4,19 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/dependent_launch.h"
 #include "common/launch.h"
 #include "common/macros.h"
 #include "cuda/backward_grid.h"
 #include "cuda/gqa_partials.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/epilogue.h"
+#include "sm90/backward/key_block.h"
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/load.h"
 #include "sm90/backward/row_stages.h"
 #include "sm90/backward/wide_mainloop.h"
 #include "sm90/backward/wide_traits.h"
 #include "sm90/pipeline.h"
-#include "sm90/ptx.h"
-#include "sm90/roles.h"
 #include "sm90/wgmma.h"
 #include "variant/backward_scratch.h"
 #include "variant/work_tile.h"
@@ -124,25 +122,9 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     wide_backward_kernel(const __grid_constant__ BackwardLaunch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
-  allow_next_kernel();
-  if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest
-    wait_previous_kernel();
-    return;
-  }
-  const bool loads = is_loading_thread<Traits>();
-  if (loads) {
-    smem.block = block;
-    init_wide<Traits>(smem);
-    load_first<Traits>(params, block, smem);
-  }
-  __syncthreads();
-  run_roles<Traits>(
-      [&] {
-        if (loads) load_rest<Traits>(params, block, smem);
-      },
+  run_key_block<Traits>(
+      params, smem, [&] { init_wide<Traits>(smem); },
       [&](int warpgroup) {
-        find_visible_rows<Traits>(params, block, smem);
         if (warpgroup == 0) consume_wide<DvRole<Traits>>(params, smem);
         else consume_wide<DkRole<Traits>>(params, smem);
       });

@@ -7,7 +7,6 @@
 #include "common/macros.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/pipeline.h"
-#include "sm90/ptx.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
 #include "variant/work_tile.h"

@@ -67,9 +67,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
   const Variant variant(params.attention, work_tile, Traits::kBlockN);
   auto out = as_matrix(acc_o);
   finished.apply(out, variant.dropout_scale());
-  auto lse = cute::make_tensor<float>(cute::Int<kThreadRows>{});
-  CUTE_UNROLL
-  for (int row = 0; row < kThreadRows; ++row) lse(row) = finished.lse[row];
+  auto lse = finished.lse;
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
   if (params.prior.out != nullptr) {
     join_prior(params, work_tile, out, lse, coordinates, rows);

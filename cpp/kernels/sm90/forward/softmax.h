@@ -27,15 +27,16 @@ struct Rescale {
 
 // What a row's sum of P V is multiplied with, and its log-sum-exp.
 struct FinishedRows {
-  float scale[kThreadRows];
-  float lse[kThreadRows];
+  using Rows = decltype(cute::make_tensor<float>(cute::Int<kThreadRows>{}));
+  Rows scale;
+  Rows lse;
 
   template <class Out>
   ANYFLASH_DEVICE void apply(Out& out, float factor) const {
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
       CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(out); ++col) out(row, col) *= scale[row] * factor;
+      for (int col = 0; col < cute::size<1>(out); ++col) out(row, col) *= scale(row) * factor;
     }
   }
 };
@@ -94,36 +95,28 @@ class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
 
   // Rows that saw nothing have scale 1 and -inf. `sink` is one more logit of the denominator, -inf
   // if there is none. No reference exceeds its row's largest logit, so a sum is at least 1, or 0,
-  // or NaN: approximations need no other way for small numbers.
+  // or NaN: approximations need no other way for small numbers. Each step is taken for all rows
+  // before the next one, so that their shuffles overlap.
   ANYFLASH_DEVICE FinishedRows finish(float sink) const {
-    float sums[kThreadRows];
+    Rows sums, references;
+    FinishedRows rows;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
-      sums[row] = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
-    }
-    float references[kThreadRows];
-    float scales[kThreadRows];
-    CUTE_UNROLL
-    for (int row = 0; row < kThreadRows; ++row) {
-      references[row] = max_(row) * unit_;
-      scales[row] = 1.0f;
+      sums(row) = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
+      references(row) = max_(row) * unit_;
+      rows.scale(row) = 1.0f;
     }
     if (sink != -INFINITY) {
       CUTE_UNROLL
       for (int row = 0; row < kThreadRows; ++row) {
-        // The larger of both is the new reference, so that neither term overflows.
-        const float larger = fmaxf(references[row], sink);
-        scales[row] = exp2f((references[row] - larger) * kLog2E);
-        sums[row] = sums[row] * scales[row] + exp2f((sink - larger) * kLog2E);
-        references[row] = larger;
+        rows.scale(row) = add_sink(sink, references(row), sums(row));
       }
     }
-    FinishedRows rows;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
-      const bool empty = sums[row] == 0.0f;
-      rows.scale[row] = empty ? 1.0f : __fdividef(scales[row], sums[row]);
-      rows.lse[row] = empty ? -INFINITY : references[row] + __log2f(sums[row]) * kLn2;
+      const bool empty = sums(row) == 0.0f;
+      rows.scale(row) = empty ? 1.0f : __fdividef(rows.scale(row), sums(row));
+      rows.lse(row) = empty ? -INFINITY : references(row) + __log2f(sums(row)) * kLn2;
     }
     return rows;
   }

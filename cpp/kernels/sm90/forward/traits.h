@@ -47,8 +47,7 @@ struct ForwardTraits {
   static constexpr bool kOutputInQ = kQStages > 1;
   static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
-  // The first tile takes less time where a warpgroup sees at most this number of its keys.
-  static constexpr int kFewKeys = kBlockN == 128 ? 64 : kBlockN == 80 ? 48 : kBlockN;
+  static constexpr int kFewKeys = kConfig.few_keys;
 
   // A warpgroup's rows.
   static constexpr int kWarpgroupRows = 64;
