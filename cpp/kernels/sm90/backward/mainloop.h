@@ -9,8 +9,8 @@
 namespace anyflash::sm90 {
 
 // acc_dk += dS^T Q and acc_dv += P^T dO over all tiles, without the scale of dS. With kAddsToDq, dS
-// K is added to dq_accum a tile later: by then the other warpgroup's dS is there. The last tile's is
-// left to add_last_dq().
+// K is added to dq_accum a tile later: by then the other warpgroup's dS is there. add_last_dq()
+// does so for the last tile.
 //
 //   tensor cores   S | dP | dV         | dQ of the tile before | dK
 //   registers           P  dS   to smem                          dQ to dq_accum
