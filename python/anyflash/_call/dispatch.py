@@ -49,12 +49,13 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
 
 def fast_path_of(q: Any) -> Callable[..., Any] | None:
     """The forward of PyTorch's tensors that no adapter has to see, which gives None for others:
-    anyflash.torch._fast_path. None where q is not PyTorch's."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(q, torch.Tensor):
-        return None
-    module: Any = sys.modules.get("anyflash.torch._fast_path")  # faster than the import
+    anyflash.torch._fast_path. None where q is not PyTorch's, as far as that costs nothing to say.
+    """
+    module: Any = sys.modules.get("anyflash.torch._fast_path")
     if module is None:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(q, torch.Tensor):
+            return None
         import anyflash.torch._fast_path as module
     attend: Callable[..., Any] = module.attend
     return attend

@@ -123,9 +123,9 @@ def given_options(  # noqa: PLR0917 (in the order of the fields)
         is seqused_k
         is part
         is None
-        and (window_size is UNBOUNDED or _is_unbounded(window_size))
-        and (softcap is NO_SOFTCAP or _is_zero(softcap))
-        and (dropout_p is NO_DROPOUT or _is_zero(dropout_p))
+        and _is_unbounded(window_size)
+        and _is_zero(softcap)
+        and _is_zero(dropout_p)
     ):
         return None
     return AttentionOptions(

@@ -15,6 +15,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 # Looked up once: each of these takes as long as what it asks.
 is_compiling = torch.compiler.is_compiling  # by torch.compile or torch.export
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 is_deterministic = torch.are_deterministic_algorithms_enabled
 is_grad_enabled = torch.is_grad_enabled
@@ -91,9 +92,10 @@ def needs_adapter(arrays: tuple[Any, ...], autocast: bool) -> bool:
 
 def is_plain_eager(q: Any, k: Any, v: Any) -> bool:
     """Whether they are plain tensors, and nobody compiles, traces, records or casts what is done
-    with them. The questions above, in one step: these are asked by calls that take little else."""
+    with them. The questions above, in one step: these are asked by calls that take little else.
+    What else than TorchDynamo compiles has a mode, or tensors of another type."""
     return not (
-        is_compiling()
+        _is_dynamo_compiling()
         or type(q) not in PLAIN
         or type(k) not in PLAIN
         or type(v) not in PLAIN

@@ -49,7 +49,7 @@ def forward(  # noqa: PLR0917
     or error that is not the kernel's."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    if not (isinstance(causal, bool) and isinstance(return_lse, bool)):
+    if not (causal is False or causal is True) or not (return_lse is False or return_lse is True):
         return None
     if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None
