@@ -33,8 +33,9 @@ function(anyflash_require variable package)
   if(NOT ${variable})
     message(
       FATAL_ERROR
-      "${variable} is not set and the Python package ${package} was not found; set the variable, or "
-      "run: pip install --no-deps ${package}"
+      "${variable} is not set and the Python package ${package} was not found. Give cmake "
+      "-D${variable}=FOLDER (python/docs/guide/c_cpp.md says where its headers come from), or run: "
+      "pip install --no-deps ${package}"
     )
   endif()
 endfunction()

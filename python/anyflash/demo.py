@@ -75,9 +75,8 @@ def check_packages() -> None:
     """Raise MissingPackageError naming every absent package with the command that installs it."""
     missing = [package for package in INSTALL if importlib.util.find_spec(package) is None]
     if missing:
-        raise MissingPackageError(
-            "\n".join(f"{package} is not installed; run: {INSTALL[package]}" for package in missing)
-        )
+        commands = "\n".join(INSTALL[package] for package in missing)
+        raise MissingPackageError(f"not installed: {', '.join(missing)}; run:\n{commands}")
 
 
 def import_package(module: str) -> Any:

@@ -38,6 +38,10 @@ maximum_signature_line_length = 88
 
 html_theme = "furo"
 html_title = f"anyflash {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_use_index = html_domain_indices = False  # nothing of the theme leads there
+pygments_dark_style = "github-dark"  # Furo's underlines modules, as if they were links
 copybutton_prompt_text = "$ "
 
 

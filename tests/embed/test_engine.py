@@ -3,55 +3,30 @@ cache of keys and values; its logits against the same formula in float64."""
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from programs import EXAMPLES, output_of
+from random_model import (
+    HEAD_DIM,
+    HEADS,
+    HEADS_K,
+    LAYERS,
+    NUMBERS,
+    VOCABULARY,
+    Array,
+    weights,
+    write_safetensors,
+)
 
 import anyflash
 
-Array = npt.NDArray[Any]
-LAYERS, HEADS, HEADS_K, HEAD_DIM, HIDDEN, VOCABULARY, POSITIONS = 2, 4, 2, 16, 96, 50, 96
-NUMBERS = {"layers": LAYERS, "heads": HEADS, "heads_k": HEADS_K}
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, VOCABULARY, 75)]
-
-
-def weights() -> dict[str, Array]:
-    rng = np.random.default_rng(1)
-    width, width_k = HEADS * HEAD_DIM, HEADS_K * HEAD_DIM
-    angles = np.arange(POSITIONS)[:, None] * 100.0 ** -(np.arange(HEAD_DIM // 2) / HEAD_DIM * 2)
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, width), "norm": (width,)}
-    for i in range(LAYERS):
-        shapes |= {f"{i}.{name}": (width,) for name in ("norm_attention", "norm_mlp")}
-        shapes |= {f"{i}.{name}": (width, width) for name in ("q", "o")}
-        shapes |= {f"{i}.{name}": (width_k, width) for name in ("k", "v")}
-        shapes |= {f"{i}.{name}": (HIDDEN, width) for name in ("gate", "up")}
-        shapes[f"{i}.down"] = (width, HIDDEN)
-    result = {
-        name: rng.standard_normal(shape) * (1 if len(shape) == 1 else 2 / shape[-1] ** 0.5)
-        for name, shape in shapes.items()
-    }
-    result |= {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
-    return {name: np.ascontiguousarray(value, np.float32) for name, value in result.items()}
-
-
-def write_safetensors(path: Path, tensors: dict[str, Array], metadata: dict[str, Any]) -> None:
-    header: dict[str, Any] = {"__metadata__": {name: str(x) for name, x in metadata.items()}}
-    offset = 0
-    for name, tensor in tensors.items():
-        ends = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": ends}
-        offset = ends[1]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    data = b"".join(tensor.tobytes() for tensor in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def normalized(weight: Array, x: Array) -> Array:
@@ -102,7 +77,7 @@ def test_engine(engine: Path, tmp_path: Path) -> None:
     NumPy's: twice the error of NumPy's own float32."""
     tensors = weights()
     model = tmp_path / "model.safetensors"
-    write_safetensors(model, tensors, NUMBERS)
+    output_of([sys.executable, EXAMPLES / "engine" / "random_model.py", model])
     expected = logits(tensors, np.float64)
     allowed = 2 * np.abs(logits(tensors, np.float32) - expected).max()
     found = []

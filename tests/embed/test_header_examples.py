@@ -1,9 +1,11 @@
-"""The code that the public headers begin with, compiled and run as it stands there."""
+"""The code that the public headers begin with, and the guide's program, compiled and run as they
+stand there."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +41,19 @@ def test_example(library: Path, tmp_path: Path, header: str) -> None:
     strict = ["-Wall", "-Wextra", "-Werror", f"-Wl,-rpath,{library}"]
     program = tmp_path / "example"
     output_of([*compiler.split(), source, "-x", "none", "-o", program, *strict, *flags])
-    found = np.array(output_of([program]).split(), np.float64).reshape(X.shape)
+    check(output_of([program]))
+
+
+def test_program_of_the_guide(config: Path, build: Callable[..., Path], tmp_path: Path) -> None:
+    page = (ROOT / "python" / "docs" / "guide" / "c_cpp.md").read_text()
+    for file, language in {"main.cpp": "c\\+\\+", "CMakeLists.txt": "cmake"}.items():
+        (code,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        (tmp_path / file).write_text(code)
+    check(output_of([build(tmp_path, f"-Danyflash_DIR={config}") / "engine"]))
+
+
+def check(printed: str) -> None:
+    found = np.array(printed.split(), np.float64).reshape(X.shape)
     scores = np.where(np.tri(3, dtype=bool), X @ X.T / np.sqrt(2), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = weights / weights.sum(-1, keepdims=True) @ X

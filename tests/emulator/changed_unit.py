@@ -33,19 +33,29 @@ def compile_command(build: Path, sanitizer: str, unit: str) -> list[str]:
     raise AssertionError(f"the test build does not compile {wanted}")
 
 
-def build_driver(build: Path, folder: Path, unit: Path, command: list[str], sanitizer: str) -> Path:
+def compile_unit(
+    folder: Path, unit: Path, command: list[str], sanitizer: str, switch: str = SWITCH
+) -> Path:
     """Compiles `unit`, which finds changed headers in `folder`, with the command of the unchanged
-    one, and links a driver with it in place of that one."""
-    (folder / "switch.h").write_text(SWITCH)
+    one."""
+    if not (folder / "switch.h").exists():
+        (folder / "switch.h").write_text(switch)
     command = list(command)
-    command[command.index("-o") + 1] = str(folder / "unit.o")
+    result = unit.with_suffix(".o")
+    command[command.index("-o") + 1] = str(result)
     command[-1] = str(unit)
     # What is looked for are accesses of heap blocks; the rest takes most of the time.
     flags = ["-fno-sanitize=undefined", "--param=asan-stack=0"]
     command[1:1] = [f"-I{folder}", "-include", str(folder / "switch.h")]
     command += ["-g0", *(flags if sanitizer == "asan" else [])]
-    subprocess.run(command, cwd=build, check=True)
+    subprocess.run(command, cwd=folder, check=True)
+    return result
 
+
+def link_driver(
+    build: Path, folder: Path, objects: list[Path], command: list[str], sanitizer: str
+) -> Path:
+    """A driver with these objects in place of those of the same units, which `command` compiled."""
     driver = driver_name(sanitizer)
     library = build / "tests" / "emulator" / "library"
     emulator = driver.replace("emulated_driver", "emu")
@@ -54,7 +64,7 @@ def build_driver(build: Path, folder: Path, unit: Path, command: list[str], sani
         [
             # To read the debug information of all other units would take most of the time.
             *(command[0], *sanitizers, "-fopenmp", "-Wl,--strip-debug", "-o", folder / "driver"),
-            folder / "unit.o",
+            *objects,
             library / "CMakeFiles" / f"{driver}.dir" / "driver.cpp.o",
             library / f"lib{driver}_library.a",
             library.parent / f"lib{emulator}.a",

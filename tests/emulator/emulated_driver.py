@@ -188,6 +188,8 @@ BACKWARD_PLAIN_CASES = backward(
     Case(seqlen_q=150, seqlen_k=200, more="grad=fp32 accumulate=1"),
     Case(seqlen_q=150, seqlen_k=200, heads=9, causal=1, more="grad=fp32 accumulate=1 det=1"),
     Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=v det=1"),
+    # Tiles of rows that see no key: nothing waits for Q until dQ takes its place.
+    Case(seqlen_q=200, seqlen_k=70, heads=1, causal=1, more="det=1"),
 )
 
 BACKWARD_FEATURE_CASES = backward(
@@ -321,11 +323,15 @@ def wide(cases: tuple[Case, ...], head_dim: int = 128) -> list[Case]:
 
 # For the kernels by chunks of columns, of head dim 512: with one buffer, and with two where 227 KB
 # are.
-# The second chunk of V is not whole.
+# The second chunk of V is not whole. In the last case K comes again, and then dK in its place.
 CHUNK_CASES = tuple(
     case._replace(head_dim_v=300, scale=0.05, more=f"{case.more} {memory}")
-    for memory in ("", "smem=232448")
-    for case in wide(BACKWARD_RACES[:6], 512)
+    for memory, cases in (
+        ("", BACKWARD_RACES[:6]),
+        ("smem=232448", BACKWARD_RACES[:6]),
+        ("", backward(Case(seqlen_q=70, seqlen_k=70, heads=1, more="left=30 right=10 nan=k"))),
+    )
+    for case in wide(cases, 512)
 )
 
 # Tiles of 64 rows and 64 keys, in the kernels for wide heads.

@@ -15,43 +15,14 @@ from pathlib import Path
 
 import pytest
 from backward_mutations import BACKWARD_MUTATIONS
-from changed_unit import build_driver, compile_command
-from decode_cases import CASES as DECODE_CASES
-from decode_cases import PREFILL as PREFILL_CASES
-from decode_cases import RACES as DECODE_RACES
-from decode_cases import latent, longer
-from decode_mutations import (
-    APPEND,
-    COMBINE,
-    DECODE,
-    DECODE_MUTATIONS,
-    LATENT,
-    PREFILL,
-    PREFILL_2,
-)
-from emulated_driver import (
-    BACKWARD_CASES,
-    BACKWARD_RACES,
-    CASES,
-    CHUNK_CASES,
-    FORWARD_RACES,
-    GROWING_CASES,
-    HOPPER_BACKWARD_CASES,
-    HOPPER_CASES,
-    HOPPER_RACES,
-    HOPPER_WIDE_CASES,
-    PINGPONG_CASES,
-    ROOT,
-    Case,
-    run,
-    wide,
-)
-from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_BACKWARD_MUTATIONS, HOPPER_WIDE
-from hopper_mutations import HOPPER, HOPPER_MUTATIONS
+from changed_unit import compile_command, compile_unit, link_driver
+from decode_mutations import DECODE, DECODE_MUTATIONS, LATENT
+from emulated_driver import ROOT, run
+from hopper_backward_mutations import HOPPER_BACKWARD_MUTATIONS
+from hopper_mutations import HOPPER_MUTATIONS
 from mutations import (
     BACKWARD,
     CHUNKS,
-    FORWARD,
     FORWARD_MUTATIONS,
     LAZY,
     ONE_BUFFER,
@@ -59,6 +30,7 @@ from mutations import (
     SPLIT_KEYS,
     Mutation,
 )
+from unit_cases import cases_of
 
 MUTATIONS = (
     FORWARD_MUTATIONS
@@ -144,7 +116,8 @@ def _mutant(build: Path, folder: Path, mutations: list[Mutation]) -> Path:
     changed = folder / "cuda" / f"{mutation.unit}.cu"
     source = (changed if changed.exists() else Path(command[-1])).read_text()
     unit.write_text(_fewer_kernels(source, mutation))
-    return build_driver(build, folder, unit, command, mutation.sanitizer)
+    changed_object = compile_unit(folder, unit, command, mutation.sanitizer)
+    return link_driver(build, folder, [changed_object], command, mutation.sanitizer)
 
 
 def _key(mutation: Mutation) -> tuple[str, ...]:
@@ -157,63 +130,9 @@ Results = dict[tuple[tuple[str, ...], int], Future[tuple[int, str]]]
 
 UNCHANGED = sorted({_key(mutation)[:2] for mutation in MUTATIONS})
 
-# Words of the cases that a unit is run for, where that is not all.
-DECODE_WORDS = {COMBINE: "split", APPEND: "new="}
-
-
-def _decode_cases(unit: str, sanitizer: str) -> list[Case]:
-    word = DECODE_WORDS.get(unit, "")
-    cases = [case for case in (*DECODE_RACES, *DECODE_CASES) if word in case.more]
-    if sanitizer:  # see _fewer_kernels()
-        return [case for case in cases if "cache=" not in case.more]
-    return [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in cases]
-
-
-def _cases(unit: str, sanitizer: str) -> list[Case]:
-    """With what most mutations change first: a run ends with the first case that is wrong."""
-    if unit in (DECODE, COMBINE, APPEND):
-        return _decode_cases(unit, sanitizer)
-    if unit == LATENT:
-        cases = [case for case in latent(DECODE_RACES) if "cache=" not in case.more]
-        if sanitizer:
-            return cases[:2]
-        return [case._replace(seed=seed) for seed in (0, 1) for case in cases]
-    if unit in (PREFILL, PREFILL_2):
-        cases = longer(PREFILL_CASES[:3]) if unit == PREFILL else list(PREFILL_CASES)
-        seeds = (0,) if sanitizer else (0, 1, 2, 3)
-        return [case._replace(seed=seed) for seed in seeds for case in cases]
-    if unit == CHUNKS:
-        return [case._replace(seed=seed) for seed in (0, 1) for case in CHUNK_CASES]
-    if unit == HOPPER:
-        seeds = (0,) if sanitizer else (0, 1, 2)
-        cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
-        return [case._replace(seed=seed) for seed in seeds for case in cases]
-    if unit == HOPPER_BACKWARD:
-        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_BACKWARD_CASES]
-    if unit == HOPPER_WIDE:
-        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_WIDE_CASES]
-    if unit == ONE_BUFFER:
-        turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in PINGPONG_CASES]
-        return list(PINGPONG_CASES) if sanitizer else turns + wide(BACKWARD_RACES)
-    if sanitizer == "tsan":  # slow; its mutations are of what the plain kernels do, too
-        return list(FORWARD_RACES[:4] if unit == FORWARD else BACKWARD_RACES[:4])
-    if unit == FORWARD:
-        # Only in plain runs the schedule decides.
-        seeds = (0,) if sanitizer else (0, 1, 2, 3)
-        return [case._replace(seed=seed) for seed in seeds for case in CASES]
-    if unit == LAZY:
-        return list(GROWING_CASES)
-    if unit == SPLIT_KEYS:
-        return [
-            case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in wide(GROWING_CASES, 192)
-        ]
-    if unit == RELOADED_V:
-        return wide(BACKWARD_RACES[:2], 256)
-    return [*BACKWARD_RACES, *BACKWARD_CASES]
-
 
 def _run(mutant: Future[Path], key: tuple[str, ...], number: int) -> tuple[int, str]:
-    cases = _cases(key[0], key[1])
+    cases = cases_of(key[0], key[1])
     return run(mutant.result(), cases, "--stop", MUTATION=str(number), **ENVIRONMENT)
 
 

@@ -7,6 +7,7 @@ if one argument was changed, that one. Nothing that was given is written to by a
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import re
 from typing import Any
@@ -14,26 +15,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from devices import HAS_JAX, described, end_if_lost, host
 from hypothesis import strategies as st
-from right_calls import HAS_JAX, Call, jax_array, tensor
+from right_calls import Call
 
 ALLOWED: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError)
 if HAS_JAX:  # raised when the work runs; by a mesh axis that there is not
     jax = importlib.import_module("jax")
     ALLOWED = (*ALLOWED, jax.errors.JaxRuntimeError, NameError)
-    ARRAYS = (np.ndarray, torch.Tensor, jax.Array)
-else:
-    ARRAYS = (np.ndarray, torch.Tensor)
 
 
 class Broken:
     """An array whose producer fails, or gives what is no capsule."""
 
-    def __init__(self, what: Any) -> None:
+    def __init__(self, what: Any, device: tuple[int, int] = (1, 0)) -> None:
         self.what = what
+        self.device = device
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
+        return self.device
 
     def __dlpack__(self, **_: Any) -> Any:
         if isinstance(self.what, Exception):
@@ -99,12 +99,12 @@ DTYPES: tuple[Any, ...] = (
 
 
 @st.composite
-def arrays(draw: st.DrawFn) -> Any:
-    """Of any rank, dtype and layout; of one framework or another."""
+def arrays(draw: st.DrawFn, call: Call) -> Any:
+    """Of any rank, dtype and layout; of one framework or another, or where the call's lie."""
     sizes = st.sampled_from((1, 4, 2, 8, 0, 3, 5))
     shape = tuple(draw(st.lists(sizes, max_size=5)))
     x = np.zeros(shape, draw(st.sampled_from(DTYPES)))
-    layout = draw(st.integers(0, 6))
+    layout = draw(st.integers(0, 6 if call.device == "cpu" else 9))
     if layout == 1 and x.ndim:
         x = x[..., ::-1]
     elif layout == 2:
@@ -115,21 +115,21 @@ def arrays(draw: st.DrawFn) -> Any:
         x.flags.writeable = False
     elif layout == 5:
         return np.ma.masked_array(x)
-    elif layout == 6:
+    elif layout >= 6:
         try:
-            return torch.from_numpy(np.array(x))
+            return torch.from_numpy(np.array(x)) if layout == 6 else call.array(x)
         except (TypeError, ValueError):
             return x
     return x
 
 
 @st.composite
-def near(draw: st.DrawFn, right: Any) -> Any:
-    """An array close to a right one: another dtype, shape or layout."""
-    x = np.asarray(right)
+def near(draw: st.DrawFn, call: Call, x: np.ndarray) -> Any:
+    """An array close to a right one, which holds x: another dtype, shape or layout."""
     how = draw(st.integers(0, 7))
     if how == 0:
-        y = x.astype(draw(st.sampled_from(DTYPES[:14])))
+        wide = x.astype(np.float32) if x.dtype == ml_dtypes.bfloat16 else x
+        y = wide.astype(draw(st.sampled_from(DTYPES[:14])))
     elif how == 1 and x.ndim:
         y = np.concatenate((x, x), draw(st.integers(0, x.ndim - 1)))
     elif how == 2 and x.ndim:
@@ -144,23 +144,26 @@ def near(draw: st.DrawFn, right: Any) -> Any:
         y = np.broadcast_to(np.zeros_like(x[:1]) if x.ndim else x, x.shape)
     else:
         y = np.full_like(x, draw(st.sampled_from((0, 1, 2, 100, -5))))
-    if isinstance(right, np.ndarray) or draw(st.integers(0, 9)) == 0:
+    if call.array is np.array or draw(st.integers(0, 9)) == 0:
         return y
     try:
-        return tensor(y) if isinstance(right, torch.Tensor) else jax_array(y)
+        return call.array(y)
     except (TypeError, ValueError):
         return y
 
 
-def wrong(right: Any) -> st.SearchStrategy[Any]:
+def wrong(call: Call, name: str) -> st.SearchStrategy[Any]:
     choices = [
         st.sampled_from(NUMBERS),
         st.sampled_from(OBJECTS),
-        arrays(),
-        st.sampled_from((RuntimeError("no"), KeyError("k"), 5, None)).map(Broken),
+        arrays(call),
+        st.sampled_from((RuntimeError("no"), KeyError("k"), 5, None)).map(
+            functools.partial(Broken, device=(1 if call.device == "cpu" else 2, 0))
+        ),
     ]
-    if isinstance(right, ARRAYS):
-        choices += [near(right)] * 6
+    held = host(call.arguments.get(name))
+    if held is not None:
+        choices += [near(call, held)] * 6
     return st.one_of(choices)
 
 
@@ -169,9 +172,7 @@ def changed_calls(draw: st.DrawFn, found: list[Call]) -> tuple[Call, dict[str, A
     call = draw(st.sampled_from(found))
     changes = {}
     for name in draw(st.lists(st.sampled_from(call.parameters), max_size=3, unique=True)):
-        changes[name] = draw(
-            wrong(call.arguments.get(name)).filter(lambda x, n=name: is_cheap(n, x))
-        )
+        changes[name] = draw(wrong(call, name).filter(lambda x, n=name: is_cheap(n, x)))
     return call, changes
 
 
@@ -182,15 +183,8 @@ def is_cheap(name: str, value: Any) -> bool:
     return name not in sizes or not isinstance(value, int | np.integer) or value <= 4096
 
 
-def bits(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.tobytes()
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        flat = value.detach().reshape(-1).contiguous()
-        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    if isinstance(value, ARRAYS) and not isinstance(value, np.ndarray | torch.Tensor):
-        return np.asarray(value).tobytes()
-    return None
+def bits(held: np.ndarray | None) -> bytes:
+    return b"" if held is None else held.tobytes()
 
 
 # How messages call what a function's own name for it is.
@@ -209,24 +203,35 @@ def names(call: Call, message: str, argument: str) -> bool:
 
 def check(call: Call, changes: dict[str, Any]) -> bool:
     """Whether the call succeeded. Raises AssertionError for what must not be."""
-    right = {name: copy.copy(x) if bits(x) is None else x for name, x in call.arguments.items()}
+    right = {name: copy.copy(x) if host(x) is None else x for name, x in call.arguments.items()}
     given = right | changes
-    before = {name: bits(x) for name, x in given.items()}
+    before = {name: host(x) for name, x in given.items()}
+
+    def shown() -> str:
+        values = ", ".join(described(name, x, before[name]) for name, x in given.items())
+        return f"{call.name}({values})"
+
+    settled = functools.partial(end_if_lost, call.device, shown)
     try:
         call.function(**given)
+        settled()
         return True
     except Exception as error:
+        settled()
         if any(isinstance(x, Broken) and error is x.what for x in changes.values()):
             return False  # a producer's own exception goes through
         if callable(changes.get("predicate")):
             return False  # as a predicate's does
+        if isinstance(error, torch.OutOfMemoryError):
+            return False  # a GPU's memory is PyTorch's
         # PyTorch's function raises what PyTorch raises.
         assert isinstance(error, ALLOWED) or (
             type(error) is RuntimeError and call.name.endswith("scaled_dot_product_attention")
         ), f"{call.name} raises {error!r}"
         message = str(error)
-        after = {name: bits(x) for name, x in given.items()}
-        assert before == after, f"{call.name} has written, and failed: {message}"
+        after = {name: host(x) for name, x in given.items()}
+        same = all(bits(before[name]) == bits(x) for name, x in after.items())
+        assert same, f"{call.name} has written, and failed: {message}"
         assert changes, f"{call.name} refuses what is right: {message}"
         named = any(names(call, message, name) for name in changes)
         only = len(changes) == 1

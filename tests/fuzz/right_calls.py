@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
+from devices import HAS_JAX, Kind, modules
 
 import anyflash
 
+# What other modules take from here as well.
+__all__ = ["HAS_JAX", "MODULES", "Call", "calls"]
+
 Function = Callable[..., Any]
 B, S, H, D = 1, 4, 2, 8
-HAS_JAX = importlib.util.find_spec("jax") is not None
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,22 +27,20 @@ class Call:
     function: Function
     arguments: dict[str, Any]
     parameters: tuple[str, ...]
+    array: Callable[[Any], Any]  # how its arrays are made
+    device: str = "cpu"
 
     def __repr__(self) -> str:
         return self.name
 
 
-def tensor(x: Any) -> Any:
-    return torch.from_numpy(np.array(x))
+def numbers(kind: Kind) -> Any:
+    return kind.array(np.linspace(-2, 2, B * S * H * D).reshape(B, S, H, D).astype(kind.floats))
 
 
-def jax_array(x: Any) -> Any:
-    return importlib.import_module("jax.numpy").asarray(x)
-
-
-def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]:
+def bases(kind: Kind, module: Any) -> dict[str, dict[str, Any]]:
     """Right arguments of a module's functions, by name."""
-    x = array(np.linspace(-2, 2, B * S * H * D, dtype=np.float32).reshape(B, S, H, D))
+    array, x = kind.array, numbers(kind)
     lse = array(np.zeros((B, H, S), np.float32))
     ends = array(np.array([0, S], np.int32))
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": S, "max_seqlen_k": S}
@@ -55,7 +54,7 @@ def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]
     parts = {"out_a": x, "lse_a": lse, "out_b": x, "lse_b": lse}
     whole = {"dout": x, "out": x, "lse": lse}
     first = {"dout": x[0], "out": x[0], "lse": lse[0]}
-    blocks = array(np.ones((1, 1, 1, 1), np.bool_))
+    blocks = np.ones((1, 1, 1, 1), np.bool_)
     return {
         "attention": dense,
         "attention_varlen": varlen,
@@ -75,7 +74,7 @@ def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]
         "expand_block_mask": {"block_mask": blocks, "seqlen_q": S, "seqlen_k": S},
         "create_key_ranges": {"prefix": 1, "seqlen_q": S, "seqlen_k": S},
         "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
-        **of_flash_attn(array),
+        **of_flash_attn(kind),
         **of_flash_attns_helpers(array),
         "context_parallel_attention": dense | {"context_axis": "cp"},
         "dot_product_attention": {"query": x, "key": x, "value": x},
@@ -83,10 +82,10 @@ def bases(array: Callable[[Any], Any], module: Any) -> dict[str, dict[str, Any]]
     }
 
 
-def of_flash_attn(array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+def of_flash_attn(kind: Kind) -> dict[str, dict[str, Any]]:
     """Of flash-attn's names, versions 2 and 3."""
-    x = array(np.linspace(-2, 2, B * S * H * D, dtype=np.float32).reshape(B, S, H, D))
-    two, three = (array(np.ones((B, S, n, H, D), np.float32)) for n in (2, 3))
+    array, x = kind.array, numbers(kind)
+    two, three = (array(np.ones((B, S, n, H, D), kind.floats)) for n in (2, 3))
     ends = array(np.array([0, S], np.int32))
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": S, "max_seqlen_k": S}
     sizes = {"batch_size": B, "num_heads_q": H, "num_heads_kv": H, "headdim": D}
@@ -186,39 +185,40 @@ def fits(function: Function, arguments: dict[str, Any]) -> bool:
     return True
 
 
-MODULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "numpy": ("anyflash", np.array),
-    "neutral": ("anyflash", tensor),
-    "torch": ("anyflash.torch", tensor),
-    "flash_attn": ("anyflash.flash_attn", tensor),
-    "flash_attn_3": ("anyflash.flash_attn_3", tensor),
-    "bert_padding": ("anyflash.flash_attn.bert_padding", tensor),
-    "rotary": ("anyflash.flash_attn.layers.rotary", tensor),
-    "triton_rotary": ("anyflash.flash_attn.ops.triton.rotary", tensor),
-    **({"jax": ("anyflash.jax", jax_array)} if HAS_JAX else {}),
-}
+MODULES = {name: (kind.module, kind.array) for name, kind in modules().items()}
 
 
-def calls(kinds: tuple[str, ...] = tuple(MODULES)) -> list[Call]:
+def calls(kinds: tuple[str, ...] = tuple(MODULES), device: str = "cpu") -> list[Call]:
     """Those of some modules; of jax with gradients, too."""
     found = []
-    for kind in kinds:
-        name, array = MODULES[kind]
-        module = importlib.import_module(name)
-        for name, arguments in bases(array, module).items():
+    for label, kind in modules(device).items():
+        if label not in kinds:
+            continue
+        module = importlib.import_module(kind.module)
+        for name, arguments in bases(kind, module).items():
             function = getattr(module, name, None)
             if function is None:
                 continue
             if not fits(function, arguments):
-                raise TypeError(f"{kind}.{name} has no longer the arguments {list(arguments)}")
-            parameters = tuple(dict.fromkeys((*parameters_of(function), *arguments)))
-            if kind == "jax":
-                function = on_a_mesh(function) if "context_axis" in arguments else function
-                if name in ("attention", "attention_varlen"):
-                    with_gradients = awaited(differentiated(function))
-                    found.append(
-                        Call(f"{kind}.grad_of_{name}", with_gradients, arguments, parameters)
-                    )
-                function = awaited(function)
-            found.append(Call(f"{kind}.{name}", function, arguments, parameters))
+                raise TypeError(f"{label}.{name} has no longer the arguments {list(arguments)}")
+            call = Call(
+                f"{label}.{name}",
+                function,
+                arguments,
+                tuple(dict.fromkeys((*parameters_of(function), *arguments))),
+                kind.array,
+                device,
+            )
+            found += of_jax(call) if label == "jax" else [call]
+    return found
+
+
+def of_jax(call: Call) -> list[Call]:
+    function, name = call.function, call.name.removeprefix("jax.")
+    if "context_axis" in call.arguments:
+        function = on_a_mesh(function)
+    found = [replace(call, function=awaited(function))]
+    if name in ("attention", "attention_varlen"):
+        with_gradients = awaited(differentiated(function))
+        found.insert(0, replace(call, name=f"jax.grad_of_{name}", function=with_gradients))
     return found

@@ -11,8 +11,8 @@ import argparse
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,13 @@ class Cpu:
     """Where the arrays lie, and what is drawn for them."""
 
     dtypes: tuple[Any, ...] = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
-    cache_dtype: Any = np.float32
     head_dims: tuple[tuple[int, int], ...] = ((64, 64), (32, 32), (24, 40), (128, 128), (80, 16))
+    cache_dtypes: tuple[Any, ...] = (np.float32,)
+    cache_dims: tuple[int, ...] = (64,)
     longest: int = 200
     deterministic: bool = False  # results on the CPU are, whatever is asked for
+    # The widest heads of kernels with all features, by dtype; absent: any.
+    featured: Mapping[str, int] = field(default_factory=dict)
 
     def put(self, x: Array) -> Array:
         return x
@@ -48,11 +51,15 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Gpu(Cpu):
-    """In PyTorch's memory, by kernels that every set has: bfloat16, head dims up to 64."""
+    """In PyTorch's memory, in both dtypes of tensor cores."""
 
-    dtypes: tuple[Any, ...] = (ml_dtypes.bfloat16,)
-    cache_dtype: Any = ml_dtypes.bfloat16
-    head_dims: tuple[tuple[int, int], ...] = ((64, 64), (32, 32), (24, 40), (64, 16))
+    dtypes: tuple[Any, ...] = (ml_dtypes.bfloat16, np.float16)
+    head_dims: tuple[tuple[int, int], ...] = (
+        *((64, 64), (32, 32), (24, 40), (64, 16)),
+        *((96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+    )
+    cache_dtypes: tuple[Any, ...] = dtypes
+    cache_dims: tuple[int, ...] = (64, 96, 128, 192, 256)
     longest: int = 700
     deterministic: bool = True
     device: str = "cuda"  # the tests have no GPU, and put the tensors elsewhere
@@ -76,6 +83,41 @@ class Gpu(Cpu):
 
 
 DEVICES = {"cpu": Cpu(), "cuda": Gpu()}
+FEATURES = {"softcap", "alibi", "bias", "block_mask", "key_ranges", "dropout"}
+
+
+def of_build(gpu: Gpu, kernels: Sequence[Mapping[str, Any]]) -> Gpu:
+    """Without what a build of few kernels has none for. `kernels` are build_info's."""
+
+    def widest(dtype: Any, op: str, features: Collection[str] = (), block_m: int = 0) -> int:
+        return max(
+            (
+                int(kernel["head_dim"])
+                for kernel in kernels
+                if (kernel["arch"], kernel["op"]) == ("sm80", op)
+                and kernel["dtype"] == np.dtype(dtype).name
+                and set(kernel["features"]) >= set(features)
+                and block_m in (0, kernel["block_m"])
+            ),
+            default=0,
+        )
+
+    def trained(dtype: Any, features: Collection[str] = ()) -> int:
+        return min(widest(dtype, op, features) for op in ("forward", "backward"))
+
+    dtypes = tuple(x for x in gpu.dtypes if trained(x) >= 64)
+    if not dtypes:
+        raise SystemExit("this build has no kernels for GPUs")
+    dim = min(map(trained, dtypes))
+    cached = min(widest(x, "decode", block_m=m) for x in dtypes for m in (16, 32, 64))
+    return replace(
+        gpu,
+        dtypes=dtypes,
+        cache_dtypes=dtypes,
+        head_dims=tuple(dims for dims in gpu.head_dims if max(dims) <= dim),
+        cache_dims=tuple(d for d in gpu.cache_dims if d <= cached),
+        featured={np.dtype(x).name: trained(x, FEATURES) for x in dtypes},
+    )
 
 
 class Steps:
@@ -83,6 +125,7 @@ class Steps:
         self.random = np.random.default_rng(seed)
         self.device = device
         self.cache: dict[str, Any] = {}
+        self.caches = 0
         self.fill_cache()
 
     def array(self, *shape: int, dtype: Any = np.float32) -> Array:
@@ -91,8 +134,10 @@ class Steps:
     def one_of(self, *values: Any) -> Any:
         return values[self.random.integers(len(values))]
 
-    def options(self, batch: int, rows: int, keys: int, heads: int, dtype: Any) -> dict[str, Any]:
-        """Each feature in one step of four."""
+    def options(self, sizes: tuple[int, int, int, int], dtype: Any, plain: bool) -> dict[str, Any]:
+        """Each feature in one step of four; `plain`: those that every kernel has. `sizes` are
+        batch, heads, queries and keys."""
+        batch, heads, rows, keys = sizes
         drawn: dict[str, Callable[[], dict[str, Any]]] = {
             "causal": lambda: {"causal": True},
             "window": lambda: {"window_size": (int(self.random.integers(0, keys + 1)), 3)},
@@ -113,20 +158,31 @@ class Steps:
             "sinks": lambda: {"sinks": self.array(heads)},
             "dropout": lambda: {"dropout_p": 0.2, "seed": int(self.random.integers(1 << 40))},
         }
+        if plain:
+            drawn = {name: drawn[name] for name in ("causal", "window", "sinks")}
         chosen = {name: make() for name, make in drawn.items() if self.random.random() < 0.25}
         return {name: value for part in chosen.values() for name, value in part.items()}
 
-    def train(self) -> list[Array]:
-        """Forward and backward of one random problem."""
-        batch, heads_k = int(self.random.integers(1, 4)), int(self.random.integers(1, 3))
-        heads = heads_k * int(self.random.integers(1, 4))
-        rows, keys = (int(n) for n in self.random.integers(1, self.device.longest, 2))
+    def heads(self) -> tuple[int, int, Any, int, int]:
+        """(d, dv, dtype, heads, heads_k). Of wide heads there are few, so that such a step takes
+        about as long as others."""
         d, dv = self.one_of(*self.device.head_dims)
-        dtype = self.one_of(*self.device.dtypes)
+        heads_k = 1 if d > 64 else int(self.random.integers(1, 3))
+        heads = heads_k * int(self.random.integers(1, 3 if d > 64 else 4))
+        return d, dv, self.one_of(*self.device.dtypes), heads, heads_k
+
+    def train(self) -> list[Array]:
+        """Forward and backward of one random problem. Half of them are for the plain kernels, which
+        a GPU has its fastest for."""
+        d, dv, dtype, heads, heads_k = self.heads()
+        batch = 1 if d > 64 else int(self.random.integers(1, 4))
+        rows, keys = (int(n) for n in self.random.integers(1, self.device.longest, 2))
         q = self.array(batch, rows, heads, d, dtype=dtype)
         k = self.array(batch, keys, heads_k, d, dtype=dtype)
         v = self.array(batch, keys, heads_k, dv, dtype=dtype)
-        options = self.options(batch, rows, keys, heads, dtype)
+        name = np.dtype(dtype).name
+        plain = self.random.random() < 0.5 or max(d, dv) > self.device.featured.get(name, d + dv)
+        options = self.options((batch, heads, rows, keys), dtype, plain)
         out, lse = anyflash.attention(q, k, v, return_lse=True, **options)
         dout = self.array(*out.shape, dtype=dtype)
         wanted = {
@@ -137,10 +193,15 @@ class Steps:
         return [out, lse, *(x for x in grads if x is not None)]
 
     def train_packed(self) -> list[Array]:
-        lengths = self.random.integers(0, 60, int(self.random.integers(1, 8)))
+        most = self.device.longest // 3
+        lengths = self.random.integers(0, most, int(self.random.integers(1, 8)))
         total, longest = int(lengths.sum()), max(int(lengths.max()), 1)
         ends = self.device.put(np.cumsum([0, *lengths]).astype(np.int32))
-        x = [self.array(total, 2, 32, dtype=self.device.cache_dtype) for _ in range(4)]
+        d, dv, dtype, heads, heads_k = self.heads()
+        x = [
+            self.array(total, n, columns, dtype=dtype)
+            for n, columns in ((heads, d), (heads_k, d), (heads_k, dv), (heads, dv))
+        ]
         packing = (ends, ends, longest, longest)
         out, lse = anyflash.attention_varlen(*x[:3], *packing, causal=True, return_lse=True)
         options = {"causal": True, "deterministic": self.device.deterministic}
@@ -148,9 +209,12 @@ class Steps:
         return [out, lse, *grads[:3]]
 
     def fill_cache(self) -> None:
-        """A paged cache for some sequences, at first empty."""
+        """A paged cache for some sequences, at first empty; head dims and dtypes take turns."""
         batch, pages, size = 3, 16, 16
-        empty = np.zeros((batch * pages, size, 2, 64), self.device.cache_dtype)
+        dims, dtypes = self.device.cache_dims, self.device.cache_dtypes
+        d, dtype = dims[self.caches % len(dims)], dtypes[self.caches // len(dims) % len(dtypes)]
+        self.caches += 1
+        empty = np.zeros((batch * pages, size, 1 if d > 64 else 2, d), dtype)
         table = self.random.permutation(batch * pages).astype(np.int32).reshape(batch, pages)
         self.cache = {
             "k": self.device.put(empty.copy()),
@@ -158,6 +222,7 @@ class Steps:
             "table": self.device.put(table),
             "lengths": np.zeros(batch, np.int32),
             "capacity": pages * size,
+            "dtype": dtype,
         }
 
     def generate(self) -> list[Array]:
@@ -167,14 +232,14 @@ class Steps:
         if cache["lengths"].max() + new > cache["capacity"]:
             self.fill_cache()
             cache = self.cache
-        dtype = self.device.cache_dtype
+        dtype, (heads_k, d) = cache["dtype"], cache["k"].shape[2:]
         angles = np.arange(cache["capacity"])[:, None] * 100.0 ** -(np.arange(16) / 16)
         out, lse = anyflash.attention_with_kvcache(
-            self.array(3, new, 4, 64, dtype=dtype),
+            self.array(3, new, 2 * heads_k, d, dtype=dtype),
             cache["k"],
             cache["v"],
-            self.array(3, new, 2, 64, dtype=dtype),
-            self.array(3, new, 2, 64, dtype=dtype),
+            self.array(3, new, heads_k, d, dtype=dtype),
+            self.array(3, new, heads_k, d, dtype=dtype),
             cache_seqlens=self.device.put(cache["lengths"].copy()),
             block_table=cache["table"],
             rotary_cos=self.device.put(np.cos(angles).astype(np.float32)),
@@ -188,8 +253,9 @@ class Steps:
 
     def refused(self) -> list[Array]:
         """A call that fails must leave nothing behind, neither memory nor bits."""
-        q = self.array(1, 8, 3, 16, dtype=self.device.cache_dtype)
-        out = self.device.put(np.zeros((1, 8, 3, 16), self.device.cache_dtype))
+        dtype = self.one_of(*self.device.cache_dtypes)
+        q = self.array(1, 8, 3, 16, dtype=dtype)
+        out = self.device.put(np.zeros((1, 8, 3, 16), dtype))
         try:
             anyflash.attention(q, q[:, :, :2], q[:, :, :2], out=out)
         except ValueError:
@@ -214,6 +280,8 @@ def main() -> None:
     # However little there is to do, it is done by all threads.
     importlib.import_module("anyflash._core").set_work_per_thread(1)
     device = DEVICES[arguments.device]
+    if isinstance(device, Gpu):
+        device = of_build(device, anyflash.build_info()["kernels"])
     steps = Steps(arguments.seed, device)
     for _ in range(arguments.steps):
         print(steps.step(), device.memory(), flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 from anyflash._arrays.base import BOOL, listed
+from anyflash._arrays.registry import framework_of
 from anyflash._call import parsing
 from anyflash._call.operands import as_like
 from anyflash._call.options import BLOCK_SIZE
@@ -169,6 +170,17 @@ def _read(name: str, argument: str, function: Callable[[Any], Any], value: Any) 
         raise type(error)(f"{name}: {argument} {error}") from None
 
 
+def _on_cpu(block_mask: Any) -> Any:
+    import numpy as np
+
+    if hasattr(block_mask, "__dlpack_device__"):
+        device = framework_of(block_mask).device(block_mask)
+        if device.kind != "cpu":
+            kind = type(block_mask).__name__
+            raise TypeError(f"is a {kind} on a GPU; an array on the CPU is allowed")
+    return np.asarray(block_mask)
+
+
 def expand_block_mask(
     block_mask: Any,
     seqlen_q: int,
@@ -203,13 +215,12 @@ def expand_block_mask(
     >>> keep.shape, int(keep.sum())
     ((100, 100), 5392)
     """
-    import numpy as np
 
     name = "anyflash.expand_block_mask"
     seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
     seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
     size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
-    mask = np.asarray(block_mask)
+    mask = _read(name, "block_mask", _on_cpu, block_mask)
     if mask.dtype != bool:
         raise TypeError(f"{name}: block_mask is {mask.dtype}; {listed(BOOL)}")
     blocks = (-(-seqlen_q // size_q), -(-seqlen_k // size_k))

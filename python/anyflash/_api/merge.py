@@ -77,7 +77,11 @@ def merge_states(
     shape, dtype = operands.read("out_a", out_a)
     lse_shape, lse_dtype = operands.read("lse_a", lse_a, _LSE)
     _, dtype_b = operands.read("out_b", out_b)
-    operands.read("lse_b", lse_b, (lse_dtype,))
+    _, lse_dtype_b = operands.read("lse_b", lse_b, _LSE)
+    if lse_dtype_b != lse_dtype:
+        raise TypeError(
+            f"anyflash.merge_states: lse_b is {lse_dtype_b}; {lse_dtype} is allowed, as lse_a"
+        )
     if dtype_b != dtype:
         raise TypeError(
             f"anyflash.merge_states: out_b is {dtype_b}, but out_a is {dtype}; both must have one "

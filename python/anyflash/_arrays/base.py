@@ -122,8 +122,15 @@ class Framework:
         """
         # An object that is only known to speak DLPack need not have these as attributes.
         device = self.device(x)
-        exported = x if device.kind == "cpu" else x.__dlpack__(stream=-1)
-        return *_core.describe(exported), device
+        if device.kind == "cpu":
+            return *_core.describe(x), device
+        capsule = x.__dlpack__(stream=-1)
+        if type(capsule).__name__ != "PyCapsule":
+            raise TypeError(
+                f"cannot be read through DLPack: its __dlpack__ gives {type(capsule).__name__}, "
+                "no capsule of a tensor"
+            )
+        return *_core.describe(capsule), device
 
     def device(self, x: Any) -> Device:
         kind, index = x.__dlpack_device__()

@@ -22,8 +22,9 @@ _LAYOUTS = {
     "v_cache": "(batch, capacity, heads_k, head_dim_v), or with a block_table (pages, page_size, "
     "heads_k, head_dim_v)",
 }
-_PACKED_LAYOUT = "(total_q, heads, head_dim)"
+_PACKED_LAYOUT = "(total_q, heads, head_dim) with cu_seqlens_q"
 _NO_GRADIENTS = "attention with a KV cache has no backward"
+_FLAGS = ("causal", "return_lse")
 
 
 def check_values(operation: str, v_cache: Any, cache: KvCacheOptions) -> None:
@@ -139,7 +140,7 @@ class KvCacheCall(Forward[ArrayT]):
     def _read_cache(self, cache: KvCacheOptions) -> None:
         parse = self._operands.parse
         cache_seqlens = cache.cache_seqlens
-        if isinstance(cache_seqlens, numbers.Integral):
+        if type(cache_seqlens) is int or isinstance(cache_seqlens, numbers.Integral):
             self._seqlens = parse("cache_seqlens", parsing.length, cache_seqlens)
             cache_seqlens = None
         for name, x, allowed in (
@@ -169,8 +170,8 @@ class KvCacheCall(Forward[ArrayT]):
         ):
             if x is not None:
                 self._cache_array(name, argument, x, allowed)
-        (interleaved,) = parsing.flags(
-            self._operands.operation, rotary_interleaved=cache.rotary_interleaved
+        (interleaved,) = parsing.flag_values(
+            self._operands.operation, ("rotary_interleaved",), (cache.rotary_interleaved,)
         )
         self._cache_options["rotary_interleaved"] = interleaved
         self._writes = cache.k is not None or cache.v is not None
@@ -187,8 +188,8 @@ class KvCacheCall(Forward[ArrayT]):
         """Makes what the binding is given."""
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, return_lse = parsing.flags(
-            operands.operation, causal=self._given.causal, return_lse=outputs.return_lse
+        causal, return_lse = parsing.flag_values(
+            operands.operation, _FLAGS, (self._given.causal, outputs.return_lse)
         )
         softmax_scale, stream = self._numbers(outputs.stream)
         self._workspace = None

@@ -82,7 +82,7 @@ def _jax_calls(platform: str) -> Iterator[Way]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else most of a GPU's memory
     jax = importlib.import_module("jax")
     adapter = importlib.import_module("anyflash.jax")
-    dtype = jax.numpy.float32 if platform == "cpu" else jax.numpy.float16
+    dtype = jax.numpy.float32 if platform == "cpu" else jax.numpy.bfloat16
     x = jax.numpy.ones((1, 1, 1, 8), dtype, device=jax.devices(platform)[0])
     ways = {"adapter": adapter.attention, "framework": jax.nn.dot_product_attention}
     for name, way in ways.items():

@@ -17,6 +17,11 @@ __all__ = [
 ]
 
 
+_MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Which PyTorch has since 2.3, with few operations.
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Rows of a tensor, for example those of its tokens that are no padding.
 
@@ -66,6 +71,7 @@ def _check_rows(
 ) -> None:
     checks.tensors(**{name: values, "indices": indices})
     checks.shape(name, values, values.dim() > 0, "(rows, ...)")
+    checks.dtype(name, values, values.dtype not in _UNSIGNED, "another dtype")
     checks.integers("indices", indices, f"({values.shape[0]},), the rows of {name}", len(values))
     checks.below("indices", indices, places, limit)
 
@@ -76,8 +82,7 @@ def _check_batch(checks: Checks, hidden_states: Any, **masks: Any) -> None:
     shape = tuple(hidden_states.shape[:2])
     for name, mask in masks.items():
         checks.shape(name, mask, mask.shape == shape, f"{shape}, as hidden_states")
-        is_right = not (mask.is_floating_point() or mask.is_complex())
-        checks.dtype(name, mask, is_right, "bool or an integer")
+        checks.dtype(name, mask, mask.dtype in _MASKS, "bool, uint8 or a signed integer")
 
 
 def _longest(seqlens: torch.Tensor) -> int:

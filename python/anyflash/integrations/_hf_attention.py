@@ -59,13 +59,12 @@ def attention_forward(
     (batch, seqlen_q, heads, head_dim_v), and None for the weights, which are never made.
     """
     _check(others)
-    pages = None
-    if cache is not None:
-        paged = others | {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
-        paged |= {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+    paged = others | {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
+    paged |= {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+    if cache is not None:  # from transformers 5.24 on, models have already updated theirs
         key, value = update_cache(cache, module, key, value, paged)
         cu_seq_lens_k, max_length_k = paged["cu_seq_lens_k"], paged["max_length_k"]
-        pages = Pages.of(paged)
+    pages = Pages.of(paged)
     half = _half(module, query)
     states = States(*(x.to(half or x.dtype).transpose(1, 2) for x in (query, key, value)))
     numbers: Options = {

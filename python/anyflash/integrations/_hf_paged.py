@@ -84,7 +84,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Pages | None:
-        if given.get("block_table") is None:
+        if given.get("block_table") is None or given.get("k_cache") is None:
             return None
         return cls(
             k_cache=given["k_cache"],

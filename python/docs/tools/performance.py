@@ -11,6 +11,9 @@ page has them between two comments:
 LABELS are some of a case's labels, with commas; `by` is the library. Cases can be chosen by their
 labels. `facts` in place of `table` says how, where and when the file was measured. Figures within
 sentences have comments of their own: prose_figures.py.
+
+`training` and `losses` in place of `table` are of what the example that trains a GPT wrote:
+benchmark.py and compare_losses.py. They have no options.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 
 import prose_figures
 import speed_plot
+import training_tables
 
 from anyflash.bench import _report
 
@@ -69,7 +73,8 @@ HEADERS = {"d": "head dim", "framework": "arrays"}
 FACTS = ("date", "commit", "gpu", "driver", "power_limit_watts", "cpu", "threads", "versions")
 
 REGION = re.compile(
-    r"(?P<begin><!-- bench (?P<file>\S+) (?P<kind>table|facts)(?P<options>[^>]*) -->\n)"
+    r"(?P<begin><!-- bench (?P<file>\S+) (?P<kind>table|facts|training|losses)"
+    r"(?P<options>[^>]*) -->\n)"
     r".*?(?P<end>^<!-- end of bench -->)",
     re.DOTALL | re.MULTILINE,
 )
@@ -187,6 +192,20 @@ def ratios(entries: list[dict[str, Any]]) -> Iterator[str]:
             )
 
 
+def training(document: dict[str, Any]) -> Iterator[str]:
+    """The speed of training by model, length and attention."""
+    grid = Grid(["model", "by"], ["seqlen"], "TFLOP/s (MFU)")
+    cells = document["cells"]
+    for cell in cells:
+        labels = {"model": f"GPT {cell['model'].upper()}", "seqlen": str(cell["seqlen"])}
+        by = NAMES.get(cell["attention"], cell["attention"])
+        grid.add(Figure({**labels, "by": by}, training_tables.text(cell, cells)))
+    yield from grid.lines()
+    compared = list(training_tables.ratios(cells, NAMES))
+    if compared:
+        yield from ("", "anyflash trains with", "", *compared)
+
+
 def table(document: dict[str, Any], options: dict[str, str]) -> Iterator[str]:
     rows, columns = (options.pop(name).split(",") for name in ("rows", "columns"))
     entries = chosen(document, options)
@@ -209,7 +228,7 @@ def facts(document: dict[str, Any], link: str) -> Iterator[str]:
             text = ", ".join(f"{n} {v}" for n, v in fact.items()) if name == "versions" else fact
             yield f"- {name.replace('_', ' ')}: {text}"
     yield from (f"- {name}: {text}" for name, text in about.items() if name.startswith("clocks"))
-    for found in document["ceilings"]:
+    for found in document.get("ceilings", ()):
         scale, unit = (1e9, "GB/s") if found["unit"] == "B/s" else (1e12, "TFLOP/s")
         yield f"- roofline {found['name']}: {_report.number(found['value'] / scale)} {unit}"
     source = f", transcribed from {about['transcribed']}" if "transcribed" in about else ""
@@ -234,6 +253,10 @@ def filled(page: Path) -> str:
         options = dict(word.split("=", 1) for word in shlex.split(found["options"]))
         if found["kind"] == "table":
             lines = table(document, options)
+        elif found["kind"] == "training":
+            lines = training(document)
+        elif found["kind"] == "losses":
+            lines = training_tables.losses(document)
         else:
             path = os.path.relpath(DATA / found["file"], page.parent)
             lines = facts(document, Path(path).as_posix())

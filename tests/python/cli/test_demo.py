@@ -222,7 +222,7 @@ def test_missing_package_is_named_with_its_command(packages, package):
     result = run_module("demo", hide=[package])
     assert result.returncode == 1
     assert result.stderr == (
-        f"anyflash demo:\n{package} is not installed; run: {demo.INSTALL[package]}\n"
+        f"anyflash demo:\nnot installed: {package}; run:\n{demo.INSTALL[package]}\n"
     )
     assert result.stdout == ""
 
@@ -239,7 +239,7 @@ def test_all_missing_packages_are_named_at_once():
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     for command in demo.INSTALL.values():
-        assert f"; run: {command}\n" in result.stderr
+        assert f"\n{command}\n" in result.stderr
 
 
 def test_package_that_cannot_be_imported_is_named(packages, monkeypatch, capsys):

@@ -26,7 +26,7 @@ def example() -> Iterator[Any]:
     """Its modules, whose names are everyday ones: they are forgotten afterwards."""
     path = list(sys.path)
     sys.path.insert(0, str(FOLDER))
-    names = ("patterns", "plot", "block_sparse")
+    names = ("block_sparse", "about", "patterns", "plot")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path[:] = path
     for name in names:
@@ -90,22 +90,28 @@ def test_as_dense_with_the_expanded_mask(patterns: Any, kind: str, length: int) 
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # by an LSE of float32
 
 
-def test_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_command(device: str, tmp_path: Path) -> None:
     sizes = ("--lengths", "1024", "--heads=1", "--head-dim=16", "--repeats=1")
-    command = [sys.executable, str(FOLDER / "block_sparse.py"), "--device=cpu", *sizes]
+    command = [sys.executable, str(FOLDER / "block_sparse.py"), f"--device={device}", *sizes]
     done = subprocess.run(
         [*command, "--json", "--plot=plots"],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    cells = {cell["kind"]: cell for cell in json.loads(done.stdout)["cells"]}
+    document = json.loads(done.stdout)
+    about = document["about"]
+    assert about["command"].startswith(f"python block_sparse.py --device={device}")
+    assert (about["gpu"] is None) == (device == "cpu")
+    assert {"commit", "date", "processors", "versions"} <= set(about)
+    cells = {cell["kind"]: cell for cell in document["cells"]}
     assert list(cells) == ["standard", "dense", "local + global", "butterfly"]
     for cell in cells.values():
         assert cell["both_s"] > 0
         assert cell["forward_s"] > 0
     assert cells["butterfly"]["kept"] == pytest.approx(5 / 16)
-    # All scores take 4 MiB.
-    assert cells["butterfly"]["memory_bytes"] < 4 << 20 < cells["standard"]["memory_bytes"]
+    scores = (4 if device == "cpu" else 2) << 20
+    assert cells["butterfly"]["memory_bytes"] < scores < cells["standard"]["memory_bytes"]
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == ["block_sparse-dark.svg", "block_sparse.svg"]
 

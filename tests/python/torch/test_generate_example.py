@@ -232,6 +232,23 @@ def test_command(example: Any, folder: Path, capsys: pytest.CaptureFixture[str])
     assert "shared" not in printed
 
 
+@pytest.mark.cuda
+def test_on_a_gpu(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bfloat16 two tokens may be as probable: not all answers need be alike."""
+    folder = f"--folder={tmp_path}"
+    example.train.main([folder, "--device=cuda", "--steps=100"])
+    options = ["--device=cuda", "--requests=6", "--new=12", "--compare", "--json"]
+    capsys.readouterr()
+    example.generate.main([folder, *options])
+    document = json.loads(capsys.readouterr().out)
+    assert document["about"]["gpu"] == torch.cuda.get_device_name()
+    plain, *others = document["ways"].values()
+    for way in others:
+        pairs = zip(way["answers"], plain["answers"], strict=True)
+        assert sum(one == other for one, other in pairs) >= 3
+        assert all(len(answer) for answer in way["answers"])
+
+
 def post(port: int, body: bytes) -> tuple[int, dict[str, str]]:
     address = f"http://127.0.0.1:{port}/generate"
     try:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from anyflash.integrations._hf_attention import attention_forward
+from anyflash.integrations.transformers import register
 from models.hf_models import VERSION, build, counted, tokens
 
 pytestmark = pytest.mark.skipif(VERSION < (5, 23), reason="there the cache is another one")
@@ -92,6 +94,27 @@ def test_pages_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered == [0] * model.config.num_hidden_layers  # of the first step
     assert generate_batch(model, "anyflash", page_size=6) == expected
     assert max(gathered) > 0
+
+
+def test_models_that_update_the_cache_themselves() -> None:
+    """As those of transformers 5.24 do: attention gets the pages, or the gathered keys."""
+
+    def updated(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, *, cache: Any = None, **given: Any
+    ) -> Any:
+        if cache is not None:
+            key, value = cache.update(key, value, module.layer_idx, given)
+        return attention_forward(module, query, key, value, mask, **given)
+
+    model = build("llama")
+    transformers.AttentionInterface.register("anyflash", updated)
+    try:
+        with counted() as ran:
+            found = generate_batch(model, "anyflash")
+    finally:
+        register()
+    assert found == [generate(model, prompt) for prompt in PROMPTS]
+    assert ran().keys() == {"forward", "decode"}
 
 
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:

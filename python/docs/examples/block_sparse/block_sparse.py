@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))  # svg.py, which the guide's plots share
+sys.path.append(str(Path(__file__).parents[1] / "train"))  # about.py
+
+import about
 
 try:
     import plot
@@ -167,11 +168,9 @@ def main(arguments: list[str] | None = None) -> None:
         document = json.loads(options.read.read_text())
     else:
         gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-        about = {
-            "command": shlex.join(["block_sparse.py", *(arguments or sys.argv[1:])]),
-            "device": gpu or f"CPU, {os.cpu_count()} processors",
-        }
-        document = {"about": about, "cells": [asdict(cell) for cell in measured(options)]}
+        facts = about.run(["block_sparse.py", *(arguments or sys.argv[1:])])
+        facts |= about.hardware(gpu, {})
+        document = {"about": facts, "cells": [asdict(cell) for cell in measured(options)]}
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
         for name, drawn in plot.drawings(document["cells"]).items():

@@ -16,16 +16,17 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))  # its modules are not a package
 
+import about
 import choices
 
 try:
     import checkpoint
     import data
+    import gpt_torch
     import numpy as np
     import others
     import serve
     from engine import Engine, Request
-    from gpt_torch import ATTENTION
     from guesses import Guesses
     from model import PagedGPT, config_of, load
     from rich.console import Console
@@ -89,7 +90,7 @@ def engines(
     options: argparse.Namespace, file: Path, text: data.Tokens
 ) -> dict[str, Callable[[], Engine]]:
     """What makes them, by what they do; the last one does all that is asked for."""
-    gpt = load(file, ATTENTION["anyflash"], options.device)
+    gpt = load(file, gpt_torch.ATTENTION["anyflash"], options.device)
     model = PagedGPT(gpt, options.pages, options.page_size)
     guesses = Guesses(text.tolist(), options.guesses) if options.guesses else None
 
@@ -124,7 +125,7 @@ def ways(options: argparse.Namespace, file: Path, text: data.Tokens) -> dict[str
     own = {name: way_of(make, options.arrivals) for name, make in makers.items()}
     if not options.compare:
         return dict([own.popitem()])
-    plain = load(file, ATTENTION["standard"], options.device)
+    plain = load(file, gpt_torch.ATTENTION["standard"], options.device)
     found: dict[str, Way] = {"plain loop": partial(others.plain, plain)}
     if importlib.util.find_spec("transformers"):
         gpt2 = others.as_gpt2(plain)
@@ -151,9 +152,9 @@ def table(results: dict[str, Result]) -> Table:
     shown = Table(*columns, title="The same requests, greedily")
     first = next(iter(results.values())).answers
     for name, result in results.items():
-        same = "yes" if result.answers == first else "no"
-        speed = f"{result.tokens_per_second:,.0f}"
-        shown.add_row(name, speed, f"{result.passes:,}", f"{result.fed:,}", same)
+        same = sum(one == other for one, other in zip(result.answers, first, strict=True))
+        speed, alike = f"{result.tokens_per_second:,.0f}", f"{same} of {len(first)}"
+        shown.add_row(name, speed, f"{result.passes:,}", f"{result.fed:,}", alike)
     return shown
 
 
@@ -190,7 +191,9 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if options.json:
         figures = {name: asdict(result) for name, result in results.items()}
-        print(json.dumps({"ways": figures, "answers": answers}))
+        given = sys.argv[1:] if arguments is None else arguments
+        facts = about.run(["generate.py", *given]) | about.device(gpt_torch, options.device)
+        print(json.dumps({"about": facts, "ways": figures, "answers": answers}))
     else:
         show(answers if options.prompt else answers[:3], results)
 

@@ -37,11 +37,26 @@ def run(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def device(gpt: Any, name: str) -> dict[str, Any]:
-    """What it runs on, by gpt_torch or gpt_jax; `name` is cpu or cuda."""
+def driver() -> dict[str, Any]:
+    """Of the first NVIDIA GPU, and what power it may take; empty where nvidia-smi is missing."""
+    query = "--query-gpu=driver_version,power.limit"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+        version, watts = done.stdout.splitlines()[0].split(", ")
+        return {"driver": version, "power_limit_watts": float(watts)}
+    return {}
+
+
+def hardware(gpu: str | None, more_versions: dict[str, str]) -> dict[str, Any]:
+    """What it runs on; `gpu` is its name, or None on a CPU."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    gpu = gpt.gpu() if name == "cuda" else None
-    return {"gpu": gpu, "versions": versions | gpt.versions()}
+    return {"gpu": gpu, **(driver() if gpu else {}), "versions": versions | more_versions}
+
+
+def device(gpt: Any, name: str) -> dict[str, Any]:
+    """By gpt_torch or gpt_jax; `name` is cpu or cuda."""
+    return hardware(gpt.gpu() if name == "cuda" else None, gpt.versions())

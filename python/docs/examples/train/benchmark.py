@@ -1,6 +1,7 @@
 """The speed of training by model, length and attention: FlashAttention-2's last table.
 
 Each cell is a process of its own. One that fails, for lack of memory say, is a result as well.
+What the file of --json has already is kept, and only the other cells are measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,9 +26,11 @@ from config import CONFIGS
 from speed import peak_tflops, speed
 
 OUT_OF_MEMORY = "out of memory"
-# How PyTorch's allocators and XLA say so.
-NO_MEMORY = ("out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED")
+# How PyTorch's allocators, NVIDIA's libraries and XLA say so.
+NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "RESOURCE_EXHAUSTED")
 LR = 1e-4
+# Options of all cells: a file has those of one choice.
+COMMON = ("framework", "device", "recompute", "compile", "tokens", "warmup", "steps")
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def times(trainer: Any, batch: np.ndarray, warmup: int, steps: int) -> list[float]:
-    """Seconds of each step behind those that do not count. A step waits for its loss, and so for
-    the step before it to end."""
-    ends = []
+def times(trainer: Any, batch: np.ndarray, warmup: int, steps: int) -> tuple[float, list[float]]:
+    """Seconds of the first step, in which a model is compiled, and of each that counts. A step
+    waits for its loss, and so for the step before it to end."""
+    ends = [time.perf_counter()]
     for _ in range(warmup + steps):
         trainer.step(batch, LR)
         ends.append(time.perf_counter())
-    return np.diff(ends[warmup - 1 :]).tolist()
+    return ends[1] - ends[0], np.diff(ends[warmup:]).tolist()
 
 
 def measure(options: argparse.Namespace, cell: Cell) -> dict[str, Any]:
@@ -75,28 +79,37 @@ def measure(options: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     batch = np.random.default_rng(0).integers(config.vocab_size, size=shape)
     try:
         trainer = gpt.Trainer(setup)
-        seconds = times(trainer, batch, options.warmup, options.steps)
+        first, seconds = times(trainer, batch, options.warmup, options.steps)
     except Exception as error:  # each one is a result
-        return {"device": facts, "result": {"failure": reason(error)}}
+        return {"device": facts, "result": failed(error)}
     mean = sum(seconds) / len(seconds)
     peak = peak_tflops(facts["gpu"])
-    figures = dataclasses.asdict(speed(config, trainer.parameters, (batch_size, mean), peak))
-    counts = {"batch_size": batch_size, "parameters": trainer.parameters}
-    return {"device": facts, "result": counts | figures | {"seconds_of_steps": seconds}}
+    result = {
+        "batch_size": batch_size,
+        "parameters": trainer.parameters,
+        **dataclasses.asdict(speed(config, trainer.parameters, (batch_size, mean), peak)),
+        "peak_memory_bytes": gpt.peak_memory(options.device),
+        "seconds_of_first_step": first,
+        "seconds_of_steps": seconds,
+    }
+    return {"device": facts, "result": result}
 
 
-def reason(error: Exception) -> str:
+def failed(error: Exception) -> dict[str, str]:
     text = str(error)
     if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
-        return OUT_OF_MEMORY
-    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"
+        return {"failure": OUT_OF_MEMORY}
+    why = " ".join(text.split())[:200]
+    trace = "".join(traceback.format_exception(error))[-4000:]
+    return {"failure": f"{type(error).__name__}: {why}", "traceback": trace}
 
 
 def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Of a cell's process, which may have been killed."""
-    if done.returncode == 0:
-        printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return printed
+    """Of a cell's process, which may have been killed, or have failed when it ended."""
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            printed: dict[str, Any] = json.loads(line)
+            return printed
     said = done.stderr.strip().splitlines() or ["it said nothing"]
     why = said[-1]
     if done.returncode < 0:
@@ -148,6 +161,37 @@ def show(document: dict[str, Any]) -> None:
     Console().print(table)
 
 
+def begun(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """The document: the one that an earlier run of the same left, or a new one."""
+    common = {name: getattr(options, name) for name in COMMON}
+    document = {"about": about.run(["benchmark.py", *arguments]), "options": common, "cells": []}
+    if not options.json or not options.json.exists():
+        return document
+    found: dict[str, Any] = json.loads(options.json.read_text())
+    same = found.get("options") == common
+    if not same or found["about"]["commit"] != document["about"]["commit"]:
+        raise SystemExit(
+            f"{options.json} is of other options or of another commit; choose another --json, or "
+            "delete the file"
+        )
+    return found
+
+
+def add(document: dict[str, Any], cell: Cell, measured: dict[str, Any]) -> None:
+    device, facts = measured["device"] or {}, document["about"]
+    if any(facts.get(name, fact) != fact for name, fact in device.items()):
+        raise SystemExit("the file of --json is of another GPU, or of other versions; delete it")
+    facts |= device
+    document["cells"].append(dataclasses.asdict(cell) | measured["result"])
+
+
+def save(file: Path, document: dict[str, Any]) -> None:
+    """Writes beside `file`, then puts it in its place: whoever ends this leaves a whole one."""
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(document, indent=1) + "\n")
+    beside.replace(file)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 if memory alone was lacking, where anything was."""
     options = parse(arguments)
@@ -155,16 +199,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.cell:
         print(json.dumps(measure(options, cells[0])))
         return 0
-    given = sys.argv[1:] if arguments is None else arguments
-    document: dict[str, Any] = {"about": about.run(["benchmark.py", *given]), "cells": []}
+    document = begun(options, sys.argv[1:] if arguments is None else arguments)
+    done = {(cell["model"], cell["seqlen"], cell["attention"]) for cell in document["cells"]}
     for cell in cells:
+        if dataclasses.astuple(cell) in done:
+            continue
         measured = in_a_process(options, cell)
-        device = measured["device"] or {}
-        document["about"] |= device
-        document["cells"].append(dataclasses.asdict(cell) | measured["result"])
+        add(document, cell, measured)
         print(*dataclasses.astuple(cell), words(measured["result"]), flush=True)
         if options.json:
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            save(options.json, document)
     show(document)
     failures = {cell.get("failure", OUT_OF_MEMORY) for cell in document["cells"]}
     return int(failures != {OUT_OF_MEMORY})

@@ -78,6 +78,7 @@ def losses(options: argparse.Namespace) -> list[list[float]]:
     """Of the three RUNS, from nothing: an earlier checkpoint may be of other options."""
     common = [f"--{name}={getattr(options, name)}" for name in ("model", "device", "steps")]
     common += [f"--batch-size={options.batch_size}", *(["--compile"] * options.compile)]
+    common += [f"--save-every={options.steps}"]  # a checkpoint has 1.5 GB
     found = []
     for attention, seed in RUNS:
         with TemporaryDirectory() as folder:

@@ -37,6 +37,12 @@ def versions() -> dict[str, str]:
     return {"backend": jax.devices("gpu")[0].client.platform_version} if gpu() else {}
 
 
+def peak_memory(device: str) -> int | None:
+    """In bytes, of arrays on the GPU until now; None on a CPU."""
+    found = jax.devices("gpu")[0].memory_stats() if device == "cuda" else None
+    return found["peak_bytes_in_use"] if found else None
+
+
 def initial_parameters(config: Config, seed: int) -> Parameters:
     dim, last = config.dim, last_std(config)
     shapes = {"tokens": (config.vocab_size, dim), "places": (config.seqlen, dim)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 from config import INITIAL_STD, Config, Setup, last_std
@@ -40,6 +40,10 @@ ATTENTION: dict[str, Attention] = {
     "cudnn": _torch_attention(SDPBackend.CUDNN_ATTENTION),
     "standard": _torch_attention(SDPBackend.MATH),
 }
+# The compiler would see attention in standard attention's formula, and put a fused one there.
+COMPILE_OPTIONS: dict[str, dict[str, Any]] = {"standard": {"pattern_matcher": False}}
+# Of products. Parameters, gradients, AdamW and the residual stream are float32.
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def gpu() -> str | None:
@@ -51,6 +55,11 @@ def versions() -> dict[str, str]:
     """Of what PyTorch brings with it."""
     cudnn = torch.backends.cudnn.version()
     return {"cuda": str(torch.version.cuda), "cudnn": str(cudnn)} if gpu() else {}
+
+
+def peak_memory(device: str) -> int | None:
+    """In bytes, of tensors on the GPU until now; None on a CPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
 class Block(nn.Module):
@@ -93,11 +102,23 @@ class GPT(nn.Module):
             last = name.endswith(("out.weight", "mlp.3.weight"))
             nn.init.normal_(parameter, std=last_std(config) if last else INITIAL_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the blocks make of the tokens: (batch, seqlen, dim)."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return nn.functional.linear(self.norm(x), self.tokens.weight)  # tied to the embedding
+        return x
+
+    def logits(self, features: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(features), self.tokens.weight)  # tied
+
+    def loss(self, features: Tensor, following: Tensor) -> Tensor:
+        """In nats per token, of the tokens that follow: (batch, seqlen)."""
+        logits = self.logits(features).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, following.flatten())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.features(tokens))
 
 
 class Trainer:
@@ -109,21 +130,29 @@ class Trainer:
         if hasattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp"):
             # Standard attention then keeps its matrices in bfloat16 instead of float32.
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-        model = GPT(setup.config, ATTENTION[setup.attention], setup.recompute)
-        self.model = model.to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS)
-        self.forward = torch.compile(self.model) if setup.compiled else self.model
+        with self.device:  # a large model takes minutes to be made on a CPU, and to be moved
+            self.model = GPT(setup.config, ATTENTION[setup.attention], setup.recompute)
+        fused = self.device.type == "cuda"  # without temporary tensors of the model's size
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, fused=fused)
+        self.loss = self.model.loss
+        if setup.compiled:
+            self._compile(COMPILE_OPTIONS.get(setup.attention))
         self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def _compile(self, options: dict[str, Any] | None) -> None:
+        """Part by part: all blocks are one graph, which is compiled once."""
+        for block in self.model.blocks:
+            block.compile(options=options)
+        self.loss = torch.compile(self.loss, options=options)
 
     def step(self, batch: Tokens, lr: float) -> float:
         tokens = torch.from_numpy(batch).to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        on_gpu = self.device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
-            logits = self.forward(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # first: its memory is needed for the logits
+        dtype = DTYPES[self.device.type]
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            loss = self.loss(self.model.features(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()

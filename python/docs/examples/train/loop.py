@@ -127,9 +127,11 @@ def learn(run: Run, tokens: data.Tokens, config: Config, plan: Plan) -> int:
             if step == first:
                 started = time.perf_counter()  # what is compiled once does not count
             if len(losses) % plan.save_every == 0:
+                begun = time.perf_counter()
                 run.save()
+                started += time.perf_counter() - begun  # nor does a save
         seconds = time.perf_counter() - started
-        if len(losses) > first:
+        if len(losses) > first and len(losses) % plan.save_every:
             run.save()
     if (steps := len(losses) - first - 1) > 0:
         step_of = (plan.batch_size, seconds / steps)

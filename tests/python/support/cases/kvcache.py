@@ -247,6 +247,12 @@ def _quantised() -> Iterator[CacheCase]:
         name = f"{cache_dtype}-rows{heads * sq}"
         yield with_(base, name, sq=sq, dtype="bf16", splits=3, **changes)
         yield with_(base, f"{name}-idx", sq=sq, page=0, batch_idx=True, **changes)
+    # Every query sees a single key, on a page of its own: its probability has no rounding error but
+    # that of its scale, which counts in units of another row's.
+    for dtype, cache_dtype in itertools.product(FLOATS[:2], ("int8", "e4m3")):
+        changes = {"cache_dtype": cache_dtype, "scales": "slot", "window": (0, 0), "page": 1}
+        name = f"{cache_dtype}-one-key-{dtype}"
+        yield with_(base, name, dtype=dtype, out_dtype="fp32", sq=6, lengths=(40,), **changes)
     # Elements beyond the largest number: they saturate.
     for cache_dtype in ("int8", "e4m3"):
         changes = {"cache_dtype": cache_dtype, "append": Append(4), "values": "large"}

@@ -218,7 +218,8 @@ def _rounding(problem: Problem, lse: Array, results: int) -> float:
     its probability: a small result may be exact by chance."""
     epsilon = np.finfo(np.float64 if problem.q.dtype == np.float64 else np.float32).eps / 2
     score = np.abs(lse[np.isfinite(lse)]).max(initial=0)
-    v = np.abs(problem.v.astype(np.float64))
+    seen = rows_of(problem.v)[~unseen_keys(problem)]  # what is hidden may be huge
+    v = np.abs(seen.astype(np.float64))
     relative = epsilon * (1 + min(score, 20000))
     if results < FEW:
         relative += ROUNDING.get(problem.q.dtype.name, 0.0)

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from oracle.attention import DTYPES, Array, Problem, Reference, reference_of
+from oracle.attention import (
+    DTYPES,
+    ROUNDING,
+    Array,
+    Problem,
+    Reference,
+    reference_of,
+    truth,
+    unseen_keys,
+)
 
 INT8 = np.dtype(np.int8)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -257,13 +266,28 @@ def dense(p: CacheProblem, k_cache: Array, v_cache: Array, exact: bool = True) -
 
 def shifts(p: CacheProblem, k: Array) -> Array:
     """(batch, seqlen_q, heads): by how much a row's scores may be off because elements of the
-    rotated q lie between two numbers, and float32 takes the other one."""
+    rotated q lie between two numbers, and float32 takes the other one. k: (keys, columns)"""
     exact, error = rotated(p, p.q, p.first_rotation, p.steps)
     low, high = ((exact + sign * error).astype(p.q.dtype).astype(np.float64) for sign in (-1, 1))
     finite = np.where(np.isfinite(k), np.abs(k), 0).astype(np.float64)
     scale = p.q.shape[-1] ** -0.5 if p.softmax_scale is None else abs(p.softmax_scale)
-    columns = np.where(np.isfinite(high - low), high - low, 0) * finite.max((0, 1), initial=0)
+    columns = np.where(np.isfinite(high - low), high - low, 0) * finite.max(0, initial=0)
     return columns.sum(-1) * scale
+
+
+def scale_rounding(problem: Problem) -> tuple[float, float]:
+    """(most, mean) of what one rounding of every probability to q's dtype does to out.
+
+    A kernel multiplies a probability by its value's scale, and rounds the product for the tensor
+    cores: an error of at most half a unit in the last place of each summand. The naive program
+    rounds the probability alone. That of a single key is 1, which has no error to compare with.
+    """
+    if problem.q.dtype.name not in ROUNDING:
+        return 0.0, 0.0
+    unit = ROUNDING[problem.q.dtype.name] + float(np.finfo(np.float32).eps)
+    size = truth(replace(problem, v=np.abs(problem.v))).out
+    size = size[np.isfinite(size)]
+    return (unit * float(size.max()), unit * float(size.mean())) if size.size else (0.0, 0.0)
 
 
 def attention(p: CacheProblem, k_cache: Array, v_cache: Array) -> Reference:
@@ -273,6 +297,13 @@ def attention(p: CacheProblem, k_cache: Array, v_cache: Array) -> Reference:
     if k_cache.dtype in LARGEST:
         plain = dense(p, k_cache, v_cache, exact=False)
     result = reference_of(problem, plain)
+    if k_cache.dtype in LARGEST and p.v_scale is not None:
+        most, mean = scale_rounding(problem)
+        result = replace(
+            result,
+            max_error=max(result.max_error, most),
+            mean_error=max(result.mean_error, mean),
+        )
     count, seqlen_q, heads = p.q.shape[:3]
     lse, keyless = (
         x.reshape(heads, count, seqlen_q).swapaxes(0, 1) for x in (result.lse, result.keyless)
@@ -281,8 +312,9 @@ def attention(p: CacheProblem, k_cache: Array, v_cache: Array) -> Reference:
     result = replace(result, out=out, lse=lse, keyless=keyless)
     if p.rotary_cos is None or not out.size:
         return result
-    shift = shifts(p, problem.k)
-    v = np.abs(problem.v.astype(np.float64))
+    seen = ~unseen_keys(problem)  # what is hidden may be huge
+    shift = shifts(p, problem.k[seen])
+    v = np.abs(problem.v[seen].astype(np.float64))
     of_out = 2 * shift * v[np.isfinite(v)].max(initial=0)
     return replace(
         result,

@@ -55,7 +55,9 @@ def check_rotary(
         checks.size("seqlen_offsets", seqlen_offsets)
         if cu_seqlens is None:
             needed = x.shape[1] + seqlen_offsets
-            expected = f"{needed} positions at least, for x's rows and seqlen_offsets"
+            expected = (
+                f"{needed} positions at least, for the rows of {called[0]} and seqlen_offsets"
+            )
             checks.shape(called[1], cos, cos.shape[0] >= needed, expected)
 
 
