@@ -3,6 +3,7 @@
 #include <atomic>
 #include <bitset>
 #include <cstring>
+#include <tuple>
 
 #include "anyflash/error.h"
 #include "describe.h"
@@ -142,12 +143,9 @@ const KernelDescriptor& tuned(const Problem& problem, const DeviceProperties& de
 constexpr KernelDescriptor kNoKernel{};
 std::atomic<const KernelDescriptor*> preferred{nullptr};
 
-}  // namespace
-
-const KernelDescriptor& select_gpu_kernel(const Problem& problem) {
+const KernelDescriptor& choose(const Problem& problem, const DeviceProperties& device,
+                               const KernelDescriptor* wanted) {
   check_built_for(problem.device.index);
-  const DeviceProperties& device = device_properties(problem.device.index);
-  const KernelDescriptor* const wanted = preferred.load(std::memory_order_relaxed);
   const bool may_run = wanted != nullptr && wanted != &kNoKernel && wanted->op == problem.op &&
                        wanted->dtype == problem.dtype;
   if (may_run && can_run(*wanted, problem, device)) return *wanted;
@@ -159,6 +157,36 @@ const KernelDescriptor& select_gpu_kernel(const Problem& problem) {
   }
   if (best == nullptr) refuse(problem, device);
   return wanted == &kNoKernel ? *best : tuned(problem, device, *best);
+}
+
+// All that a choice depends on.
+auto key_of(const Problem& p, const DeviceProperties& d, const KernelDescriptor* wanted) {
+  return std::make_tuple(p.op, p.device.index, p.dtype, p.head_dim, p.head_dim_v, p.features,
+                         p.rows, p.pairs, p.bounded, p.positive_scale, p.latent, p.prefill,
+                         d.compute_capability, d.full_grid, d.smem_per_block,
+                         d.smem_per_multiprocessor, wanted);
+}
+
+struct Choice {
+  decltype(key_of({}, {}, nullptr)) key;
+  const KernelDescriptor* kernel = nullptr;
+};
+
+}  // namespace
+
+// A thread remembers its last choice of each operation: calls of one size follow one another, and
+// to compare a hundred kernels takes as long as to launch one.
+const KernelDescriptor& select_gpu_kernel(const Problem& problem) {
+  const DeviceProperties& device = device_properties(problem.device.index);
+  const KernelDescriptor* const wanted = preferred.load(std::memory_order_relaxed);
+  const auto key = key_of(problem, device, wanted);
+  thread_local Choice choices[3];  // by operation
+  Choice& last = choices[static_cast<int>(problem.op)];
+  if (last.kernel == nullptr || last.key != key) {
+    const KernelDescriptor& kernel = choose(problem, device, wanted);
+    last = {key, &kernel};
+  }
+  return *last.kernel;
 }
 
 void prefer_kernel(const char* name) {

@@ -214,8 +214,9 @@ class KvCacheArguments {
 
   const int32_t* integers(const TensorView* t, const char* argument) {
     if (t == nullptr) return nullptr;
-    check_integers(*t, argument, DType::kInt32, t_.q, p_.attention.batch, "(batch,)",
-                   ", one for each sequence of q");
+    check_integers(
+        *t, argument, DType::kInt32, t_.q, p_.attention.batch, "(batch,)",
+        packed_ ? ", one for each sequence of cu_seqlens_q" : ", one for each sequence of q");
     return static_cast<const int32_t*>(t->data);
   }
 

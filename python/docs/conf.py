@@ -28,6 +28,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinxcontrib.programoutput",
 ]
+exclude_patterns = ["README.md"]  # for who changes the site
 nitpicky = True
 myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4

@@ -112,6 +112,8 @@ def modules(device: str = "cpu") -> dict[str, Kind]:
         "triton_rotary": "anyflash.flash_attn.ops.triton.rotary",
     }
     if device == "cuda":
+        # An index out of range, which nobody waits to read, stops the GPU: PyTorch asserts there.
+        del of_torch["bert_padding"]
         found = {name: Kind(x, cuda_tensor, BFLOAT16) for name, x in of_torch.items()}
         if HAS_CUPY:
             found["cupy"] = Kind("anyflash", cupy_array, np.dtype(np.float16))

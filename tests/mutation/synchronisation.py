@@ -154,8 +154,10 @@ def summarise(wanted: list[Statement], results: Results) -> bool:
     print(f"{'file':42} statements noticed explained survived   score")
     for name, (noticed, known, survived) in counts.items():
         total = noticed + known + survived
-        score = 100 * noticed / max(noticed + survived, 1)
-        print(f"{name:42} {total:10} {noticed:7} {known:9} {survived:8} {score:5.1f} %")
+        score = (
+            f"{100 * noticed / (noticed + survived):5.1f} %" if noticed + survived else "      -"
+        )
+        print(f"{name:42} {total:10} {noticed:7} {known:9} {survived:8} {score}")
     return not left
 
 

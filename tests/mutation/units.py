@@ -51,7 +51,7 @@ def races_of(word: str) -> list[Case]:
 UNITS = {
     FORWARD: Unit("Plain|Generic", cases_of(FORWARD, ""), FORWARD_RACES),
     LAZY: Unit("Plain", cases_of(LAZY, "")),
-    SPLIT_KEYS: Unit("Plain", cases_of(SPLIT_KEYS, "")),
+    SPLIT_KEYS: Unit("kWide", cases_of(SPLIT_KEYS, "")),
     BACKWARD: Unit("Plain|Generic", cases_of(BACKWARD, ""), BACKWARD_RACES),
     ONE_BUFFER: Unit(
         "Plain|Generic", cases_of(ONE_BUFFER, ""), [*PINGPONG_CASES, *wide(BACKWARD_RACES[6:])]

@@ -12,6 +12,16 @@ from anyflash._call.options import GradientRequest
 from anyflash._call.results import ArrayT, AttentionGrads
 
 _FLOAT32 = ("float32",)
+_FLAGS = (
+    "causal",
+    "deterministic",
+    "return_dbias",
+    "return_dsinks",
+    "return_dalibi_slopes",
+    "accumulate_dq",
+    "accumulate_dkv",
+)
+_OTHERS = ("bias", "sinks", "alibi_slopes")
 
 
 class Backward(Call[ArrayT]):
@@ -28,19 +38,12 @@ class Backward(Call[ArrayT]):
     ) -> AttentionGrads[ArrayT]:
         operands = self._operands
         framework, device = operands.framework, operands.device
-        causal, deterministic, return_dbias, return_dsinks, return_dalibi_slopes, *accumulate = (
-            parsing.flags(
-                operands.operation,
-                causal=self._given.causal,
-                deterministic=request.deterministic,
-                return_dbias=request.return_dbias,
-                return_dsinks=request.return_dsinks,
-                return_dalibi_slopes=request.return_dalibi_slopes,
-                accumulate_dq=request.accumulate_dq,
-                accumulate_dkv=request.accumulate_dkv,
-            )
+        causal, deterministic, *others_wanted, accumulate_dq, accumulate_dkv = parsing.flag_values(
+            operands.operation,
+            _FLAGS,
+            (self._given.causal, *request[:4], request.accumulate_dq, request.accumulate_dkv),
         )
-        allowed = tuple(dict.fromkeys((self._dtype, "float32")))
+        allowed = _FLOAT32 if self._dtype == "float32" else (self._dtype, "float32")
         operands.read("dout", dout, allowed)
         operands.read("out", out, allowed)
         operands.read("lse", lse, _FLOAT32)
@@ -51,15 +54,12 @@ class Backward(Call[ArrayT]):
             grad_dtype = operands.parse("grad_dtype", parsing.dtype, grad_dtype, allowed)
             allowed = (grad_dtype,)
         given = {"dq": request.dq, "dk": request.dk, "dv": request.dv}
-        self._check_targets(given, *accumulate)
+        if accumulate_dq or accumulate_dkv:
+            self._check_targets(given, accumulate_dq, accumulate_dkv)
         dtype = self._common_dtype(given, allowed)
         asked = {
             name: self._shape_and_dtype(name, grad_dtype)
-            for name, wanted in (
-                ("bias", return_dbias),
-                ("sinks", return_dsinks),
-                ("alibi_slopes", return_dalibi_slopes),
-            )
+            for name, wanted in zip(_OTHERS, others_wanted, strict=True)
             if wanted
         }
         softmax_scale, stream = self._numbers(request.stream)
@@ -70,8 +70,8 @@ class Backward(Call[ArrayT]):
             for x, shape in zip(given.values(), self._shapes, strict=True)
         ]
         options: dict[str, Any] = {"deterministic": deterministic}
-        if any(accumulate):
-            options["accumulate_dq"], options["accumulate_dkv"] = accumulate
+        if accumulate_dq or accumulate_dkv:
+            options["accumulate_dq"], options["accumulate_dkv"] = accumulate_dq, accumulate_dkv
         if dlse is not None:
             options["dlse"] = (framework.export(dlse, device, stream), False)
         others = {}
@@ -100,10 +100,7 @@ class Backward(Call[ArrayT]):
                 framework.finish(new) if old is None else old
                 for new, old in zip(gradients, given.values(), strict=True)
             ],
-            *[
-                framework.finish(others[name]) if name in others else None
-                for name in ("bias", "sinks", "alibi_slopes")
-            ],
+            *[framework.finish(others[name]) if name in others else None for name in _OTHERS],
         )
 
     def _check_targets(self, given: dict[str, Any], dq: bool, dkv: bool) -> None:

@@ -212,12 +212,13 @@ def overhead(wanted: Wanted) -> Iterator[Case]:
                     timing=timing,
                     unit="us",
                 )
-        for framework in GPU_CALLS:
-            # XLA of jaxlib 0.11 refuses float16 here: "Unsupported dot precision algorithm".
-            dtype = "bfloat16" if framework.startswith("jax") else "float16"
-            yield Case("call", 1, 1, 1, 8, dtype, framework=framework, unit="us")
-    for framework in FRAMEWORK_CALLS:
-        yield Case("call", 1, 1, 1, 8, "float32", framework=framework, unit="us")
+    calls = (*FRAMEWORK_CALLS, *(GPU_CALLS if wanted.backend == "cuda" else ()))
+    # JAX last: its threads go on for seconds, and slow down what follows.
+    for framework in sorted(calls, key=lambda name: name.startswith("jax")):
+        dtype = "float16" if framework in GPU_CALLS else "float32"
+        if framework == "jax jit GPU":  # XLA refuses float16: "Unsupported dot precision algorithm"
+            dtype = "bfloat16"
+        yield Case("call", 1, 1, 1, 8, dtype, framework=framework, unit="us")
 
 
 def context_parallel(wanted: Wanted) -> Iterator[Case]:

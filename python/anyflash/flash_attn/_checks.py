@@ -53,7 +53,14 @@ class Checks:
 
     def below(self, name: str, x: torch.Tensor, end: int, limit: str, verb: str = "holds") -> None:
         """That 0 <= x < end, which is called ``limit``, where nobody has to wait to know it."""
-        if x.device.type != "cpu" or is_compiling() or x.numel() == 0:
+        if is_compiling() or x.numel() == 0:
+            return
+        if x.device.type != "cpu":
+            if end == 0 and verb == "holds":  # then no number is right
+                raise ValueError(
+                    f"{self.function}: {name} has {x.numel()} numbers; none is allowed, because "
+                    f"they must be less than {limit}, 0"
+                )
             return
         low, high = (int(bound) for bound in torch.aminmax(x))
         if low < 0 or high >= end:

@@ -18,6 +18,7 @@ from anyflash._call.options import (
     OutputRequest,
     Packing,
     Part,
+    plain_options,
 )
 from anyflash.torch import _fast_path
 from anyflash.torch._dispatch_state import is_plain
@@ -109,6 +110,8 @@ def operation(p: Problem) -> str:
 
 
 def _options_of(p: Problem) -> AttentionOptions:
+    if _has_no_options(p):
+        return plain_options(p.softmax_scale, p.causal)
     dropout = p.dropout_p > 0
     words = (p.seed % (2 * _SIGN), p.offset % (2 * _SIGN)) if p.rng_state is None else p.rng_state
     return AttentionOptions(
@@ -142,16 +145,23 @@ def _packing_of(p: Problem) -> Packing | None:
     return Packing(p.cu_seqlens_q, p.cu_seqlens_k, p.max_seqlen_q, p.max_seqlen_k, p.validate)
 
 
-def _has_no_options(p: Problem, outputs: RequestedOutputs) -> bool:
+def _has_no_options(p: Problem) -> bool:
     """But for the scale and causal."""
     return (
         p.bias is p.sinks is p.alibi_slopes is p.block_mask is p.key_ranges is None
         and p.seqused_k is p.rng_state is None
-        and p.cu_seqlens_q is p.cu_seqlens_k is None
-        and outputs.out_dtype is None
         and p.dropout_p is NO_DROPOUT
         and p.softcap is NO_SOFTCAP
         and p.window_left == p.window_right == -1
+    )
+
+
+def _is_direct(p: Problem, outputs: RequestedOutputs) -> bool:
+    """Whether `_fast_path` may take it."""
+    return (
+        _has_no_options(p)
+        and p.cu_seqlens_q is p.cu_seqlens_k is None
+        and outputs.out_dtype is None
         and not (outputs.max_logits or outputs.dropout_mask)
     )
 
@@ -161,7 +171,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, lse, max_logits, dropout_mask), None where not asked for."""
     tensors = (p.q, p.k, p.v)
-    if _has_no_options(p, outputs) and is_plain(*tensors):
+    if _is_direct(p, outputs) and is_plain(*tensors):
         direct = _fast_path.forward(operation(p), *tensors, p.softmax_scale, p.causal, outputs.lse)
         if direct is not None:
             return (*direct, None, None) if outputs.lse else (direct, None, None, None)
@@ -176,6 +186,10 @@ def forward(
     return result[0], result[1], None, None
 
 
+def _computed(x: Tensor) -> Tensor:
+    return x.resolve_neg() if x.is_neg() else x
+
+
 def backward(  # noqa: PLR0917 (as the schema)
     p: Problem, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, wanted: Any
 ) -> tuple[Tensor | None, ...]:
@@ -183,9 +197,9 @@ def backward(  # noqa: PLR0917 (as the schema)
     ``wanted`` (six of bool)."""
     name, tensors = f"{operation(p)} (backward)", (p.q, p.k, p.v)
     return Backward(name, tensors, _options_of(p), _packing_of(p)).run(
-        torch.zeros_like(out) if dout is None else dout.resolve_neg(),
+        torch.zeros_like(out) if dout is None else _computed(dout),
         out,
         lse,
-        None if dlse is None else dlse.resolve_neg(),
+        None if dlse is None else _computed(dlse),
         GradientRequest(p.deterministic, *wanted[3:]),
     )

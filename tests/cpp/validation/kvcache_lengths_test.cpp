@@ -232,6 +232,15 @@ void check_runs(const Change& change) {
   CHECK(memory.guard_untouched());
 }
 
+// Before a workspace is asked for.
+void check_number_of_lengths() {
+  PackedQueries call;
+  call.seqlens.view.shape[0] = 1;
+  check_throws(
+      [&] { call.workspace_size(); }, "lengths of packed queries", kValue,
+      {"cache_seqlens has shape (1,); expected (2,), one for each sequence of cu_seqlens_q"});
+}
+
 // The limits themselves, and entries that belong to no row in use.
 void check_allowed_lengths() {
   check_runs<PackedQueries>([](PackedQueries& c) { c.seqlens.assign<int32_t>({9, 12}); });
@@ -272,6 +281,7 @@ int main() {
   for (const auto& test_case : kLengths) check_refused(test_case);
   for (const auto& test_case : kTables) check_refused(test_case);
   for (const auto& test_case : kPacked) check_refused(test_case);
+  check_number_of_lengths();
   check_allowed_lengths();
   return check::report();
 }

@@ -75,3 +75,10 @@ def test_index_and_put(dtype: str) -> None:
     given = (rows.detach().requires_grad_(), indices, 12)
     assert torch.autograd.gradcheck(bert_padding.index_put_first_axis, given)
     assert torch.autograd.gradgradcheck(bert_padding.index_put_first_axis, given)
+
+
+def test_no_rows_on_a_device_that_is_not_waited_for() -> None:
+    """Of a meta tensor no number can be read, as of a GPU's without waiting."""
+    x, indices = torch.empty(0, 2, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"index_first_axis: indices has 3 numbers; none is allow"):
+        bert_padding.index_first_axis(x, indices)

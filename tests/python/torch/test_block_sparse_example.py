@@ -153,8 +153,10 @@ def test_shows_what_was_measured(example: Any, capsys: pytest.CaptureFixture[str
     assert " - " in next(line for line in printed if "standard" in line and "8,192" in line)
 
 
-@pytest.mark.parametrize("name", ["block_sparse.svg", "block_sparse-dark.svg"])
-def test_plot_has_the_figures(example: Any, name: str) -> None:
+@pytest.mark.parametrize("ending", ["", "-dark"])
+@pytest.mark.parametrize(("run", "plot"), [("cpu", "block_sparse"), ("gpu", "block_sparse-gpu")])
+def test_plot_has_the_figures(example: Any, run: str, plot: str, ending: str) -> None:
     """The same bytes: matplotlib's version is pinned."""
-    drawn = example.plot.drawings(json.loads((FOLDER / "cpu.json").read_text())["cells"])
-    assert (FOLDER / name).read_text() == drawn[name], "run: block_sparse.py --read cpu.json --plot"
+    drawn = example.plot.drawings(json.loads((FOLDER / f"{run}.json").read_text())["cells"])
+    right = drawn[f"block_sparse{ending}.svg"]
+    assert (FOLDER / f"{plot}{ending}.svg").read_text() == right, f"run: --read {run}.json --plot"
