@@ -61,7 +61,7 @@ Policy policy_of(const Options& options) {
                                       Policy::Lanes::kShuffled};
   // Eight consecutive seeds meet every burst twice and every order of lanes.
   const int burst = options.burst >= 0 ? options.burst : kBursts[options.seed % 4];
-  return {burst, kLanes[options.seed % 3]};
+  return {burst, kLanes[options.seed % 3], options.seed / 2 % 2 == 1};
 }
 
 Block::Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, void* arg)
@@ -85,9 +85,9 @@ void Block::run() {
   for (Thread* thread : threads_) thread->fiber.start(&Block::thread_main, thread);
   reset_async();
   while (!error_) {
-    if (tma_loads_in_flight() && random_() % 64 == 0) land();
+    if (!policy_.loads_late && tma_loads_in_flight() && random_() % 64 == 0) land();
     Thread* thread = next_thread();
-    if (thread == nullptr && land()) continue;
+    if (thread == nullptr && !has_ended() && land()) continue;
     if (thread == nullptr) break;
     g_thread = thread;
     g_thread_idx = thread->thread_idx;
@@ -118,6 +118,11 @@ void Block::thread_main(void* self) {
   Warp& warp = block.warps_[warp_of(thread)];
   warp.runnable &= ~bit(lane_of(thread));
   if (warp.runnable == 0) block.runnable_warps_ &= ~bit(warp_of(thread));
+}
+
+bool Block::has_ended() const {
+  return std::all_of(threads_.begin(), threads_.end(),
+                     [](const Thread* thread) { return thread->state == Thread::State::kExited; });
 }
 
 Thread* Block::next_thread() {

@@ -117,6 +117,7 @@ struct Policy {
   enum class Lanes { kAscending, kDescending, kShuffled };
   int burst = 0;  // turns of lanes before another warp is drawn; 0: until the warp is blocked
   Lanes lanes = Lanes::kAscending;
+  bool loads_late = false;  // TMA's come when no thread can go on, and not before
 };
 Policy policy_of(const Options& options);
 
@@ -155,6 +156,7 @@ class Block {
   static constexpr int kMaxMbarriers = 64;
 
   static void thread_main(void* self);
+  bool has_ended() const;
   Thread* next_thread();
   int next_lane(uint32_t runnable);
   void wait(const char* what, Site site);

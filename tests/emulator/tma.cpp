@@ -42,6 +42,8 @@ struct Copy {
 
   Mbarrier* barrier = nullptr;  // of a load
   int thread = 0;               // of a store
+  bool is_stored = false;       // already
+  bool is_committed = false;
 };
 
 // Of fixed size: fibers do not allocate.
@@ -213,8 +215,9 @@ void start_load(Copy copy, const uint64_t* barrier) {
 
 void start_store(Copy copy) {
   copy.thread = Block::current_thread().index;
-  if (Block::current().random() % 2 == 0) store(copy);
-  else g_stores.add(copy);
+  copy.is_stored = Block::current().random() % 2 == 0;
+  if (copy.is_stored) store(copy);
+  g_stores.add(copy);
 }
 
 }  // namespace
@@ -271,12 +274,19 @@ void bulk_add(float* global, const float* shared, int bytes) {
   start_store(make_copy(CopyOf::kSums, global, shared, bytes));
 }
 
-void bulk_commit_group() {}
+void bulk_commit_group() {
+  const int thread = Block::current_thread().index;
+  for (int i = 0; i < g_stores.count; ++i) {
+    if (g_stores.items[i].thread == thread) g_stores.items[i].is_committed = true;
+  }
+}
 
 void bulk_wait_all_groups() {
   const int thread = Block::current_thread().index;
   for (int i = g_stores.count - 1; i >= 0; --i) {
-    if (g_stores.items[i].thread == thread) store(g_stores.take(i));
+    if (g_stores.items[i].thread != thread || !g_stores.items[i].is_committed) continue;
+    const Copy copy = g_stores.take(i);
+    if (!copy.is_stored) store(copy);
   }
 }
 

@@ -11,8 +11,8 @@
 # The machine brings Python 3.10 or later, PyTorch with CUDA, a CUDA toolkit (nvcc and
 # compute-sanitizer), g++. Environment:
 #   ANYFLASH_ARCHS  GPU architectures to build (default 90 and 90a)
-#   STAGES          some of: build atoms tests memcheck racecheck, and the benchmark's presets:
-#                   paper gqa varlen features decode memory overhead (default: all)
+#   STAGES          some of: build atoms tests memcheck racecheck soak fuzz, and the benchmark's presets:
+#                   paper gqa varlen features decode masks large training memory overhead (default: all)
 #
 # Every stage runs, whatever the others do; the exit status is 0 if all passed.
 set -uo pipefail
@@ -27,7 +27,8 @@ mkdir -p "${2:-build/gpu/results}"
 results=$(realpath "${2:-build/gpu/results}")
 venv=$PWD/build/gpu/venv
 python=$venv/bin/python
-stages=" ${STAGES:-build atoms tests memcheck racecheck paper gqa varlen features decode memory overhead} "
+presets="paper gqa varlen features decode masks large training memory overhead"
+stages=" ${STAGES:-build atoms tests memcheck racecheck soak fuzz $presets} "
 failed=()
 
 stage() { # NAME COMMAND...
@@ -84,6 +85,14 @@ sanitize() { # TOOL
     tests/python/kernels
 }
 
+soak() {
+  "$python" tests/soak/soak.py --device cuda --steps 20000 --seed 1
+}
+
+fuzz() {
+  "$python" tests/fuzz/python_api.py --device cuda --calls 20000 --seed 1 --all
+}
+
 # PyTorch's backends, and what else is installed, in the same process. `python -m anyflash bench --load
 # FILE.json --plot FILE.svg` draws the results, on any machine.
 bench() { # PRESET
@@ -98,7 +107,9 @@ stage atoms atoms
 stage tests tests
 stage memcheck sanitize memcheck
 stage racecheck sanitize racecheck
-for preset in paper gqa varlen features decode memory overhead; do
+stage soak soak
+stage fuzz fuzz
+for preset in $presets; do
   stage "$preset" bench "$preset"
 done
 
