@@ -12,15 +12,7 @@ from anyflash._call.options import GradientRequest
 from anyflash._call.results import ArrayT, AttentionGrads
 
 _FLOAT32 = ("float32",)
-_FLAGS = (
-    "causal",
-    "deterministic",
-    "return_dbias",
-    "return_dsinks",
-    "return_dalibi_slopes",
-    "accumulate_dq",
-    "accumulate_dkv",
-)
+_FLAGS = ("causal", *GradientRequest._fields[:4], "accumulate_dq", "accumulate_dkv")
 _OTHERS = ("bias", "sinks", "alibi_slopes")
 
 
