@@ -33,11 +33,25 @@ def forward_direct(
     q: object,
     k: object,
     v: object,
-    softmax_scale: float | None,
-    causal: bool,
+    softmax_scale: object | None,
+    causal: object | None,
     options: object | None,
-    return_lse: bool,
+    return_lse: object | None,
     heads_first: bool,
+    pytorch: PyTorch,
+) -> object: ...
+def backward_direct(
+    operation: str,
+    dout: object,
+    q: object,
+    k: object,
+    v: object,
+    out: object,
+    lse: object,
+    dlse: object | None,
+    softmax_scale: object | None,
+    causal: object | None,
+    deterministic: bool,
     pytorch: PyTorch,
 ) -> object: ...
 def backward(

@@ -1,10 +1,10 @@
 #include "direct.h"
 
-#include <nanobind/stl/optional.h>
-
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "anyflash/attention.h"
@@ -31,11 +31,31 @@ int clear(PyObject* self) {
   return 0;
 }
 
-// Reads q, k and v; false where they are not what the kernels take.
-bool read_inputs(const PyTorch& pytorch, const nb::handle (&tensors)[3], Array (&arrays)[3]) {
-  static constexpr const char* kNames[] = {"q", "k", "v"};
+bool is_bool(nb::handle flag) { return flag.ptr() == Py_True || flag.ptr() == Py_False; }
+
+bool is_scale(nb::handle scale) {
+  return scale.is_none() ||
+         (PyFloat_CheckExact(scale.ptr()) && std::isfinite(PyFloat_AsDouble(scale.ptr())));
+}
+
+std::optional<double> scale_of(nb::handle scale) {
+  if (scale.is_none()) return std::nullopt;
+  return PyFloat_AsDouble(scale.ptr());
+}
+
+struct Input {
+  nb::handle tensor;
+  const char* name;
+};
+
+// Reads tensors, q, k and v first; false where these are not what the kernels take, or one cannot
+// be read.
+template <std::size_t kCount>
+bool read_inputs(const PyTorch& pytorch, const Input (&inputs)[kCount], Array (&arrays)[kCount]) {
   try {
-    for (std::size_t i = 0; i < 3; ++i) arrays[i] = pytorch.read(tensors[i], kNames[i]);
+    for (std::size_t i = 0; i < kCount; ++i) {
+      arrays[i] = pytorch.read(inputs[i].tensor, inputs[i].name);
+    }
   } catch (const Error&) {
     return false;
   } catch (nb::python_error& error) {
@@ -46,7 +66,7 @@ bool read_inputs(const PyTorch& pytorch, const nb::handle (&tensors)[3], Array (
   const bool on_cpu = q.device.type == DeviceType::kCpu;
   const bool half = q.dtype == DType::kFloat16 || q.dtype == DType::kBFloat16;
   return (half || (on_cpu && is_float(q.dtype))) &&
-         std::all_of(std::begin(arrays), std::end(arrays), [&](const Array& array) {
+         std::all_of(arrays, arrays + 3, [&](const Array& array) {
            return array.view.rank == 4 && array.view.device.type == q.device.type;
          });
 }
@@ -64,6 +84,14 @@ bool is_contiguous(const TensorView& view) {
     elements *= std::max<std::int64_t>(view.shape[i], 1);
   }
   return true;
+}
+
+// A new tensor of this one's shape, without gaps.
+nb::object new_gradient(const PyTorchFunctions& functions, nb::handle tensor,
+                        const TensorView& view) {
+  if (is_contiguous(view)) return functions.empty_like(tensor);
+  const auto& n = view.shape;
+  return functions.new_out(tensor, n[0], n[1], n[2], n[3], false);
 }
 
 }  // namespace
@@ -136,12 +164,14 @@ void bind_pytorch(nb::module_& m) {
 }
 
 nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb::handle v,
-                          std::optional<double> softmax_scale, bool causal, nb::handle given,
-                          bool return_lse, bool heads_first, const PyTorch& pytorch) {
+                          nb::handle scale, nb::handle causal, nb::handle given,
+                          nb::handle return_lse, bool heads_first, const PyTorch& pytorch) {
   return named(operation, [&]() -> nb::object {
+    if (!is_scale(scale) || !is_bool(causal) || !is_bool(return_lse)) return nb::none();
+    const bool with_lse = return_lse.ptr() == Py_True;
     const PyTorchFunctions& functions = pytorch.functions;
     Array arrays[3];
-    if (!read_inputs(pytorch, {q, k, v}, arrays)) return nb::none();
+    if (!read_inputs(pytorch, {{q, "q"}, {k, "k"}, {v, "v"}}, arrays)) return nb::none();
     if (heads_first) {
       for (Array& array : arrays) swap_heads_and_rows(array.view);
     }
@@ -157,21 +187,71 @@ nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb:
     if (heads_first) swap_heads_and_rows(out_array.view);
     nb::object lse;
     Array lse_array;
-    if (return_lse) {
+    if (with_lse) {
       lse = functions.new_lse(q, n[0], n[2], n[1]);
       lse_array = pytorch.read(lse, "lse");
     }
 
-    const Options options(softmax_scale, causal, pytorch.current_stream(q_view.device), given);
+    const Options options(scale_of(scale), causal.ptr() == Py_True,
+                          pytorch.current_stream(q_view.device), given);
     ForwardTensors tensors;
     tensors.q = q_view;
     tensors.k = k_array.view;
     tensors.v = v_array.view;
     tensors.out = out_array.view;
-    if (return_lse) tensors.lse = &lse_array.view;
+    if (with_lse) tensors.lse = &lse_array.view;
     attend(tensors, options, [&](std::size_t bytes) { return functions.workspace(bytes, q); });
-    if (return_lse) return nb::make_tuple(out, lse);
+    if (with_lse) return nb::make_tuple(out, lse);
     return out;
+  });
+}
+
+nb::object backward_direct(const char* operation, nb::handle dout, nb::handle q, nb::handle k,
+                           nb::handle v, nb::handle out, nb::handle lse, nb::handle dlse,
+                           nb::handle scale, nb::handle causal, bool deterministic,
+                           const PyTorch& pytorch) {
+  return named(operation, [&]() -> nb::object {
+    if (!is_scale(scale) || !is_bool(causal)) return nb::none();
+    const PyTorchFunctions& functions = pytorch.functions;
+    Array arrays[6];
+    if (!read_inputs(pytorch,
+                     {{q, "q"}, {k, "k"}, {v, "v"}, {dout, "dout"}, {out, "out"}, {lse, "lse"}},
+                     arrays)) {
+      return nb::none();
+    }
+    BackwardTensors tensors;
+    tensors.q = arrays[0].view;
+    tensors.k = arrays[1].view;
+    tensors.v = arrays[2].view;
+    tensors.dout = arrays[3].view;
+    tensors.out = arrays[4].view;
+    tensors.lse = arrays[5].view;
+    BackwardOptions backward_options;
+    backward_options.deterministic = deterministic;
+    Array dlse_array;
+    if (!dlse.is_none()) {
+      dlse_array = pytorch.read(dlse, "dlse");
+      backward_options.dlse = &dlse_array.view;
+    }
+
+    nb::object gradients[] = {new_gradient(functions, q, tensors.q),
+                              new_gradient(functions, k, tensors.k),
+                              new_gradient(functions, v, tensors.v)};
+    const Array dq = pytorch.read(gradients[0], "dq");
+    const Array dk = pytorch.read(gradients[1], "dk");
+    const Array dv = pytorch.read(gradients[2], "dv");
+    tensors.dq = dq.view;
+    tensors.dk = dk.view;
+    tensors.dv = dv.view;
+
+    const Device device = tensors.q.device;
+    const Options options(scale_of(scale), causal.ptr() == Py_True, pytorch.current_stream(device),
+                          nb::none());
+    run_plan(
+        device, options.stream,
+        [&] { return BackwardPlan(tensors, options.forward, backward_options); },
+        [&](std::size_t bytes) { return functions.workspace(bytes, q); });
+    return nb::make_tuple(gradients[0], gradients[1], gradients[2]);
   });
 }
 

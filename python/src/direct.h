@@ -1,11 +1,10 @@
-// The forward of PyTorch's tensors where only the kernel has a part in it, in one step from Python.
+// Attention of PyTorch's tensors where only the kernel has a part in it, in one step from Python.
 // A small attention takes a GPU less time than many steps take the host.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "anyflash/attention.h"
 #include "convert.h"
@@ -46,12 +45,19 @@ class PyTorch {
 
 void bind_pytorch(nb::module_& m);
 
-// Returns out, or (out, lse) if return_lse, and None for tensors that the kernels do not take. The
-// kernels take those on the CPU or on a GPU, of four axes and of a float type that is known there.
+// Returns out, or (out, lse) if return_lse. None for tensors that the kernels do not take, and for
+// other types than None or a finite float, and bool. The kernels take tensors on the CPU or on a
+// GPU, of four axes and of a float type that is known there.
 // heads_first: the tensors are (batch, heads, seqlen, columns); in memory, out's heads lie side by
 // side either way. options: what options.h reads, or None.
 nb::object forward_direct(const char* operation, nb::handle q, nb::handle k, nb::handle v,
-                          std::optional<double> softmax_scale, bool causal, nb::handle options,
-                          bool return_lse, bool heads_first, const PyTorch& pytorch);
+                          nb::handle softmax_scale, nb::handle causal, nb::handle options,
+                          nb::handle return_lse, bool heads_first, const PyTorch& pytorch);
+
+// Returns (dq, dk, dv), or None as forward_direct() does. dlse: a tensor or None.
+nb::object backward_direct(const char* operation, nb::handle dout, nb::handle q, nb::handle k,
+                           nb::handle v, nb::handle out, nb::handle lse, nb::handle dlse,
+                           nb::handle softmax_scale, nb::handle causal, bool deterministic,
+                           const PyTorch& pytorch);
 
 }  // namespace anyflash::python

@@ -205,7 +205,10 @@ NB_MODULE(_core, m) {
         "allocate"_a.none());
   bind_pytorch(m);
   m.def("forward_direct", &forward_direct, "operation"_a, "q"_a, "k"_a, "v"_a,
-        "softmax_scale"_a.none(), "causal"_a, "options"_a.none(), "return_lse"_a, "heads_first"_a,
+        "softmax_scale"_a.none(), "causal"_a.none(), "options"_a.none(), "return_lse"_a.none(),
+        "heads_first"_a, "pytorch"_a);
+  m.def("backward_direct", &backward_direct, "operation"_a, "dout"_a, "q"_a, "k"_a, "v"_a, "out"_a,
+        "lse"_a, "dlse"_a.none(), "softmax_scale"_a.none(), "causal"_a.none(), "deterministic"_a,
         "pytorch"_a);
   m.def("backward", &run_backward, "operation"_a, "tensors"_a, "softmax_scale"_a.none(), "causal"_a,
         "stream"_a, "as_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());

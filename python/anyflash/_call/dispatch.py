@@ -48,15 +48,15 @@ def adapter_of(*arrays: Any, autocast: bool = False) -> Adapter | None:
 
 
 def fast_path_of(q: Any) -> Callable[..., Any] | None:
-    """The forward of PyTorch's tensors that no adapter has to see, which gives None for others:
-    anyflash.torch._fast_path. None where q is not PyTorch's, as far as that costs nothing to say.
-    """
-    module: Any = sys.modules.get("anyflash.torch._fast_path")
+    """Attention of PyTorch's tensors in few steps, which gives None for those that its adapter has
+    to see: anyflash.torch._plain. None where q is not PyTorch's, as far as that costs nothing to
+    say."""
+    module: Any = sys.modules.get("anyflash.torch._plain")
     if module is None:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(q, torch.Tensor):
             return None
-        import anyflash.torch._fast_path as module
+        import anyflash.torch._plain as module
     attend: Callable[..., Any] = module.attend
     return attend
 

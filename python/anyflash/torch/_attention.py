@@ -17,7 +17,7 @@ from anyflash._call.options import (
     plain_options,
 )
 from anyflash._call.results import AttentionResult
-from anyflash.torch import _fast_path
+from anyflash.torch import _plain
 from anyflash.torch._attend import attend
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ def attention(
         and return_dropout_mask is False
         and return_result is False
     ):
-        result: Tensor | tuple[Tensor, Tensor] | None = _fast_path.attend(
-            _NAME, q, k, v, softmax_scale, causal, return_lse
+        result: Tensor | tuple[Tensor, Tensor] | None = _plain.attend(
+            _NAME, q, k, v, softmax_scale, causal, return_lse, deterministic
         )
         if result is not None:
             return result

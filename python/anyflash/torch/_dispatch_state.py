@@ -80,6 +80,17 @@ def is_recorded(*tensors: Any) -> bool:
     return False
 
 
+def is_only_recorded(q: Any, k: Any, v: Any) -> bool:
+    """Whether they are plain tensors, and autograd alone wants to know what is done with them."""
+    return (
+        is_plain(k, v)
+        and not is_traced(q)
+        and not is_forward_mode()
+        and not is_any_autocast_enabled()
+        and is_recorded(q, k, v)
+    )
+
+
 def needs_adapter(arrays: tuple[Any, ...], autocast: bool) -> bool:
     """Whether arrays, q first, must go through anyflash.torch; autocast counts if ``autocast``."""
     return (

@@ -1,9 +1,8 @@
-"""A forward that nothing but the kernel has a part in: the many options of :func:`attention` take
+"""Passes that nothing but the kernel has a part in: the many options of :func:`attention` take
 longer to read than a small attention to compute."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,21 +11,10 @@ from torch import Tensor
 from anyflash import _core
 from anyflash._arrays.registry import framework_of
 from anyflash._call.options import UNBOUNDED
-from anyflash.torch._dispatch_state import is_plain_eager
 
 _HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 _export = torch._C._to_dlpack
-
-
-def attend(  # noqa: PLR0917 (its callers count time)
-    operation: str, q: Any, k: Any, v: Any, scale: Any, causal: Any, return_lse: Any
-) -> Any:
-    """What :func:`attention` returns without other options; None where q, k and v are traced,
-    recorded, cast or not direct tensors."""
-    if is_plain_eager(q, k, v):
-        return forward(operation, q, k, v, scale, causal, return_lse)
-    return None
 
 
 def forward(  # noqa: PLR0917
@@ -46,15 +34,34 @@ def forward(  # noqa: PLR0917
     side either way, unless ``pytorch`` is `OUT_LIKE_Q`. ``options`` is what `options_of` gives.
 
     None where they are not what the kernels take: on the CPU or a GPU, four axes each, and no cast
-    or error that is not the kernel's."""
+    or error that is not the kernel's. None, too, for a scale that is not None or a finite float, or
+    for flags that are no bool."""
     if q.is_neg() or k.is_neg() or v.is_neg():
-        return None
-    if not (causal is False or causal is True) or not (return_lse is False or return_lse is True):
-        return None
-    if not (scale is None or (type(scale) is float and math.isfinite(scale))):
         return None
     return _core.forward_direct(
         operation, q, k, v, scale, causal, options, return_lse, heads_first, pytorch or _PYTORCH
+    )
+
+
+def backward(  # noqa: PLR0917
+    operation: str,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: Any,
+    causal: bool,
+    deterministic: bool,
+) -> Any:
+    """(dq, dk, dv) of plain tensors that nobody looks at, of which dout and dlse hold their own
+    numbers; else None, as `forward`."""
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    return _core.backward_direct(
+        operation, dout, q, k, v, out, lse, dlse, scale, causal, deterministic, _PYTORCH
     )
 
 

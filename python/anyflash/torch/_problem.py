@@ -10,6 +10,7 @@ from torch import Tensor
 from anyflash._call.backward import Backward
 from anyflash._call.forward import Forward
 from anyflash._call.options import (
+    BLOCK_SIZE,
     NO_DROPOUT,
     NO_SOFTCAP,
     UNBOUNDED,
@@ -59,6 +60,17 @@ class Problem(NamedTuple):
     head_start: int
     total_heads: int
     deterministic: bool
+
+
+def plain(  # noqa: PLR0917 (as a Function is given them)
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, deterministic: bool
+) -> Problem:
+    """Dense, without other options."""
+    return Problem(q, k, v, *_NO_TENSORS, scale, causal, *_NO_NUMBERS, deterministic)
+
+
+_NO_TENSORS = (*(None,) * 9, 0, 0, False)  # bias ... rng_state, max_seqlen_q ... validate
+_NO_NUMBERS = (-1, -1, NO_SOFTCAP, *BLOCK_SIZE, NO_DROPOUT, 0, 0, 0, 0, 0)  # window_left ...
 
 
 # As torch.library spells the same.
@@ -156,13 +168,10 @@ def _has_no_options(p: Problem) -> bool:
     )
 
 
-def _is_direct(p: Problem, outputs: RequestedOutputs) -> bool:
+def _is_direct(p: Problem) -> bool:
     """Whether `_fast_path` may take it."""
     return (
-        _has_no_options(p)
-        and p.cu_seqlens_q is p.cu_seqlens_k is None
-        and outputs.out_dtype is None
-        and not (outputs.max_logits or outputs.dropout_mask)
+        _has_no_options(p) and p.cu_seqlens_q is p.cu_seqlens_k is None and is_plain(p.q, p.k, p.v)
     )
 
 
@@ -171,7 +180,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, lse, max_logits, dropout_mask), None where not asked for."""
     tensors = (p.q, p.k, p.v)
-    if _is_direct(p, outputs) and is_plain(*tensors):
+    extra = outputs.max_logits or outputs.dropout_mask or outputs.out_dtype is not None
+    if not extra and _is_direct(p):
         direct = _fast_path.forward(operation(p), *tensors, p.softmax_scale, p.causal, outputs.lse)
         if direct is not None:
             return (*direct, None, None) if outputs.lse else (direct, None, None, None)
@@ -196,10 +206,14 @@ def backward(  # noqa: PLR0917 (as the schema)
     """The gradients of q, k, v, bias, sinks and alibi_slopes; of the last three only those
     ``wanted`` (six of bool)."""
     name, tensors = f"{operation(p)} (backward)", (p.q, p.k, p.v)
+    dout = torch.zeros_like(out) if dout is None else _computed(dout)
+    dlse = None if dlse is None else _computed(dlse)
+    if _is_direct(p) and is_plain(dout):
+        direct = _fast_path.backward(
+            name, dout, *tensors, out, lse, dlse, p.softmax_scale, p.causal, p.deterministic
+        )
+        if direct is not None:
+            return (*direct, None, None, None)
     return Backward(name, tensors, _options_of(p), _packing_of(p)).run(
-        torch.zeros_like(out) if dout is None else _computed(dout),
-        out,
-        lse,
-        None if dlse is None else _computed(dlse),
-        GradientRequest(p.deterministic, *wanted[3:]),
+        dout, out, lse, dlse, GradientRequest(p.deterministic, *wanted[3:])
     )

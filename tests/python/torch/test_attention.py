@@ -354,29 +354,6 @@ def test_validate_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [False, False, True, True]
 
 
-def test_deterministic_follows_torch(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default; an explicit one counts."""
-    from anyflash._call.backward import Backward
-
-    seen = []
-    run = Backward.run
-
-    def spy(self: Any, *arguments: Any) -> Any:
-        seen.append(arguments[-1].deterministic)
-        return run(self, *arguments)
-
-    monkeypatch.setattr(Backward, "run", spy)
-    call = Call()
-    for algorithms in (False, True):
-        torch.use_deterministic_algorithms(algorithms)
-        try:
-            for given in (None, False, True):
-                call.attend(call.tensors(), deterministic=given).sum().backward()
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert seen == [False, False, True, True, False, True]
-
-
 def test_masks_are_made_like_a_tensor_that_wants_a_gradient():
     q = torch.randn(1, 128, 2, 8, requires_grad=True)
     blocks = anyflash.create_block_mask(

@@ -15,6 +15,7 @@ import torch
 
 import anyflash
 from anyflash import _core
+from anyflash._call.backward import Backward
 from anyflash._call.forward import Forward
 from anyflash.torch import _fast_path, attention, scaled_dot_product_attention
 from backends.abi import DLDataType, DLDevice, DLTensor
@@ -41,6 +42,7 @@ def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         if request.param == "capsules":
             monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
         monkeypatch.setattr(Forward, "__init__", refuse)
+        monkeypatch.setattr(Backward, "__init__", refuse)
 
     return begin
 
@@ -96,6 +98,45 @@ def test_results(function: Any, name: str, layout: str, direct: Callable[[], Non
         for tensor in (result, function(q, k, v, causal=causal)):
             assert np.array_equal(tensor.numpy(), out)
             assert tensor.stride() == torch.empty(*shape[:3], columns).stride()
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients(name: str, layout: str, with_lse: bool, direct: Callable[[], None]) -> None:
+    shape, shape_k, columns = SHAPES[name]
+    make = LAYOUTS[layout]
+    tensors = [make(*shape), make(*shape_k), make(*shape_k[:3], columns)]
+    dout, dlse = make(*shape[:3], columns), make(shape[0], shape[2], shape[1], 1)[..., 0]
+    arrays = [np.ascontiguousarray(x.numpy()) for x in (dout, *tensors, dlse)]
+    out, lse = anyflash.attention(*arrays[1:4], causal=True, softmax_scale=0.3, return_lse=True)
+    right = anyflash.attention_backward(
+        *(*arrays[:4], out, lse),
+        dlse=arrays[4] if with_lse else None,
+        causal=True,
+        softmax_scale=0.3,
+    )
+    leaves = [x.requires_grad_() for x in tensors]
+    direct()
+    outputs = attention(*leaves, causal=True, softmax_scale=0.3, return_lse=True)
+    given = 2 if with_lse else 1
+    grads = torch.autograd.grad(outputs[:given], leaves, (dout, dlse)[:given])
+    for grad, expected_grad in zip(grads, right, strict=False):
+        assert np.array_equal(grad.numpy(), expected_grad)
+        assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize("function", [anyflash.attention, attention])
+def test_numbers_of_other_types(function: Any) -> None:
+    """An int and NumPy's bool are allowed, and take the longer way, forward and backward."""
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    right = torch.autograd.grad(function(x, x, x, softmax_scale=1.0, causal=True).sum(), x)[0]
+    out = function(x, x, x, softmax_scale=1, causal=np.True_)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], right)
+    with pytest.raises(ValueError, match=r"causal is 2"):
+        function(x, x, x, causal=2)
+    with pytest.raises(ValueError, match=r"softmax_scale is inf"):
+        function(x, x, x, softmax_scale=float("inf"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
