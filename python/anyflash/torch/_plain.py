@@ -30,11 +30,11 @@ def attend(  # noqa: PLR0917 (its callers count time)
     or not direct tensors."""
     if is_plain_eager(q, k, v):
         return _fast_path.forward(operation, q, k, v, scale, causal, return_lse)
-    if isinstance(q, Tensor) and is_only_recorded(q, k, v):
+    if isinstance(q, Tensor) and isinstance(return_lse, bool) and is_only_recorded(q, k, v):
         if deterministic is None:
             deterministic = is_deterministic()
         results = apply(PlainAttention, q, k, v, scale, causal, deterministic)
-        return results if return_lse else results[0]
+        return results if return_lse is True else results[0]
     return None
 
 
