@@ -170,7 +170,7 @@ def _of_prefix(prefix: Any, seqlen_q: Any, seqlen_k: Any) -> _Intervals:
         raise ValueError(f"{_NAME}: prefix is given without seqlen_k")
     keys = _length("seqlen_k", seqlen_k)
     rows = keys if seqlen_q is None else _length("seqlen_q", seqlen_q)
-    lengths = np.asarray(prefix)
+    lengths = _on_host("prefix", prefix)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"{_NAME}: prefix is {lengths.dtype}; integers are allowed")
     if lengths.ndim > 1:
@@ -187,7 +187,7 @@ def _integers(argument: str, value: Any) -> npt.NDArray[np.int64]:
     """(batch or 1, seqlen)"""
     import numpy as np
 
-    x = np.asarray(value)
+    x = _on_host(argument, value)
     if x.dtype.kind not in "iu":
         raise TypeError(f"{_NAME}: {argument} is {x.dtype}; integers are allowed")
     if x.ndim not in (1, 2):
@@ -196,6 +196,17 @@ def _integers(argument: str, value: Any) -> npt.NDArray[np.int64]:
         )
     rows: npt.NDArray[np.int64] = np.atleast_2d(x.astype(np.int64))
     return rows
+
+
+def _on_host(argument: str, value: Any) -> npt.NDArray[Any]:
+    """NumPy's array of the same numbers."""
+    import numpy as np
+
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # of a GPU's arrays, too
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{_NAME}: {argument} cannot be read as an array of NumPy: {error}") from None
 
 
 def _length(argument: str, value: Any) -> int:

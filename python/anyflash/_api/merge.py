@@ -88,7 +88,7 @@ def merge_states(
             "dtype"
         )
     if stream is not None:
-        stream = operands.parse("stream", parsing.stream, stream)
+        stream = operands.stream(stream)
     allowed: tuple[str, ...] = FLOATS
     if out_dtype is not None:
         allowed = (operands.parse("out_dtype", parsing.dtype, out_dtype, FLOATS),)

@@ -145,6 +145,9 @@ class Framework:
         """The framework's current stream, as cudaStream_t."""
         return 0
 
+    def check_stream(self, stream: int) -> None:
+        """Raises ValueError for a stream of a GPU that arrays cannot be made ready for."""
+
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
         """What the binding reads: a capsule, or x itself.
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread
+
+
 class Torch(WithAttributes):
     name = "PyTorch"
     as_bits = (FLOAT8,)  # which DLPack export knows only in some of the versions that have it
@@ -53,6 +56,13 @@ class Torch(WithAttributes):
             return 0
         stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
         return stream
+
+    def check_stream(self, stream: int) -> None:
+        if stream == _PER_THREAD_STREAM:
+            raise ValueError(
+                "is 2, CUDA's per-thread default stream, which PyTorch does not know; the address "
+                "of another stream is allowed"
+            )
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
         torch = sys.modules["torch"]

@@ -196,7 +196,7 @@ class Call(Generic[ArrayT]):
         if softmax_scale is not None:
             softmax_scale = parse("softmax_scale", parsing.scale, softmax_scale)
         if stream is not None:
-            stream = parse("stream", parsing.stream, stream)
+            stream = self._operands.stream(stream)
         return softmax_scale, stream
 
     def _export_options(self, stream: int | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from anyflash._arrays.base import FLOATS, INT32, INT64, listed
 from anyflash._arrays.registry import framework_of
+from anyflash._call import parsing
 
 _T = TypeVar("_T")
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
@@ -51,6 +52,13 @@ class Operands:
             return function(*arguments)
         except _REFUSALS as error:
             raise self.about(argument, error) from None
+
+    def stream(self, value: Any) -> int:
+        """A stream that the user named."""
+        stream = self.parse("stream", parsing.stream, value)
+        if self.device.kind == "cuda":
+            self.parse("stream", self.framework.check_stream, stream)
+        return stream
 
     def read(
         self, argument: str, x: Any, allowed: tuple[str, ...] = FLOATS

@@ -19,15 +19,16 @@ class Checks:
     def __init__(self, function: str) -> None:
         self.function = f"anyflash.flash_attn.{function}"
 
-    def tensors(self, like: torch.Tensor | None = None, **given: Any) -> None:
-        """Of one device, that of ``like`` or the first one."""
+    def tensors(self, **given: Any) -> None:
+        """Of one device, the first one's."""
         check_tensors(self.function, **given)
-        for name, x in given.items():
-            like = x if like is None else like
-            if x.device != like.device:
+        first, *others = given
+        device = given[first].device
+        for name in others:
+            if given[name].device != device:
                 raise ValueError(
-                    f"{self.function}: {name} is on {x.device}; {like.device} is allowed, where "
-                    "the first tensor is"
+                    f"{self.function}: {name} is on {given[name].device}, but {first} is on "
+                    f"{device}; both must be on one device"
                 )
 
     def shape(self, name: str, x: torch.Tensor, is_right: bool, expected: str) -> None:

@@ -95,7 +95,8 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     >>> out.shape, query.grad.shape
     (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 16]))
     """
-    is_causal, enable_gqa = flags(_NAME, is_causal=is_causal, enable_gqa=enable_gqa)
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        is_causal, enable_gqa = flags(_NAME, is_causal=is_causal, enable_gqa=enable_gqa)
     if type(dropout_p) is not float and not isinstance(dropout_p, numbers.Real | torch.SymFloat):
         raise TypeError(f"{_NAME}: dropout_p is {type(dropout_p).__name__}; a number is allowed")
     if scale is not None and (type(scale) is not float or not abs(scale) < _LARGE_SCALE):
@@ -163,11 +164,12 @@ def _is_regular(
     for x in (query, key, value):
         if not isinstance(x, Tensor) or x.is_nested:
             return False
-    shape, shape_k = query.shape, key.shape
+    shape, shape_k, shape_v = query.shape, key.shape, value.shape
     return (
-        len(shape) == len(shape_k) == 4
-        and shape_k[:3] == value.shape[:-1]
-        and shape[0] == shape_k[0]
+        len(shape) == len(shape_k) == len(shape_v) == 4
+        and shape[0] == shape_k[0] == shape_v[0]
+        and shape_k[1] == shape_v[1]
+        and shape_k[2] == shape_v[2]
         and shape[3] == shape_k[3]
         and (shape[1] == shape_k[1] or (enable_gqa and shape[1] % max(shape_k[1], 1) == 0))
         and query.dtype == key.dtype == value.dtype

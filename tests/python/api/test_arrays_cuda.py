@@ -124,6 +124,19 @@ def test_stream_argument(torch: ModuleType) -> None:
     assert torch.equal(out, expected)
 
 
+def test_per_thread_stream(torch: ModuleType) -> None:
+    """PyTorch does not know it."""
+    q, k, v = inputs(torch)
+    out, lse = anyflash.attention(q, k, v, return_lse=True)
+    for call in (
+        lambda: anyflash.attention(q, k, v, stream=2),
+        lambda: anyflash.attention_backward(out, q, k, v, out, lse, stream=2),
+        lambda: anyflash.merge_states(out, lse, out, lse, stream=2),
+    ):
+        with pytest.raises(ValueError, match=r"^anyflash\.\w+: stream is 2, CUDA's per-thread"):
+            call()
+
+
 def test_cuda_graph(torch: ModuleType) -> None:
     """A replay reads the inputs afresh."""
     given = inputs(torch)

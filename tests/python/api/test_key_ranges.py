@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import anyflash
 from calls.frameworks import EVERY_KIND, Kind, random
@@ -17,6 +18,8 @@ DOCUMENTS = np.repeat([7, 0, 3, -1, 5], [30, 1, 40, 9, 16])
 NODES = np.repeat([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [24, 9, 9, 3, 3, 3, 9, 9, 9, 18])
 LEAVES = {0: 10, 3: 6, **{n: n + 1 for n in (1, 2, 4, 5, 6, 7, 8, 9)}}
 EXITS = np.array([LEAVES[int(node)] for node in NODES])
+
+ON_ANOTHER_DEVICE = torch.zeros(3, dtype=torch.int32, device="meta")  # NumPy cannot read it
 
 i, j = np.arange(LENGTH)[:, None], np.arange(LENGTH)
 MASKS: dict[str, tuple[dict[str, Any], Array, bool]] = {
@@ -110,6 +113,9 @@ def test_belongs_to_a_framework(kind: Kind) -> None:
         ({}, ValueError, "nothing is given; one of documents, tree and prefix is expected"),
         ({"documents": [0], "prefix": 1}, ValueError, "documents and prefix is given"),
         ({"documents": [0.5]}, TypeError, "documents is float64; integers are allowed"),
+        ({"documents": [[1], [1, 2]]}, ValueError, "documents cannot be read as an array"),
+        ({"documents": ON_ANOTHER_DEVICE}, TypeError, "documents cannot be read as an array"),
+        ({"prefix": ON_ANOTHER_DEVICE, "seqlen_k": 3}, TypeError, "prefix cannot be read"),
         ({"documents": 3}, ValueError, r"documents has shape \(\); \(seqlen,\) or"),
         ({"documents": [4, 5, 4]}, ValueError, "documents has 4 in two places"),
         ({"documents": [4], "seqlen_k": 1}, ValueError, "seqlen_k is given with documents"),

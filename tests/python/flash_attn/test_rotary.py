@@ -210,3 +210,5 @@ def test_errors() -> None:
         rotary.apply_rotary_emb_qkv_(torch.randn(1, 4, 6, 8), COS, SIN)
     with pytest.raises(ValueError, match="max_seqlen is needed"):
         rotary.RotaryEmbedding(8)(torch.randn(1, 4, 3, 2, 8), seqlen_offset=torch.tensor([9]))
+    with pytest.raises(ValueError, match="cos is on meta, but x is on cpu; both must be on one"):
+        rotary.apply_rotary_emb(torch.randn(1, 4, 2, 8), COS.to("meta"), SIN)

@@ -43,12 +43,12 @@ def check_rotary(
     checks.dtype(called[0], x, x.is_floating_point(), "a floating-point dtype")
     sequences = x.shape[0]
     if cu_seqlens is not None:
-        checks.tensors(x, cu_seqlens=cu_seqlens)
+        checks.tensors(x=x, cu_seqlens=cu_seqlens)
         checks.integers("cu_seqlens", cu_seqlens, "(batch + 1,)")
         checks.shape("cu_seqlens", cu_seqlens, cu_seqlens.shape[0] > 0, "(batch + 1,)")
         sequences = cu_seqlens.shape[0] - 1
     if isinstance(seqlen_offsets, torch.Tensor):
-        checks.tensors(x, seqlen_offsets=seqlen_offsets)
+        checks.tensors(x=x, seqlen_offsets=seqlen_offsets)
         checks.integers("seqlen_offsets", seqlen_offsets, f"({sequences},)", sequences)
         checks.below("seqlen_offsets", seqlen_offsets, cos.shape[0] + 1, "positions + 1")
     else:
