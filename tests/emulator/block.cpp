@@ -61,7 +61,8 @@ Policy policy_of(const Options& options) {
                                       Policy::Lanes::kShuffled};
   // Eight consecutive seeds meet every burst twice and every order of lanes.
   const int burst = options.burst >= 0 ? options.burst : kBursts[options.seed % 4];
-  return {burst, kLanes[options.seed % 3], options.seed / 2 % 2 == 1};
+  const bool loads_late = options.seed / 2 % 2 == 1;
+  return {burst, kLanes[options.seed % 3], loads_late, options.seed % 4 == 3};
 }
 
 Block::Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, void* arg)

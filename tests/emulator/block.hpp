@@ -23,6 +23,8 @@ constexpr uint32_t kFullMask = 0xffffffffu;
 
 // The bytes of uninitialised shared memory: NaN in every floating-point format, -1 as an integer.
 constexpr int kPoison = 0xff;
+// The same where it shall look right: 1.1 in float16, 0.01 in bfloat16 and float32.
+constexpr int kLooksRight = 0x3c;
 
 // Where in the kernel's source a thread waits. `file` is null for operations inside CuTe's atoms.
 struct Site {
@@ -118,6 +120,9 @@ struct Policy {
   int burst = 0;  // turns of lanes before another warp is drawn; 0: until the warp is blocked
   Lanes lanes = Lanes::kAscending;
   bool loads_late = false;  // TMA's come when no thread can go on, and not before
+  // What nothing was written to holds numbers that look right, and until TMA's data come, what was
+  // there before stays. Otherwise both are NaN.
+  bool looks_right = false;
 };
 Policy policy_of(const Options& options);
 
@@ -144,6 +149,7 @@ class Block {
   // For what the hardware does at a time of its own.
   uint64_t random() { return random_(); }
 
+  const Policy& policy() const { return policy_; }
   int thread_count() const { return static_cast<int>(threads_.size()); }
 
   static Block& current();        // fails outside a launch

@@ -90,6 +90,12 @@ FEATURE_CASES = (
     ),
 )
 
+# Of two calls, whose results are merged.
+MERGE_CASES = (
+    Case(seqlen_q=40, seqlen_k=70, more="merge=30 out=fp32"),
+    Case(seqlen_q=70, seqlen_k=140, head_dim=40, head_dim_v=24, causal=1, more="merge=100"),
+)
+
 # Of head dim 128: maxima that grow by more than a few units from tile to tile.
 GROWING_CASES = (
     Case(head_dim=128, head_dim_v=128, scale=2.0, seqlen_k=430),
@@ -97,7 +103,7 @@ GROWING_CASES = (
     Case(head_dim=128, head_dim_v=128, more="split=100 out=fp32"),
 )
 
-CASES = BASIC_CASES + PLAIN_CASES + FEATURE_CASES
+CASES = BASIC_CASES + PLAIN_CASES + MERGE_CASES + FEATURE_CASES
 
 
 def hopper(*cases: Case, multiprocessors: int = 1) -> tuple[Case, ...]:
@@ -315,6 +321,11 @@ BACKWARD_RACES = backward(
 HOPPER_BACKWARD_RACES = hopper(*BACKWARD_RACES[:6])
 HOPPER_BACKWARD_CASES = HOPPER_BACKWARD_RACES + hopper(
     *(case for case in BACKWARD_PLAIN_CASES if case.scale > 0)
+)
+# Tiles of 64 rows: of the first one all rows see keys, but none of the second warpgroup's.
+FIRST_KEYS = Case(seqlen_q=250, seqlen_k=140, heads=1, head_dim=128, head_dim_v=128, causal=1)
+HOPPER_BACKWARD_128_CASES = hopper(
+    *backward(*(FIRST_KEYS._replace(more=more) for more in ("diagonal=0", "diagonal=0 det=1")))
 )
 
 

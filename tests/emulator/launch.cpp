@@ -71,15 +71,15 @@ std::vector<uint64_t> block_order(uint64_t count, uint64_t seed) {
   return order;
 }
 
-// Fresh shared memory: NaN up to the launch's size, out of bounds beyond it.
-void prepare_shared_memory() {
+// Fresh shared memory up to the launch's size; what is beyond it is out of bounds.
+void prepare_shared_memory(const Policy& policy) {
 #ifdef EMU_TSAN
   // Mapped anew, so that Thread Sanitizer forgets the block before: blocks share global memory
   // without order, which it shall see, but not this array.
   mmap(anyflash_smem, kSharedBytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS,
        -1, 0);
 #endif
-  std::memset(anyflash_smem, kPoison, g_shared_bytes);
+  std::memset(anyflash_smem, policy.looks_right ? kLooksRight : kPoison, g_shared_bytes);
 }
 
 // Sets up what a launch shares between its blocks, and takes it down again.
@@ -110,11 +110,12 @@ void launch(dim3 grid, dim3 block, size_t dynamic_smem_bytes, void (*body)(void*
   const LaunchScope scope(grid, block, dynamic_smem_bytes);
   ++g_counters.launches;
   const uint64_t seed = options().seed;
+  const Policy policy = policy_of(options());
   for (uint64_t i : block_order(uint64_t{grid.x} * grid.y * grid.z, seed)) {
     g_block_idx = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                    static_cast<unsigned>(i / grid.x / grid.y)};
-    prepare_shared_memory();
-    Block(block, policy_of(options()), seed ^ (i << 32), body, arg).run();
+    prepare_shared_memory(policy);
+    Block(block, policy, seed ^ (i << 32), body, arg).run();
     ++g_counters.blocks;
   }
   tsan_acquire(&g_launch_end);  // from here on the host may read what the threads wrote

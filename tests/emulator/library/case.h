@@ -19,7 +19,7 @@ struct Case {
   unsigned seed;
 
   int64_t left = -1, right = -1;
-  std::optional<int64_t> diagonal, split;
+  std::optional<int64_t> diagonal, split, merge;
   double softcap = 0, alibi = 0, dropout = 0;
   std::string bias, bias_axes = "bhqk";
   std::vector<int64_t> block, ranges;
@@ -75,6 +75,7 @@ struct Case {
     else if (key == "right") right = std::stoll(value);
     else if (key == "diagonal") diagonal = std::stoll(value);
     else if (key == "split") split = std::stoll(value);
+    else if (key == "merge") merge = std::stoll(value);
     else if (key == "softcap") softcap = std::stod(value);
     else if (key == "alibi") alibi = std::stod(value);
     else if (key == "shared_slopes") shared_slopes = value == "1";

@@ -10,6 +10,7 @@
 //   dropout=P           out=fp32   type of the output
 //   diagonal=N          query 0 and key N are on it
 //   split=N             the keys from N on in a second call, which continues the first; out=fp32
+//   merge=N             the keys from N on in a second call; both results are merged
 //   bias=TYPE           fp32, fp16, bf16 (a tenth and every seventh key -inf) or bool
 //   bias_axes=bhqk      with 1 for each axis that is broadcast
 //   block=ROWS,KEYS     random block mask       used=N,N,...    seqused_k

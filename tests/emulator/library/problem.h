@@ -228,22 +228,38 @@ inline TensorView keys_of(const Tensor& tensor, int64_t first, int64_t end) {
   return view;
 }
 
+// Of the keys [first, end) alone.
+inline void run_forward_part(const Problem& p, anyflash::ForwardTensors tensors,
+                             anyflash::ForwardOptions options, int64_t first, int64_t end) {
+  options.diagonal = p.c.diagonal ? *p.c.diagonal : p.c.seqlen_k - p.c.seqlen_q;
+  options.key_start = first;
+  options.max_logits = nullptr;
+  tensors.k = keys_of(p.k, first, end);
+  tensors.v = keys_of(p.v, first, end);
+  run_exactly(anyflash::ForwardPlan(tensors, options));
+}
+
 // The first keys, and in the same place the others.
 inline void run_forward_split(const Problem& p, const anyflash::ForwardTensors& whole,
                               anyflash::ForwardOptions options) {
-  const Case& c = p.c;
-  options.diagonal = c.diagonal ? *c.diagonal : c.seqlen_k - c.seqlen_q;
-  options.max_logits = nullptr;
-  anyflash::ForwardTensors part = whole;
-  part.k = keys_of(p.k, 0, *c.split);
-  part.v = keys_of(p.v, 0, *c.split);
-  run_exactly(anyflash::ForwardPlan(part, options));
-  options.key_start = *c.split;
+  run_forward_part(p, whole, options, 0, *p.c.split);
   options.prior_out = &whole.out;
   options.prior_lse = whole.lse;
-  part.k = keys_of(p.k, *c.split, c.seqlen_k);
-  part.v = keys_of(p.v, *c.split, c.seqlen_k);
-  run_exactly(anyflash::ForwardPlan(part, options));
+  run_forward_part(p, whole, options, *p.c.split, p.c.seqlen_k);
+}
+
+// The first keys, the others elsewhere, and both in the first one's place.
+inline void run_forward_merged(const Problem& p, const anyflash::ForwardTensors& whole,
+                               const anyflash::ForwardOptions& options) {
+  run_forward_part(p, whole, options, 0, *p.c.merge);
+  const Tensor out(p.out.dtype(), p.out.extent());
+  const Tensor lse(p.lse.dtype(), p.lse.extent());
+  const TensorView lse_view = lse.view(p.rank() - 1);
+  anyflash::ForwardTensors others = whole;
+  others.out = out.view(p.rank());
+  others.lse = &lse_view;
+  run_forward_part(p, others, options, *p.c.merge, p.c.seqlen_k);
+  merge_states(whole.out, *whole.lse, others.out, lse_view, whole.out, whole.lse, {});
 }
 
 inline void run_forward(const Problem& p, const std::array<uint64_t, 2>& rng) {
@@ -257,6 +273,7 @@ inline void run_forward(const Problem& p, const std::array<uint64_t, 2>& rng) {
   tensors.out = p.out.view(rank);
   tensors.lse = &lse;
   if (p.c.split) run_forward_split(p, tensors, options.get());
+  else if (p.c.merge) run_forward_merged(p, tensors, options.get());
   else run_exactly(anyflash::ForwardPlan(tensors, options.get()));
 }
 
