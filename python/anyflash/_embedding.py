@@ -16,13 +16,16 @@ def get_include() -> str:
     """The folder with the headers ``anyflash/anyflash.h`` (C), ``anyflash/attention.h`` (C++17) and
     ``dlpack/dlpack.h``, for a compiler's ``-I``.
 
-    Returns:
+    Returns
+    -------
+    str
         An absolute path. The library lies in ``lib`` beside it: ``-L``.
 
-    Example:
-        >>> import anyflash, os
-        >>> os.path.basename(anyflash.get_include())
-        'include'
+    Examples
+    --------
+    >>> import anyflash, os
+    >>> os.path.basename(anyflash.get_include())
+    'include'
     """
     return str(_folder() / "include")
 
@@ -30,14 +33,17 @@ def get_include() -> str:
 def get_cmake_dir() -> str:
     """The folder with ``anyflash-config.cmake``, for CMake's ``-Danyflash_DIR``.
 
-    Returns:
+    Returns
+    -------
+    str
         An absolute path. ``find_package(anyflash CONFIG)`` then brings the target
         ``anyflash::anyflash``.
 
-    Example:
-        >>> import anyflash, os
-        >>> os.path.basename(anyflash.get_cmake_dir())
-        'anyflash'
+    Examples
+    --------
+    >>> import anyflash, os
+    >>> os.path.basename(anyflash.get_cmake_dir())
+    'anyflash'
     """
     return str(_folder() / "lib" / "cmake" / "anyflash")
 
@@ -46,19 +52,24 @@ def get_tvm_ffi_library() -> str:
     """The library with the functions of the C ABI in tvm-ffi's calling convention, for
     ``tvm_ffi.load_module`` or the same in another language.
 
-    Returns:
+    Returns
+    -------
+    str
         An absolute path.
 
-    Raises:
-        FileNotFoundError: This build has no such library.
+    Raises
+    ------
+    FileNotFoundError
+        This build has no such library.
 
-    Example:
-        >>> import anyflash, numpy as np, tvm_ffi
-        >>> functions = tvm_ffi.load_module(anyflash.get_tvm_ffi_library())
-        >>> q, out = np.ones((1, 4, 2, 8), np.float32), np.zeros((1, 4, 2, 8), np.float32)
-        >>> functions.forward(q, q, q, out, None, "causal", True)
-        >>> bool((out == 1).all())
-        True
+    Examples
+    --------
+    >>> import anyflash, numpy as np, tvm_ffi
+    >>> functions = tvm_ffi.load_module(anyflash.get_tvm_ffi_library())
+    >>> q, out = np.ones((1, 4, 2, 8), np.float32), np.zeros((1, 4, 2, 8), np.float32)
+    >>> functions.forward(q, q, q, out, None, "causal", True)
+    >>> bool((out == 1).all())
+    True
     """
     library = _folder() / "lib" / "libanyflash_tvm_ffi.so"
     if not library.exists():

@@ -43,6 +43,7 @@ STEPS = (
     Step("first", "", range(1), 1),
     Step("tsan", "tsan", range(1), 1),
     Step("plain", "", range(4)),
+    Step("races", "tsan", range(1)),
     Step("seeds", "", range(4, 12)),
 )
 

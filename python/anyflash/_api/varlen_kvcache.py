@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from anyflash._api.kvcache import attend_with_kvcache
+from anyflash._call.kvcache import check_packed
 from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
@@ -169,6 +170,8 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
     >>> bool((k_cache[6, :3] == 1).all() and (v_cache[3, 1] == 1).all())
     True
     """
+    name = "anyflash.attention_varlen_with_kvcache"
+    check_packed(name, cu_seqlens_q)
     options = AttentionOptions(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
     )
@@ -195,6 +198,5 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
         validate,
     )
     outputs = OutputRequest(return_lse, out_dtype=out_dtype, out=out, stream=stream)
-    name = "anyflash.attention_varlen_with_kvcache"
     tensors = (q, k_cache, v_cache)
     return attend_with_kvcache(name, tensors, cache, options, outputs, workspace=workspace)

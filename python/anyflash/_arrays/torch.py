@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_LEGACY_STREAMS = (0, 1)  # cudaStreamLegacy is 1
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread
 
 
@@ -91,7 +92,7 @@ class Torch(WithAttributes):
         torch = sys.modules["torch"]
         memory = torch.empty(size, dtype=torch.uint8, device=like.device)
         if stream is not None:
-            memory.record_stream(torch.cuda.ExternalStream(stream, device=like.device))
+            memory.record_stream(_stream(torch, stream, like.device))
         return memory, memory.data_ptr()
 
     def lengths(
@@ -102,7 +103,7 @@ class Torch(WithAttributes):
         torch = sys.modules["torch"]
         numbers = torch.full((count,), value, dtype=torch.int32, device=like.device)
         if stream is not None:
-            numbers.record_stream(torch.cuda.ExternalStream(stream, device=like.device))
+            numbers.record_stream(_stream(torch, stream, like.device))
         return numbers, self.export(numbers, device, stream)
 
     def draw_seed(self) -> int:
@@ -111,6 +112,13 @@ class Torch(WithAttributes):
 
     def from_numpy(self, x: npt.NDArray[Any], like: Any) -> Any:
         return sys.modules["torch"].from_numpy(x).to(like.device)
+
+
+def _stream(torch: Any, handle: int, device: Any) -> Any:
+    """PyTorch's object for a cudaStream_t."""
+    if handle in _LEGACY_STREAMS:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)
 
 
 def _refuse_gradients(instead: str) -> None:

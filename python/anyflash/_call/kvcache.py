@@ -45,6 +45,12 @@ def check_values(operation: str, v_cache: Any, cache: KvCacheOptions) -> None:
             )
 
 
+def check_packed(operation: str, cu_seqlens_q: Any) -> None:
+    """None would mean that no sequences are packed."""
+    if cu_seqlens_q is None:
+        raise TypeError(f"{operation}: cu_seqlens_q is None; an array of int32 is allowed")
+
+
 class KvCacheCall(Forward[ArrayT]):
     """Reads everything that is given; then `attend` or `workspace_size`."""
 

@@ -286,7 +286,7 @@ PRESETS = {
     ),
     "cpu": Preset("512 to 8192 tokens, 8 heads", cpu, peers=("flash",)),
     "context-parallel": Preset(
-        "a sequence shared by several GPUs, or by ranks that one GPU computes one after the other",
+        "a sequence shared by several GPUs, or by ranks that one GPU computes in turn",
         context_parallel,
         row="method",
         column="ranks",

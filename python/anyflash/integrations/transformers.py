@@ -1,4 +1,4 @@
-"""Hugging Face transformers: attn_implementation="anyflash"."""
+"""Hugging Face transformers: ``attn_implementation="anyflash"``."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
+from anyflash._call.kvcache import check_packed
 from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
@@ -123,6 +124,7 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
     >>> out.shape, int(k_cache[0, :3].sum()), int(k_cache[1, 5].sum())
     ((4, 4, 16), 96, 32)
     """
+    check_packed("anyflash.jax.attention_varlen_with_kvcache", cu_seqlens_q)
     options = AttentionOptions(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
     )

@@ -102,9 +102,10 @@ def needs_adapter(arrays: tuple[Any, ...], autocast: bool) -> bool:
 
 
 def is_plain_eager(q: Any, k: Any, v: Any) -> bool:
-    """Whether they are plain tensors, and nobody compiles, traces, records or casts what is done
-    with them. The questions above, in one step: these are asked by calls that take little else.
-    What else than TorchDynamo compiles has a mode, or tensors of another type."""
+    """Whether they are plain tensors that hold their own numbers, and nobody compiles, traces,
+    records or casts what is done with them. The questions above, in one step: these are asked by
+    calls that take little else. What else than TorchDynamo compiles has a mode, or tensors of
+    another type."""
     return not (
         _is_dynamo_compiling()
         or type(q) not in PLAIN
@@ -116,4 +117,7 @@ def is_plain_eager(q: Any, k: Any, v: Any) -> bool:
         or forward_ad._current_level >= 0
         or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or is_any_autocast_enabled()
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
     )

@@ -39,7 +39,7 @@ def forward(  # noqa: PLR0917
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
     return _core.forward_direct(
-        operation, q, k, v, scale, causal, options, return_lse, heads_first, pytorch or _PYTORCH
+        operation, q, k, v, scale, causal, options, return_lse, heads_first, pytorch or PYTORCH
     )
 
 
@@ -61,7 +61,7 @@ def backward(  # noqa: PLR0917
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
     return _core.backward_direct(
-        operation, dout, q, k, v, out, lse, dlse, scale, causal, deterministic, _PYTORCH
+        operation, dout, q, k, v, out, lse, dlse, scale, causal, deterministic, PYTORCH
     )
 
 
@@ -105,5 +105,5 @@ _FUNCTIONS: dict[str, Any] = {
     "new_lse": _new_lse,
     "workspace": _workspace,
 }
-_PYTORCH = _core.PyTorch(**_FUNCTIONS)
+PYTORCH = _core.PyTorch(**_FUNCTIONS)
 OUT_LIKE_Q = _core.PyTorch(**_FUNCTIONS | {"new_out": lambda q, *_: torch.empty_like(q)})

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflash import _core
 from anyflash.torch import _fast_path, _problem
 from anyflash.torch._autograd import Context, Grads, apply, gradients_of
 from anyflash.torch._dispatch_state import is_deterministic, is_only_recorded, is_plain_eager
 from anyflash.torch._problem import RequestedOutputs
 
+_forward = _core.forward_direct
 _NAME = _problem.name(packed=False)
 _LSE = RequestedOutputs(True, False, False, None)
 
@@ -28,8 +30,10 @@ def attend(  # noqa: PLR0917 (its callers count time)
 ) -> Any:
     """What :func:`attention` returns without other options; None where q, k and v are traced, cast
     or not direct tensors."""
-    if is_plain_eager(q, k, v):
-        return _fast_path.forward(operation, q, k, v, scale, causal, return_lse)
+    if is_plain_eager(q, k, v):  # _fast_path.forward, without its step
+        return _forward(
+            operation, q, k, v, scale, causal, None, return_lse, False, _fast_path.PYTORCH
+        )
     if isinstance(q, Tensor) and isinstance(return_lse, bool) and is_only_recorded(q, k, v):
         if deterministic is None:
             deterministic = is_deterministic()

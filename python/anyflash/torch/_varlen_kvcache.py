@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
+from anyflash._call.kvcache import check_packed
 from anyflash._call.options import (
     NO_SOFTCAP,
     UNBOUNDED,
@@ -135,6 +136,7 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
     >>> bool((k_cache[0, :3] == 1).all() and (k_cache[1, 5] == 1).all())
     True
     """
+    check_packed("anyflash.torch.attention_varlen_with_kvcache", cu_seqlens_q)
     options = AttentionOptions(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sinks
     )

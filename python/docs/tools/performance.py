@@ -54,7 +54,9 @@ WAYS = {
     "anyflash": "`anyflash.attention`",
     "adapter": "its module",
     "sdpa": "drop-in",
+    "flash_attn": "flash-attn's drop-in",
     "framework": "original",
+    "kvcache": "with a KV cache",
 }
 FRAMEWORKS = {
     "numpy": "NumPy",

@@ -73,8 +73,7 @@ PLOTS = (
     Plot(
         "speed-hopper",
         _panels(
-            {"forward": "h200-hopper-forward.json", "backward": "h100-hopper-backward.json"},
-            {"forward": "H200", "backward": "H100"},
+            {"forward": "h100-hopper-forward.json", "backward": "h100-hopper-backward.json"},
         ),
         (FA3, CUDNN, OWN("anyflash (kernels for Hopper)"), FLASH),
     ),

@@ -124,6 +124,18 @@ def test_stream_argument(torch: ModuleType) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("stream", [0, 1])
+def test_legacy_stream(torch: ModuleType, stream: int) -> None:
+    """By its two names, and in calls that need memory beside their arrays."""
+    q, k, v = (x[:, ::2] for x in inputs(torch))
+    out, lse = anyflash.attention(q, k, v, return_lse=True)
+    expected = anyflash.attention_backward(out, q, k, v, out, lse)
+    grads = anyflash.attention_backward(out, q, k, v, out, lse, stream=stream)
+    torch.cuda.synchronize()
+    for found, right in zip(grads[:3], expected, strict=False):
+        assert torch.equal(found, right)
+
+
 def test_per_thread_stream(torch: ModuleType) -> None:
     """PyTorch does not know it."""
     q, k, v = inputs(torch)

@@ -187,6 +187,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "q has 4 dimensions, .*total_q",
     ),
+    "no ends": ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q is None; an array of int32"),
     "ends-rank": ({"cu_seqlens_q": ENDS[None]}, ValueError, r"cu_seqlens_q has shape \(1, 5\)"),
     "ends-dtype": ({"cu_seqlens_q": ENDS.astype(float)}, TypeError, "cu_seqlens_q is float64"),
     "ends": ({"cu_seqlens_q": ENDS[:-1]}, ValueError, "block_table has shape"),

@@ -40,7 +40,7 @@ def direct(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         if request.param == "capsules":
-            monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
+            monkeypatch.setattr(_fast_path, "PYTORCH", pytorch(None))
         monkeypatch.setattr(Forward, "__init__", refuse)
         monkeypatch.setattr(Backward, "__init__", refuse)
 
@@ -226,7 +226,7 @@ def test_errors(
     way: str, tensors: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "capsules":
-        monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(None))
+        monkeypatch.setattr(_fast_path, "PYTORCH", pytorch(None))
     with pytest.raises(error, match=rf"^anyflash\.attention: {message}"):
         anyflash.attention(*tensors)
 
@@ -273,7 +273,7 @@ class FakeGpu:
 
 def test_stream_of_the_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
-    monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(gpu.capsule))
+    monkeypatch.setattr(_fast_path, "PYTORCH", pytorch(gpu.capsule))
     x = torch.ones(1, 1, 1, 8, dtype=torch.float16)
     with pytest.raises(RuntimeError, match=r"^anyflash\.torch\.attention: .*CUDA"):
         attention(x, x, x)
@@ -284,7 +284,7 @@ def test_other_versions_of_the_exchange_api(monkeypatch: pytest.MonkeyPatch) -> 
     """It is left alone where it is not known."""
     gpu = FakeGpu()
     gpu.api.major = 2
-    monkeypatch.setattr(_fast_path, "_PYTORCH", pytorch(gpu.capsule))
+    monkeypatch.setattr(_fast_path, "PYTORCH", pytorch(gpu.capsule))
     x = torch.ones(1, 1, 1, 8)
     assert torch.equal(attention(x, x, x), x)
     assert not gpu.asked

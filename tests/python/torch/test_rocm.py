@@ -43,7 +43,7 @@ def on_rocm(monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(Torch, "stream", stream)
     monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", to_dlpack)
     direct = _fast_path._FUNCTIONS | {"exchange_api": None, "export_tensor": to_dlpack}
-    monkeypatch.setattr(_fast_path, "_PYTORCH", _core.PyTorch(**direct))
+    monkeypatch.setattr(_fast_path, "PYTORCH", _core.PyTorch(**direct))
 
     def make(*shape: int) -> torch.Tensor:
         x = torch.randn(shape, dtype=torch.float16)

@@ -137,8 +137,9 @@ class ContextParallel:
 
         Returns
         -------
-        The whole, on every rank. The gradient of a rank's rows is the sum of what all ranks have
-        for them.
+        tensor
+            The whole, on every rank. The gradient of a rank's rows is the sum of what all ranks
+            have for them.
         """
         dim %= x.ndim
         if is_distributed(x):
