@@ -13,7 +13,7 @@ namespace anyflash::python {
 
 namespace nb = nanobind;
 
-NamedCall::NamedCall(const std::string& function, std::map<std::string, TensorView> tensors)
+NamedCall::NamedCall(std::string_view function, NamedTensors tensors)
     : operation_(function == "forward"    ? Operation::kForward
                  : function == "backward" ? Operation::kBackward
                                           : Operation::kForwardWithKvCache),
@@ -23,14 +23,14 @@ NamedCall::NamedCall(const std::string& function, std::map<std::string, TensorVi
   for (const auto& option : kKvCacheTensors) cache_.*option.field = optional(option.name);
 }
 
-const TensorView* NamedCall::optional(const char* name) const {
+const TensorView* NamedCall::optional(std::string_view name) const {
   const auto found = tensors_.find(name);
   return found == tensors_.end() ? nullptr : &found->second;
 }
 
-const TensorView& NamedCall::tensor(const char* name) const {
+const TensorView& NamedCall::tensor(std::string_view name) const {
   const TensorView* const result = optional(name);
-  if (result == nullptr) throw std::logic_error(std::string("the call has no tensor ") + name);
+  if (result == nullptr) throw std::logic_error("the call has no tensor " + std::string(name));
   return *result;
 }
 
@@ -122,7 +122,7 @@ TensorView described(const std::string& argument, const nb::tuple& shape,
 }  // namespace
 
 void check_call(const char* function, const nb::dict& tensors, const nb::dict& numbers) {
-  std::map<std::string, TensorView> views;
+  NamedTensors views;
   for (const auto [key, value] : tensors) {
     const auto argument = nb::cast<std::string>(key);
     const auto pair = nb::cast<nb::tuple>(value);

@@ -10,16 +10,20 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 
 #include "anyflash/attention.h"
 
 namespace anyflash::python {
 
+// std::less<>: a lookup makes no string.
+using NamedTensors = std::map<std::string, TensorView, std::less<>>;
+
 class NamedCall {
  public:
   // function: "forward", "backward" or "forward_with_kvcache". tensors: its arguments and the
   // tensors of its options; bias and block_mask have 4 dimensions, tree_mask has 3.
-  NamedCall(const std::string& function, std::map<std::string, TensorView> tensors);
+  NamedCall(std::string_view function, NamedTensors tensors);
   NamedCall(const NamedCall&) = delete;
   NamedCall& operator=(const NamedCall&) = delete;
 
@@ -55,8 +59,8 @@ class NamedCall {
  private:
   enum class Operation { kForward, kBackward, kForwardWithKvCache };
 
-  const TensorView& tensor(const char* name) const;
-  const TensorView* optional(const char* name) const;
+  const TensorView& tensor(std::string_view name) const;
+  const TensorView* optional(std::string_view name) const;
   // Calls function(the plan).
   template <class Function>
   void with_plan(const Function& function) const;
@@ -65,7 +69,7 @@ class NamedCall {
   KvCachePlan kvcache_plan() const;
 
   Operation operation_;
-  std::map<std::string, TensorView> tensors_;
+  NamedTensors tensors_;
   ForwardOptions forward_;
   BackwardOptions backward_;
   KvCacheOptions cache_;

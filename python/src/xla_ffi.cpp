@@ -2,13 +2,12 @@
 
 #include <xla/ffi/api/ffi.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <map>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -39,8 +38,8 @@ struct Attributes {
   void read(std::string_view name, std::optional<double>& field) const {
     if (given.contains(name)) field = value_of(given.get<double>(name));
   }
-  std::string text(std::string_view name) const {
-    return std::string(value_of(given.get<std::string_view>(name)));
+  std::string_view text(std::string_view name) const {
+    return value_of(given.get<std::string_view>(name));
   }
 
   const ffi::Dictionary& given;
@@ -96,24 +95,30 @@ TensorView view_of(const ffi::AnyBuffer& buffer, const std::string& name, const 
   return view;
 }
 
-using Tensors = std::map<std::string, TensorView>;
-
-Tensors tensors_of(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                   const Attributes& attributes, const Device& device) {
-  Tensors tensors;
-  std::string name;
-  std::istringstream operand_names(attributes.text("operands"));
-  for (std::size_t i = 0; operand_names >> name; ++i) {
-    tensors[name] = view_of(value_of(operands.get<ffi::AnyBuffer>(i)), name, device);
+// Calls visit(number, name) for names with a space between them. A string stream takes as long as
+// the rest of a small call.
+template <class Visit>
+void for_each_name(std::string_view names, const Visit& visit) {
+  for (std::size_t i = 0; !names.empty(); ++i) {
+    const std::size_t end = std::min(names.find(' '), names.size());
+    visit(i, std::string(names.substr(0, end)));
+    names.remove_prefix(std::min(end + 1, names.size()));
   }
-  std::istringstream result_names(attributes.text("results"));
-  for (std::size_t i = 0; result_names >> name; ++i) {
+}
+
+NamedTensors tensors_of(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                        const Attributes& attributes, const Device& device) {
+  NamedTensors tensors;
+  for_each_name(attributes.text("operands"), [&](std::size_t i, const std::string& name) {
+    tensors[name] = view_of(value_of(operands.get<ffi::AnyBuffer>(i)), name, device);
+  });
+  for_each_name(attributes.text("results"), [&](std::size_t i, const std::string& name) {
     const TensorView view = view_of(*value_of(results.get<ffi::AnyBuffer>(i)), name, device);
     const auto [place, is_new] = tensors.emplace(name, view);
     if (!is_new && place->second.data != view.data) {
       throw std::logic_error(name + " and the result of that name are not one buffer");
     }
-  }
+  });
   return tensors;
 }
 
