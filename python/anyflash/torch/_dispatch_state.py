@@ -25,9 +25,9 @@ _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether no one of them is an instance of a subclass, or something else."""
+    """Whether all are tensors, of no subclass, that hold their own numbers."""
     for x in tensors:  # noqa: SIM110 (all() is slower)
-        if type(x) not in PLAIN:
+        if type(x) not in PLAIN or x.is_neg():
             return False
     return True
 
@@ -83,8 +83,8 @@ def is_recorded(*tensors: Any) -> bool:
 def is_only_recorded(q: Any, k: Any, v: Any) -> bool:
     """Whether they are plain tensors, and autograd alone wants to know what is done with them."""
     return (
-        is_plain(k, v)
-        and not is_traced(q)
+        not is_traced(q)
+        and is_plain(q, k, v)
         and not is_forward_mode()
         and not is_any_autocast_enabled()
         and is_recorded(q, k, v)

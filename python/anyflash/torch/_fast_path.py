@@ -36,8 +36,6 @@ def forward(  # noqa: PLR0917
     None where they are not what the kernels take: on the CPU or a GPU, four axes each, and no cast
     or error that is not the kernel's. None, too, for a scale that is not None or a finite float, or
     for flags that are no bool."""
-    if q.is_neg() or k.is_neg() or v.is_neg():
-        return None
     return _core.forward_direct(
         operation, q, k, v, scale, causal, options, return_lse, heads_first, pytorch or PYTORCH
     )
@@ -56,10 +54,7 @@ def backward(  # noqa: PLR0917
     causal: bool,
     deterministic: bool,
 ) -> Any:
-    """(dq, dk, dv) of plain tensors that nobody looks at, of which dout and dlse hold their own
-    numbers; else None, as `forward`."""
-    if q.is_neg() or k.is_neg() or v.is_neg():
-        return None
+    """(dq, dk, dv) of plain tensors that nobody looks at, or None, as `forward`."""
     return _core.backward_direct(
         operation, dout, q, k, v, out, lse, dlse, scale, causal, deterministic, PYTORCH
     )

@@ -198,7 +198,7 @@ def _fits(mask: Tensor, full: Shape) -> bool:
 
 
 def _is_direct_mask(mask: Tensor) -> bool:
-    return is_plain(mask) and not mask.is_neg() and not is_recorded(mask)
+    return is_plain(mask) and not is_recorded(mask)
 
 
 def is_causal_bias(mask: Any) -> bool:
