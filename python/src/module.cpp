@@ -22,6 +22,7 @@
 #include "options.h"
 #include "prefer_kernel.h"
 #include "released_gil.h"
+#include "torch_kernel.h"
 #include "xla_ffi.h"
 
 namespace nb = nanobind;
@@ -181,6 +182,10 @@ void named_prefer_kernel(std::optional<std::string> name) {
   named("prefer_kernel", [&] { prefer_kernel(name ? name->c_str() : nullptr); });
 }
 
+nb::object named_register_torch_kernel(const char* path, const char* key, nb::object fallback) {
+  return named(nullptr, [&] { return register_torch_kernel(path, key, std::move(fallback)); });
+}
+
 nb::tuple named_describe(nb::handle object) {
   return named(nullptr, [&] { return describe(object); });
 }
@@ -224,6 +229,7 @@ NB_MODULE(_core, m) {
   m.def("address", &named_address, "array"_a);
   m.def("new_array", &named_new_array, "shape"_a, "dtype"_a, "device_kind"_a, "device_index"_a);
   m.def("check_call", &named_check, "operation"_a, "function"_a, "tensors"_a, "numbers"_a);
+  m.def("register_torch_kernel", &named_register_torch_kernel, "path"_a, "key"_a, "fallback"_a);
   m.def("xla_handlers", &xla_handlers);
   m.def("build_info", &build_info_dict);
   m.def("prefer_kernel", &named_prefer_kernel, "name"_a.none());

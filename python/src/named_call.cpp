@@ -23,11 +23,6 @@ NamedCall::NamedCall(std::string_view function, NamedTensors tensors)
   for (const auto& option : kKvCacheTensors) cache_.*option.field = optional(option.name);
 }
 
-const TensorView* NamedCall::optional(std::string_view name) const {
-  const auto found = tensors_.find(name);
-  return found == tensors_.end() ? nullptr : &found->second;
-}
-
 const TensorView& NamedCall::tensor(std::string_view name) const {
   const TensorView* const result = optional(name);
   if (result == nullptr) throw std::logic_error("the call has no tensor " + std::string(name));
@@ -126,9 +121,10 @@ void check_call(const char* function, const nb::dict& tensors, const nb::dict& n
   for (const auto [key, value] : tensors) {
     const auto argument = nb::cast<std::string>(key);
     const auto pair = nb::cast<nb::tuple>(value);
-    views[argument] = in_python_names([&] {
-      return described(argument, nb::cast<nb::tuple>(pair[0]), nb::cast<std::string>(pair[1]));
-    });
+    views.add(argument, in_python_names([&] {
+                return described(argument, nb::cast<nb::tuple>(pair[0]),
+                                 nb::cast<std::string>(pair[1]));
+              }));
   }
   NamedCall call(function, std::move(views));
   call.read_numbers(PythonNumbers{numbers});

@@ -8,16 +8,32 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "anyflash/attention.h"
 
 namespace anyflash::python {
 
-// std::less<>: a lookup makes no string.
-using NamedTensors = std::map<std::string, TensorView, std::less<>>;
+// A call has few tensors and asks for many names: to look at all takes less than a tree.
+class NamedTensors {
+ public:
+  // Null if there is none.
+  const TensorView* find(std::string_view name) const {
+    for (const auto& [known, view] : tensors_) {
+      if (known == name) return &view;
+    }
+    return nullptr;
+  }
+  void add(std::string name, const TensorView& view) {
+    tensors_.emplace_back(std::move(name), view);
+  }
+
+ private:
+  std::vector<std::pair<std::string, TensorView>> tensors_;
+};
 
 class NamedCall {
  public:
@@ -29,7 +45,7 @@ class NamedCall {
 
   // source.read(name, field) sets the field if the source has that name.
   template <class Source>
-  void read_numbers(const Source& source) {
+  void read_numbers(Source&& source) {
     source.read("softmax_scale", forward_.softmax_scale);
     source.read("causal", forward_.causal);
     source.read("window_left", forward_.window_left);
@@ -60,7 +76,7 @@ class NamedCall {
   enum class Operation { kForward, kBackward, kForwardWithKvCache };
 
   const TensorView& tensor(std::string_view name) const;
-  const TensorView* optional(std::string_view name) const;
+  const TensorView* optional(std::string_view name) const { return tensors_.find(name); }
   // Calls function(the plan).
   template <class Function>
   void with_plan(const Function& function) const;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "anyflash/attention.h"
 
@@ -11,7 +12,7 @@ namespace anyflash::python {
 
 template <class Options>
 struct TensorOption {
-  const char* name;
+  std::string_view name;
   const TensorView* Options::* field;
   bool writable;
   int rank;  // missing leading axes are added: extent 1, stride 0; 0: as it is

@@ -111,7 +111,7 @@ void read_all(const nb::dict& given, const TensorOption<Options> (&tensors)[n], 
     const char* const name = nb::cast<const char*>(key);
     const auto* const tensor =
         std::find_if(std::begin(tensors), std::end(tensors),
-                     [&](const auto& option) { return std::strcmp(option.name, name) == 0; });
+                     [&](const auto& option) { return option.name == name; });
     if (tensor == std::end(tensors)) {
       read_number(name, value, options);
       continue;

@@ -30,19 +30,27 @@ T value_of(const ffi::ErrorOr<T>& result) {
   return result.value();
 }
 
-struct Attributes {
+// Each is read once. When all were, other names are not looked for: calls have few of them.
+class Attributes {
+ public:
+  explicit Attributes(const ffi::Dictionary& given) : given_(given), left_(given.size()) {}
+
   template <class T>
-  void read(std::string_view name, T& field) const {
-    if (given.contains(name)) field = value_of(given.get<T>(name));
+  void read(std::string_view name, T& field) {
+    if (left_ > 0 && given_.contains(name)) field = get<T>(name);
   }
-  void read(std::string_view name, std::optional<double>& field) const {
-    if (given.contains(name)) field = value_of(given.get<double>(name));
+  void read(std::string_view name, std::optional<double>& field) {
+    if (left_ > 0 && given_.contains(name)) field = get<double>(name);
   }
-  std::string_view text(std::string_view name) const {
-    return value_of(given.get<std::string_view>(name));
+  template <class T>
+  T get(std::string_view name) {
+    --left_;
+    return value_of(given_.get<T>(name));
   }
 
-  const ffi::Dictionary& given;
+ private:
+  const ffi::Dictionary& given_;
+  std::size_t left_;
 };
 
 DType dtype_of(ffi::DataType type, const std::string& name) {
@@ -107,15 +115,19 @@ void for_each_name(std::string_view names, const Visit& visit) {
 }
 
 NamedTensors tensors_of(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                        const Attributes& attributes, const Device& device) {
+                        Attributes& attributes, const Device& device) {
   NamedTensors tensors;
-  for_each_name(attributes.text("operands"), [&](std::size_t i, const std::string& name) {
-    tensors[name] = view_of(value_of(operands.get<ffi::AnyBuffer>(i)), name, device);
+  const auto operand_names = attributes.get<std::string_view>("operands");
+  for_each_name(operand_names, [&](std::size_t i, const std::string& name) {
+    tensors.add(name, view_of(value_of(operands.get<ffi::AnyBuffer>(i)), name, device));
   });
-  for_each_name(attributes.text("results"), [&](std::size_t i, const std::string& name) {
+  const auto result_names = attributes.get<std::string_view>("results");
+  for_each_name(result_names, [&](std::size_t i, const std::string& name) {
     const TensorView view = view_of(*value_of(results.get<ffi::AnyBuffer>(i)), name, device);
-    const auto [place, is_new] = tensors.emplace(name, view);
-    if (!is_new && place->second.data != view.data) {
+    const TensorView* const operand = tensors.find(name);
+    if (operand == nullptr) {
+      tensors.add(name, view);
+    } else if (operand->data != view.data) {
       throw std::logic_error(name + " and the result of that name are not one buffer");
     }
   });
@@ -140,8 +152,8 @@ ffi::Error handle(const char* function, const Device& device, const ffi::Remaini
                   const Run& run) {
   std::string operation = "anyflash";
   try {
-    const Attributes attributes{dictionary};
-    operation = attributes.text("operation");
+    Attributes attributes(dictionary);
+    operation = attributes.get<std::string_view>("operation");
     NamedCall call(function, tensors_of(operands, results, attributes, device));
     call.read_numbers(attributes);
     run(call);

@@ -47,6 +47,7 @@ EXTERNAL = {
     "processor": re.compile(r"cpuid\.h|sys/syscall\.h|unistd\.h"),
     "intrinsics": re.compile(r"immintrin\.h|intrin\.h|arm_neon\.h"),
     "dlpack": re.compile(r"dlpack/dlpack\.h"),
+    "loader": re.compile(r"dlfcn\.h"),
     "cuda_runtime_api": re.compile(r"cuda_runtime_api\.h"),
     "cuda": re.compile(r"cuda\.h|cuda_[a-z0-9_]+\.h|cuda/.+"),
     "cute": re.compile(r"(cute|cutlass)/.+"),
@@ -105,7 +106,7 @@ def layers(root: Path) -> list[Layer]:
             "python/src/",
             (PUBLIC, "python/src/"),
             contract(BINDING_CONTRACT),
-            frozenset({"std", "dlpack", "nanobind", "xla"}),
+            frozenset({"std", "dlpack", "loader", "nanobind", "xla"}),
         ),
         Layer("cpp/tvm_ffi/", (PUBLIC, "cpp/tvm_ffi/"), external=frozenset({"std", "tvm_ffi"})),
     ]

@@ -1,4 +1,4 @@
-// The driver's encoder of tensor maps.
+// The driver's encoder of tensor maps, and where a thread keeps them.
 #pragma once
 
 #include <cuda.h>
@@ -30,6 +30,13 @@ inline TensorMapEncoder tensor_map_encoder() {
     return reinterpret_cast<TensorMapEncoder>(function);
   }();
   return encoder;
+}
+
+// Zeros at first.
+template <class Memory>
+Memory& of_this_thread() {
+  thread_local Memory memory{};
+  return memory;
 }
 
 }  // namespace anyflash::sm90

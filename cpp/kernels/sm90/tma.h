@@ -49,40 +49,91 @@ inline TensorMapShape key_shape(const Attention& a, DType dtype, int box_rows) {
   return shape;
 }
 
+// What a map is encoded from, beside what all have in common. The first axis has neighbours.
+struct TensorMapArguments {
+  static constexpr int kRank = 4;
+
+  const void* data;
+  DType dtype;
+  cuuint32_t box_rows;
+  cuuint64_t extents[kRank];
+  cuuint64_t strides[kRank - 1];  // in bytes
+};
+
+inline bool operator==(const TensorMapArguments& a, const TensorMapArguments& b) {
+  if (a.data != b.data) return false;
+  bool equal = a.dtype == b.dtype && a.box_rows == b.box_rows;
+  for (int i = 0; i < TensorMapArguments::kRank; ++i) equal &= a.extents[i] == b.extents[i];
+  for (int i = 0; i < TensorMapArguments::kRank - 1; ++i) equal &= a.strides[i] == b.strides[i];
+  return equal;
+}
+
 // Strides in elements; of axes that have one element, any.
-inline CUtensorMap make_tensor_map(const void* data, const Strides& stride,
-                                   const TensorMapShape& shape) {
-  constexpr int kRank = 4;
-  constexpr cuuint64_t kElementBytes = 2;
+inline TensorMapArguments tensor_map_arguments(const void* data, const Strides& stride,
+                                               const TensorMapShape& shape) {
   const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(std::max<int64_t>(n, 1)); };
-  const cuuint64_t extents[kRank] = {extent(shape.columns), extent(shape.rows), extent(shape.heads),
-                                     extent(shape.batch)};
   const auto bytes = [](int64_t elements, cuuint64_t extent) {
-    constexpr cuuint64_t kLegal = 16;
+    constexpr cuuint64_t kLegal = 16, kElementBytes = 2;
     return extent == 1 ? kLegal : static_cast<cuuint64_t>(elements) * kElementBytes;
   };
-  const cuuint64_t strides[kRank - 1] = {bytes(stride.row, extents[1]),
-                                         bytes(stride.head, extents[2]),
-                                         bytes(stride.batch, extents[3])};
-  const cuuint32_t box[kRank] = {kPanelColumns, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
-  const cuuint32_t steps[kRank] = {1, 1, 1, 1};
+  TensorMapArguments arguments{};
+  arguments.data = data;
+  arguments.dtype = shape.dtype;
+  arguments.box_rows = static_cast<cuuint32_t>(shape.box_rows);
+  arguments.extents[0] = extent(shape.columns);
+  arguments.extents[1] = extent(shape.rows);
+  arguments.extents[2] = extent(shape.heads);
+  arguments.extents[3] = extent(shape.batch);
+  arguments.strides[0] = bytes(stride.row, arguments.extents[1]);
+  arguments.strides[1] = bytes(stride.head, arguments.extents[2]);
+  arguments.strides[2] = bytes(stride.batch, arguments.extents[3]);
+  return arguments;
+}
+
+inline CUtensorMap encode_tensor_map(const TensorMapArguments& a) {
+  const cuuint32_t box[TensorMapArguments::kRank] = {kPanelColumns, a.box_rows, 1, 1};
+  const cuuint32_t steps[TensorMapArguments::kRank] = {1, 1, 1, 1};
   CUtensorMap map{};
-  const CUresult status =
-      tensor_map_encoder()(&map,
-                           shape.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                           kRank, const_cast<void*>(data), extents, strides, box, steps,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = tensor_map_encoder()(
+      &map,
+      a.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      TensorMapArguments::kRank, const_cast<void*>(a.data), a.extents, a.strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw Error(ErrorCode::kDevice,
                 "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)) +
-                    " for " + std::to_string(extents[1]) + " rows of " +
-                    std::to_string(extents[0]) + " columns, strides " + std::to_string(strides[0]) +
-                    ", " + std::to_string(strides[1]) + " and " + std::to_string(strides[2]) +
-                    " bytes");
+                    " for " + std::to_string(a.extents[1]) + " rows of " +
+                    std::to_string(a.extents[0]) + " columns, strides " +
+                    std::to_string(a.strides[0]) + ", " + std::to_string(a.strides[1]) + " and " +
+                    std::to_string(a.strides[2]) + " bytes");
   }
   return map;
+}
+
+// A thread's last maps: a forward and a backward have ten. Allocators give the same addresses
+// again, and to encode a map takes longer than to find it.
+struct TensorMapMemory {
+  static constexpr int kSize = 16;
+
+  TensorMapArguments arguments[kSize];
+  CUtensorMap maps[kSize];
+  int oldest;
+};
+
+inline CUtensorMap make_tensor_map(const void* data, const Strides& stride,
+                                   const TensorMapShape& shape) {
+  const TensorMapArguments arguments = tensor_map_arguments(data, stride, shape);
+  TensorMapMemory& memory = of_this_thread<TensorMapMemory>();
+  for (int i = 0; i < TensorMapMemory::kSize; ++i) {
+    if (memory.arguments[i] == arguments) return memory.maps[i];
+  }
+  const int place = memory.oldest;
+  memory.maps[place] = encode_tensor_map(arguments);
+  memory.arguments[place] = arguments;
+  memory.oldest = (place + 1) % TensorMapMemory::kSize;
+  return memory.maps[place];
 }
 
 }  // namespace anyflash::sm90

@@ -12,6 +12,7 @@ import pytest
 
 import anyflash.torch
 from calls.launches import launches
+from calls.torch_math import ENDS, USED, causal, in_pages, packed, packed_math, used_math
 
 registry = importlib.import_module("torch.nn.attention")
 functional = importlib.import_module("torch.nn.functional")
@@ -117,6 +118,56 @@ def test_varlen(torch: ModuleType) -> None:
         lambda: varlen.varlen_attn(q, k, v, ends, ends, 77, 77, window_size=(-1, 0)),
         (q, k, v),
     )
+
+
+def varlen_with(*options: str) -> Any:
+    """PyTorch's module, if its varlen_attn has these options."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    known = inspect.signature(varlen.varlen_attn).parameters
+    missing = [name for name in options if name not in known]
+    if missing:
+        pytest.skip(f"this PyTorch's varlen_attn has no {', '.join(missing)}")
+    return varlen
+
+
+def rounded(tensors: Any) -> list[Any]:
+    """On the CPU, with numbers that bfloat16 has."""
+    return [x.detach().bfloat16().float() for x in tensors]
+
+
+def on_gpu(tensors: Any) -> list[Any]:
+    return [x.bfloat16().cuda() if x.is_floating_point() else x.cuda() for x in tensors]
+
+
+def test_varlen_with_grouped_heads(torch: ModuleType) -> None:
+    varlen = varlen_with("enable_gqa", "window_size")
+    q, k, v, ends_q, ends_k, *maxima = packed(torch)
+    q, k, v = rounded((q, k, v))
+    arguments = [*on_gpu((q, k, v, ends_q, ends_k)), *maxima]
+    options = {"enable_gqa": True, "window_size": (-1, 0)}
+    count, out = activated(lambda: varlen.varlen_attn(*arguments, **options))
+    assert count == 1
+    close(torch, out.cpu(), packed_math(torch, q, k, v, ENDS, hidden=causal)[0])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_varlen_with_used_lengths(torch: ModuleType, paged: bool) -> None:
+    names = ["enable_gqa", "seqused_k", "window_size", *(["block_table"] if paged else [])]
+    varlen = varlen_with(*names)
+    q, k, v, ends_q, ends_k, *maxima = packed(torch)
+    q, k, v = rounded((q, k, v))
+    right, _ = used_math(torch, q, k, v, causal)
+    used = torch.tensor(USED, dtype=torch.int32)
+    options = {"enable_gqa": True, "window_size": (-1, 0), "seqused_k": used.cuda()}
+    ends = ends_k.cuda()
+    if paged:
+        (k, table), (v, _) = in_pages(torch, k), in_pages(torch, v)
+        options["block_table"], ends = table.cuda(), None
+    arguments = [*on_gpu((q, k, v, ends_q)), ends, *maxima]
+    with torch.no_grad():
+        count, out = activated(lambda: varlen.varlen_attn(*arguments, **options))
+    assert count >= 1
+    close(torch, out.cpu(), right)
 
 
 def test_dropout_in_a_graph(torch: ModuleType) -> None:
