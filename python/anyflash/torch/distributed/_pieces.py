@@ -121,25 +121,34 @@ class ForwardSums:
         dtype = torch.float64 if q.device.type == "cpu" else torch.float32
         self.lse = q.new_empty((batch, heads, rows), dtype=dtype)
         self._is_begun = False
+        self._rounded: tuple[Tensor, slice] | None = None  # the result, and which rows it has
 
-    def add(self, keys: Keys) -> None:
-        given = self.pieces.given_rows
-        for piece, sinks in self._with_sinks(self.pieces.of(keys.runs)):
+    def add(self, keys: Keys, last: torch.dtype | None = None) -> None:
+        """``last``: no more keys come, and the result is wanted in this dtype."""
+        pieces = list(self._with_sinks(self.pieces.of(keys.runs)))
+        for piece, sinks in pieces:
             if not self._is_begun and not self.pieces.is_all(piece.rows, self.out.shape[1]):
                 self._begin()
-            state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
-            prior = state if self._is_begun and self._continues else None
-            tensors, options, packing = self.pieces.arguments(keys, piece)
-            call = Forward(NAME, tensors, options._replace(sinks=sinks), packing)
-            maxima = self.pieces.max_logits
-            found: Any = call.run(
-                OutputRequest(
-                    return_max_logits=maxima is not None, out=state[0], lse=state[1], prior=prior
-                )
-            )
-            if maxima is not None:
-                torch.maximum(maxima, found.max_logits, out=maxima)
+            is_rounded = len(pieces) == 1 and last not in {None, self.out.dtype}
+            if is_rounded and self.pieces.packed is None:
+                self._rounded = torch.empty_like(self.out, dtype=last), piece.rows
+            self._add_piece(keys, piece, sinks)
             self._is_begun = True
+
+    def _add_piece(self, keys: Keys, piece: Piece, sinks: Tensor | None) -> None:
+        given = self.pieces.given_rows
+        state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
+        out = state[0] if self._rounded is None else self._rounded[0][:, piece.rows]
+        prior = state if self._is_begun and self._continues else None
+        tensors, options, packing = self.pieces.arguments(keys, piece)
+        call = Forward(NAME, tensors, options._replace(sinks=sinks), packing)
+        maxima = self.pieces.max_logits
+        request = OutputRequest(
+            return_max_logits=maxima is not None, out=out, lse=state[1], prior=prior
+        )
+        found: Any = call.run(request)
+        if maxima is not None:
+            torch.maximum(maxima, found.max_logits, out=maxima)
 
     def _with_sinks(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor | None]]:
         """Each piece with the sinks, or None where its rows have them; cut where some have."""
@@ -169,7 +178,15 @@ class ForwardSums:
         if sinks is not None:
             for run in self._without_sinks:
                 self.lse[..., run.own] = sinks.to(self.lse.dtype)[:, None]
-        return self.out.to(dtype), self.lse.to(torch.float32)
+        return self._rounded_to(dtype), self.lse.to(torch.float32)
+
+    def _rounded_to(self, dtype: torch.dtype) -> Tensor:
+        if self._rounded is None:
+            return self.out.to(dtype)
+        result, rows = self._rounded
+        for others in (slice(rows.start), slice(rows.stop, None)):
+            result[:, others] = self.out[:, others]
+        return result
 
 
 class Results(NamedTuple):
@@ -206,10 +223,11 @@ class BackwardSums:
             dtype = self.dq.dtype
             into = torch.empty_like(keys.k, dtype=dtype), torch.empty_like(keys.v, dtype=dtype)
         pieces = self.pieces.of(keys.runs)
-        adds_dkv = not pieces or not self.pieces.is_all(pieces[0].keys, keys.k.shape[1])
-        if adds_dkv:
-            for gradient in into:
-                gradient.zero_()
+        adds_dkv = self.pieces.packed is not None
+        written = slice(0, 0) if adds_dkv or not pieces else pieces[0].keys
+        for gradient in into:
+            for others in (slice(written.start), slice(written.stop, None)):
+                gradient[:, others].zero_()
         for piece in pieces:
             self._add_piece(keys, piece, into, adds_dkv)
             adds_dkv = True

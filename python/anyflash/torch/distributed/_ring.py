@@ -84,15 +84,22 @@ class Ring:
         sums = ForwardSums(self.pieces, self.v.shape[-1], dtype if alone else None)
         own = _Packed.of(self.k, self.v)
         coming = self._hop(1, own)
-        sums.add(Keys(self.k, self.v, self.keys[self.group.rank]))
+        last = self._last_hop()
+        sums.add(Keys(self.k, self.v, self.keys[self.group.rank]), dtype if last == 0 else None)
         hop = 1
         while coming is not None:
             exchange, arrived = coming
             coming = self._hop(hop + 1, own)
             if exchange.wait() is not None:
-                sums.add(Keys(*arrived.unpacked(), self.keys[self.group.peer(-hop)]))
+                keys = Keys(*arrived.unpacked(), self.keys[self.group.peer(-hop)])
+                sums.add(keys, dtype if hop == last else None)
             hop += 1
         return sums.finish(dtype)
+
+    def _last_hop(self) -> int:
+        """That brings keys which this rank's rows see; 0: there is none."""
+        group = self.group
+        return max(h for h in range(group.size) if h == 0 or self.needs(group.rank, group.peer(-h)))
 
     def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
         """Parts of dk and dv go back to the keys' owner."""
