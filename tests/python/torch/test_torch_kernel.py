@@ -134,6 +134,24 @@ def test_no_tensor_is_held(torch: ModuleType, calls_of_python: list[Any], option
     assert (q._use_count(), k._use_count()) == (1, 1)
 
 
+def test_without_the_interface(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older PyTorch calls the Python function."""
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(flash_impl._core, "register_torch_kernel", refuse)
+    handle = flash_impl.activate("CPU")
+    x = randn(torch, 1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="return_debug_mask"):
+        operator(torch)(x, x, x, return_debug_mask=True)
+    count, _ = launches(lambda: operator(torch)(x, x, x))
+    assert count == 1
+    handle.remove()
+    with pytest.raises(NotImplementedError):
+        operator(torch)(x, x, x)
+
+
 def test_end_of_the_process(torch: ModuleType) -> None:
     """Python's end finds the kernel registered, and says nothing."""
     program = """
