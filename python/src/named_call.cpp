@@ -121,10 +121,10 @@ void check_call(const char* function, const nb::dict& tensors, const nb::dict& n
   for (const auto [key, value] : tensors) {
     const auto argument = nb::cast<std::string>(key);
     const auto pair = nb::cast<nb::tuple>(value);
-    views.add(argument, in_python_names([&] {
-                return described(argument, nb::cast<nb::tuple>(pair[0]),
-                                 nb::cast<std::string>(pair[1]));
-              }));
+    const TensorView view = in_python_names([&] {
+      return described(argument, nb::cast<nb::tuple>(pair[0]), nb::cast<std::string>(pair[1]));
+    });
+    views.add(argument, view);
   }
   NamedCall call(function, std::move(views));
   call.read_numbers(PythonNumbers{numbers});

@@ -28,7 +28,7 @@ const TorchShim* shim = nullptr;
 PyObject* python_fallback = nullptr;
 
 void check(TorchShim::Status status) {
-  if (status != 0) throw Error(ErrorCode::kDevice, "PyTorch failed");
+  if (status != 0) throw Error(ErrorCode::kDevice, "PyTorch's C interface reports an error");
 }
 
 struct Deleter {
@@ -166,9 +166,9 @@ class Allocator {
   std::int32_t device_index_ = 0;
 };
 
-TensorView rows_of(const TensorView& q, void* lse) {
+// (batch, heads, seqlen), whose memory is not there yet.
+TensorView lse_of(const TensorView& q) {
   TensorView view;
-  view.data = lse;
   view.dtype = DType::kFloat32;
   view.device = q.device;
   view.rank = 3;
@@ -217,7 +217,7 @@ bool attend(const Inputs& inputs, Results& results) {
   tensors.v = *v;
   tensors.out = *q;
   tensors.out.data = data_of(results.tensors[0]);
-  TensorView lse = rows_of(*q, nullptr);
+  TensorView lse = lse_of(*q);
   results.tensors[1] = allocator.make(shim->float32, 3, lse.shape.data(), lse.stride.data());
   lse.data = data_of(results.tensors[1]);
   tensors.lse = &lse;
@@ -305,7 +305,7 @@ nb::object register_torch_kernel(const char* path, const char* key, nb::object f
   if (shim == nullptr) shim = new TorchShim(path);
   python_fallback = fallback.release().ptr();
   TorchShim::Library library = nullptr;
-  check(shim->library_init_impl("aten", key, __FILE__, __LINE__, &library));
+  check(shim->library_init_impl("aten", key, "anyflash", 0, &library));
   const auto unregister = [](void* registered) noexcept {
     shim->delete_library_object(static_cast<TorchShim::Library>(registered));
   };
