@@ -23,7 +23,8 @@ using Value = TorchShim::Value;
 
 constexpr char kOperator[] = "_scaled_dot_product_flash_attention";
 
-// PyTorch gives a kernel no state. Both are set once and stay: it may call until the process ends.
+// PyTorch gives a kernel no state, and may call it until the process ends. So both stay; of
+// fallbacks the latest.
 const TorchShim* shim = nullptr;
 PyObject* python_fallback = nullptr;
 
@@ -139,6 +140,7 @@ class Allocator {
   explicit Allocator(Handle q) {
     check(shim->get_device_type(q, &device_type_));
     check(shim->get_device_index(q, &device_index_));
+    check(shim->get_dtype(q, &dtype_));
   }
 
   OwnedTensor make(std::int32_t dtype, std::int64_t rank, const std::int64_t* sizes,
@@ -151,17 +153,10 @@ class Allocator {
     const std::int64_t stride = 1;
     return make(dtype, 1, &size, &stride);
   }
-  // Of its shape, dtype and layout.
-  OwnedTensor like(Handle tensor) const {
-    std::int32_t dtype = 0;
-    std::int64_t *sizes = nullptr, *strides = nullptr;
-    check(shim->get_dtype(tensor, &dtype));
-    check(shim->get_sizes(tensor, &sizes));
-    check(shim->get_strides(tensor, &strides));
-    return make(dtype, 4, sizes, strides);
-  }
+  std::int32_t dtype() const { return dtype_; }
 
  private:
+  std::int32_t dtype_ = 0;
   std::int32_t device_type_ = 0;
   std::int32_t device_index_ = 0;
 };
@@ -210,7 +205,10 @@ bool attend(const Inputs& inputs, Results& results) {
   if (!q || !k || !v || v->shape[3] != q->shape[3] || !is_dense(*q)) return false;
 
   const Allocator allocator(query);
-  results.tensors[0] = allocator.like(query);
+  std::int64_t *sizes = nullptr, *strides = nullptr;
+  check(shim->get_sizes(query, &sizes));
+  check(shim->get_strides(query, &strides));
+  results.tensors[0] = allocator.make(allocator.dtype(), 4, sizes, strides);
   ForwardTensors tensors;
   tensors.q = *q;
   tensors.k = *k;
@@ -230,9 +228,7 @@ bool attend(const Inputs& inputs, Results& results) {
   results.numbers = {q->shape[1], k->shape[1]};
   results.tensors[6] = allocator.vector(shim->uint64, 2);  // nobody reads it without dropout
   results.tensors[7] = allocator.make(shim->uint64, 0, nullptr, nullptr);
-  std::int32_t dtype = 0;
-  check(shim->get_dtype(query, &dtype));
-  results.tensors[8] = allocator.vector(dtype, 0);
+  results.tensors[8] = allocator.vector(allocator.dtype(), 0);
   return true;
 }
 

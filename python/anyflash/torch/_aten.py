@@ -20,7 +20,6 @@ from anyflash.torch._aten_calls import (
     attend,
     check,
     check_scales,
-    direct_forward,
     flash_forward,
     gradients,
     options_of,
@@ -159,12 +158,6 @@ def scaled_dot_product_flash_attention(
     Returns (output, LSE, None, None, seqlen_q, seqlen_k, random state, unused, empty).
     """
     name, tensors = "_scaled_dot_product_flash_attention", (query, key, value)
-    lengths = query.shape[2], key.shape[2]
-    if not (dropout_p or return_debug_mask):
-        direct = direct_forward(name, tensors, scale, is_causal)
-        if direct is not None:
-            state, unused = random_state(query, 0.0), unused_results(query)
-            return *direct, None, None, *lengths, state, *unused
     check(name, tensors, return_debug_mask)
     state = random_state(query, dropout_p)
     options = options_of(scale, is_causal, (None, None), dropout_p, state.view(torch.int64))
@@ -172,6 +165,7 @@ def scaled_dot_product_flash_attention(
     with torch.no_grad():
         q, k, v, target = (x.transpose(1, 2) for x in (*tensors, out))
         lse = attend(name, (q, k, v), None, options, target)
+    lengths = query.shape[2], key.shape[2]
     return out, lse, None, None, *lengths, state, *unused_results(query)
 
 

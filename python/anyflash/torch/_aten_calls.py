@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from anyflash._call.options import (
     OutputRequest,
     Packing,
 )
-from anyflash.torch._dispatch_state import is_deterministic, is_plain, is_recorded
+from anyflash.torch._dispatch_state import is_deterministic, is_recorded
 from anyflash.torch._kvcache import attention_with_kvcache
 from anyflash.torch._paged import attention_varlen_paged, split_pages
 from anyflash.torch._random import draw
@@ -86,44 +85,16 @@ def out_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-def direct_forward(
-    name: str, tensors: Qkv, scale: float | None, is_causal: bool
-) -> tuple[Tensor, Tensor] | None:
-    """(out, LSE) of (batch, heads, seqlen, head_dim) in the shortest way, which gives None for what
-    it does not take."""
-    query, _, value = tensors
-    if query.dim() != 4 or query.shape[-1] != value.shape[-1] or not is_plain(*tensors):
-        return None
-    # Not a global here: PyTorch holds these functions until after the interpreter has ended.
-    module = sys.modules["anyflash.torch._fast_path"]
-    result: tuple[Tensor, Tensor] | None = module.forward(
-        *(f"aten::{name} (anyflash)", *tensors, scale, is_causal, True, None, True),
-        module.OUT_LIKE_Q,
-    )
-    return result
-
-
-# By device: what others are made like, which takes half the time of saying how.
-_number: dict[torch.device, Tensor] = {}
-
-
-def _number_on(device: torch.device) -> Tensor:
-    found = _number.get(device)
-    if found is None:
-        found = _number[device] = torch.empty((), dtype=torch.uint64, device=device)
-    return found
-
-
 def random_state(query: Tensor, dropout_p: float) -> Tensor:
     """As PyTorch passes it to the backward; without dropout nobody reads it."""
     if dropout_p:
         return draw(query.device).view(torch.uint64)
-    return _number_on(query.device).new_empty(2)
+    return query.new_empty(2, dtype=torch.uint64)
 
 
 def unused_results(query: Tensor) -> tuple[Tensor, Tensor]:
     """What is left of the operators' results: PyTorch's second random tensor, the debug mask."""
-    return torch.empty_like(_number_on(query.device)), query.new_empty(0)
+    return query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
 # -- the forward

@@ -27,17 +27,16 @@ def forward(  # noqa: PLR0917
     return_lse: Any,
     options: dict[str, Any] | None = None,
     heads_first: bool = False,
-    pytorch: Any = None,
 ) -> Any:
     """out, with ``return_lse`` (out, lse), of plain tensors that nobody looks at. These are (batch,
     seqlen, heads, head_dim), or have heads and seqlen exchanged. In memory, out's heads lie side by
-    side either way, unless ``pytorch`` is `OUT_LIKE_Q`. ``options`` is what `options_of` gives.
+    side either way. ``options`` is what `options_of` gives.
 
     None where they are not what the kernels take: on the CPU or a GPU, four axes each, and no cast
     or error that is not the kernel's. None, too, for a scale that is not None or a finite float, or
     for flags that are no bool."""
     return _core.forward_direct(
-        operation, q, k, v, scale, causal, options, return_lse, heads_first, pytorch or PYTORCH
+        operation, q, k, v, scale, causal, options, return_lse, heads_first, PYTORCH
     )
 
 
@@ -101,4 +100,3 @@ _FUNCTIONS: dict[str, Any] = {
     "workspace": _workspace,
 }
 PYTORCH = _core.PyTorch(**_FUNCTIONS)
-OUT_LIKE_Q = _core.PyTorch(**_FUNCTIONS | {"new_out": lambda q, *_: torch.empty_like(q)})

@@ -126,12 +126,11 @@ class ForwardSums:
     def add(self, keys: Keys, last: torch.dtype | None = None) -> None:
         """``last``: no more keys come, and the result is wanted in this dtype."""
         pieces = list(self._with_sinks(self.pieces.of(keys.runs)))
+        if len(pieces) == 1 and self.pieces.packed is None and last not in {None, self.out.dtype}:
+            self._rounded = torch.empty_like(self.out, dtype=last), pieces[0][0].rows
         for piece, sinks in pieces:
             if not self._is_begun and not self.pieces.is_all(piece.rows, self.out.shape[1]):
                 self._begin()
-            is_rounded = len(pieces) == 1 and last not in {None, self.out.dtype}
-            if is_rounded and self.pieces.packed is None:
-                self._rounded = torch.empty_like(self.out, dtype=last), piece.rows
             self._add_piece(keys, piece, sinks)
             self._is_begun = True
 
