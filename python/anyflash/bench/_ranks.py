@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -144,7 +145,12 @@ def _rank(rank: int, ranks: int, folder: str, cases: list[Case], backend: str) -
             _tell(f"{number}/{len(cases)}", case, results[-1])
     if rank == 0:
         (Path(folder) / "results").write_text(json.dumps(results))
+    dist.barrier()
     dist.destroy_process_group()
+    if device.type == "cpu":
+        # Gloo's threads may drop tensors while the interpreter ends, which aborts the process
+        # (github.com/pytorch/pytorch/issues/190489).
+        os._exit(0)
 
 
 def _rank_results(case: Case, rank: int, device: Any) -> dict[str, Any]:

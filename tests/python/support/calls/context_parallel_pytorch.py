@@ -7,7 +7,6 @@ python -m calls.context_parallel_pytorch FOLDER RANK SIZE DEVICE
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,4 +101,3 @@ for _rotation in ("allgather", "alltoall"):
 if __name__ == "__main__":
     ranks.begin()
     ranks.run_cases(CASES)
-    os._exit(0)
