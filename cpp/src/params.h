@@ -58,6 +58,8 @@ constexpr double softmax_scale_on_gpu(double scale) {
   return -kLeastScale < scale && scale < kLeastScale ? 0.0 : scale;
 }
 
+struct IntervalBounds;
+
 // What every operation is told: the tensors it reads, their shape, and how scores are made, hidden
 // and dropped. Decoding leaves packed sequences, block map and dropout at their defaults.
 struct Attention {
@@ -94,7 +96,9 @@ struct Attention {
   int block_size_k = 1;
   BroadcastTensor key_ranges;  // (batch, row: key, head: of k, col), kInt32
   int key_intervals = 0;       // of each key: 1 or 2
-  BroadcastTensor sinks;       // (head)
+  // On a GPU, in the workspace (variant/key_range_bounds.h).
+  IntervalBounds* key_range_bounds = nullptr;
+  BroadcastTensor sinks;  // (head)
 
   // A probability is dropped if its 16-bit draw is below the threshold; 0: no dropout.
   uint32_t dropout_threshold = 0;

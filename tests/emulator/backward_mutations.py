@@ -10,7 +10,6 @@ from mutations import (
     MASK,
     ONE_BUFFER,
     PIECES,
-    RANGES,
     RELOADED_V,
     ROWS,
     SCORE_MOD,
@@ -18,6 +17,7 @@ from mutations import (
     Mutation,
 )
 from pingpong_mutations import PINGPONG_MUTATIONS
+from range_mutations import RANGES
 
 MAINLOOP = "sm80/backward/mainloop.h"
 STAGES = "sm80/backward/stages.h"
@@ -225,7 +225,7 @@ ARITHMETIC = (
     Mutation(
         "hidden-k-not-cleared-in-pass",
         ROW_PASS,
-        "range.needs_mask(n) || variant.may_hide_anywhere()",
+        "range.needs_mask(n) || !seen.all || variant.may_hide_anywhere()",
         "false",
     ),
     Mutation("restored-where-mask-hides", CUDA_EPILOGUE, HIDDEN, "!variant.keep(row, key)"),

@@ -79,6 +79,10 @@ FEATURE_CASES = (
         seqlen_k=350,
         more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 used=60,3,0,200 ranges=24,2 nan=hidden",
     ),
+    # Tiles that all rows see, some, and none.
+    Case(seqlen_q=430, seqlen_k=450, heads=4, heads_k=2, more="ranges=200,1 nan=seen"),
+    Case(seqlen_q=430, seqlen_k=450, heads=1, causal=1, more="ranges=210,1 nan=hidden out=fp32"),
+    Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="ranges=130,2 used=300,0 left=200"),
     Case(seqlen_q=67, seqlen_k=140, causal=1, more="dropout=0.25 nan=seen"),
     Case(seqlen_q=150, seqlen_k=430, heads=1, more="dropout=0.5 left=230 right=50 nan=hidden"),
     Case(
@@ -232,6 +236,10 @@ BACKWARD_FEATURE_CASES = backward(
     ),
     Case(seqlen_q=130, seqlen_k=70, heads=1, more="ranges=95,1"),
     Case(seqlen_q=150, seqlen_k=160, more="ranges=40,1 nan=dout"),
+    Case(seqlen_q=430, seqlen_k=450, heads=4, heads_k=2, more="ranges=200,1 nan=hidden"),
+    Case(seqlen_q=430, seqlen_k=450, heads=1, causal=1, more="ranges=210,1 nan=dout det=1"),
+    Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="ranges=130,2 used=300,0 left=200"),
+    Case(seqlen_q=300, seqlen_k=300, heads=1, more="ranges=140,2 nan=q dlse=1 grad=fp32"),
     Case(seqlen_q=140, seqlen_k=140, causal=1, more="dropout=0.25 dlse=1 keyless=1"),
     Case(seqlen_q=140, seqlen_k=140, more="dropout=0.25 left=20 right=10 nan=dout"),
     # Tiles on both sides of the diagonal, with both signs of slopes.

@@ -51,8 +51,6 @@ MASK = "variant/mask.h"
 SEQUENCE = "variant/sequence.h"
 SCORE_MOD = "variant/score_mod.h"
 BLOCK_MASK = "variant/block_mask.h"
-KEY_RANGES = "variant/key_ranges.h"
-APPLY_KEY_RANGES = "variant/apply_key_ranges.h"
 DROPOUT = "variant/dropout.h"
 APPLY_DROPOUT = "variant/apply_dropout.h"
 DROPOUT_KERNEL = "variant/forward_dropout.h"
@@ -159,8 +157,8 @@ POSITIONS = (
     Mutation(
         "first-hidden-tile-visited",
         KEY_TILES,
-        "while (n >= 0 && !variant.visits(n, rows)) n = range.next(n);",
-        "if (n >= 0 && !variant.visits(n, rows)) n = range.next(n);",
+        "if (seen.any) return {n, seen.all};",
+        "return {n, seen.all};",
     ),
     Mutation(
         "order-of-v",
@@ -228,10 +226,12 @@ ARITHMETIC = (
     Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "return rescale;", "return 1.0f;"),
     Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
+    Mutation("tile-in-part-taken-whole", MAINLOOP, "Variant::kMasksTiles && !sees_all_", "false"),
+    Mutation("cleared-v-of-ranges-forgotten", VARIANTS, "return !see(tile).all;", "return false;"),
     Mutation(
         "hidden-v-not-cleared",
         VARIANTS,
-        "kScoreOps != ScoreOps::kAlibi && may_hide_anywhere()",
+        "kScoreOps != ScoreOps::kAlibi && (score_mod.may_hide_anywhere() || ranges.active())",
         "false",
     ),
     Mutation(
@@ -321,50 +321,4 @@ PRIOR = (
     ),
 )
 
-# Of the forward and of the backward.
-RANGES = (
-    Mutation(
-        "range-begins-late",
-        KEY_RANGES,
-        "(begin <= place && place < end)",
-        "begin < place && place < end",
-    ),
-    Mutation(
-        "range-ends-late",
-        KEY_RANGES,
-        "(begin <= place && place < end)",
-        "begin <= place && place <= end",
-    ),
-    Mutation(
-        "range-that-ends-early-has-all",
-        KEY_RANGES,
-        "(begin <= first && last < end)",
-        "begin <= first && last <= end",
-    ),
-    Mutation("second-range", KEY_RANGES, "(second_begin <= place && place < second_end)", "false"),
-    Mutation(
-        "ranges-not-applied",
-        APPLY_KEY_RANGES,
-        "!seen.has(places[row])",
-        "false",
-    ),
-    Mutation("tile-skipped-for-its-first-row", KEY_RANGES, "first < end", "first + 1 < end"),
-    Mutation("tile-skipped-for-its-last-row", KEY_RANGES, "begin <= last", "begin < last"),
-    Mutation(
-        "tile-skipped-for-second-range",
-        KEY_RANGES,
-        "meets(second_begin, second_end, first, last)",
-        "false",
-    ),
-    Mutation("tile-skipped-for-its-first-keys", APPLY_KEY_RANGES, "col0 + keys", "col0 + 32"),
-    Mutation("ranges-of-another-head", KEY_RANGES, "head_k * p.key_ranges.stride.head", "0"),
-    Mutation(
-        "ranges-of-another-sequence", KEY_RANGES, "sequence.first_k * p.key_ranges.stride.row", "0"
-    ),
-    Mutation("range-past-end", KEY_RANGES, "(key < keys_ ? key : keys_ - 1)", "key", "asan"),
-)
-
-FORWARD_MUTATIONS = (
-    *(SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + PRIOR),
-    *(m._replace(name=f"forward-{m.name}") for m in RANGES),
-)
+FORWARD_MUTATIONS = (*(SYNCHRONISATION + POSITIONS + BOUNDS + ARITHMETIC + STORES + PRIOR),)

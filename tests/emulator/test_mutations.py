@@ -30,10 +30,12 @@ from mutations import (
     SPLIT_KEYS,
     Mutation,
 )
+from range_mutations import RANGE_MUTATIONS
 from unit_cases import cases_of
 
 MUTATIONS = (
     FORWARD_MUTATIONS
+    + RANGE_MUTATIONS
     + BACKWARD_MUTATIONS
     + DECODE_MUTATIONS
     + HOPPER_MUTATIONS

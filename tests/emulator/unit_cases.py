@@ -25,6 +25,7 @@ from emulated_driver import (
 from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_WIDE
 from hopper_mutations import HOPPER
 from mutations import CHUNKS, FORWARD, LAZY, ONE_BUFFER, RELOADED_V, SPLIT_KEYS
+from range_mutations import RANGE_BOUNDS_UNIT
 
 # Words of the cases that a unit is run for, where that is not all.
 DECODE_WORDS = {COMBINE: "split", APPEND: "new="}
@@ -61,6 +62,8 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_BACKWARD_CASES]
     if unit == HOPPER_WIDE:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_WIDE_CASES]
+    if unit == RANGE_BOUNDS_UNIT:
+        return [case for case in (*CASES, *BACKWARD_CASES) if "ranges" in case.more]
     if unit == ONE_BUFFER:
         turns = [case._replace(seed=seed) for seed in (0, 1, 2, 3) for case in PINGPONG_CASES]
         return list(PINGPONG_CASES) if sanitizer else turns + wide(BACKWARD_RACES)

@@ -74,6 +74,7 @@ FEATURES = {
     "Alibi": ("alibi",),
     "Softcap": ("softcap",),
     "Dropout": ("dropout",),
+    "Ranges": ("key_ranges",),
     "Scored": ("softcap", "alibi"),
     "Generic": ("softcap", "alibi", "bias", "block_mask", "key_ranges", "dropout"),
 }
@@ -126,7 +127,7 @@ def row_key(row: Row) -> KernelKey:
 
 def plain_name(name: str) -> str:
     """Of the kernel without features."""
-    return re.sub("_(generic|scored|alibi|softcap|dropout)$", "", name)
+    return re.sub("_(generic|scored|alibi|softcap|dropout|ranges)(?=_wide$|$)", "", name)
 
 
 class Library:

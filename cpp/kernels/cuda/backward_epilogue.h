@@ -112,9 +112,9 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
     for (int m = range.begin; m < range.end; ++m) {
-      const bool cleared = range.needs_mask(m) || (m + 1) * kBlockM > sequence.seqlen_q ||
-                           Variant::template needs_masked_loop<kBlockM, Traits::kBlockN>(
-                               params, sequence, m * kBlockM, block.first_key);
+      const bool cleared =
+          range.needs_mask(m) || (m + 1) * kBlockM > sequence.seqlen_q ||
+          Variant::template needs_masked_loop<kBlockM, Traits::kBlockN>(params, block, m * kBlockM);
       if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
       for (int x = threadIdx.x; x < params.attention.head_dim_v; x += Traits::kThreads) {

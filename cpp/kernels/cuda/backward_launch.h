@@ -14,6 +14,7 @@
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "variant/backward_scratch.h"
+#include "variant/key_range_bounds.h"
 
 namespace anyflash {
 
@@ -57,6 +58,9 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
     auto* rounded = static_cast<typename Traits::Element*>(nullptr);
     take(rounded, heads * (packed ? a.total_q : a.seqlen_q) * rounded_dout_columns(a));
     p.dout_rounded = rounded;
+  }
+  if (a.key_ranges.data != nullptr) {
+    take(p.attention.key_range_bounds, KeyRangeTiles(a).count() * a.key_intervals);
   }
   if (a.alibi_slopes.data != nullptr) take(p.slopes_log2, a.batch * a.heads);
   if (p.gqa_splits > 1) {

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "common/macros.h"
-#include "variant/apply_key_ranges.h"
 #include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
-#include "variant/key_ranges.h"
+#include "variant/key_range_bounds.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
 
@@ -39,11 +38,19 @@ class QueryTileIterator {
 
   ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
   ANYFLASH_DEVICE bool needs_mask() const {
-    return range_.needs_mask(m_) || Variant::template needs_masked_loop<kBlockM, kBlockN>(
-                                        params_, block_.sequence, row(), block_.first_key);
+    return range_.needs_mask(m_) ||
+           Variant::template needs_masked_loop<kBlockM, kBlockN>(params_, block_, row());
   }
   // Whether only DiagonalTop and DiagonalBottom of the tile are seen.
   ANYFLASH_DEVICE bool on_diagonal() const { return begins_on_diagonal_ && m_ == range_.begin; }
+  // What the tile's rows see of the block's keys, masks by position apart.
+  ANYFLASH_DEVICE Visibility see() const {
+    if constexpr ((Variant::kFeatures & kKeyRanges) == 0) {
+      return {true, true};
+    } else {
+      return anyflash::see(params_.attention, block_, row(), kBlockM);
+    }
+  }
   ANYFLASH_DEVICE int head() const { return head_; }
   ANYFLASH_DEVICE int row() const { return m_ * kBlockM; }
   ANYFLASH_DEVICE void advance() {
@@ -58,14 +65,15 @@ class QueryTileIterator {
     ++head_;
   }
   ANYFLASH_DEVICE void skip_hidden() {
-    if constexpr ((Variant::kFeatures & kBlockMask) != 0) {
-      const KeyRanges ranges(params_.attention, block_.sequence, block_.batch, block_.head_k);
-      while (valid() &&
-             (!BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key) ||
-              !visits_tile(ranges, row(), kBlockM, block_.first_key, kBlockN))) {
+    if constexpr ((Variant::kFeatures & (kBlockMask | kKeyRanges)) != 0) {
+      while (valid() && (!keeps_block() || !see().any)) {
         step();
       }
     }
+  }
+  ANYFLASH_DEVICE bool keeps_block() const {
+    return (Variant::kFeatures & kBlockMask) == 0 ||
+           BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key);
   }
 
   const BackwardScratch& params_;

@@ -15,7 +15,7 @@ template <class Scores, class Coordinates>
 ANYFLASH_DEVICE void apply_dropout(Scores& scores, const Dropout& dropout,
                                    const ScorePlaces<Coordinates>& places) {
   using namespace cute;
-  const auto& [coordinates, row0, col0] = places;
+  const auto& [coordinates, row0, col0, sees_all] = places;
   static_assert(decltype(size<1>(scores))::value % 8 == 0);
   CUTE_UNROLL
   for (int row = 0; row < size<0>(scores); ++row) {

@@ -1,6 +1,6 @@
-// The backward's scores with one feature: ALiBi, softcap or dropout, which need nothing but a score
-// and its place, in the plain kernel's tiles. A kernel for each, since code that is skipped slows
-// the loop, too; two features together are left to the generic kernel.
+// The backward's scores with one feature: ALiBi, softcap, dropout or key ranges, which need little
+// but a score and its place, in the plain kernel's tiles. A kernel for each, since code that is
+// skipped slows the loop, too; two features together are left to the generic kernel.
 #pragma once
 
 #include <cmath>
@@ -11,11 +11,14 @@
 #include "common/macros.h"
 #include "common/softmax.h"
 #include "kernel_descriptor.h"
+#include "variant/apply_key_ranges.h"
 #include "variant/backward_scratch.h"
 #include "variant/backward_variants.h"
 #include "variant/dropout.h"
+#include "variant/key_ranges.h"
 #include "variant/sequence.h"
 #include "variant/uniform_seed.h"
+#include "variant/work_tile.h"
 
 namespace anyflash {
 
@@ -51,9 +54,9 @@ class AlibiBackward : public OneFeatureBackward {
         slope_log2_(params.slopes_log2[batch * params.attention.heads + head]) {}
 
   template <int kBlockM, int kBlockN>
-  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence& sequence,
-                                                int row0, int col0) {
-    const int diagonal = row0 - col0 + sequence.shift;
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&,
+                                                const BackwardWorkTile& block, int row0) {
+    const int diagonal = row0 - block.first_key + block.sequence.shift;
     return diagonal > -kBlockM && diagonal < kBlockN;
   }
 
@@ -232,6 +235,37 @@ class DropoutBackward : public OneFeatureBackward {
  private:
   Dropout dropout_;
   float kept_;  // the share of it, 1 - p
+};
+
+// A tile whose rows see all of its keys takes the plain kernel's loop.
+class RangesBackward : public OneFeatureBackward {
+ public:
+  static constexpr unsigned kFeatures = kKeyRanges;
+
+  ANYFLASH_DEVICE RangesBackward(const BackwardScratch& params, const Sequence& sequence,
+                                 int64_t batch, int head, Seed seed)
+      : OneFeatureBackward(params, sequence, batch, head, seed),
+        ranges_(params.attention, sequence, batch, head_k_of(params, head)) {}
+
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch& params,
+                                                const BackwardWorkTile& block, int row0) {
+    return !see(params.attention, block, row0, kBlockM).all;
+  }
+
+  ANYFLASH_DEVICE bool keep(int row, int col) const { return ranges_.keep(row, col); }
+
+  template <bool kMasked, class Scores, class ScoreAux, class LseAndDeltas, class Coordinates>
+  ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const LseAndDeltas& lse_and_delta,
+                                 const Coordinates& coordinates, const ScoreTile& tile) const {
+    PlainBackward::template compute_p<kMasked>(scores, aux, lse_and_delta, coordinates, tile);
+    if (kMasked && !tile.sees_all) {
+      apply_key_ranges(scores, ranges_, coordinates, tile.row0, tile.col0, kHiddenP);
+    }
+  }
+
+ private:
+  KeyRanges ranges_;
 };
 
 }  // namespace anyflash

@@ -23,8 +23,14 @@
 #include "variant/mask.h"
 #include "variant/score_mod.h"
 #include "variant/sequence.h"
+#include "variant/work_tile.h"
 
 namespace anyflash {
+
+// The K/V head of a query head.
+ANYFLASH_DEVICE int head_k_of(const BackwardScratch& params, int head) {
+  return head / (params.attention.heads / params.attention.heads_k);
+}
 
 // Of a thread's rows; `lse_and_delta` begins at row0's.
 template <class Coordinates>
@@ -53,6 +59,7 @@ struct ScoreTile {
   const Mask& mask;
   int row0;
   int col0;
+  bool sees_all;  // each row each key, masks by position apart
 
   // What row i of the problem sees of the tile, where that may not be all.
   template <bool kMasked>
@@ -87,9 +94,11 @@ class PlainBackward {
     ANYFLASH_DEVICE explicit Seed(const Attention&) {}
   };
 
-  // Whether a tile needs the masked loop for another reason than its masks.
+  // Whether the tile of a block of keys and of the rows from one on needs the masked loop for
+  // another reason than its masks.
   template <int kBlockM, int kBlockN>
-  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence&, int, int) {
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const BackwardWorkTile&,
+                                                int) {
     return false;
   }
   // What the sum of P^T dO is multiplied by, and that of dS beside softmax_scale.
@@ -188,7 +197,8 @@ class GenericBackward {
 
   // A bias and key ranges may hide keys anywhere.
   template <int kBlockM, int kBlockN>
-  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const Sequence&, int, int) {
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const BackwardWorkTile&,
+                                                int) {
     return true;
   }
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {
@@ -200,8 +210,7 @@ class GenericBackward {
                                   int64_t batch, int head, Seed)
       : score_mod_(params.attention, sequence, batch, head,
                    static_cast<float>(params.attention.softmax_scale), 1.0f),
-        ranges_(params.attention, sequence, batch,
-                head / (params.attention.heads / params.attention.heads_k)),
+        ranges_(params.attention, sequence, batch, head_k_of(params, head)),
         dropout_(params.attention, batch, head) {}
 
   ANYFLASH_DEVICE bool may_hide_anywhere() const {
@@ -225,7 +234,7 @@ class GenericBackward {
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
     score_mod_.apply(scores, aux.slopes, aux.biases, coordinates, tile.row0, tile.col0);
-    if (ranges_.active()) {
+    if (!tile.sees_all) {
       apply_key_ranges(scores, ranges_, coordinates, tile.row0, tile.col0);
     }
     CUTE_UNROLL

@@ -17,7 +17,7 @@ template <class Pairs, class Layout, class Coordinates>
 ANYFLASH_DEVICE void drop_run(Pairs& pairs, const Layout& layout, const Dropout& dropout,
                               const ScorePlaces<Coordinates>& places, int run) {
   using namespace cute;
-  const auto& [coordinates, row0, col0] = places;
+  const auto& [coordinates, row0, col0, sees_all] = places;
   constexpr int kRows = decltype(size<0>(layout))::value;
   int rows[kRows];
   CUTE_UNROLL

@@ -16,7 +16,6 @@
 #include "variant/block_mask.h"
 #include "variant/dropout.h"
 #include "variant/forward_dropout.h"
-#include "variant/key_ranges.h"
 #include "variant/score_mod.h"
 #include "variant/score_places.h"
 #include "variant/uniform_seed.h"
@@ -32,20 +31,22 @@ struct PlainForward {
   static constexpr bool kNaturalUnits = false;  // scores are scaled by the variant, not the softmax
   static constexpr bool kKeysInRuns = false;    // a thread's keys must come in runs of eight
   static constexpr bool kAsksPlaces = false;    // where unmasked tiles lie
-  static constexpr bool kSkipsTiles = false;    // visits() may say no
+  static constexpr bool kSkipsTiles = false;    // of what see() says
+  static constexpr bool kMasksTiles = false;    // see() may ask for the masked step
   // What masked steps do to scores.
   static constexpr ScoreOps kOps = ScoreOps::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
 
-  ANYFLASH_DEVICE PlainForward(const Attention&, const ForwardWorkTile&, int) {}
+  // With the rows of a block and the keys of a tile.
+  ANYFLASH_DEVICE PlainForward(const Attention&, const ForwardWorkTile&, int, int) {}
 
   // Calls loop(ops) with the least that is enough for unmasked tiles.
   template <class Loop>
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     loop(ScoreOpsTag<kOps>{});
   }
-  // Whether any key of a tile may be visible to the block's rows. Whole warps ask.
-  ANYFLASH_DEVICE bool visits(int, int) const { return true; }
+  // What the block's rows see of a tile of keys, masks by position apart.
+  ANYFLASH_DEVICE Visibility see(int) const { return {true, true}; }
   // Whether keys may be hidden in tiles that need no mask, in a loop for kOps.
   template <ScoreOps>
   ANYFLASH_DEVICE bool may_hide() const {
@@ -65,8 +66,8 @@ struct PlainForward {
   template <class Probabilities, class Places>
   ANYFLASH_DEVICE void before_value_block(int, Probabilities&, const Places&) const {}
 
-  // For the epilogue.
-  ANYFLASH_DEVICE bool may_hide_anywhere() const { return false; }
+  // For the epilogue: whether keys may be hidden in a tile that needs no mask by position.
+  ANYFLASH_DEVICE bool may_hide_in(int) const { return false; }
   ANYFLASH_DEVICE bool keep(int, int) const { return true; }
   ANYFLASH_DEVICE bool is_dropped(int, int) const { return false; }
   ANYFLASH_DEVICE float dropout_scale() const { return 1.0f; }
@@ -79,8 +80,8 @@ struct ScoredForward : PlainForward {
   static constexpr unsigned kFeatures = kSoftcap | kLargeSoftcap | kAlibi;
 
   ANYFLASH_DEVICE ScoredForward(const Attention& attention, const ForwardWorkTile& work_tile,
-                                int keys)
-      : PlainForward(attention, work_tile, keys),
+                                int rows, int keys)
+      : PlainForward(attention, work_tile, rows, keys),
         score_mod(attention, work_tile.sequence, work_tile.batch, work_tile.head, 1.0f,
                   attention.scale_log2 * kLn2) {}
 
@@ -107,8 +108,8 @@ struct DropoutForward : PlainForward {
   static constexpr unsigned kFeatures = kDropout;
 
   ANYFLASH_DEVICE DropoutForward(const Attention& attention, const ForwardWorkTile& work_tile,
-                                 int keys)
-      : PlainForward(attention, work_tile, keys),
+                                 int rows, int keys)
+      : PlainForward(attention, work_tile, rows, keys),
         dropout(attention, UniformSeed(attention), work_tile.batch, work_tile.head) {}
 
   // Eight of a thread's columns are two blocks of the sum, and neighbouring keys.
@@ -129,6 +130,51 @@ struct DropoutForward : PlainForward {
   Dropout dropout;
 };
 
+// Key ranges alone: the plain kernel, which takes the masked step where a tile's ranges hide some
+// of its scores.
+struct RangesForward : PlainForward {
+  static constexpr bool kAsksPlaces = true;
+  static constexpr bool kSkipsTiles = true;
+  static constexpr bool kMasksTiles = true;
+  static constexpr ScoreOps kOps = ScoreOps::kRanges;
+  static constexpr unsigned kFeatures = kKeyRanges;
+
+  ANYFLASH_DEVICE RangesForward(const Attention& p, const ForwardWorkTile& tile, int rows,
+                                int tile_keys)
+      : PlainForward(p, tile, rows, tile_keys),
+        attention(p),
+        work_tile(tile),
+        visible(p, tile.sequence, tile.batch, tile.head_k, tile.first_row, rows),
+        keys(tile_keys) {}
+
+  template <class Loop>
+  ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
+    loop(ScoreOpsTag<ScoreOps::kNone>{});
+  }
+  ANYFLASH_DEVICE Visibility see(int tile) const { return visible.of(tile * keys, keys); }
+
+  template <ScoreOps kScoreOps, class Scores, class Prefetched, class Places>
+  ANYFLASH_DEVICE void modify_scores(Scores& scores, const Prefetched&,
+                                     const Places& places) const {
+    if (kScoreOps == ScoreOps::kRanges && !places.sees_all) {
+      apply_key_ranges(scores, ranges(), places.coordinates, places.row0, places.col0);
+    }
+  }
+
+  ANYFLASH_DEVICE bool may_hide_in(int tile) const { return !see(tile).all; }
+  ANYFLASH_DEVICE bool keep(int row, int col) const { return ranges().keep(row, col); }
+
+  // Made where it is needed: the loop needs the registers.
+  ANYFLASH_DEVICE KeyRanges ranges() const {
+    return {attention, work_tile.sequence, work_tile.batch, work_tile.head_k};
+  }
+
+  const Attention& attention;
+  const ForwardWorkTile& work_tile;
+  VisibleKeys visible;
+  int keys;  // of a tile
+};
+
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
 // Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for, and
 // another one where there are key ranges.
@@ -137,17 +183,19 @@ struct GenericForward {
   static constexpr bool kKeysInRuns = true;
   static constexpr bool kAsksPlaces = true;
   static constexpr bool kSkipsTiles = true;
+  static constexpr bool kMasksTiles = false;
   static constexpr ScoreOps kOps = ScoreOps::kAll;
   static constexpr unsigned kFeatures = kAllFeatures;
 
   ANYFLASH_DEVICE GenericForward(const Attention& attention, const ForwardWorkTile& work_tile,
-                                 int tile_keys)
+                                 int rows, int tile_keys)
       : score_mod(attention, work_tile.sequence, work_tile.batch, work_tile.head,
                   static_cast<float>(attention.softmax_scale), 1.0f),
         blocks(BlockMask(attention, work_tile.batch, work_tile.head), work_tile.first_row,
                tile_keys),
+        visible(attention, work_tile.sequence, work_tile.batch, work_tile.head_k,
+                work_tile.first_row, rows),
         ranges(attention, work_tile.sequence, work_tile.batch, work_tile.head_k),
-        first_row(work_tile.first_row),
         keys(tile_keys),
         dropout(attention, work_tile.batch, work_tile.head) {}
 
@@ -158,14 +206,14 @@ struct GenericForward {
     else if (small) loop(ScoreOpsTag<ScoreOps::kAlibiRanges>{});
     else loop(ScoreOpsTag<kOps>{});
   }
-  // Whether block map and key ranges leave something of a tile of keys.
-  ANYFLASH_DEVICE bool visits(int tile, int rows) const {
-    return blocks.keep(tile) && visits_tile(ranges, first_row, rows, tile * keys, keys);
+  ANYFLASH_DEVICE Visibility see(int tile) const {
+    const Visibility seen = visible.of(tile * keys, keys);
+    return {blocks.keep(tile) && seen.any, seen.all};
   }
   // By a bias or key ranges.
   template <ScoreOps kScoreOps>
   ANYFLASH_DEVICE bool may_hide() const {
-    return kScoreOps != ScoreOps::kAlibi && may_hide_anywhere();
+    return kScoreOps != ScoreOps::kAlibi && (score_mod.may_hide_anywhere() || ranges.active());
   }
 
   template <bool kEdge, ScoreOps kScoreOps, class Places>
@@ -182,7 +230,7 @@ struct GenericForward {
     constexpr bool kSmall = kScoreOps == ScoreOps::kAlibiRanges;
     score_mod.template apply<kSmall ? ScoreOps::kAlibi : kScoreOps, /*kScale=*/true>(
         scores, biases, places.coordinates, places.row0, places.col0);
-    if (kScoreOps != ScoreOps::kAlibi && ranges.active()) {
+    if (kScoreOps != ScoreOps::kAlibi && !places.sees_all) {
       apply_key_ranges(scores, ranges, places.coordinates, places.row0, places.col0);
     }
   }
@@ -193,7 +241,7 @@ struct GenericForward {
   template <class Probabilities, class Places>
   ANYFLASH_DEVICE void before_value_block(int, Probabilities&, const Places&) const {}
 
-  ANYFLASH_DEVICE bool may_hide_anywhere() const {
+  ANYFLASH_DEVICE bool may_hide_in(int) const {
     return score_mod.may_hide_anywhere() || ranges.active();
   }
   ANYFLASH_DEVICE bool keep(int row, int col) const {
@@ -206,8 +254,8 @@ struct GenericForward {
 
   ScoreMod score_mod;
   BlockMask::Row blocks;
+  VisibleKeys visible;
   KeyRanges ranges;
-  int first_row;
   int keys;  // of a tile
   Dropout dropout;
 };

@@ -24,10 +24,7 @@ class KeyRanges {
     ANYFLASH_HOST_DEVICE bool has(int place) const {
       return (begin <= place && place < end) || (second_begin <= place && place < second_end);
     }
-    // The places [first, last], all of them or some.
-    ANYFLASH_HOST_DEVICE bool has_all(int first, int last) const {
-      return (begin <= first && last < end) || (second_begin <= first && last < second_end);
-    }
+    // Some of the places [first, last].
     ANYFLASH_HOST_DEVICE bool has_any(int first, int last) const {
       return meets(begin, end, first, last) || meets(second_begin, second_end, first, last);
     }
@@ -36,6 +33,12 @@ class KeyRanges {
     ANYFLASH_HOST_DEVICE static bool meets(int begin, int end, int first, int last) {
       return begin < end && begin <= last && first < end;
     }
+  };
+
+  // [first, last], of neighbouring rows.
+  struct Places {
+    int first;
+    int last;
   };
 
   KeyRanges() = default;
@@ -57,6 +60,10 @@ class KeyRanges {
   ANYFLASH_HOST_DEVICE bool has_two() const { return has_two_; }
 
   ANYFLASH_HOST_DEVICE int place_of(int row) const { return row < rows_ ? start_ + row : kNowhere; }
+  // Of those of the rows [row, row + rows) that exist; the first does.
+  ANYFLASH_HOST_DEVICE Places places_of(int row, int rows) const {
+    return {start_ + row, start_ + (row + rows < rows_ ? row + rows : rows_) - 1};
+  }
 
   // Of a key; behind the last one, of that.
   ANYFLASH_HOST_DEVICE Rows rows_of(int key) const { return rows_of(key, has_two_); }
@@ -74,24 +81,14 @@ class KeyRanges {
     return data_ == nullptr || rows_of(key).has(place_of(row));
   }
 
-  // Whether some of the rows [first, last] see some of each `step`-th key of [first_key, end_key).
-  ANYFLASH_HOST_DEVICE bool any(int first, int last, int first_key, int end_key,
-                                int step = 1) const {
+  // Whether some of the rows [first, last] see some of the keys [first_key, end_key).
+  ANYFLASH_HOST_DEVICE bool any(int first, int last, int first_key, int end_key) const {
     const int end = end_key < keys_ ? end_key : keys_;
-    const int last_place = start_ + (last < rows_ ? last : rows_ - 1);
-    for (int key = first_key; key < end; key += step) {
-      if (rows_of(key).has_any(start_ + first, last_place)) return true;
+    const Places places = places_of(first, last - first + 1);
+    for (int key = first_key; key < end; ++key) {
+      if (rows_of(key).has_any(places.first, places.last)) return true;
     }
     return false;
-  }
-  // Whether all of them see all of these keys.
-  ANYFLASH_HOST_DEVICE bool all(int first, int last, int first_key, int end_key, int step) const {
-    if (last >= rows_) return false;
-    const int end = end_key < keys_ ? end_key : keys_;
-    for (int key = first_key; key < end; key += step) {
-      if (!rows_of(key).has_all(start_ + first, start_ + last)) return false;
-    }
-    return true;
   }
 
  private:

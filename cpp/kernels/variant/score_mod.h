@@ -20,7 +20,8 @@ namespace anyflash {
 enum class ScoreOps {
   kNone,
   kAlibi,         // with slopes that are not negative
-  kAlibiRanges,   // and key ranges, of which ScoreMod knows nothing
+  kRanges,        // key ranges, of which ScoreMod knows nothing
+  kAlibiRanges,   // both
   kSoftcap,       // not a large one
   kSoftcapAlibi,  // any softcap and any slope
   kAll,           // and a bias

@@ -10,6 +10,7 @@ struct ScorePlaces {
   Coordinates coordinates;
   int row0;
   int col0;
+  bool sees_all;  // each row each key, masks by position apart
 };
 
 }  // namespace anyflash

@@ -1,9 +1,10 @@
-"""Which queries see each key, as intervals, of the masks that come up most; made with NumPy."""
+"""Which queries see each key, as intervals, of the masks that come up most."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 
+from anyflash._api import device_key_ranges
 from anyflash._call import parsing
 from anyflash._call.operands import as_like
 from anyflash._call.results import ArrayT
@@ -47,8 +48,10 @@ def create_key_ranges(
     """The queries that see each key, for ``attention(key_ranges=...)``: of documents, of a tree, or
     of a prefix, one of the three.
 
-    Arrays are NumPy's, or others on the CPU. Of packed sequences, make those of each, and join
-    them: ``np.concatenate([ranges[0], ...], axis=-2)``.
+    Arrays of PyTorch, JAX or CuPy on a GPU, and JAX's traced ones, stay where they are. Their
+    framework makes the result there, nothing is waited for, and their numbers are not checked.
+    Others are read on the host. Of packed sequences, make those of each, and join them:
+    ``np.concatenate([ranges[0], ...], axis=-2)``.
 
     Parameters
     ----------
@@ -66,7 +69,8 @@ def create_key_ranges(
     seqlen_q, seqlen_k : int
         With ``prefix``, which says no length; seqlen_q is seqlen_k if not given.
     like : array, optional
-        The result belongs to its framework and lies on its device; default: a NumPy array.
+        The result belongs to its framework and lies on its device; default: a NumPy array, or
+        where arrays that stay on their device lie.
 
     Returns
     -------
@@ -103,11 +107,15 @@ def create_key_ranges(
             f"{_NAME}: {' and '.join(names) or 'nothing'} is given; one of documents, tree and "
             "prefix is expected"
         )
-    if prefix is not None:
-        begin, end = _of_prefix(prefix, seqlen_q, seqlen_k)
-    elif seqlen_q is not None or seqlen_k is not None:
+    if prefix is None and (seqlen_q is not None or seqlen_k is not None):
         name = "seqlen_q" if seqlen_q is not None else "seqlen_k"
         raise ValueError(f"{_NAME}: {name} is given with {names[0]}; it belongs to prefix")
+    mask = _Mask(documents, tree, prefix, seqlen_q, seqlen_k)
+    library = device_key_ranges.library_of(*mask.arrays())
+    if library is not None:
+        return _on_device(library, mask, like)
+    if prefix is not None:
+        begin, end = _of_prefix(prefix, seqlen_q, seqlen_k)
     elif tree is not None:
         begin, end = _of_tree(tree)
     else:
@@ -116,6 +124,78 @@ def create_key_ranges(
     if like is None:
         return result
     return as_like(_NAME, result, like)
+
+
+class _Mask(NamedTuple):
+    documents: Any
+    tree: Any
+    prefix: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+    def arrays(self) -> tuple[Any, ...]:
+        if self.documents is not None:
+            return (self.documents,)
+        if self.tree is None:
+            return (self.prefix,)
+        if not isinstance(self.tree, (tuple, list)) or len(self.tree) != 2:
+            raise TypeError(
+                f"{_NAME}: tree is {type(self.tree).__name__}; (entry, exit) is allowed"
+            )
+        return tuple(self.tree)
+
+
+def _on_device(library: device_key_ranges.Library, mask: _Mask, like: Any) -> Any:
+    if like is not None and not library.owns(like):
+        raise TypeError(
+            f"{_NAME}: like is {type(like).__name__}; the result is made where the other arrays "
+            f"lie, by {library.name}"
+        )
+    if mask.documents is not None:
+        numbers = _device_integers(library, "documents", mask.documents)
+        begin, end = device_key_ranges.of_documents(library, numbers)
+    elif mask.tree is not None:
+        entry, leave = (
+            _device_integers(library, f"tree[{i}]", numbers) for i, numbers in enumerate(mask.tree)
+        )
+        _check_same_shape(entry, leave)
+        begin, end = device_key_ranges.of_tree(library, entry, leave)
+    else:
+        rows, keys = _lengths(mask.seqlen_q, mask.seqlen_k)
+        lengths = _device_integers(library, "prefix", mask.prefix, ndims=(0, 1))
+        begin, end = device_key_ranges.of_prefix(library, lengths, rows, keys)
+    return device_key_ranges.stacked(library, begin, end)
+
+
+def _device_integers(
+    library: device_key_ranges.Library, argument: str, x: Any, ndims: tuple[int, ...] = (1, 2)
+) -> Any:
+    """(batch or 1, seqlen), or (batch or 1,) where a scalar is allowed."""
+    if not hasattr(x, "ndim"):
+        raise TypeError(
+            f"{_NAME}: {argument} is {type(x).__name__}; an array of {library.name} is expected, "
+            "as the other one is"
+        )
+    if "int" not in str(x.dtype):
+        raise TypeError(f"{_NAME}: {argument} is {x.dtype}; integers are allowed")
+    if x.ndim not in ndims:
+        _refuse_shape(argument, x.shape, ndims)
+    return x[None] if x.ndim == ndims[0] else x
+
+
+def _refuse_shape(argument: str, shape: Any, ndims: tuple[int, ...]) -> NoReturn:
+    allowed = "an int or (batch,) is allowed"
+    if 2 in ndims:
+        allowed = "(seqlen,) or (batch, seqlen) is expected"
+    raise ValueError(f"{_NAME}: {argument} has shape {tuple(shape)}; {allowed}")
+
+
+def _check_same_shape(entry: Any, leave: Any) -> None:
+    if entry.shape != leave.shape:
+        raise ValueError(
+            f"{_NAME}: tree has arrays of shapes {tuple(entry.shape)} and {tuple(leave.shape)}; "
+            "the same shape is expected"
+        )
 
 
 _Intervals = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.int64]"]  # (batch or 1, seqlen) each
@@ -145,14 +225,8 @@ def _of_documents(documents: Any) -> _Intervals:
 def _of_tree(tree: Any) -> _Intervals:
     import numpy as np
 
-    if not isinstance(tree, (tuple, list)) or len(tree) != 2:
-        raise TypeError(f"{_NAME}: tree is {type(tree).__name__}; (entry, exit) is allowed")
     entry, leave = _integers("tree[0]", tree[0]), _integers("tree[1]", tree[1])
-    if entry.shape != leave.shape:
-        raise ValueError(
-            f"{_NAME}: tree has arrays of shapes {entry.shape} and {leave.shape}; the same shape "
-            "is expected"
-        )
+    _check_same_shape(entry, leave)
     if (np.diff(entry) < 0).any():
         raise ValueError(
             f"{_NAME}: tree[0] decreases; tokens in the order of a depth-first walk are expected"
@@ -166,17 +240,12 @@ def _of_tree(tree: Any) -> _Intervals:
 def _of_prefix(prefix: Any, seqlen_q: Any, seqlen_k: Any) -> _Intervals:
     import numpy as np
 
-    if seqlen_k is None:
-        raise ValueError(f"{_NAME}: prefix is given without seqlen_k")
-    keys = _length("seqlen_k", seqlen_k)
-    rows = keys if seqlen_q is None else _length("seqlen_q", seqlen_q)
+    rows, keys = _lengths(seqlen_q, seqlen_k)
     lengths = _on_host("prefix", prefix)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"{_NAME}: prefix is {lengths.dtype}; integers are allowed")
     if lengths.ndim > 1:
-        raise ValueError(
-            f"{_NAME}: prefix has shape {lengths.shape}; an int or (batch,) is allowed"
-        )
+        _refuse_shape("prefix", lengths.shape, (0, 1))
     key = np.arange(keys)
     causal = np.clip(key - (keys - rows), 0, rows)
     begin = np.where(key < lengths.reshape(-1, 1), 0, causal)
@@ -191,9 +260,7 @@ def _integers(argument: str, value: Any) -> npt.NDArray[np.int64]:
     if x.dtype.kind not in "iu":
         raise TypeError(f"{_NAME}: {argument} is {x.dtype}; integers are allowed")
     if x.ndim not in (1, 2):
-        raise ValueError(
-            f"{_NAME}: {argument} has shape {x.shape}; (seqlen,) or (batch, seqlen) is expected"
-        )
+        _refuse_shape(argument, x.shape, (1, 2))
     rows: npt.NDArray[np.int64] = np.atleast_2d(x.astype(np.int64))
     return rows
 
@@ -207,6 +274,13 @@ def _on_host(argument: str, value: Any) -> npt.NDArray[Any]:
     except (TypeError, ValueError, RuntimeError) as error:  # of a GPU's arrays, too
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"{_NAME}: {argument} cannot be read as an array of NumPy: {error}") from None
+
+
+def _lengths(seqlen_q: Any, seqlen_k: Any) -> tuple[int, int]:
+    if seqlen_k is None:
+        raise ValueError(f"{_NAME}: prefix is given without seqlen_k")
+    keys = _length("seqlen_k", seqlen_k)
+    return keys if seqlen_q is None else _length("seqlen_q", seqlen_q), keys
 
 
 def _length(argument: str, value: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import anyflash
+from anyflash._api import device_key_ranges
 from calls.frameworks import EVERY_KIND, Kind, random
 from oracle.attention import Array
 
@@ -107,6 +109,48 @@ def test_belongs_to_a_framework(kind: Kind) -> None:
     )
 
 
+# Of two sequences, as batches and alone.
+TRACED: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
+    "documents": (
+        lambda x: anyflash.create_key_ranges(documents=x),
+        (np.stack([DOCUMENTS, np.arange(LENGTH) // 7]).astype(np.int32),),
+    ),
+    "tree": (
+        lambda *x: anyflash.create_key_ranges(tree=x),
+        (np.stack([NODES, NODES + 3]), np.stack([EXITS, EXITS + 3])),
+    ),
+    "prefix": (
+        lambda x: anyflash.create_key_ranges(prefix=x, seqlen_q=70, seqlen_k=LENGTH),
+        (np.array([20, 0]),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_made_where_the_arrays_are(name: str) -> None:
+    """Traced by JAX, and on a device that the host cannot read."""
+    jax = pytest.importorskip("jax")
+    create, arrays = TRACED[name]
+    for given in (arrays, [x[0] for x in arrays]):
+        right = create(*given)
+        found = jax.jit(create)(*given)
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, right)
+        remote = create(*(torch.tensor(x, device="meta") for x in given))
+        assert remote.device.type == "meta" and remote.dtype == torch.int32
+        assert tuple(remote.shape) == right.shape
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_torch_makes_them_as_numpy_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, with tensors of the CPU."""
+    create, arrays = TRACED[name]
+    monkeypatch.setattr(device_key_ranges, "library_of", lambda *_: device_key_ranges._torch())
+    found = create(*map(torch.tensor, arrays))
+    monkeypatch.undo()
+    np.testing.assert_array_equal(found, create(*arrays))
+
+
 @pytest.mark.parametrize(
     ("arguments", "exception", "message"),
     [
@@ -114,8 +158,16 @@ def test_belongs_to_a_framework(kind: Kind) -> None:
         ({"documents": [0], "prefix": 1}, ValueError, "documents and prefix is given"),
         ({"documents": [0.5]}, TypeError, "documents is float64; integers are allowed"),
         ({"documents": [[1], [1, 2]]}, ValueError, "documents cannot be read as an array"),
-        ({"documents": ON_ANOTHER_DEVICE}, TypeError, "documents cannot be read as an array"),
-        ({"prefix": ON_ANOTHER_DEVICE, "seqlen_k": 3}, TypeError, "prefix cannot be read"),
+        ({"tree": (ON_ANOTHER_DEVICE, [1])}, TypeError, r"tree\[1\] is list; an array of torch"),
+        (
+            {"tree": (ON_ANOTHER_DEVICE, ON_ANOTHER_DEVICE[1:])},
+            ValueError,
+            "tree has arrays of sha",
+        ),
+        ({"documents": ON_ANOTHER_DEVICE.float()}, TypeError, "documents is torch.float32; integ"),
+        ({"documents": ON_ANOTHER_DEVICE[0]}, ValueError, r"documents has shape \(\); \(seqlen,\)"),
+        ({"prefix": ON_ANOTHER_DEVICE}, ValueError, "prefix is given without seqlen_k"),
+        ({"documents": ON_ANOTHER_DEVICE, "like": np.ones(3)}, TypeError, "like is ndarray; the r"),
         ({"documents": 3}, ValueError, r"documents has shape \(\); \(seqlen,\) or"),
         ({"documents": [4, 5, 4]}, ValueError, "documents has 4 in two places"),
         ({"documents": [4], "seqlen_k": 1}, ValueError, "seqlen_k is given with documents"),

@@ -10,10 +10,9 @@
 #include "common/layout.h"
 #include "common/math.h"
 #include "sm80/backward/score_gradient_tile.h"
-#include "variant/apply_key_ranges.h"
 #include "variant/block_mask.h"
 #include "variant/broadcast_tensor.h"
-#include "variant/key_ranges.h"
+#include "variant/key_range_bounds.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
@@ -84,20 +83,22 @@ ANYFLASH_DEVICE void add_score_gradients(const BackwardScratch& params,
   const LseAndDelta* const lse_and_delta =
       params.lse_and_delta + params.first_row(sequence, batch, head);
   const int head_k = head / (params.attention.heads / params.attention.heads_k);
-  const KeyRanges ranges(params.attention, sequence, batch, head_k);
   const Span rows = where.row_tiles(sequence);
   for (int64_t m = rows.first; m < rows.end; ++m) {
     const int row0 = static_cast<int>(m) * kBlockM;
+    const VisibleKeys visible(params.attention, sequence, batch, head_k, row0, kBlockM);
     const Span keys = where.key_tiles(mask.k_range(row0, kBlockM, kBlockN));
     for (int64_t n = keys.first; n < keys.end; ++n) {
       const int col0 = static_cast<int>(n) * kBlockN;
-      if (!blocks.keep(row0, col0) || !visits_tile(ranges, row0, kBlockM, col0, kBlockN)) continue;
+      if (!blocks.keep(row0, col0)) continue;
+      const Visibility seen = visible.of(col0, kBlockN);
+      if (!seen.any) continue;
       __syncthreads();  // every warp has done with the tiles before
       tiles.load_rows(head, row0);
       tiles.load_keys(head_k, col0);
       cp_async_wait<0>();
       __syncthreads();  // the tiles are there
-      tiles.compute_ds(variant, mask, lse_and_delta + row0, row0, col0,
+      tiles.compute_ds(variant, mask, lse_and_delta + row0, row0, col0, seen.all,
                        [&](const auto& gradient, const auto&) ANYFLASH_INLINE_LAMBDA {
                          CUTE_UNROLL
                          for (int i = 0; i < size(sum); ++i) sum(i) += gradient(i);

@@ -9,9 +9,8 @@
 #include "sm80/backward/epilogue.h"
 #include "sm80/backward/score_gradient_tile.h"
 #include "sm80/forward/traits.h"
-#include "variant/apply_key_ranges.h"
 #include "variant/block_mask.h"
-#include "variant/key_ranges.h"
+#include "variant/key_range_bounds.h"
 #include "variant/sequence.h"
 
 namespace anyflash::sm80 {
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const Mask mask(sequence, params.attention.window);
     const Variant variant(params, sequence, batch, head, typename Variant::Seed(params.attention));
     const BlockMask blocks(params.attention, batch, head);
-    const KeyRanges ranges(params.attention, sequence, batch, head_k);
+    const VisibleKeys visible(params.attention, sequence, batch, head_k, row0, Traits::kBlockM);
     const LseAndDelta* const lse_and_delta =
         params.lse_and_delta + params.first_row(sequence, batch, head) + row0;
     tiles.load_rows(head, row0);
@@ -49,15 +48,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     for (int n = range.begin; n < range.end; ++n) {
       const int col0 = n * Traits::kBlockN;
       if ((Variant::kFeatures & kBlockMask) != 0 && !blocks.keep(row0, col0)) continue;
-      if ((Variant::kFeatures & kKeyRanges) != 0 &&
-          !visits_tile(ranges, row0, Traits::kBlockM, col0, Traits::kBlockN)) {
-        continue;
+      Visibility seen{true, true};
+      if constexpr ((Variant::kFeatures & kKeyRanges) != 0) {
+        seen = visible.of(col0, Traits::kBlockN);
       }
+      if (!seen.any) continue;
       tiles.load_keys(head_k, col0);
       cp_async_wait<0>();
       __syncthreads();  // the tile is there
       const auto ds = tiles.compute_ds(
-          variant, mask, lse_and_delta, row0, col0,
+          variant, mask, lse_and_delta, row0, col0, seen.all,
           [&](const auto& gradient, const auto& places) ANYFLASH_INLINE_LAMBDA {
             if constexpr ((Variant::kFeatures & kAlibi) != 0) {
               if (params.slope_sums == nullptr) return;
@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
             }
           });
       if (params.deterministic) {
-        if (range.needs_mask(n) || variant.may_hide_anywhere()) tiles.clear_nonfinite_keys();
+        if (range.needs_mask(n) || !seen.all || variant.may_hide_anywhere())
+          tiles.clear_nonfinite_keys();
         tiles.add_product(acc_dq, ds);
       }
       __syncthreads();  // every warp has done with K and V

@@ -30,8 +30,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
     reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<GqaPartialsStorage<Traits>*>(anyflash_smem);
-  const BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
   if (block.first_key >= block.sequence.all_keys) return;
+  find_key_ranges<Variant, Traits::kBlockN>(params.attention, block);
 
   const typename Traits::KeyMma mma;
   auto acc_dk = partition_fragment_C(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>{});

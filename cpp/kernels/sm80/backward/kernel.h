@@ -21,9 +21,10 @@ __global__ void __launch_bounds__(Traits::kThreads)
     backward_kernel(const __grid_constant__ BackwardScratch params) {
   using namespace cute;
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const BackwardWorkTile here = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile here = backward_block<Traits::kBlockN>(params, blockIdx.x);
   if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
   if (threadIdx.x == 0) {
+    find_key_ranges<Variant, Traits::kBlockN>(params.attention, here);
     smem.block = here;
     smem.nonfinite_keys = smem.nonfinite_dout = 0;
     smem.ping_pong.init(Traits::kRowThreads, Traits::kThreads);

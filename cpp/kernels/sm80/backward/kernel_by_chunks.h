@@ -86,9 +86,10 @@ template <class Traits, class Variant, KeyGradient kWhich>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_by_chunks_kernel(const __grid_constant__ BackwardScratch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const BackwardWorkTile here = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile here = backward_block<Traits::kBlockN>(params, blockIdx.x);
   if (here.first_key >= here.sequence.all_keys) return;  // shorter than the longest
   if (threadIdx.x == 0) {
+    find_key_ranges<Variant, Traits::kBlockN>(params.attention, here);
     smem.block = here;
     smem.nonfinite_keys = smem.nonfinite_dout = 0;
   }
@@ -118,8 +119,9 @@ template <class Traits, class Variant, KeyGradient kWhich>
 __global__ void __launch_bounds__(Traits::kThreads)
     reduce_chunked_partials_kernel(const __grid_constant__ BackwardScratch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
   if (block.first_key >= block.sequence.all_keys) return;
+  find_key_ranges<Variant, Traits::kBlockN>(params.attention, block);
 
   ChunkedSums<Traits> sums;
   bool nonfinite_dout = false;

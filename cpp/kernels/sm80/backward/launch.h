@@ -21,6 +21,7 @@
 #include "cuda/backward_launch.h"
 #include "cuda/backward_preprocess.h"
 #include "cuda/descriptor.h"
+#include "cuda/key_range_bounds.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "sm80/backward/dbias.h"
@@ -91,6 +92,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   p.ds_scale = static_cast<float>(a.softmax_scale) * Variant::ds_factor(p);
 
   void* const stream = context.stream;
+  make_key_range_bounds(a, stream);
   backward_preprocess(p, stream);
   use_rounded_dout(p);
   launch_key_gradients<Traits, Variant>(p, stream);

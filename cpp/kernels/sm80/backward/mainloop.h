@@ -66,7 +66,7 @@ ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const Back
   const auto step = [&](auto masked, auto diagonal) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     constexpr bool kDiagonal = decltype(diagonal)::value;
-    const ScoreTile tile{mask, tiles.row(), block.first_key};
+    const ScoreTile tile{mask, tiles.row(), block.first_key, tiles.see().all};
     const Variant variant(params, sequence, block.batch, tiles.head(), seed);
     const int64_t scratch_row = first_row + tiles.head() * params.padded_rows + tile.row0;
     const auto lse_and_delta = scores.load_lse_and_delta(params.lse_and_delta + scratch_row);

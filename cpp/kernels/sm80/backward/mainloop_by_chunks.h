@@ -185,12 +185,13 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
   const auto tile_step = [&](auto masked, auto) ANYFLASH_INLINE_LAMBDA {
     constexpr bool kMasked = decltype(masked)::value;
     const QueryTileCoord at{tiles.head(), tiles.row()};
+    const bool sees_all = tiles.see().all;
     tiles.advance();
     const ChunkSteps<Traits, kWhich, decltype(tiles)> steps(loader, smem, at, tiles);
 
     const int64_t scratch_row = first_row + at.head * params.padded_rows + at.row;
     const Variant variant(params, sequence, block.batch, at.head, seed);
-    const ScoreTile tile{mask, at.row, block.first_key};
+    const ScoreTile tile{mask, at.row, block.first_key, sees_all};
     const auto coordinates = as_matrix(places);
     const auto lse_and_delta = load_lse_and_delta(params.lse_and_delta + scratch_row, coordinates);
     auto acc_s = partition_fragment_C(typename Traits::ScoreMma{},

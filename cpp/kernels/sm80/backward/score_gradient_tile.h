@@ -106,12 +106,12 @@ class ScoreGradientTile {
   template <class Variant, class Use>
   ANYFLASH_DEVICE auto compute_ds(const Variant& variant, const Mask& mask,
                                   const LseAndDelta* lse_and_delta, int row0, int col0,
-                                  const Use& use) const {
+                                  bool sees_all, const Use& use) const {
     using namespace cute;
     typename Traits::TiledMma mma;
     const auto places = coordinates();
     const auto rows = load_lse_and_delta(lse_and_delta, places);
-    const ScoreTile tile{mask, row0, col0};
+    const ScoreTile tile{mask, row0, col0, sees_all};
     auto acc_s = partition_fragment_C(mma, ShapeS{});  // (MMA, MMA_M, MMA_N)
     auto acc_dp = partition_fragment_C(mma, ShapeS{});
     auto scores = as_matrix(acc_s);

@@ -204,7 +204,7 @@ class ScoreStage {
     auto scores = as_matrix(acc_s);
     auto dp = as_matrix(acc_dp);
     ScoreAuxOf<Variant, Element, decltype(scores)> aux;
-    const ScoreTile tile{whole.mask, whole.row0, whole.col0 + kKey};
+    const ScoreTile tile{whole.mask, whole.row0, whole.col0 + kKey, whole.sees_all};
 
     variant.template prefetch<kMasked>(aux, coordinates, tile);
     gemm_smem_smem(acc_s, acc_s,

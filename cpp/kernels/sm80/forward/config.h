@@ -170,6 +170,12 @@ constexpr ForwardConfig dropout_256() {
   return c;
 }
 
+// With key ranges, which the plain kernel's loop knows nothing of.
+constexpr ForwardConfig ranges(ForwardConfig plain) {
+  plain.features = kKeyRanges;
+  return plain;
+}
+
 // A warp has 16 rows, because the features need registers of their own. A CTA has 64: blocks of
 // block-sparse attention are multiples of 64, so that a tile lies in one. Small head dims hide
 // latencies with three CTAs an SM; the others cannot afford it.
@@ -209,6 +215,11 @@ inline constexpr ForwardConfig kTable[] = {
     dropout(96, plain_128()),
     dropout_128(),
     dropout_256(),
+    ranges(plain_64()),
+    ranges(plain_128()),
+    ranges(plain_256()),
+    ranges(wide_128()),
+    ranges(wide_256()),
     generic(64, 64, 3),
     generic(128, 64, 2),
     generic(256, 32, 2),

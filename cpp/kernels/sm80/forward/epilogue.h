@@ -42,7 +42,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   using namespace cute;
   using Element = typename Traits::Element;
   const int rows = work_tile.sequence.seqlen_q - work_tile.first_row;
-  const Variant variant(params.attention, work_tile, Traits::kBlockN);
+  const Variant variant(params.attention, work_tile, Traits::kBlockM, Traits::kBlockN);
 
   auto out_matrix = make_tensor(acc_o.data(), accumulator_as_matrix(acc_o.layout()));
   const float sink =

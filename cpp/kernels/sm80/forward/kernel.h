@@ -31,6 +31,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
       row_block_at<Traits::kBlockM>(params.scheduler, params.attention, blockIdx.x);
   if (work_tile.first_row >= work_tile.sequence.seqlen_q) return;  // shorter than the longest
   if (threadIdx.x == 0) smem.work_tile = work_tile;
+  // Variants that ask about tiles all along find it there: the loop needs the registers.
+  if constexpr (Variant::kSkipsTiles) __syncthreads();
+  const ForwardWorkTile& in_loop = Variant::kSkipsTiles ? smem.work_tile : work_tile;
 
   // The softmax wants a positive scale: its sign, or zero, goes into Q, or all of it to the scores.
   const float scale_log2 = Variant::kNaturalUnits ? kLog2E : params.attention.scale_log2;
@@ -40,7 +43,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
   clear(acc_o);
   typename Traits::Softmax softmax(scale_log2, params.max_logits != nullptr);
   const bool found_nonfinite = ForwardMainloop<Traits, Variant>::run(
-      params.attention, work_tile, smem, acc_o, softmax, q_factor);
+      params.attention, in_loop, smem, acc_o, softmax, q_factor);
   __syncthreads();             // the work tile is in shared memory, and every warp has done with Q
   work_tile = smem.work_tile;  // from there, because the loop needs the registers
   forward_epilogue<Traits, Variant>(params, work_tile, smem, acc_o, softmax, found_nonfinite,

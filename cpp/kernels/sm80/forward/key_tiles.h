@@ -8,27 +8,30 @@
 
 namespace anyflash::sm80 {
 
-// KRange's tiles, but for those that the variant leaves out. Where none follows, -1.
+struct KeyTile {
+  int n;          // -1: there is none
+  bool sees_all;  // each row each key, masks by position apart
+};
+
+// KRange's tiles, but for those that the variant leaves out.
 template <class Variant>
 struct KeyTiles {
   Mask mask;
   Variant variant;
   KRange range;
-  int rows;  // of the block
-  int first;
+  KeyTile first;
 
   ANYFLASH_DEVICE KeyTiles(const Attention& attention, const ForwardWorkTile& work_tile, int rows,
                            int keys)
       : mask(work_tile.sequence.seqlen_q, work_tile.sequence.seqlen_k,
              uniform(work_tile.sequence.shift), attention.window),
-        variant(attention, work_tile, keys),
+        variant(attention, work_tile, rows, keys),
         range(mask.k_range(work_tile.first_row, rows, keys)),
-        rows(rows),
         first(visited(range.first())) {}
 
-  ANYFLASH_DEVICE int next(int n) const { return visited(range.next(n)); }
+  ANYFLASH_DEVICE KeyTile next(int n) const { return visited(range.next(n)); }
   // The same of tiles that need no mask.
-  ANYFLASH_DEVICE int next_unmasked(int n) const {
+  ANYFLASH_DEVICE KeyTile next_unmasked(int n) const {
     return visited(n > range.unmasked_begin ? n - 1 : -1);
   }
 
@@ -39,9 +42,13 @@ struct KeyTiles {
     return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
   }
 
-  ANYFLASH_DEVICE int visited(int n) const {
-    while (n >= 0 && !variant.visits(n, rows)) n = range.next(n);
-    return n;
+  ANYFLASH_DEVICE KeyTile visited(int n) const {
+    while (n >= 0) {
+      const Visibility seen = variant.see(n);
+      if (seen.any) return {n, seen.all};
+      n = range.next(n);
+    }
+    return {-1, true};
   }
 };
 

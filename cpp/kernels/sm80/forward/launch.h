@@ -11,6 +11,7 @@
 #include "common/launch.h"
 #include "common/math.h"
 #include "cuda/descriptor.h"
+#include "cuda/key_range_bounds.h"
 #include "cuda/tile_scheduler.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
@@ -66,6 +67,8 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   }
   ForwardLaunch prepared{params};
   prepared.q_factor = prepare_scale(prepared.attention);
+  prepared.attention.key_range_bounds = static_cast<IntervalBounds*>(context.scratch);
+  make_key_range_bounds(prepared.attention, context.stream);
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
   const auto launch_pass = [&] {
@@ -86,7 +89,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   }
 }
 
-inline std::size_t no_scratch(const ForwardParams&, const LaunchContext&) { return 0; }
+inline std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchContext&) {
+  return key_range_bounds_bytes(params.attention);
+}
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant,
           TileConfig kTileConfig = TileConfig::kDefault>
@@ -97,7 +102,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   d.features = Variant::kFeatures;
   d.tile = Traits::kTile;
   d.bits_group = Traits::kConfig.bits_group;
-  d.forward = {no_scratch, launch_forward<Traits, Variant>};
+  d.forward = {forward_scratch_bytes, launch_forward<Traits, Variant>};
   return d;
 }
 

@@ -46,15 +46,17 @@ class ForwardMainloop {
     // Q first: it arrives while the range of keys is found.
     const QueryTile<Traits> queries(attention, work_tile, smem.q.data());
     const KeyTiles<Variant> key_tiles(attention, work_tile, kBlockM, kBlockN);
-    if (key_tiles.first < 0) {
+    if (key_tiles.first.n < 0) {
       cute::cp_async_wait<0>();  // the output goes where Q is
       return false;
     }
     ForwardMainloop loop(attention, keys, work_tile, smem, acc_o, softmax, queries, key_tiles);
     loop.start(q_factor);
-    loop.masked_tiles();
-    key_tiles.variant.dispatch_score_ops(
-        [&](auto ops) ANYFLASH_INLINE_LAMBDA { loop.unmasked_tiles<decltype(ops)::value>(); });
+    do {
+      loop.masked_tiles();
+      key_tiles.variant.dispatch_score_ops(
+          [&](auto ops) ANYFLASH_INLINE_LAMBDA { loop.unmasked_tiles<decltype(ops)::value>(); });
+    } while (Variant::kMasksTiles && loop.n_ >= 0);
     return loop.finish();
   }
 
@@ -68,7 +70,8 @@ class ForwardMainloop {
         softmax_(softmax),
         queries_(queries),
         tiles_(key_tiles),
-        n_(key_tiles.first),
+        n_(key_tiles.first.n),
+        sees_all_(key_tiles.first.sees_all),
         pipeline_(attention, keys, work_tile, smem, n_),
         exchange_(smem),
         tScS_(score_coordinates(threadIdx.x)) {}
@@ -84,23 +87,30 @@ class ForwardMainloop {
           tiles_.mask.end_key(work_tile_.first_row + kBottomRows - 1);  // by the other half
       while (n_ >= 0 && n_ * kBlockN >= seen) masked_step<1>();
     }
-    while (n_ >= 0 && tiles_.range.needs_mask(n_)) masked_step<0>();
+    while (n_ >= 0 && (tiles_.range.needs_mask(n_) || masks_tile())) masked_step<0>();
   }
 
   template <int kFirst>
   ANYFLASH_DEVICE void masked_step() {
-    const int next = tiles_.next(n_);
-    step<true, Variant::kOps, kFirst>(next < 0 ? 0 : next - n_);
-    n_ = next;
+    const KeyTile next = tiles_.next(n_);
+    step<true, Variant::kOps, kFirst>(next);
+    go_to(next);
   }
+  ANYFLASH_DEVICE void go_to(const KeyTile& next) {
+    n_ = next.n;
+    sees_all_ = next.sees_all;
+  }
+
+  // Whether the tile that comes next needs the masked step wherever it lies.
+  ANYFLASH_DEVICE bool masks_tile() const { return Variant::kMasksTiles && !sees_all_; }
 
   template <ScoreOps kOps>
   ANYFLASH_DEVICE void unmasked_tiles() {
     if constexpr (Variant::kSkipsTiles) {
-      while (n_ >= 0) {
-        const int next = tiles_.next_unmasked(n_);
-        step<false, kOps, 0>(next < 0 ? 0 : next - n_);
-        n_ = next;
+      while (n_ >= 0 && !masks_tile()) {
+        const KeyTile next = tiles_.next_unmasked(n_);
+        step<false, kOps, 0>(next);
+        go_to(next);
       }
     } else {
       // Tiles count from the first unmasked one from here on, which saves a register, unless the
@@ -116,6 +126,10 @@ class ForwardMainloop {
     return pipeline_.found_nonfinite();
   }
 
+  template <bool kMasked, ScoreOps kOps, int kFirst>
+  ANYFLASH_DEVICE void step(const KeyTile& next) {
+    step<kMasked, kOps, kFirst>(next.n < 0 ? 0 : next.n - n_);
+  }
   // S = Q K_n^T;  P = exp2(S - max);  O += P V_n, for accumulators from kFirst on along MMA_M: 1
   // for the later half of the rows. `distance` leads to the next tile, 0 after the last.
   template <bool kMasked, ScoreOps kOps, int kFirst>
@@ -181,7 +195,8 @@ class ForwardMainloop {
   template <int kFirst>
   ANYFLASH_DEVICE auto score_places() {
     auto coordinates = as_matrix(fragment_from<kFirst>(tScS_));
-    return ScorePlaces<decltype(coordinates)>{coordinates, work_tile_.first_row, n_ * kBlockN};
+    return ScorePlaces<decltype(coordinates)>{coordinates, work_tile_.first_row, n_ * kBlockN,
+                                              sees_all_};
   }
 
   const ForwardWorkTile& work_tile_;
@@ -189,7 +204,8 @@ class ForwardMainloop {
   Softmax& softmax_;
   QueryTile<Traits> queries_;
   const KeyTiles<Variant> tiles_;
-  int n_;  // the tile that comes next, -1 after the last
+  int n_;          // the tile that comes next, -1 after the last
+  bool sees_all_;  // KeyTile's
   typename Keys::template Pipeline<Traits> pipeline_;
   const RowExchange exchange_;
   decltype(score_coordinates(0)) tScS_;

@@ -36,7 +36,8 @@ struct ForwardTraits {
   using KeyOrder =
       std::conditional_t<Variant::kKeysInRuns, QuadKeyOrder<kBlockN>, PlainKeyOrder<kBlockN>>;
   static_assert(kHeadDimV <= kHeadDim, "the output tile lies where Q was");
-  static_assert(!kSplitKeysAcrossWarps || Variant::kFeatures == kNoFeatures, "row_exchange.h");
+  static_assert(!kSplitKeysAcrossWarps || (Variant::kFeatures & ~kKeyRanges) == 0,
+                "row_exchange.h");
 
   using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
   using TileK = SmemTile<Element, kThreads, kBlockN, kHeadDim>;

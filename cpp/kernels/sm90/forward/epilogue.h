@@ -64,7 +64,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
                                       ForwardStages<Traits>& stages, typename Traits::AccO& acc_o,
                                       const StagedSoftmax& softmax, const FinishedRows& finished) {
   const int rows = work_tile.sequence.seqlen_q - work_tile.first_row;
-  const Variant variant(params.attention, work_tile, Traits::kBlockN);
+  const Variant variant(params.attention, work_tile, Traits::kBlockM, Traits::kBlockN);
   auto out = as_matrix(acc_o);
   finished.apply(out, variant.dropout_scale());
   auto lse = finished.lse;

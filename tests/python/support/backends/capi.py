@@ -38,7 +38,7 @@ KDL_CPU, KDL_CUDA = 1, 2
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
 # "generic" does what all others do. Of the forward: "scored", "dropout"; of the backward: one
 # feature each.
-VARIANTS = ("plain", "scored", "alibi", "softcap", "dropout", "generic")
+VARIANTS = ("plain", "scored", "alibi", "softcap", "dropout", "ranges", "generic")
 WANTED = os.environ.get("ANYFLASH_TEST_BACKENDS")  # names of backends; the default is all
 REPOSITORY = Path(__file__).resolve().parents[4]
 
@@ -213,8 +213,9 @@ class Backend:
         op: str = "forward",
         positive_scale: bool = True,
     ) -> Row | None:
-        """The kernel that must take this: the smallest that is large enough and can do it, of
-        the first arch that has one. One for other shared memory may stand in for it (usual())."""
+        """The kernel that must take this: the smallest that is large enough, of those with the
+        fewest features that can do it, of the first arch that has one. One for other shared memory
+        may stand in for it (usual())."""
 
         def fits(row: Row) -> bool:
             if row.head_dim == 0:
@@ -226,7 +227,7 @@ class Backend:
 
         def preference(row: Row) -> tuple[bool, int, int]:
             dims = row.head_dim + row.head_dim_v
-            return row.arch != self.before, dims, VARIANTS.index(row.variant)
+            return row.arch != self.before, VARIANTS.index(row.variant), dims
 
         rows = [row for row in self.rows(op) if row.dtype == dtype]
         if self.expected:

@@ -116,19 +116,28 @@ class Features:
     @property
     def variant(self) -> str:
         """Of the sm_80 forward kernels, the one with the fewest features that can do it."""
-        scored = self.softcap or self.alibi
-        if self.bias or self.blocks or self.ranges or (scored and self.dropout_p):
-            return "generic"
-        return "scored" if scored else "dropout" if self.dropout_p else "plain"
+        asked = {
+            "scored": self.softcap or self.alibi,
+            "dropout": self.dropout_p,
+            "ranges": self.ranges,
+        }
+        return self._kernel_for([name for name, value in asked.items() if value])
 
     @property
     def backward_variant(self) -> str:
         """Of the backward kernels."""
-        asked = {"alibi": self.alibi, "softcap": self.softcap, "dropout": self.dropout_p}
-        features = [name for name, value in asked.items() if value]
-        if self.bias or self.blocks or self.ranges or len(features) > 1:
-            return "generic"
+        asked = {
+            "alibi": self.alibi,
+            "softcap": self.softcap,
+            "dropout": self.dropout_p,
+            "ranges": self.ranges,
+        }
         if self.softcap > LARGE_SOFTCAP:
+            return "generic"
+        return self._kernel_for([name for name, value in asked.items() if value])
+
+    def _kernel_for(self, features: list[str]) -> str:
+        if self.bias or self.blocks or len(features) > 1:
             return "generic"
         return features[0] if features else "plain"
 
