@@ -157,7 +157,7 @@ POSITIONS = (
     Mutation(
         "hidden-block-visited",
         VISITS,
-        "!BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key)",
+        "!keeps_block()",
         "false",
     ),
     Mutation(

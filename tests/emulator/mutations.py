@@ -227,7 +227,9 @@ ARITHMETIC = (
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "return rescale;", "return 1.0f;"),
     Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
     Mutation("tile-in-part-taken-whole", MAINLOOP, "Variant::kMasksTiles && !sees_all_", "false"),
-    Mutation("cleared-v-of-ranges-forgotten", VARIANTS, "return !see(tile).all;", "return false;"),
+    Mutation(
+        "cleared-v-of-ranges-forgotten", VARIANTS, "return !see<kOps>(tile).all;", "return false;"
+    ),
     Mutation(
         "hidden-v-not-cleared",
         VARIANTS,

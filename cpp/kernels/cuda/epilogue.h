@@ -40,7 +40,7 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
                         min(work_tile.first_row + Traits::kBlockM, sequence.seqlen_q)};
   for (int tile = range.begin; tile < range.end; ++tile) {
     const bool cleared = range.needs_mask(tile) || variant.may_hide_in(tile);
-    if (!cleared || !variant.see(tile).any) continue;
+    if (!cleared || !variant.template see<Variant::kOps>(tile).any) continue;
     const IndexRange keys{tile * kBlockN, min((tile + 1) * kBlockN, sequence.seqlen_k)};
     restore_nonfinite<Traits::kThreads>(
         keys, rows, params.attention.head_dim_v, values,

@@ -45,8 +45,11 @@ struct PlainForward {
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     loop(ScoreOpsTag<kOps>{});
   }
-  // What the block's rows see of a tile of keys, masks by position apart.
-  ANYFLASH_DEVICE Visibility see(int) const { return {true, true}; }
+  // What the block's rows see of a tile of keys, masks by position apart, in a loop for kOps.
+  template <ScoreOps>
+  ANYFLASH_DEVICE Visibility see(int) const {
+    return {true, true};
+  }
   // Whether keys may be hidden in tiles that need no mask, in a loop for kOps.
   template <ScoreOps>
   ANYFLASH_DEVICE bool may_hide() const {
@@ -151,7 +154,10 @@ struct RangesForward : PlainForward {
   ANYFLASH_DEVICE void dispatch_score_ops(const Loop& loop) const {
     loop(ScoreOpsTag<ScoreOps::kNone>{});
   }
-  ANYFLASH_DEVICE Visibility see(int tile) const { return visible.of(tile * keys, keys); }
+  template <ScoreOps>
+  ANYFLASH_DEVICE Visibility see(int tile) const {
+    return visible.of(tile * keys, keys);
+  }
 
   template <ScoreOps kScoreOps, class Scores, class Prefetched, class Places>
   ANYFLASH_DEVICE void modify_scores(Scores& scores, const Prefetched&,
@@ -161,7 +167,7 @@ struct RangesForward : PlainForward {
     }
   }
 
-  ANYFLASH_DEVICE bool may_hide_in(int tile) const { return !see(tile).all; }
+  ANYFLASH_DEVICE bool may_hide_in(int tile) const { return !see<kOps>(tile).all; }
   ANYFLASH_DEVICE bool keep(int row, int col) const { return ranges().keep(row, col); }
 
   // Made where it is needed: the loop needs the registers.
@@ -206,7 +212,9 @@ struct GenericForward {
     else if (small) loop(ScoreOpsTag<ScoreOps::kAlibiRanges>{});
     else loop(ScoreOpsTag<kOps>{});
   }
+  template <ScoreOps kScoreOps>
   ANYFLASH_DEVICE Visibility see(int tile) const {
+    if (kScoreOps == ScoreOps::kAlibi) return {blocks.keep(tile), true};  // no ranges there
     const Visibility seen = visible.of(tile * keys, keys);
     return {blocks.keep(tile) && seen.any, seen.all};
   }

@@ -3,7 +3,9 @@
 
 #include "common/macros.h"
 #include "params.h"
+#include "variant/key_range_bounds.h"
 #include "variant/mask.h"
+#include "variant/score_mod.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm80 {
@@ -27,12 +29,13 @@ struct KeyTiles {
              uniform(work_tile.sequence.shift), attention.window),
         variant(attention, work_tile, rows, keys),
         range(mask.k_range(work_tile.first_row, rows, keys)),
-        first(visited(range.first())) {}
+        first(visited<Variant::kOps>(range.first())) {}
 
-  ANYFLASH_DEVICE KeyTile next(int n) const { return visited(range.next(n)); }
+  ANYFLASH_DEVICE KeyTile next(int n) const { return visited<Variant::kOps>(range.next(n)); }
   // The same of tiles that need no mask.
+  template <ScoreOps kOps>
   ANYFLASH_DEVICE KeyTile next_unmasked(int n) const {
-    return visited(n > range.unmasked_begin ? n - 1 : -1);
+    return visited<kOps>(n > range.unmasked_begin ? n - 1 : -1);
   }
 
  private:
@@ -42,9 +45,10 @@ struct KeyTiles {
     return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
   }
 
+  template <ScoreOps kOps>
   ANYFLASH_DEVICE KeyTile visited(int n) const {
     while (n >= 0) {
-      const Visibility seen = variant.see(n);
+      const Visibility seen = variant.template see<kOps>(n);
       if (seen.any) return {n, seen.all};
       n = range.next(n);
     }

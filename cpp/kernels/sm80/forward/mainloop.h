@@ -108,7 +108,7 @@ class ForwardMainloop {
   ANYFLASH_DEVICE void unmasked_tiles() {
     if constexpr (Variant::kSkipsTiles) {
       while (n_ >= 0 && !masks_tile()) {
-        const KeyTile next = tiles_.next_unmasked(n_);
+        const KeyTile next = tiles_.template next_unmasked<kOps>(n_);
         step<false, kOps, 0>(next);
         go_to(next);
       }
