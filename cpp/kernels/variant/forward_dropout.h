@@ -17,13 +17,13 @@ template <class Pairs, class Layout, class Coordinates>
 ANYFLASH_DEVICE void drop_run(Pairs& pairs, const Layout& layout, const Dropout& dropout,
                               const ScorePlaces<Coordinates>& places, int run) {
   using namespace cute;
-  const auto& [coordinates, row0, col0, sees_all] = places;
+  const auto& coordinates = places.coordinates;
   constexpr int kRows = decltype(size<0>(layout))::value;
   int rows[kRows];
   CUTE_UNROLL
-  for (int row = 0; row < kRows; ++row) rows[row] = row0 + get<0>(coordinates(row, 0));
+  for (int row = 0; row < kRows; ++row) rows[row] = places.row0 + get<0>(coordinates(row, 0));
   Draws draws[kRows];
-  dropout.draws(draws, rows, (col0 + get<1>(coordinates(0, run))) / 8);
+  dropout.draws(draws, rows, (places.col0 + get<1>(coordinates(0, run))) / 8);
   CUTE_UNROLL
   for (int row = 0; row < kRows; ++row) {
     CUTE_UNROLL

@@ -121,7 +121,7 @@ TRACED: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
     ),
     "prefix": (
         lambda x: anyflash.create_key_ranges(prefix=x, seqlen_q=70, seqlen_k=LENGTH),
-        (np.array([20, 0]),),
+        (np.array([40, 0]),),
     ),
 }
 
