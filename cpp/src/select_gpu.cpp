@@ -32,8 +32,8 @@ bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& 
 // Whether a comes before b; the first rule that tells them apart decides:
 // 1. the family with the higher priority;
 // 2. decoding: the better tile of rows;
-// 3. the fewer features;
-// 4. the smaller head dims;
+// 3. the smaller head dims;
+// 4. the fewer features;
 // 5. the one as many of whose CTAs fit a multiprocessor as it was tuned for;
 // 6. the forward: smaller tiles where larger ones would leave multiprocessors idle;
 // 7. more CTAs a multiprocessor, then more shared memory: larger tiles, or more of them.
@@ -43,12 +43,12 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   if (problem.op == Op::kDecode && a.tile.block_m != b.tile.block_m) {
     return has_better_tile(problem.rows, a, b);
   }
-  const std::size_t features_a = std::bitset<32>(a.features).count();
-  const std::size_t features_b = std::bitset<32>(b.features).count();
-  if (features_a != features_b) return features_a < features_b;
   const int columns_a = a.head_dim + a.head_dim_v;
   const int columns_b = b.head_dim + b.head_dim_v;
   if (columns_a != columns_b) return columns_a < columns_b;
+  const std::size_t features_a = std::bitset<32>(a.features).count();
+  const std::size_t features_b = std::bitset<32>(b.features).count();
+  if (features_a != features_b) return features_a < features_b;
   const bool suits_a = resident_ctas(a, device) == a.tile.ctas;
   const bool suits_b = resident_ctas(b, device) == b.tile.ctas;
   if (suits_a != suits_b) return suits_a;

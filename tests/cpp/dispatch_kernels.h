@@ -60,10 +60,8 @@ constexpr KernelDescriptor decode_kernel(const char* name, int head_dim, int blo
   return kernel;
 }
 
-constexpr unsigned kScores = kSoftcap | kAlibi;
-
 constexpr KernelDescriptor latent_kernel(const char* name, int block_m, std::size_t smem_bytes) {
-  KernelDescriptor kernel = decode_kernel(name, 320, block_m, kScores, smem_bytes);
+  KernelDescriptor kernel = decode_kernel(name, 320, block_m, kNoFeatures, smem_bytes);
   kernel.head_dim_v = 256;
   kernel.latent = true;
   return kernel;
@@ -83,6 +81,8 @@ constexpr KernelDescriptor other_bits_kernel(const char* name, int head_dim, int
   kernel.bits_group = 1;
   return kernel;
 }
+
+constexpr unsigned kScores = kSoftcap | kAlibi;
 
 constexpr KernelDescriptor cpu_kernel(const char* name, Op op, CpuIsa isa = CpuIsa::kBaseline,
                                       DType dtype = DType::kFloat32) {

@@ -31,7 +31,6 @@ constexpr KernelDescriptor kRows[] = {
     sm80_kernel("d256", 256, 256, kNoFeatures, 150000),
     sm80_kernel("d128_generic", 128, 128, kAllFeatures, 90000),
     sm80_kernel("d128_softcap", 128, 128, kSoftcap, 80000),
-    sm80_kernel("d256_ranges", 256, 256, kKeyRanges, 150000),
     sm80_kernel("d128", 128, 128, kNoFeatures, 80000),
     sm80_kernel("d192_v128", 192, 128, kNoFeatures, 95000),
     sm80_kernel("d64", 64, 64, kNoFeatures, 40000),
@@ -164,9 +163,7 @@ void check_choice() {
   CHECK_EQ(selected(192, 128, 0), "d192_v128");
   CHECK_EQ(selected(128, 192, 0), "d192");
   CHECK_EQ(selected(200, 192, 0), "d256");
-  // The fewest features that do, then the smallest head dims that do.
-  CHECK_EQ(selected(64, 64, kKeyRanges), "d256_ranges");
-  CHECK_EQ(selected(64, 64, kKeyRanges | kAlibi), "d128_generic");
+  // The fewest features that do, of the smallest head dims that do.
   CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");
   CHECK_EQ(selected(64, 64, kSoftcap | kBias), "d128_generic");
   CHECK_EQ(selected(192, 128, kDropout), "d256_generic");

@@ -282,8 +282,8 @@ ARITHMETIC = (
     Mutation(
         "dropout-of-wrong-keys",
         APPLY_DROPOUT,
-        "(col0 + get<1>(coordinates(row, run))) / 8",
-        "(col0 + get<1>(coordinates(row, run))) / 16",
+        "(places.col0 + get<1>(coordinates(row, run))) / 8",
+        "(places.col0 + get<1>(coordinates(row, run))) / 16",
     ),
     Mutation("dropout-backwards", APPLY_DROPOUT, "draws[i]", "draws[7 - i]"),
     Mutation("dropout-of-upper-halves", DROPOUT, "word < threshold", "false"),
@@ -291,8 +291,8 @@ ARITHMETIC = (
     Mutation(
         "dropout-kernel-of-wrong-keys",
         DROPOUT_KERNEL,
-        "col0 + get<1>(coordinates(0, run))",
-        "col0",
+        "places.col0 + get<1>(coordinates(0, run))",
+        "places.col0",
     ),
     Mutation("dropout-of-other-keys-twice", VARIANTS, "4 * k", "0"),
     Mutation(

@@ -213,9 +213,8 @@ class Backend:
         op: str = "forward",
         positive_scale: bool = True,
     ) -> Row | None:
-        """The kernel that must take this: the smallest that is large enough, of those with the
-        fewest features that can do it, of the first arch that has one. One for other shared memory
-        may stand in for it (usual())."""
+        """The kernel that must take this: the smallest that is large enough and can do it, of
+        the first arch that has one. One for other shared memory may stand in for it (usual())."""
 
         def fits(row: Row) -> bool:
             if row.head_dim == 0:
@@ -227,7 +226,7 @@ class Backend:
 
         def preference(row: Row) -> tuple[bool, int, int]:
             dims = row.head_dim + row.head_dim_v
-            return row.arch != self.before, VARIANTS.index(row.variant), dims
+            return row.arch != self.before, dims, VARIANTS.index(row.variant)
 
         rows = [row for row in self.rows(op) if row.dtype == dtype]
         if self.expected:
