@@ -289,7 +289,7 @@ struct CacheTensors {
 };
 
 inline constexpr char kCacheTypes[] =
-    "float64, float32, float16, bfloat16, int8 and float8_e4m3fn are allowed";
+    "float64, float32, float16, bfloat16, int8, float8_e4m3fn and float8_e5m2 are allowed";
 
 // Empty where the values are columns of k_cache.
 inline TensorView values_view(const DLTensor* v_cache, int64_t head_dim_v) {

@@ -22,6 +22,8 @@ const char* name(DType dtype) {
       return "int8";
     case DType::kFloat8E4M3:
       return "float8_e4m3fn";
+    case DType::kFloat8E5M2:
+      return "float8_e5m2";
   }
   return "unknown";
 }
@@ -50,6 +52,7 @@ int bytes_of(DType dtype) {
     case DType::kBool:
     case DType::kInt8:
     case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
       return 1;
   }
   return 0;

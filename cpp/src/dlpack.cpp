@@ -80,6 +80,7 @@ bool dtype_of(const DLDataType& type, DType& result) {
       {kDLUInt, 64, DType::kInt64},
       {kDLInt, 8, DType::kInt8},
       {kDLFloat8_e4m3fn, 8, DType::kFloat8E4M3},
+      {kDLFloat8_e5m2, 8, DType::kFloat8E5M2},
   };
   for (const Known& known : kKnown) {
     if (type.code == known.code && type.bits == known.bits && type.lanes == 1) {

@@ -24,7 +24,7 @@ enum Feature : unsigned {
   kBias = 4,
   kBlockMask = 8,
   kDropout = 16,
-  kQuantizedCache = 32,  // int8 or float8_e4m3fn keys and values
+  kQuantizedCache = 32,  // keys and values of 8 bits
   kLargeSoftcap = 64,    // one above kAccurateSoftcap; kSoftcap is there, too
   kKeyRanges = 128,
 };

@@ -8,6 +8,11 @@
 
 namespace anyflash {
 
+// Of the dtypes that a cache may have beside q's.
+constexpr bool is_quantized(DType dtype) {
+  return dtype == DType::kInt8 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
 // Strides in elements of a (batch, row, head, column) tensor; packed tensors have batch = 0.
 struct Strides {
   int64_t batch = 0;
@@ -192,7 +197,10 @@ struct KvCacheParams {
   Strides out_stride;
   Strides lse_stride;  // (batch, row, head)
 
-  DType cache_dtype = DType::kFloat32;       // q's, kInt8 or kFloat8E4M3
+  DType cache_dtype = DType::kFloat32;  // q's, or is_quantized()
+  // Said apart: of three cases of one number the compiler makes a jump through a table, in the
+  // decoding loop.
+  bool cache_is_e5m2 = false;
   int64_t slots = 0;                         // extent of the cache's first axis
   const int32_t* cache_seqlens = nullptr;    // null: the capacity
   const int32_t* cache_batch_idx = nullptr;  // null: the sequence's number
@@ -200,7 +208,7 @@ struct KvCacheParams {
   const int32_t* block_table = nullptr;      // null: not paged
   Strides block_table_stride;                // (batch, col)
   int page_shift = 0;                        // a page has 2^page_shift rows
-  BroadcastTensor k_scale;                   // (batch: slot, head), float32; null: 1
+  BroadcastTensor k_scale;                   // (batch: slot, row, head), float32; null: 1
   BroadcastTensor v_scale;
   BroadcastTensor tree_mask;  // (batch, row, col), kBool; packed queries: (row, col)
   int tree_columns = 0;

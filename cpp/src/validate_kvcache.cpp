@@ -32,8 +32,6 @@ constexpr Layouts kPacked = {"(total_q, heads, head_dim) with cu_seqlens_q",
                              "(total_new, heads_k, head_dim_v) with cu_seqlens_q",
                              "(total_q, columns) with cu_seqlens_q"};
 
-bool is_8bit(DType dtype) { return dtype == DType::kInt8 || dtype == DType::kFloat8E4M3; }
-
 class KvCacheArguments {
  public:
   KvCacheArguments(const KvCacheTensors& tensors, const ForwardOptions& options,
@@ -75,15 +73,16 @@ class KvCacheArguments {
 
   void cache_type() {
     const DType dtype = t_.k_cache.dtype;
-    if (dtype != t_.q.dtype && !is_8bit(dtype)) {
+    if (dtype != t_.q.dtype && !is_quantized(dtype)) {
       invalid_type(std::string("k_cache is ") + name(dtype) + ", but q is " + name(t_.q.dtype) +
-                   "; a cache must have q's dtype or be int8 or float8_e4m3fn");
+                   "; a cache must have q's dtype or be int8, float8_e4m3fn or float8_e5m2");
     }
     if (t_.v_cache.dtype != dtype) {
       invalid_type(std::string("v_cache is ") + name(t_.v_cache.dtype) + ", but k_cache is " +
                    name(dtype) + "; both must have one dtype");
     }
     p_.cache_dtype = dtype;
+    p_.cache_is_e5m2 = dtype == DType::kFloat8E5M2;
     a_.dtype = t_.q.dtype;
   }
 
@@ -344,13 +343,14 @@ class KvCacheArguments {
 
   BroadcastTensor scale(const TensorView* t, const char* argument) {
     if (t == nullptr) return {};
-    if (!is_8bit(p_.cache_dtype)) {
+    if (!is_quantized(p_.cache_dtype)) {
       invalid_value(std::string(argument) + " is given, but k_cache is " + name(p_.cache_dtype) +
-                    "; int8 and float8_e4m3fn caches have scales");
+                    "; int8, float8_e4m3fn and float8_e5m2 caches have scales");
     }
     const bool paged = c_.block_table != nullptr;
-    const char* const layout = paged ? "(heads_k,) or (pages, heads_k) of k_cache"
-                                     : "(heads_k,) or (cache_batch, heads_k) of k_cache";
+    const char* const layout =
+        paged ? "(heads_k,), (pages, heads_k) or (pages, page_size, heads_k) of k_cache"
+              : "(heads_k,), (cache_batch, heads_k) or (cache_batch, capacity, heads_k) of k_cache";
     check_dtype(*t, argument, DType::kFloat32);
     check_device(*t, argument, t_.q, "q");
     check_aligned(*t, argument);
@@ -358,8 +358,12 @@ class KvCacheArguments {
       check_shape(*t, argument, {{p_.attention.heads_k}}, layout, ", one for each head of k_cache");
       return auxiliary_of(*t, {&Strides::head});
     }
-    check_shape(*t, argument, {{p_.slots}, {p_.attention.heads_k}}, layout);
-    return auxiliary_of(*t, {&Strides::batch, &Strides::head});
+    if (t->rank == 2) {
+      check_shape(*t, argument, {{p_.slots}, {p_.attention.heads_k}}, layout);
+      return auxiliary_of(*t, {&Strides::batch, &Strides::head});
+    }
+    check_shape(*t, argument, {{p_.slots}, {t_.k_cache.shape[1]}, {p_.attention.heads_k}}, layout);
+    return auxiliary_of(*t, {&Strides::batch, &Strides::row, &Strides::head});
   }
 
   const KvCacheTensors t_;

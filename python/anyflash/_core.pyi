@@ -10,7 +10,7 @@ def forward(
     softmax_scale: float | None,
     causal: bool,
     stream: int,
-    as_bits: bool,
+    as_bits: int,
     options: object | None,
     allocate: object | None,
 ) -> None: ...
@@ -60,7 +60,7 @@ def backward(
     softmax_scale: float | None,
     causal: bool,
     stream: int,
-    as_bits: bool,
+    as_bits: int,
     options: object | None,
     backward_options: dict,
     allocate: object | None,
@@ -95,8 +95,8 @@ def merge_states(
     lse_b: object,
     out: object,
     lse: object,
-    as_bits_in: bool,
-    as_bits_out: bool,
+    as_bits_in: int,
+    as_bits_out: int,
     stream: int,
 ) -> None: ...
 def describe(array: object) -> tuple: ...

@@ -33,6 +33,8 @@ Code dlpack_code(DType dtype) {
       return Code::Int;
     case DType::kFloat8E4M3:
       return Code::Float8_E4M3FN;
+    case DType::kFloat8E5M2:
+      return Code::Float8_E5M2;
     default:
       return Code::Float;
   }
@@ -127,7 +129,7 @@ DLTensor consume(nb::handle capsule, const char* argument, Owner& owner, std::ui
 
 }  // namespace
 
-Array import_array(nb::handle object, const char* argument, bool as_bits, bool writable) {
+Array import_array(nb::handle object, const char* argument, std::uint8_t as_bits, bool writable) {
   Array array;
   std::uint64_t flags;
   DLTensor tensor = consume(export_array(object, argument, writable), argument, array.owner, flags);
@@ -138,10 +140,7 @@ Array import_array(nb::handle object, const char* argument, bool as_bits, bool w
     invalid(ErrorCode::kInvalidValue, argument,
             "is exported as a copy, so that what is written to it would be lost");
   }
-  if (as_bits && tensor.dtype.code == kDLUInt && tensor.dtype.lanes == 1) {
-    if (tensor.dtype.bits == 16) tensor.dtype.code = kDLBfloat;
-    if (tensor.dtype.bits == 8) tensor.dtype.code = kDLFloat8_e4m3fn;
-  }
+  if (as_bits != 0 && tensor.dtype.code == kDLUInt) tensor.dtype.code = as_bits;
   array.view = view_of(&tensor, argument, "anyflash knows no such dtype");
   return array;
 }
@@ -165,9 +164,9 @@ std::uintptr_t address(nb::handle object) {
 }
 
 DType dtype_named(const std::string& dtype, const std::string& argument) {
-  static constexpr DType kDTypes[] = {DType::kFloat64,  DType::kFloat32, DType::kFloat16,
-                                      DType::kBFloat16, DType::kBool,    DType::kInt32,
-                                      DType::kInt64,    DType::kInt8,    DType::kFloat8E4M3};
+  static constexpr DType kDTypes[] = {
+      DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16,   DType::kBool,
+      DType::kInt32,   DType::kInt64,   DType::kInt8,    DType::kFloat8E4M3, DType::kFloat8E5M2};
   const auto known = std::find_if(std::begin(kDTypes), std::end(kDTypes),
                                   [&](DType known_dtype) { return dtype == name(known_dtype); });
   if (known == std::end(kDTypes)) {

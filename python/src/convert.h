@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -21,11 +22,11 @@ struct Array {
   TensorView view;
 };
 
-// `object` is a DLPack capsule, or an object with __dlpack__; nothing is copied. as_bits: floats
-// that are shown as unsigned integers of their size, bfloat16 and float8_e4m3fn (NumPy can export
-// neither). writable: arrays that are read-only, where DLPack tells, are refused. Throws
-// anyflash::Error, or what __dlpack__ raises.
-Array import_array(nb::handle object, const char* argument, bool as_bits, bool writable);
+// `object` is a DLPack capsule, or an object with __dlpack__; nothing is copied. as_bits: DLPack's
+// code of the type that unsigned integers stand for (NumPy can export neither bfloat16 nor types of
+// 8 bits); 0: they are what they say. writable: arrays that are read-only, where DLPack tells, are
+// refused. Throws anyflash::Error, or what __dlpack__ raises.
+Array import_array(nb::handle object, const char* argument, std::uint8_t as_bits, bool writable);
 
 // (shape, dtype) of anything that speaks DLPack, whether anyflash could use it or not. The messages
 // of its errors do not begin with a name.

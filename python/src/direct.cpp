@@ -109,7 +109,7 @@ PyTorch::PyTorch(nb::handle exchange_api, PyTorchFunctions given) : functions(st
 
 Array PyTorch::read(nb::handle tensor, const char* argument) const {
   if (exchange_ == nullptr) {
-    return import_array(functions.export_tensor(tensor), argument, false, false);
+    return import_array(functions.export_tensor(tensor), argument, 0, false);
   }
   DLTensor shown;
   if (exchange_->dltensor_from_py_object_no_sync(tensor.ptr(), &shown) != 0) {

@@ -34,14 +34,15 @@ namespace {
 
 void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                  nb::handle lse, std::optional<double> softmax_scale, bool causal,
-                 std::uintptr_t stream, bool as_bits, nb::handle given, nb::handle allocate_gpu) {
+                 std::uintptr_t stream, std::uint8_t as_bits, nb::handle given,
+                 nb::handle allocate_gpu) {
   named(operation, [&] {
     const Array q_array = import_array(q, "q", as_bits, false);
     const Array k_array = import_array(k, "k", as_bits, false);
     const Array v_array = import_array(v, "v", as_bits, false);
     const Array out_array = import_array(out, "out", as_bits, true);
     Array lse_array;
-    if (!lse.is_none()) lse_array = import_array(lse, "lse", false, true);
+    if (!lse.is_none()) lse_array = import_array(lse, "lse", 0, true);
     ForwardTensors tensors;
     tensors.q = q_array.view;
     tensors.k = k_array.view;
@@ -55,7 +56,7 @@ void run_forward(const char* operation, nb::handle q, nb::handle k, nb::handle v
 // tensors: dout, q, k, v, out, lse, dq, dk, dv.
 void run_backward(const char* operation, const nb::tuple& tensors,
                   std::optional<double> softmax_scale, bool causal, std::uintptr_t stream,
-                  bool as_bits, nb::handle given, const nb::dict& given_backward,
+                  std::uint8_t as_bits, nb::handle given, const nb::dict& given_backward,
                   nb::handle allocate_gpu) {
   named(operation, [&] {
     BackwardTensors views;
@@ -87,7 +88,7 @@ class KvCacheCall {
     for (std::size_t i = 0; i < arrays_.size(); ++i) {
       if (tensors[i].is_none()) continue;
       const auto pair = nb::cast<nb::tuple>(tensors[i]);
-      arrays_[i] = import_array(pair[0], kNames[i], nb::cast<bool>(pair[1]), writable[i]);
+      arrays_[i] = import_array(pair[0], kNames[i], nb::cast<std::uint8_t>(pair[1]), writable[i]);
     }
     in_python_names([&] { read_options(given_cache, cache_options_, cache_arrays_); });
   }
@@ -138,7 +139,7 @@ void run_forward_with_kvcache(const char* operation, const nb::tuple& tensors,
         run_plan(call.device(), call.stream(), [&] { return call.plan(); }, allocate_gpu);
         return;
       }
-      const Array memory = import_array(workspace, "workspace", false, true);
+      const Array memory = import_array(workspace, "workspace", 0, true);
       const ReleasedGil release;
       call.plan().run(workspace_of(memory), call.stream());
     });
@@ -156,15 +157,15 @@ std::size_t kvcache_workspace_size(const char* operation, const nb::tuple& tenso
 }
 
 void run_merge_states(const char* operation, nb::handle out_a, nb::handle lse_a, nb::handle out_b,
-                      nb::handle lse_b, nb::handle out, nb::handle lse, bool as_bits_in,
-                      bool as_bits_out, std::uintptr_t stream) {
+                      nb::handle lse_b, nb::handle out, nb::handle lse, std::uint8_t as_bits_in,
+                      std::uint8_t as_bits_out, std::uintptr_t stream) {
   named(operation, [&] {
     const Array out_a_array = import_array(out_a, "out_a", as_bits_in, false);
-    const Array lse_a_array = import_array(lse_a, "lse_a", false, false);
+    const Array lse_a_array = import_array(lse_a, "lse_a", 0, false);
     const Array out_b_array = import_array(out_b, "out_b", as_bits_in, false);
-    const Array lse_b_array = import_array(lse_b, "lse_b", false, false);
+    const Array lse_b_array = import_array(lse_b, "lse_b", 0, false);
     const Array out_array = import_array(out, "out", as_bits_out, true);
-    const Array lse_array = import_array(lse, "lse", false, true);
+    const Array lse_array = import_array(lse, "lse", 0, true);
     MergeOptions options;
     options.stream = reinterpret_cast<void*>(stream);
     const ReleasedGil release;

@@ -117,7 +117,8 @@ void read_all(const nb::dict& given, const TensorOption<Options> (&tensors)[n], 
       continue;
     }
     const auto pair = nb::cast<nb::tuple>(value);
-    arrays.push_back(import_array(pair[0], name, nb::cast<bool>(pair[1]), tensor->writable));
+    arrays.push_back(
+        import_array(pair[0], name, nb::cast<std::uint8_t>(pair[1]), tensor->writable));
     pad_rank(arrays.back().view, tensor->rank);
     options.*tensor->field = &arrays.back().view;
   }

@@ -71,6 +71,8 @@ DType dtype_of(ffi::DataType type, const std::string& name) {
       return DType::kInt8;
     case ffi::F8E4M3FN:
       return DType::kFloat8E4M3;
+    case ffi::F8E5M2:
+      return DType::kFloat8E5M2;
     default:
       throw Error(ErrorCode::kInvalidType, name + " is of a type that anyflash does not know");
   }

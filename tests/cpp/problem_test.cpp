@@ -92,7 +92,7 @@ void check_decode_problem() {
   CHECK_EQ(plain.rows, 20);
   params.attention.softcap = 1.0;
   params.tree_mask.data = &params;  // in every kernel
-  for (const DType dtype : {DType::kInt8, DType::kFloat8E4M3}) {
+  for (const DType dtype : {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
     params.cache_dtype = dtype;
     CHECK_EQ(problem_of(q, params, CpuIsa::kAuto).features, unsigned{kSoftcap | kQuantizedCache});
   }

@@ -35,6 +35,7 @@ inline int bytes_of(DType dtype) {
     case DType::kBool:
     case DType::kInt8:
     case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
       return 1;
     default:
       return 2;

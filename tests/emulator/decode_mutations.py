@@ -18,6 +18,7 @@ EPILOGUE = "sm80/decode/epilogue.h"
 KERNEL = "sm80/decode/kernel.h"
 BLOCK = "sm80/decode/work_tile.h"
 LOADER = "sm80/decode/loader.h"
+DEQUANTIZE = "common/dequantize.h"
 COMBINE_SOURCE = "cuda/combine.cu"
 APPEND_SOURCE = "cuda/append.cu"
 CACHE = "variant/cache.h"
@@ -88,7 +89,9 @@ IN_KERNEL = of(
         "hidden-scale-counts", SCORES, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),
     Mutation("scales-not-filled", MAINLOOP, "loader.fill_scales(smem.buffers);"),
-    Mutation("scale-of-first-slot", LOADER, "exists ? entry * stride : 0", "0"),
+    Mutation("scale-of-first-slot", LOADER, "entry * stride.batch", "0"),
+    Mutation("scale-of-first-row", LOADER, "row_in_slot(first_key_ + at) * stride.row", "0"),
+    Mutation("infinity-of-float8-missed", DEQUANTIZE, "0x04040404", "0x01010101"),
     Mutation(
         "page-mask-too-wide", LOADER, "(1 << params.page_shift) - 1", "(2 << params.page_shift) - 1"
     ),
@@ -138,12 +141,8 @@ IN_APPEND = of(
     Mutation("rotation-by-number-of-keys", CACHE, "p.rotary_seqlens == nullptr", "true"),
     Mutation("rotation-of-first-sequence", CACHE, "p.rotary_seqlens[index]", "*p.rotary_seqlens"),
     Mutation("pairs-of-halves", APPEND_SOURCE, "at.col % 2 != 0", "at.col >= half"),
-    Mutation(
-        "appended-scale-of-first-slot",
-        APPEND_SOURCE,
-        "place.slot * scale.stride.batch",
-        "0",
-    ),
+    Mutation("appended-scale-of-first-slot", CACHE, "place.slot * scale.stride.batch", "0"),
+    Mutation("appended-scale-of-first-row", CACHE, "place.row * scale.stride.row", "0"),
     Mutation(
         "padding-not-in-appended-row",
         CACHE,

@@ -26,7 +26,7 @@ from backends.capsules import tensor_of  # noqa: E402
 DEVICES = ("cpu", "emulated-sm80", "emulated-sm90", "cuda")
 HAS_JAX = importlib.util.find_spec("jax") is not None
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT8 = tuple(np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LOST = 3  # exit status
 
@@ -62,7 +62,7 @@ class OnEmulatedGpu:
 
     def __dlpack__(self, **_: Any) -> Any:
         x, dtype = self.x, self.x.dtype
-        if dtype.names is None and dtype in {BFLOAT16, FLOAT8}:
+        if dtype.names is None and dtype in {BFLOAT16, *FLOAT8}:
             x = x.view(f"u{dtype.itemsize}")
         capsule = x.__dlpack__()
         tensor = tensor_of(capsule)
@@ -81,8 +81,8 @@ def tensor(x: Any, device: str = "cpu") -> Any:
     dtype = x.dtype
     if dtype == BFLOAT16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
-    if dtype == FLOAT8:
-        return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn).to(device)
+    if dtype in FLOAT8:
+        return torch.from_numpy(x.view(np.uint8)).view(getattr(torch, dtype.name)).to(device)
     return torch.from_numpy(x).to(device)
 
 

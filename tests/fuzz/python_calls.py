@@ -95,6 +95,7 @@ DTYPES: tuple[Any, ...] = (
     ),
     *(np.bool_, np.uint64, np.int16, np.complex64, ">f4", "U1", object, "M8[s]", "i4,f4"),
     ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
 )
 
 

@@ -10,8 +10,8 @@ namespace fuzz {
 
 namespace {
 
-constexpr DLDataType kTypes[] = {kFloat64, kFloat32, kFloat16, kBfloat16, kBool,
-                                 kUInt8,   kInt32,   kInt64,   kInt8,     kE4m3};
+constexpr DLDataType kTypes[] = {kFloat64, kFloat32, kFloat16, kBfloat16, kBool, kUInt8,
+                                 kInt32,   kInt64,   kInt8,    kE4m3,     kE5m2};
 
 // A page that can be neither read nor written.
 unsigned char* forbidden() {

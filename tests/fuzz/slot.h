@@ -26,6 +26,7 @@ inline constexpr DLDataType kInt32{kDLInt, 32, 1};
 inline constexpr DLDataType kInt64{kDLInt, 64, 1};
 inline constexpr DLDataType kInt8{kDLInt, 8, 1};
 inline constexpr DLDataType kE4m3{kDLFloat8_e4m3fn, 8, 1};
+inline constexpr DLDataType kE5m2{kDLFloat8_e5m2, 8, 1};
 
 enum class Layout { kNoStrides, kContiguous, kSwapped, kSpread, kReversed, kBroadcast, kOffset };
 inline constexpr int kLayouts = 7;

@@ -133,9 +133,10 @@ class ANYFLASH_API BackwardPlan {
 // Then q and out are (total_q, heads, ...), and lse is (heads, total_q). So one call does prompts
 // and single tokens.
 //
-// The cache has q's dtype, or int8 or float8_e4m3fn. CPU: q as for ForwardTensors. CUDA: float16
-// and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16 bytes need a
-// contiguous last axis and rows at multiples of 16 bytes; else elements are read one by one.
+// The cache has q's dtype, or int8, float8_e4m3fn or float8_e5m2. CPU: q as for ForwardTensors.
+// CUDA: float16 and bfloat16, head dims up to 512 (latent: 576 and 512), any strides. Copies of 16
+// bytes need a contiguous last axis and rows at multiples of 16 bytes; else elements are read one
+// by one.
 struct KvCacheTensors {
   TensorView q, k_cache, v_cache, out;
   const TensorView* lse = nullptr;

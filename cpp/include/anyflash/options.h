@@ -190,9 +190,11 @@ struct KvCacheOptions {
   // is aligned with; keys behind the last column are seen as without it.
   const TensorView* tree_mask = nullptr;
 
-  // Of an int8 or float8_e4m3fn cache, key = scale * element. The scales are float32, (heads_k,) or
-  // (k_cache.shape[0], heads_k): by head, or by page (sequence of the cache) and head. Null: 1.
-  // What is appended is divided by it and rounded; NaN becomes 0 in an int8 cache.
+  // Of a cache of 8 bits, key = scale * element. The scales are float32, by head: (heads_k,); by
+  // page (sequence of the cache) and head: (k_cache.shape[0], heads_k); or by row of the cache and
+  // head: (k_cache.shape[0], k_cache.shape[1], heads_k). Null: 1. What is appended is divided by
+  // the scale of its place and rounded, to the largest number beyond it; NaN becomes 0 in an int8
+  // cache.
   const TensorView* k_scale = nullptr;
   const TensorView* v_scale = nullptr;
 

@@ -7,8 +7,8 @@
 namespace anyflash {
 
 // Q, K, V and what comes of them have the first four. kBool is any byte that is 0 or not (bool,
-// uint8), kInt64 stands for uint64 too. kFloat8E4M3 (float8_e4m3fn: no infinity, largest number
-// 448) and kInt8 are for caches of keys and values.
+// uint8), kInt64 stands for uint64 too. kInt8, kFloat8E4M3 (float8_e4m3fn: no infinity, largest
+// number 448) and kFloat8E5M2 (float8_e5m2: largest 57344) are for caches of keys and values.
 enum class DType : int {
   kFloat64,
   kFloat32,
@@ -18,7 +18,8 @@ enum class DType : int {
   kInt32,
   kInt64,
   kInt8,
-  kFloat8E4M3
+  kFloat8E4M3,
+  kFloat8E5M2
 };
 
 enum class DeviceType : int { kCpu, kCuda };

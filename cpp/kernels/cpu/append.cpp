@@ -96,8 +96,8 @@ Target<E, C> cache_row(void* cache, const Strides& st, const BroadcastTensor& sc
   C* const base = static_cast<C*>(cache);
   Target<E, C> to{base + place.slot * st.batch + place.row * st.row + head * st.head, st.col, 1};
   if (scale.data != nullptr) {
-    to.scale = static_cast<typename Target<E, C>::T>(
-        read_number(scale, place.slot * scale.stride.batch + head * scale.stride.head));
+    to.scale =
+        static_cast<typename Target<E, C>::T>(read_number(scale, scale_index(scale, place, head)));
   }
   return to;
 }
@@ -167,6 +167,8 @@ void append_all(const AppendParams& p, int num_threads) {
       return append_keys<E, Int8>(p, num_threads);
     case DType::kFloat8E4M3:
       return append_keys<E, Float8E4M3>(p, num_threads);
+    case DType::kFloat8E5M2:
+      return append_keys<E, Float8E5M2>(p, num_threads);
     default:
       return append_keys<E, E>(p, num_threads);
   }

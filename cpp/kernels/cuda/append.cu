@@ -123,20 +123,19 @@ class Appender {
     if (place.slot < 0) return;
     const int64_t index = place.slot * stride.batch + int64_t{place.row} * stride.row +
                           at.head * stride.head + at.col * stride.col;
-    if (c_.cache_dtype != DType::kInt8 && c_.cache_dtype != DType::kFloat8E4M3) {
+    if (!is_quantized(c_.cache_dtype)) {
       static_cast<Element*>(cache)[index] = x;
       return;
     }
     float quantised = static_cast<float>(x);
-    if (scale.data != nullptr) {
-      quantised /= load_float(scale, place.slot * scale.stride.batch + at.head * scale.stride.head);
-    }
+    if (scale.data != nullptr) quantised /= load_float(scale, scale_index(scale, place, at.head));
     if (c_.cache_dtype == DType::kInt8) {
       const float number = isnan(quantised) ? 0.0f : fminf(fmaxf(quantised, -128.0f), 127.0f);
       static_cast<signed char*>(cache)[index] = static_cast<signed char>(rintf(number));
     } else {
+      const bool is_e4m3 = c_.cache_dtype == DType::kFloat8E4M3;
       static_cast<unsigned char*>(cache)[index] =
-          __nv_cvt_float_to_fp8(quantised, __NV_SATFINITE, __NV_E4M3);
+          __nv_cvt_float_to_fp8(quantised, __NV_SATFINITE, is_e4m3 ? __NV_E4M3 : __NV_E5M2);
     }
   }
 

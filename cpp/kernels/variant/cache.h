@@ -137,6 +137,12 @@ ANYFLASH_HOST_DEVICE CacheSlot place_of(const KvCacheParams& p, const CachedSequ
   return {slot, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
 }
 
+// Of the scale of a row's elements in a cache of 8 bits.
+ANYFLASH_HOST_DEVICE int64_t scale_index(const BroadcastTensor& scale, const CacheSlot& place,
+                                         int64_t head) {
+  return place.slot * scale.stride.batch + place.row * scale.stride.row + head * scale.stride.head;
+}
+
 // The row of the rotary tables that turns new row `step` of a sequence. One that the tables do not
 // have is clamped to one that they have.
 ANYFLASH_HOST_DEVICE int64_t rotary_row(const AppendParams& p, const CachedSequence& s,

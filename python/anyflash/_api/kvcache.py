@@ -120,9 +120,9 @@ def attention_with_kvcache(
     k_cache : (cache_batch, capacity, heads_k, head_dim)
     v_cache : (cache_batch, capacity, heads_k, head_dim_v); or None, with ``head_dim_v``
         With ``block_table``: (pages, page_size, heads_k, head_dim or head_dim_v), page_size a power
-        of two. q's dtype, or int8 or float8_e4m3fn (NumPy: of ml_dtypes). Any strides, so that K
-        and V may lie in one array. Written in place, but only if ``k`` is given: then they may
-        neither be read-only nor of JAX. Rows that no query sees may hold anything.
+        of two. q's dtype, or int8, float8_e4m3fn or float8_e5m2 (NumPy: of ml_dtypes). Any strides,
+        so that K and V may lie in one array. Written in place, but only if ``k`` is given: then
+        they may neither be read-only nor of JAX. Rows that no query sees may hold anything.
     k : (batch, seqlen_new, heads_k, head_dim), optional
     v : (batch, seqlen_new, heads_k, head_dim_v), optional
         q's dtype. They become the cache's rows from ``cache_seqlens[b]`` on.
@@ -154,10 +154,12 @@ def attention_with_kvcache(
     tree_mask : (batch or 1, seqlen_q, seqlen_q) bool, optional
         Which of the last seqlen_q keys each query sees: the tokens of a tree of guesses, which are
         all appended, see their ancestors. A missing leading axis is broadcast.
-    k_scale, v_scale : (heads_k,) or (k_cache.shape[0], heads_k) float32, optional
-        Of an int8 or float8_e4m3fn cache, by head, or by page (place) and head: a key is k_scale
-        times what the cache holds. What is appended is divided by it, rounded to the nearest
-        number, ties to even, and clamped to what the dtype holds; int8 gets 0 for NaN. Default: 1.
+    k_scale, v_scale : float32, optional
+        Of a cache of 8 bits: a key is k_scale times what the cache holds. By head: (heads_k,); by
+        page (place) and head: (k_cache.shape[0], heads_k); by row of the cache and head:
+        (k_cache.shape[0], k_cache.shape[1], heads_k). What is appended is divided by the scale of
+        its place. It is rounded to the nearest number, ties to even, and clamped to what the dtype
+        holds; int8 gets 0 for NaN. Default: 1.
     num_splits : int
         So many parts; 0: chosen from the sizes.
     split_size : int, optional

@@ -16,8 +16,10 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 BOOL = ("bool",)
 INT32 = ("int32",)
 INT64 = ("int64", "uint64")
-FLOAT8 = "float8_e4m3fn"
-CACHES = (*FLOATS, "int8", FLOAT8)
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+CACHES = (*FLOATS, "int8", *FLOAT8)
+# DLPack's type codes of what is exported as unsigned integers.
+DLPACK_CODES = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
 BYTES = ("uint8", "bool")  # DLPack producers that tell no dtype: bool stands for both
 
 # DLPack device types.

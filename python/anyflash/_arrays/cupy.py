@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class CuPy(WithAttributes):
     name = "CuPy"
-    as_bits = ("bfloat16", FLOAT8)
+    as_bits = ("bfloat16", *FLOAT8)
 
     def device(self, x: Any) -> Device:
         return Device("cuda", x.device.id)

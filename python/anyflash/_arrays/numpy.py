@@ -27,11 +27,11 @@ def _writable(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 class NumPy(WithAttributes):
     name = "NumPy"
-    as_bits = ("bfloat16", FLOAT8)
+    as_bits = ("bfloat16", *FLOAT8)
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}  # of the dtypes that were checked
-        # DLPack export knows neither of ml_dtypes', and bool only from NumPy 1.25 on.
+        # DLPack export knows none of ml_dtypes', and bool only from NumPy 1.25 on.
         self._views: dict[Any, str] = {}
         self._exports_read_only = False
 
@@ -49,7 +49,7 @@ class NumPy(WithAttributes):
         self._names[dtype] = name
         version = sys.modules["numpy"].lib.NumpyVersion(sys.modules["numpy"].__version__)
         self._exports_read_only = version >= "2.1.0"
-        if name in ("bfloat16", FLOAT8, "bool"):
+        if name in ("bfloat16", *FLOAT8, "bool"):
             self._views[dtype] = "uint16" if name == "bfloat16" else "uint8"
         return name
 

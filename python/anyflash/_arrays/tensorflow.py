@@ -18,7 +18,7 @@ class TensorFlow(Immutable):
         "eager tensors are allowed, and a variable's value(); within a tf.function, call anyflash "
         "through tf.py_function"
     )
-    as_bits = (FLOAT8,)  # which DLPack export does not know
+    as_bits = FLOAT8  # which DLPack export does not know
     to_int32 = ""  # tensors have no such method
 
     def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
@@ -35,7 +35,7 @@ class TensorFlow(Immutable):
         return tuple(x.shape), x.dtype.name, CPU
 
     def export(self, x: Any, device: Device, stream: int | None) -> Any:
-        if x.dtype.name == FLOAT8:
+        if x.dtype.name in FLOAT8:
             return sys.modules["numpy"].asarray(x).view("uint8")
         return x
 

@@ -17,7 +17,7 @@ _PER_THREAD_STREAM = 2  # cudaStreamPerThread
 
 class Torch(WithAttributes):
     name = "PyTorch"
-    as_bits = (FLOAT8,)  # which DLPack export knows only in some of the versions that have it
+    as_bits = FLOAT8  # which DLPack export knows only in some of the versions that have it
     to_int32 = ".to(torch.int32)"
 
     def __init__(self) -> None:
@@ -49,7 +49,8 @@ class Torch(WithAttributes):
 
     def _name(self, torch: Any, dtype: Any) -> str:
         name = self._names[dtype] = str(dtype).removeprefix("torch.")
-        self._views = {torch.bool: torch.uint8, getattr(torch, FLOAT8, None): torch.uint8}
+        as_bytes = (getattr(torch, kind, None) for kind in ("bool", *FLOAT8))
+        self._views = dict.fromkeys(as_bytes, torch.uint8)
         return name
 
     def stream(self, x: Any, device: Device) -> int:

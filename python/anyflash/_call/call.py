@@ -204,7 +204,7 @@ class Call(Generic[ArrayT]):
         if self._arrays:
             self._options.update(self._exported(self._arrays, stream))
 
-    def _exported(self, arrays: Given, stream: int | None) -> dict[str, tuple[Any, bool]]:
+    def _exported(self, arrays: Given, stream: int | None) -> dict[str, tuple[Any, int]]:
         operands = self._operands
         return {
             name: (operands.framework.export(x, operands.device, stream), operands.as_bits(dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from anyflash._arrays.base import FLOATS, INT32, INT64, listed
+from anyflash._arrays.base import DLPACK_CODES, FLOATS, INT32, INT64, listed
 from anyflash._arrays.registry import framework_of
 from anyflash._call import parsing
 
@@ -102,9 +102,10 @@ class Operands:
         self.parse(argument, self.framework.check_out, x)
         return dtype
 
-    def as_bits(self, dtype: str) -> bool:
-        """Whether an exported array of this dtype shows its elements as unsigned integers."""
-        return dtype in self.framework.as_bits
+    def as_bits(self, dtype: str) -> int:
+        """DLPack's code of this dtype, if an exported array of it shows unsigned integers; else
+        0."""
+        return DLPACK_CODES[dtype] if dtype in self.framework.as_bits else 0
 
     def empty(self, shape: tuple[int, ...], dtype: str | None) -> Any:
         """A new array of the framework, on the device; dtype None: that of the first array."""

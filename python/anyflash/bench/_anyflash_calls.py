@@ -91,7 +91,7 @@ def _decode(problem: Problem) -> Call:
     case = problem.case
     q, filled = problem.q, problem.filled
     k, v = problem.pages if case.page_size else problem.caches
-    options: dict[str, Any] = {"causal": True}
+    options: dict[str, Any] = {"causal": True, **problem.scales}
     if case.page_size:
         options["block_table"] = problem.page_table
     if case.latent:
@@ -112,11 +112,13 @@ def deterministic(problem: Problem) -> Call:
 
 
 def plain(problem: Problem) -> Call:
-    """The same sizes without the feature, or the dense problem where packed lengths are equal."""
+    """The same sizes without the feature, with a cache of the queries' dtype, or the dense problem
+    where packed lengths are equal."""
     case = problem.case
-    if case.feature in {"", "plain"} and not case.lengths:
+    if case.feature in {"", "plain"} and not case.lengths and not case.cache_dtype:
         raise Unsupported("there is no feature to leave away")
     if len(set(case.lengths)) > 1:
         raise Unsupported("the lengths differ, so that there is no dense problem like it")
-    dense = replace(case, feature="", lengths=(), causal=case.causal and case.feature != "causal")
+    causal = case.causal and case.feature != "causal"
+    dense = replace(case, feature="", lengths=(), cache_dtype="", causal=causal)
     return replace(anyflash_call(Problem(dense, problem.arrays)), comparable=False)

@@ -27,6 +27,7 @@ class ArrayLibrary(Protocol):
 
     def seed(self) -> None: ...
     def normal(self, shape: Sequence[int], dtype: str) -> Any: ...
+    def converted(self, x: Any, dtype: str) -> Any: ...
     def devices(self) -> int: ...  # GPUs of this machine, where it works on one
     def coins(self, shape: Sequence[int]) -> Any: ...
     def integers(self, values: Sequence[int]) -> Any: ...
@@ -61,17 +62,20 @@ class NumpyArrays:
         self.random: Any = self.np.random.default_rng(SEED)
 
     def _dtype(self, name: str) -> Any:
-        if name != "bfloat16":
+        if not name.startswith(("bfloat16", "float8")):
             return self.np.dtype(name)
         if importlib.util.find_spec("ml_dtypes") is None:
-            raise Unsupported("NumPy has bfloat16 from ml_dtypes, which is not installed")
-        return self.np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+            raise Unsupported(f"NumPy has {name} from ml_dtypes, which is not installed")
+        return self.np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
 
     def devices(self) -> int:
         return 0
 
     def normal(self, shape: Sequence[int], dtype: str) -> Any:
         return self.random.standard_normal(shape, self.np.float32).astype(self._dtype(dtype))
+
+    def converted(self, x: Any, dtype: str) -> Any:
+        return x.astype(self._dtype(dtype))
 
     def coins(self, shape: Sequence[int]) -> Any:
         return self.random.random(shape) < 0.5
@@ -122,6 +126,9 @@ class TorchArrays:
 
     def normal(self, shape: Sequence[int], dtype: str) -> Any:
         return self.torch.randn(tuple(shape), device=self.device, dtype=getattr(self.torch, dtype))
+
+    def converted(self, x: Any, dtype: str) -> Any:
+        return x.to(getattr(self.torch, dtype))
 
     def coins(self, shape: Sequence[int]) -> Any:
         return self.torch.rand(tuple(shape), device=self.device) < 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of caches of 8 bits
 # Matrix products, of 2 * pairs * d each, with the head dims of q and k, and of v.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
@@ -62,6 +63,7 @@ class Case:
     lengths: tuple[int, ...] = ()
     packing: str = ""
     page_size: int = 0
+    cache_dtype: str = ""  # "": dtype
     framework: str = ""
     model: str = ""  # whose block's attention it is
     timing: str = "events"  # or "graph": replayed from a CUDA graph; "memory": bytes, not seconds
@@ -106,17 +108,21 @@ class Case:
             "d": f"{self.d}/{self.d_v}" if self.d_v else str(self.d),
             "mask": "causal" if self.causal else "full",
             "packing": self.packing,
-            "cache": f"pages of {self.page_size}" if self.page_size else "",
+            "cache": self._cache if self.op == "decode" else "",
             "timing": "" if self.timing == "events" else self.timing,
             "batch": str(self.batch),
             "seqlen": str(self.seqlen),
             "context": str(self.seqlen_k) if self.seqlen_k else "",
         }
         if self.op == "decode":
-            labels["cache"] = labels["cache"] or "contiguous"
             labels["queries"] = labels.pop("seqlen")
             del labels["mask"]
         return {name: value for name, value in labels.items() if value}
+
+    @property
+    def _cache(self) -> str:
+        layout = f"pages of {self.page_size}" if self.page_size else "contiguous"
+        return f"{self.cache_dtype}, {layout}" if self.cache_dtype else layout
 
     @property
     def key(self) -> str:
@@ -147,7 +153,8 @@ class Case:
         columns = self.d if self.latent else self.d + self.value_dim
         cache = self.batch * self.keys * self.kv_heads * columns
         rows = self.batch * self.seqlen * self.heads * (self.d + self.value_dim)
-        return (cache + rows) * ITEM_SIZES[self.dtype]
+        item = ITEM_SIZES[self.dtype]
+        return cache * (1 if self.cache_dtype else item) + rows * item
 
     @property
     def scores_bytes(self) -> int:

@@ -97,6 +97,8 @@ def _tried(
     name: str, problem: Problem, arrays: ArrayLibrary, reference: tuple[Any, ...]
 ) -> tuple[Call, tuple[Any, ...]]:
     """A contender's call, and what it gave the first time."""
+    if problem.case.cache_dtype and name not in {OWN, "plain"}:
+        raise Unsupported("its caches of 8 bits are not measured")
     call = _anyflash_calls.anyflash_call(problem) if name == OWN else PEERS[name].build(problem)
     with call.context():
         outputs = call.outputs(call.run(0))

@@ -175,7 +175,10 @@ BOTH = ("cuda", "cpu")
 OF_NUMPY = ("anyflash", "numpy")  # modules of peers that work on NumPy's arrays, too
 PEERS = {
     "plain": Peer(
-        "anyflash without the feature, or unpacked", "anyflash", _anyflash_calls.plain, BOTH
+        "anyflash without the feature, unpacked, or with a cache of 16 bits",
+        "anyflash",
+        _anyflash_calls.plain,
+        BOTH,
     ),
     "deterministic": Peer(
         "anyflash's deterministic backward",

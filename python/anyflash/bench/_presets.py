@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from anyflash.bench._cases import ITEM_SIZES, KEY_RANGES, Case
+from anyflash.bench._cases import CACHE_DTYPES, ITEM_SIZES, KEY_RANGES, Case
 
 MASKS = (False, True)
 GROUPED = ((32, 8, 64), (32, 8, 128), (64, 8, 128), (16, 1, 128))
@@ -143,11 +143,13 @@ def decode(wanted: Wanted) -> Iterator[Case]:
     for dtype, (heads, heads_k, d), context, batch, queries, page_size in axes:
         if 2 * batch * context * heads_k * d * ITEM_SIZES[dtype] > LARGEST_CACHE:
             continue
-        yield Case(
-            "decode", batch, queries, heads, d, dtype, heads_k=heads_k, seqlen_k=context,
-            causal=True, page_size=page_size, unit="us",
-            timing="graph" if wanted.backend == "cuda" else "events",
-        )  # fmt: skip
+        cache_dtypes = ("", *CACHE_DTYPES) if batch > 1 and queries == 1 else ("",)
+        for cache_dtype in cache_dtypes:
+            yield Case(
+                "decode", batch, queries, heads, d, dtype, heads_k=heads_k, seqlen_k=context,
+                causal=True, page_size=page_size, cache_dtype=cache_dtype, unit="us",
+                timing="graph" if wanted.backend == "cuda" else "events",
+            )  # fmt: skip
 
 
 def masks(wanted: Wanted) -> Iterator[Case]:
@@ -255,14 +257,14 @@ PRESETS = {
     "varlen": Preset("packed sequences of equal, random and uneven lengths", varlen, x=""),
     "features": Preset("each feature beside the kernel without it", features, rooflines=(), x=""),
     "decode": Preset(
-        "one step with a KV cache, contiguous and paged, beside the memory's bandwidth",
+        "one step with a KV cache, of 16 and of 8 bits, beside the memory's bandwidth",
         decode,
         figure=("cache", "queries"),
         row="batch",
         column="heads",
         x="context",
         rooflines=("read",),
-        peers=("flash", "cudnn", "fa2", "fa3", "fa4", "flashinfer"),
+        peers=("plain", "flash", "cudnn", "fa2", "fa3", "fa4", "flashinfer"),
     ),
     "masks": Preset(
         "documents, a prefix and a tree by key_ranges: TFLOP/s of what they leave",

@@ -15,6 +15,7 @@ SOFTCAP = 50.0
 DROPOUT = 0.1
 WINDOW = 512
 BLOCK = 128
+CACHE_UNIT = 1 / 16  # what 1 stands for in a cache of 8 bits
 COLD_BYTES = 512 * 2**20  # caches of a decoding case take turns over so much, beyond every L2
 
 
@@ -138,11 +139,28 @@ class Problem:
     def caches(self) -> tuple[Any, Any]:
         """K and V: (turns, batch, context, heads_k, d); latent: V is columns of K."""
         case = self.case
-        shape = (self.turns, case.batch, case.keys, case.kv_heads, case.d)
         if case.latent:
-            latents = self.arrays.normal(shape, case.dtype)
+            latents = self._cache()
             return latents, latents[..., : case.d_v]
-        return self.arrays.normal(shape, case.dtype), self.arrays.normal(shape, case.dtype)
+        return self._cache(), self._cache()
+
+    def _cache(self) -> Any:
+        case = self.case
+        x = self.arrays.normal(
+            (self.turns, case.batch, case.keys, case.kv_heads, case.d), case.dtype
+        )
+        return self.arrays.converted(x / CACHE_UNIT, case.cache_dtype) if case.cache_dtype else x
+
+    @cached_property
+    def scales(self) -> dict[str, Any]:
+        """Of a cache of 8 bits, by head."""
+        case = self.case
+        names = ("k_scale",) if case.latent else ("k_scale", "v_scale")
+        return {
+            name: self.arrays.floats([CACHE_UNIT] * case.kv_heads)
+            for name in names
+            if case.cache_dtype
+        }
 
     @cached_property
     def filled(self) -> Any:

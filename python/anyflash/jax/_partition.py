@@ -55,8 +55,9 @@ _FACTORS = {
     "v_scale": "bg",
 }
 CACHES = ("k_cache", "v_cache")
+_SCALES = ("k_scale", "v_scale")
 # Their places count along the first axis, as the batch's entries do, if no other argument says so.
-_OF_PLACES = (*CACHES, "k_scale", "v_scale")
+_OF_PLACES = (*CACHES, *_SCALES)
 OF_RESULTS = ("dout", "out", "dlse", "lse")  # the backward's operands
 _OF_TOKENS = ("q", "k", "v", "k_new", "v_new", "out", "lse")  # packed sequences share an axis
 
@@ -78,6 +79,8 @@ def factors(operands: Arrays, arrays: Arrays, mapped: int) -> dict[str, Dims]:
             letters = letters.replace("b", NOT_DIVIDED)
         if q == k:
             letters = letters.replace("g", "h")
+        if key in _SCALES and len(x.shape) - mapped == 3:  # by row of the cache, too
+            letters = letters[0] + NOT_DIVIDED + letters[1]
         letters = letters[len(letters) - (len(x.shape) - mapped) :]
         dims = (*(f"m{i}" for i in range(mapped)), *letters)
         # What is broadcast has one element there, which every device needs.

@@ -144,8 +144,8 @@ class _Placed:
             axes = _AXES[name]
         elif name == "tree_mask":  # (batch or 1, seqlen_q, seqlen_q), the first may be missing
             axes = (0, None) if x.ndim == 3 and x.shape[0] != 1 else (None, None)
-        else:  # alibi_slopes, k_scale, v_scale: (heads,) or (batch or place, heads)
-            axes = (0 if x.ndim == 2 and x.shape[0] != 1 else None, x.ndim - 1)
+        else:  # alibi_slopes, k_scale, v_scale: (heads,) or (batch or place, ..., heads)
+            axes = (0 if x.ndim > 1 and x.shape[0] != 1 else None, x.ndim - 1)
         of = dict(zip((_BATCH, _HEADS), axes, strict=True))
         if self.shared and name in (*_CACHES, "k_scale", "v_scale"):
             of[_BATCH] = None  # places, which all of the batch may use

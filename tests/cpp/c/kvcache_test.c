@@ -210,17 +210,17 @@ static void check_latent(void) {
   CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK);
 }
 
-/* Bytes of both 8-bit types. 0x44 is 3 in float8_e4m3fn, 0x7f NaN. */
+/* Bytes of each 8-bit type. 0x44 is 3 in float8_e4m3fn, 0x42 in float8_e5m2; 0x7f is NaN. */
 static void check_8bit(void) {
-  const uint8_t code[2] = {kDLInt, kDLFloat8_e4m3fn};
-  const unsigned char three[2] = {3, 0x44};
-  for (int type = 0; type < 2; ++type) {
+  const uint8_t code[3] = {kDLInt, kDLFloat8_e4m3fn, kDLFloat8_e5m2};
+  const unsigned char three[3] = {3, 0x44, 0x42};
+  for (int type = 0; type < 3; ++type) {
     CacheProblem c;
     unsigned char k[8] = {0}, v[8];
     float scale[1] = {0.5f};
     make_cache(&c, 0);
     memset(v, three[type], sizeof v);
-    if (type == 1) v[6] = v[7] = 0x7f;
+    if (type != 0) v[6] = v[7] = 0x7f;
     const DLTensor v_scale = tensor(scale, 1, c.one);
     c.tensor_k = typed(k, 4, c.cache_shape, code[type], 8);
     c.tensor_v = typed(v, 4, c.cache_shape, code[type], 8);
@@ -230,7 +230,7 @@ static void check_8bit(void) {
     CHECK(near(c.p.lse[0], log(3)));
     c.length[0] = 4;
     CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK);
-    CHECK(type == 1 ? isnan(c.p.out[0]) : near(c.p.out[0], 1.5));
+    CHECK(type != 0 ? isnan(c.p.out[0]) : near(c.p.out[0], 1.5));
   }
 }
 
@@ -261,10 +261,10 @@ static void check_errors(void) {
 
   c.tensor_k.dtype.code = kDLComplex;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE,
-               "k_cache is complex32; float64, float32, float16, bfloat16, int8 and float8_e4m3fn");
-  c.tensor_k.dtype.code = kDLFloat8_e5m2;
+               "k_cache is complex32; float64, float32, float16, bfloat16, int8, float8_e4m3fn");
+  c.tensor_k.dtype.code = kDLFloat8_e4m3;
   c.tensor_k.dtype.bits = 8;
-  expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, "k_cache is float8_e5m2; float64");
+  expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE, "k_cache is type code 8, bits 8; float64");
   c.tensor_k.dtype.code = kDLFloat8_e4m3fn;
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_TYPE,
                "v_cache is float32, but k_cache is float8_e4m3fn");

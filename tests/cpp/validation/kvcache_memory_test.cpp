@@ -135,8 +135,9 @@ void check_layouts() {
   dense.k_cache = bytes.view;
   dense.v_cache = values.view;
   dense.cache.k_scale = dense.cache.v_scale = &scale.view;
-  check_throws([&] { dense.plan(); }, "scale", kValue,
-               {"k_scale has shape (2, 2); expected (3, 2): (heads_k,) or (cache_batch, heads_k)"});
+  check_throws(
+      [&] { dense.plan(); }, "scale", kValue,
+      {"k_scale has shape (2, 2); expected (3, 2): (heads_k,), (cache_batch, heads_k) or "});
 }
 
 const test::CaseOf<Paged> kPagedCases[] = {

@@ -62,8 +62,9 @@ inline void run_decode(DecodeProblem& p) {
   give(cache.rotary_sin, p.sin, 2);
   give(cache.rotary_seqlens, p.rotary_seqlens, 1);
   cache.rotary_interleaved = !c.halves;
-  give(cache.k_scale, p.k_scale, c.scales == "slot" ? 2 : 1);
-  if (!c.latent) give(cache.v_scale, p.v_scale, c.scales == "slot" ? 2 : 1);
+  const int rank = c.scales == "row" ? 3 : c.scales == "slot" ? 2 : 1;
+  give(cache.k_scale, p.k_scale, rank);
+  if (!c.latent) give(cache.v_scale, p.v_scale, rank);
   if (c.latent) cache.head_dim_v = c.head_dim_v;
   cache.num_splits = c.splits;
   cache.split_size = c.split_size;

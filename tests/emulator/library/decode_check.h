@@ -33,8 +33,9 @@ inline std::vector<double> rotated(const DecodeProblem& p, const Tensor& tensor,
   return row;
 }
 
-inline double scale_of(const std::optional<Tensor>& scale, int64_t slot, int64_t head) {
-  return scale ? scale->at(0, 0, slot, head) : 1.0;
+inline double scale_of(const DecodeProblem& p, const std::optional<Tensor>& scale,
+                       const CacheRow& at, int64_t head) {
+  return scale ? scale->get(p.scale_index(*scale, at, head)) : 1.0;
 }
 
 inline double round_to(DType dtype, double x) {
@@ -72,7 +73,7 @@ class CacheValues {
   static void write(const DecodeProblem& p, const Tensor& cache, std::vector<double>& values,
                     const CacheRow& at, int64_t head, const std::vector<double>& row,
                     const std::optional<Tensor>& scale) {
-    const auto divisor = static_cast<float>(scale_of(scale, at.slot, head));
+    const auto divisor = static_cast<float>(scale_of(p, scale, at, head));
     const auto first = static_cast<std::size_t>(cache.index(at.slot, at.row, head, 0));
     for (std::size_t x = 0; x < row.size(); ++x) {
       const auto rounded = static_cast<float>(round_to(p.q.dtype(), row[x]));
@@ -83,7 +84,9 @@ class CacheValues {
   static double check(const DecodeProblem& p, const Tensor& cache,
                       const std::vector<double>& expected) {
     // A rotation may end on the other side of where it is rounded.
-    const double step = cache.dtype() == DType::kFloat8E4M3 ? 0x1p-3 : 0x1p-7;
+    const double step = cache.dtype() == DType::kFloat8E4M3   ? 0x1p-3
+                        : cache.dtype() == DType::kFloat8E5M2 ? 0x1p-2
+                                                              : 0x1p-7;
     const bool is_int8 = cache.dtype() == DType::kInt8;
     double worst = 0;
     for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -122,7 +125,7 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
     for (int64_t x = 0; at.slot >= 0 && x < c.head_dim; ++x) {
       score += q[static_cast<std::size_t>(x)] * p.k.at(at.slot, at.row, head, x);
     }
-    if (at.slot >= 0) score *= c.scale * scale_of(p.k_scale, at.slot, head);
+    if (at.slot >= 0) score *= c.scale * scale_of(p, p.k_scale, at, head);
     if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
     if (p.slopes) score -= p.slopes->get(h) * std::abs(double(i + keys - c.seqlen_q - j));
     top = std::max(top, score);
@@ -138,7 +141,7 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
     const double score = scores[static_cast<std::size_t>(j)];
     const CacheRow at = p.place(b, j);
     if (score == -INFINITY || at.slot < 0) continue;
-    const double weight = std::exp(score - top) / sum * scale_of(p.value_scale(), at.slot, head);
+    const double weight = std::exp(score - top) / sum * scale_of(p, p.value_scale(), at, head);
     for (std::size_t x = 0; x < columns; ++x) {
       const double term = weight * p.value(at, head, static_cast<int64_t>(x));
       row.out[x] += term;

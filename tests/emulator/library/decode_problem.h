@@ -95,6 +95,12 @@ class DecodeProblem {
     return !tree || j < shift || tree->at(0, b, i, j - shift) != 0;
   }
 
+  // In a tensor of scales by head, by slot and head, or by slot, row and head.
+  int64_t scale_index(const Tensor& scale, const CacheRow& at, int64_t head) const {
+    return c.scales == "row" ? scale.index(0, at.slot, at.row, head)
+                             : scale.index(0, 0, at.slot, head);
+  }
+
   // Column x of the value of the key there, and what scales it.
   double value(const CacheRow& at, int64_t head, int64_t x) const {
     return (c.latent ? k : v).at(at.slot, at.row, head, x);
@@ -245,24 +251,28 @@ class DecodeProblem {
   }
 
   // Elements of an 8-bit cache are so many times larger than what they stand for.
-  double magnitude() const { return c.cache == "int8" ? 40 : c.cache == "e4m3" ? 4 : 1; }
+  double magnitude() const {
+    return c.cache == "int8" ? 40 : c.cache == "e4m3" || c.cache == "e5m2" ? 4 : 1;
+  }
 
   void make_scales() {
     std::uniform_real_distribution<double> factor(0.5, 1.5);
     for (std::optional<Tensor>* const scale : {&k_scale, &v_scale}) {
-      const int64_t count = c.scales == "slot" ? slots : 1;
-      scale->emplace(DType::kFloat32, std::array<int64_t, 4>{1, 1, count, c.heads_k});
-      const auto set = [&](int64_t slot) {
+      std::array<int64_t, 4> extent{1, 1, 1, c.heads_k};
+      if (c.scales == "slot") extent[2] = slots;
+      if (c.scales == "row") extent = {1, slots, rows, c.heads_k};
+      scale->emplace(DType::kFloat32, extent);
+      const auto set = [&](const CacheRow& at) {
         for (int64_t head = 0; head < c.heads_k; ++head) {
-          (*scale)->set(slot * c.heads_k + head, factor(random_) / magnitude());
+          (*scale)->set(scale_index(**scale, at, head), factor(random_) / magnitude());
         }
       };
       // Those of slots of which nothing is seen remain NaN, or larger than all others.
-      for (int64_t i = 0; i < count * c.heads_k; i += 2) (*scale)->set(i, 1e38);
-      if (c.scales != "slot") set(0);
+      for (int64_t i = 0; i < (*scale)->size(); i += 2) (*scale)->set(i, 1e38);
+      if (c.scales == "head") set({0, 0});
       else
         for_each_key([&](int64_t b, int64_t j, const CacheRow& at) {
-          if (seen(b, j)) set(at.slot);
+          if (seen(b, j)) set(at);
         });
     }
   }

@@ -41,7 +41,7 @@
 //   page=N              page size, pages in random order; hole=1: the first one does not exist
 //   new=N               keys to append          rotary=N    columns of them, and of q; halves=1
 //   rotary_seqlens=N,N,...
-//   cache=TYPE          int8 or e4m3            scales=head or slot
+//   cache=TYPE          int8, e4m3 or e5m2      scales=head, slot or row
 //   splits=N            split_size=N            tree=1      a random tree
 //   nan=seen            NaN and infinity at random places of V
 //   latent=1            V is the first columns of K; nan=seen: NaN in keys that not all queries see

@@ -29,6 +29,7 @@ inline DType dtype_of(const std::string& name) {
   if (name == "bool") return DType::kBool;
   if (name == "int8") return DType::kInt8;
   if (name == "e4m3") return DType::kFloat8E4M3;
+  if (name == "e5m2") return DType::kFloat8E5M2;
   throw std::invalid_argument("no data type: " + name);
 }
 
@@ -37,6 +38,7 @@ inline int64_t bytes_of(DType dtype) {
     case DType::kBool:
     case DType::kInt8:
     case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
       return 1;
     case DType::kFloat16:
     case DType::kBFloat16:
@@ -46,25 +48,37 @@ inline int64_t bytes_of(DType dtype) {
   }
 }
 
-// Four bits of exponent, three of mantissa; the largest code of each sign is NaN.
-inline double from_e4m3(unsigned code) {
-  const int exponent = static_cast<int>(code >> 3 & 15);
-  const int mantissa = static_cast<int>(code & 7);
-  double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  if ((code & 127) == 127) size = NAN;
-  return (code & 128) != 0 ? -size : size;
-}
+// A sign, bits of exponent, bits of mantissa; the codes of each sign from `infinite` on are not
+// finite.
+struct Float8 {
+  int mantissa;
+  int bias;
+  unsigned infinite;
 
-// The nearest number, of two such ones that whose code is even.
-inline unsigned char to_e4m3(double x) {
-  if (std::isnan(x)) return 127;
-  const auto error = [&](unsigned code) { return std::abs(from_e4m3(code) - std::abs(x)); };
-  unsigned best = 0;
-  for (unsigned code = 1; code < 127; ++code) {
-    if (error(code) < error(best) || (error(code) == error(best) && code % 2 == 0)) best = code;
+  double decode(unsigned code) const {
+    const unsigned size = code & 127;
+    const int exponent = static_cast<int>(size >> mantissa);
+    const int fraction = static_cast<int>(size) - (exponent << mantissa);
+    const int one = exponent == 0 ? 0 : 1 << mantissa;
+    double x = std::ldexp(one + fraction, std::max(exponent, 1) - bias - mantissa);
+    if (size >= infinite) x = fraction == 0 ? INFINITY : NAN;
+    return (code & 128) != 0 ? -x : x;
   }
-  return static_cast<unsigned char>(best | (std::signbit(x) ? 128u : 0u));
-}
+
+  // The nearest number, of two such ones that whose code is even; an infinity as it is.
+  unsigned char encode(double x) const {
+    if (std::isnan(x)) return 127;
+    const auto error = [&](unsigned code) { return std::abs(decode(code) - std::abs(x)); };
+    unsigned best = 0;
+    for (unsigned code = 1; code < infinite; ++code) {
+      if (error(code) < error(best) || (error(code) == error(best) && code % 2 == 0)) best = code;
+    }
+    if (std::isinf(x) && std::isinf(decode(infinite))) best = infinite;
+    return static_cast<unsigned char>(best | (std::signbit(x) ? 128u : 0u));
+  }
+};
+inline constexpr Float8 kE4m3{3, 7, 127};
+inline constexpr Float8 kE5m2{2, 15, 124};
 
 // A tensor of up to four axes; it is always addressed by four indices, of which the first axes are
 // 0 where it has fewer. Axes of extent 1 take any index.
@@ -129,7 +143,9 @@ class Tensor {
       case DType::kInt8:
         return element<signed char>(i);
       case DType::kFloat8E4M3:
-        return from_e4m3(element<unsigned char>(i));
+        return kE4m3.decode(element<unsigned char>(i));
+      case DType::kFloat8E5M2:
+        return kE5m2.decode(element<unsigned char>(i));
       default:
         return data_[static_cast<std::size_t>(i)];
     }
@@ -162,7 +178,9 @@ class Tensor {
       case DType::kInt8:
         return put(i, static_cast<signed char>(std::nearbyint(std::min(std::max(x, -128.), 127.))));
       case DType::kFloat8E4M3:
-        return put(i, to_e4m3(x));
+        return put(i, kE4m3.encode(x));
+      case DType::kFloat8E5M2:
+        return put(i, kE5m2.encode(x));
       default:
         data_[static_cast<std::size_t>(i)] = x != 0;
     }

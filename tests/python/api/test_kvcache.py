@@ -35,7 +35,9 @@ from calls.kvcache import (
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 PAGED = pytest.mark.parametrize("page_size", [0, 1, 4])
-EIGHT_BITS = pytest.mark.parametrize("cache_dtype", [np.int8, FLOAT8], ids=["int8", "float8"])
+EIGHT_BITS = pytest.mark.parametrize(
+    "cache_dtype", [np.int8, FLOAT8, ml_dtypes.float8_e5m2], ids=["int8", "e4m3", "e5m2"]
+)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
@@ -112,7 +114,7 @@ def test_eight_bits_without_scales(cache_dtype: Any) -> None:
 @EIGHT_BITS
 def test_eight_bits_of_torch(torch: ModuleType, cache_dtype: Any) -> None:
     arguments = call(cache_dtype=cache_dtype, page_size=4)
-    kind = torch.int8 if cache_dtype is np.int8 else torch.float8_e4m3fn
+    kind = getattr(torch, np.dtype(cache_dtype).name)
     tensors = {
         name: torch.from_numpy(x.view(np.int8).copy()).view(kind)
         if name.endswith("_cache")

@@ -34,7 +34,7 @@ def frozen(*shape: int) -> Array:
     return x
 
 
-CACHES = "float64, float32, float16, bfloat16, int8 and float8_e4m3fn are allowed"
+CACHES = "float64, float32, float16, bfloat16, int8, float8_e4m3fn and float8_e5m2 are allowed"
 WRONG: dict[str, Wrong] = {
     # frameworks, dtypes, ranks
     "q-list": ({"q": [1.0]}, TypeError, "q is list; arrays of NumPy"),
@@ -48,10 +48,10 @@ WRONG: dict[str, Wrong] = {
         TypeError,
         f"k_cache is uint8; {CACHES}",
     ),
-    "cache-e5m2": (
-        {"v_cache": ones(2, 16, 4, 24, dtype=ml_dtypes.float8_e5m2)},
+    "cache-e4m3": (
+        {"v_cache": ones(2, 16, 4, 24, dtype=ml_dtypes.float8_e4m3)},
         TypeError,
-        f"v_cache is float8_e5m2; {CACHES}",
+        f"v_cache is float8_e4m3; {CACHES}",
     ),
     "cache-half": (
         {"k_cache": ones(2, 16, 4, 16, dtype=HALF)},
@@ -256,7 +256,12 @@ WRONG_SCALES: dict[str, Wrong] = {
     "number": ({"k_scale": 0.5}, TypeError, "k_scale is float; arrays"),
     "heads": ({"v_scale": ones(8)}, ValueError, r"v_scale has shape \(8,\); expected"),
     "pages": ({"v_scale": ones(2, 4)}, ValueError, r"v_scale has shape \(2, 4\); expected \(7, 4"),
-    "rank": ({"v_scale": ones(7, 4, 1)}, ValueError, "v_scale has 3 dimensions"),
+    "rows": (
+        {"v_scale": ones(7, 9, 4)},
+        ValueError,
+        r"v_scale has shape \(7, 9, 4\); expected \(7, 4, 4\)",
+    ),
+    "rank": ({"v_scale": ones(7, 4, 4, 1)}, ValueError, "v_scale has 4 dimensions"),
 }
 LATENT = {name: x for name, x in DENSE.items() if name != "v"} | {
     "v_cache": None,

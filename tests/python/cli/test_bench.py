@@ -18,7 +18,7 @@ from anyflash import __main__ as command_line
 from anyflash.bench import _calls, _measure, _peers, _presets, _ranks, _report
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
-from anyflash.bench._cases import KEY_RANGES, Case, visible_pairs
+from anyflash.bench._cases import CACHE_DTYPES, KEY_RANGES, Case, visible_pairs
 from anyflash.bench._peers import PEERS, Peer
 from anyflash.bench._presets import PRESETS, Wanted, cases_of
 from anyflash.bench._problem import Problem
@@ -195,6 +195,20 @@ def test_decoding(queries, page_size, arrays):
     results = _measure.measure(case, bench_of(arrays(), *peers))["results"]
     assert "seconds" in results["anyflash"]
     assert all(("seconds" in results[name]) == (not page_size) for name in peers)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("arrays", [NumpyArrays, lambda: TorchArrays("cpu")])
+def test_decoding_of_eight_bits(cache_dtype, arrays):
+    case = Case(
+        "decode", 2, 1, 4, 16, "float32", heads_k=2, seqlen_k=64, causal=True,
+        page_size=16, cache_dtype=cache_dtype, unit="us",
+    )  # fmt: skip
+    assert case.bytes == replace(case, cache_dtype="").bytes - 3 * (2 * 64 * 2 * 2 * 16)
+    assert case.labels["cache"] == f"{cache_dtype}, pages of 16"
+    results = _measure.measure(case, bench_of(arrays(), "plain", "flash"))["results"]
+    assert all("seconds" in results[name] for name in ("anyflash", "plain"))
+    assert "flash" not in results or "seconds" not in results["flash"]
 
 
 def test_memory_counts_results_and_is_linear_beside_quadratic():

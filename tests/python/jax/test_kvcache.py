@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -162,12 +163,14 @@ def test_without_new_keys() -> None:
     same(anyflash.jax.attention_with_kvcache(**given), right_of(copies)[0])
 
 
-@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
-def test_eight_bits(dtype: Any) -> None:
+@pytest.mark.parametrize("axes", [(2,), (0, 2), (0, 1, 2)], ids=["head", "place", "row"])
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_eight_bits(dtype: Any, axes: tuple[int, ...]) -> None:
     given = call()
     for name, of in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
         given[name] = (given[name] * 10).astype(dtype)
-        given[of] = np.full(given[name].shape[2], 0.1, np.float32)
+        shape = tuple(given[name].shape[axis] for axis in axes)
+        given[of] = np.linspace(0.05, 0.15, math.prod(shape), dtype=np.float32).reshape(shape)
     same(
         anyflash.jax.attention_with_kvcache(**given, causal=True, return_lse=True),
         right_of(given, causal=True),

@@ -61,7 +61,7 @@ def test_as_with_values_of_their_own(backend: Backend, changes: dict[str, object
 
 
 @pytest.mark.parametrize("base", [SMALL, MLA], ids=lambda case: case.id)
-@pytest.mark.parametrize("cache_dtype", ["", "e4m3"])
+@pytest.mark.parametrize("cache_dtype", ["", "e4m3", "e5m2"])
 def test_rows_of_each_querys_own(backend: Backend, base: CacheCase, cache_dtype: str) -> None:
     """The best rows for each query token, of one pool: a token is a sequence, a row is a page.
     Queries share rows, and what lies behind a query's last one is no row."""

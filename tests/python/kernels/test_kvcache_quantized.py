@@ -1,4 +1,4 @@
-"""Caches of int8 and float8_e4m3fn; single results are the tables' (cases/kvcache.py)."""
+"""Caches of 8 bits; single results are the tables' (cases/kvcache.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from backends.capi import Backend
 from backends.tensors import place
 from cases.cache_case import CacheCall, CacheCase
-from oracle.kvcache import CACHE_DTYPES, answer
+from oracle.kvcache import CACHE_DTYPES, EIGHT_BIT, answer
 from run.forward import bits
 from run.kvcache import check_call, run_cache
 
-EIGHT_BIT = ("int8", "e4m3")
+NONFINITE = (("e4m3", np.nan), ("e5m2", np.nan), ("e5m2", np.inf), ("e5m2", -np.inf))
 BASE = CacheCase("8-bit", "fp16", (77, 30), 3, page=16, scale=0.05)
 
 
@@ -22,7 +22,7 @@ def codes(cache_dtype: str) -> np.ndarray:
     return np.arange(256, dtype=np.uint8).view(CACHE_DTYPES[cache_dtype])
 
 
-@pytest.mark.parametrize("scales", ["", "head", "slot"])
+@pytest.mark.parametrize("scales", ["", "head", "slot", "row"])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
 def test_every_element_as_a_value(backend: Backend, cache_dtype: str, scales: str) -> None:
     """One key: the result is the value, in every column."""
@@ -40,15 +40,16 @@ def test_every_element_as_a_value(backend: Backend, cache_dtype: str, scales: st
             scale = np.float32(1)
             if scales:
                 table = call.cache["v_scale"].view
-                scale = table[0] if scales == "head" else table[page, 0]
+                scale = table[(page, 0)[: table.ndim - 1]][0]
             wanted = elements.astype(np.float64) * float(scale)
-            error = np.abs(call.out.view[0, 0, 0] - wanted)
+            with np.errstate(invalid="ignore"):  # of infinities
+                error = np.abs(call.out.view[0, 0, 0] - wanted)
             # One probability of 1, times the scale, may be rounded to q's type before the product.
             unit = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(dtype, 2.0**-23)
-            nan = np.isnan(wanted)
-            assert (np.isnan(call.out.view[0, 0, 0]) == nan).all()
-            allowed = (unit if scales else 0) * np.abs(wanted[~nan])
-            assert (error[~nan] <= allowed).all()
+            finite = np.isfinite(wanted)
+            np.testing.assert_array_equal(call.out.view[0, 0, 0][~finite], wanted[~finite])
+            allowed = (unit if scales else 0) * np.abs(wanted[finite])
+            assert (error[finite] <= allowed).all()
 
 
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
@@ -59,7 +60,7 @@ def test_every_element_as_a_key(backend: Backend, cache_dtype: str) -> None:
     call = case.call()
     call.q.view[0, 0] = np.eye(256, dtype=np.float16)
     elements = codes(cache_dtype).astype(np.float64)
-    call.k_cache.view[0, 0, 0] = np.where(np.isnan(elements), 0, elements).astype(
+    call.k_cache.view[0, 0, 0] = np.where(np.isfinite(elements), elements, 0).astype(
         CACHE_DTYPES[cache_dtype]
     )
     run_cache(backend, call)
@@ -68,7 +69,7 @@ def test_every_element_as_a_key(backend: Backend, cache_dtype: str) -> None:
     np.testing.assert_allclose(call.lse.view[0, :, 0], wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("scales", ["", "head", "slot"])
+@pytest.mark.parametrize("scales", ["", "head", "slot", "row"])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
 def test_scales_of_one_are_none(backend: Backend, cache_dtype: str, scales: str) -> None:
     case = replace(BASE, cache_dtype=cache_dtype)
@@ -77,49 +78,58 @@ def test_scales_of_one_are_none(backend: Backend, cache_dtype: str, scales: str)
         check_call(none, case.call(), case.expected())
         return
     call = case.call()
-    shape = (2,) if scales == "head" else (len(call.k_cache.view), 2)
+    places = ("head", "slot", "row").index(scales)
+    shape = (*call.k_cache.view.shape[:places], 2)
     for name in ("k_scale", "v_scale"):
-        call.cache[name] = place(np.ones(shape, np.float32), axes="bh"[-len(shape) :])
+        call.cache[name] = place(np.ones(shape, np.float32), axes=("h", "bh", "bsh")[places])
     run_cache(backend, call)
     np.testing.assert_array_equal(call.out.view, none.out.view)
     np.testing.assert_array_equal(call.lse.view, none.lse.view)
 
 
+@pytest.mark.parametrize("scales", ["", "row"])
 @pytest.mark.parametrize("which", ["k_cache", "v_cache"])
-def test_visible_nan(backend: Backend, which: str) -> None:
-    """A NaN that a query sees is a NaN in its result, and in no other's."""
-    case = replace(BASE, cache_dtype="e4m3", sq=6, causal=True, splits=3)
+@pytest.mark.parametrize(("cache_dtype", "value"), NONFINITE)
+def test_visible_nonfinite(
+    backend: Backend, cache_dtype: str, value: float, which: str, scales: str
+) -> None:
+    """What is not finite and a query sees is in its result, and in no other's."""
+    case = replace(BASE, cache_dtype=cache_dtype, scales=scales, sq=6, causal=True, splits=3)
 
     def poisoned() -> CacheCall:
         call = case.call()
+        if scales:
+            call.cache["v_scale"].view[...] *= -1
         table = call.cache["block_table"].view
         for row in (75, 20):  # of sequence 0; the former is seen by the last queries alone
             page = table[0, row // 16]
-            getattr(call, which).view[page, row % 16, 1, 7] = np.nan
+            getattr(call, which).view[page, row % 16, 1, 7] = value
             if row == 75 and which == "k_cache":
                 break
         return call
 
     call = run_cache(backend, poisoned())
     check_call(call, poisoned(), answer(poisoned().problem()))
-    nan = np.isnan(call.out.view.astype(np.float32))
-    assert nan.any()
-    assert not nan[1].any()
-    assert not nan[:, :, :2].any()
+    reached = ~np.isfinite(call.out.view.astype(np.float32))
+    assert reached.any()
+    assert not reached[1].any()
+    assert not reached[:, :, :2].any()
 
 
+@pytest.mark.parametrize("scales", ["slot", "row"])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
-def test_scales_may_be_broadcast_views(backend: Backend, cache_dtype: str) -> None:
-    """Scales by page with any strides, and one number for all of them."""
-    case = replace(BASE, cache_dtype=cache_dtype, scales="slot", poison=False)
+def test_scales_may_be_broadcast_views(backend: Backend, cache_dtype: str, scales: str) -> None:
+    """Scales with any strides, and one number for all of them."""
+    case = replace(BASE, cache_dtype=cache_dtype, scales=scales, poison=False)
+    axes = {"slot": "bh", "row": "bsh"}[scales]
     plain = run_cache(backend, case.call())
     for layout in ("flip_bh", "step_h", "sbhd"):
         call = case.call()
         for name in ("k_scale", "v_scale"):
-            call.cache[name] = place(call.cache[name].view.copy(), layout, "bh")
+            call.cache[name] = place(call.cache[name].view.copy(), layout, axes)
         run_cache(backend, call)
         assert bits(call.out.view) == bits(plain.out.view), layout
     call = case.call()
     for name in ("k_scale", "v_scale"):
-        call.cache[name] = place(np.full_like(call.cache[name].view, 0.5), "expand_bh", "bh")
+        call.cache[name] = place(np.full_like(call.cache[name].view, 0.5), "expand_bh", axes)
     check_call(run_cache(backend, call), call, answer(call.problem()))

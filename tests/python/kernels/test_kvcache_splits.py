@@ -24,6 +24,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": "bh", "softcap": 20.0},
     "append": {"append": Append(3, 32)},
     "e4m3": {"cache_dtype": "e4m3", "scales": "slot"},
+    "e5m2": {"cache_dtype": "e5m2", "scales": "row"},
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from cases.cache_case import CacheCase
 from cases.kvcache import CACHE_CASES
 from oracle.attention import Array, check
-from oracle.kvcache import E4M3, INT8, CacheProblem, answer, check_written, quantised
+from oracle.kvcache import E4M3, E5M2, INT8, CacheProblem, answer, check_written, quantised
 
 NAMES = (
     "everything-fp64-0",
@@ -155,6 +155,8 @@ def test_elements_of_8_bits() -> None:
     x = np.array([1.0625, 1.1875, 447, 449, 1e9, -np.inf, 2.0**-10, 3 * 2.0**-10, 0.0])
     elements = [1.0, 1.25, 448, 448, 448, -448, 0, 2 * 2.0**-9, 0]
     assert quantised(x, E4M3).astype(float).tolist() == elements
+    x = np.array([1.125, 1.375, 1e9, -np.inf, 3 * 2.0**-17])
+    assert quantised(x, E5M2).astype(float).tolist() == [1.0, 1.5, 57344, -57344, 2 * 2.0**-16]
     assert quantised(np.array([np.nan]), E4M3).view(np.uint8)[0] & 0x7F == 0x7F
     assert ml_dtypes.finfo(E4M3).max == 448
 

@@ -12,7 +12,7 @@ UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # half a unit in the last place, of 
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("cache_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("cache_dtype", ["int8", "e4m3", "e5m2"])
 @pytest.mark.parametrize("length", [1, 40])
 def test_one_rounding_of_a_probability(dtype: str, cache_dtype: str, length: int) -> None:
     """Of a single key a kernel may round the probability times the scale, and no more than that."""

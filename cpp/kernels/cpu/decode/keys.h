@@ -59,6 +59,9 @@ class CacheRows : public TaskRows<Element> {
       case DType::kFloat8E4M3:
         return load_scaled_row(static_cast<const Float8E4M3*>(x.data) + at, x.stride.col, x.columns,
                                scale(x, place), to);
+      case DType::kFloat8E5M2:
+        return load_scaled_row(static_cast<const Float8E5M2*>(x.data) + at, x.stride.col, x.columns,
+                               scale(x, place), to);
       default:
         return load_row(static_cast<const E*>(x.data) + at, x.stride.col, x.columns, to);
     }
@@ -96,14 +99,10 @@ class CacheRows : public TaskRows<Element> {
  private:
   static constexpr double kNoSink = -static_cast<double>(kInfinity);
 
-  bool quantized() const {
-    return p_.cache_dtype == DType::kInt8 || p_.cache_dtype == DType::kFloat8E4M3;
-  }
-
   // Null where a copy is needed.
   const T* row_in_place(const KeyTensor& x, int key, int padded) const {
     if constexpr (sizeof(E) == sizeof(T)) {
-      if (x.stride.col != 1 || x.columns != padded || quantized()) return nullptr;
+      if (x.stride.col != 1 || x.columns != padded || is_quantized(p_.cache_dtype)) return nullptr;
       const CacheSlot place = place_of(p_, cached_, key);
       if (place.slot >= 0) return static_cast<const E*>(x.data) + offset(x, place);
     }
@@ -117,9 +116,7 @@ class CacheRows : public TaskRows<Element> {
 
   T scale(const KeyTensor& x, const CacheSlot& place) const {
     if (x.scale->data == nullptr) return T(1);
-    const Strides& st = x.scale->stride;
-    return static_cast<T>(
-        read_number(*x.scale, place.slot * st.batch + this->task.head_k * st.head));
+    return static_cast<T>(read_number(*x.scale, scale_index(*x.scale, place, this->task.head_k)));
   }
 
   std::int64_t partial_at(int r) const { return partial_.row(split_, this->result_row(r)); }

@@ -1,5 +1,5 @@
-// Elements of 8-bit caches: int8 and float8_e4m3fn (a sign, 4 bits of exponent with bias 7, 3 of
-// mantissa; S.1111.111 is NaN, there is no infinity).
+// Elements of 8-bit caches: int8, float8_e4m3fn (a sign, 4 bits of exponent, 3 of mantissa;
+// S.1111.111 is NaN, there is no infinity) and float8_e5m2 (the upper half of a float16).
 #pragma once
 
 #include <math.h>
@@ -16,6 +16,18 @@ struct Int8 {
 };
 
 struct Float8E4M3 {
+  static constexpr int kBias = 7;
+  static constexpr int kMantissaBits = 3;
+  static constexpr int kLargest = 448;
+  static constexpr std::uint8_t kNan = 0x7f;
+  std::uint8_t bits;
+};
+
+struct Float8E5M2 {
+  static constexpr int kBias = 15;
+  static constexpr int kMantissaBits = 2;
+  static constexpr int kLargest = 57344;
+  static constexpr std::uint8_t kNan = 0x7f;
   std::uint8_t bits;
 };
 
@@ -33,6 +45,10 @@ ANYFLASH_CPU_INLINE float to_compute(Float8E4M3 x) {
   const std::uint32_t is_small = 0u - ((magnitude - 8u) >> 31);
   const std::uint32_t is_nan = 0u - ((magnitude + 1u) >> 7);
   return bits_float(sign | (normal & ~is_small) | (small & is_small) | (is_nan & 0x7fc00000u));
+}
+
+ANYFLASH_CPU_INLINE float to_compute(Float8E5M2 x) {
+  return to_compute(Half{static_cast<std::uint16_t>(x.bits << 8)});
 }
 
 // dst[i] = scale * src[i * stride]
@@ -54,23 +70,25 @@ inline void quantize(T x, Int8* out) {
   out->value = within == within ? static_cast<std::int8_t>(::nearbyint(within)) : std::int8_t{0};
 }
 
-template <typename T>
-inline void quantize(T x, Float8E4M3* out) {
-  const T largest = T(448);
+template <typename T, typename Float8>
+inline void quantize(T x, Float8* out) {
+  const T largest = T(Float8::kLargest);
   const T magnitude = static_cast<T>(::fabs(x));  // of -0 too
   if (magnitude != magnitude) {
-    out->bits = 0x7f;
+    out->bits = Float8::kNan;
     return;
   }
   const T within = magnitude < largest ? magnitude : largest;
   // Where within rounds up to the next power of two as a float, it would also do so below.
   const int exponent = static_cast<int>(float_bits(static_cast<float>(within)) >> 23) - 127;
-  const int scale = exponent < -6 ? -6 : exponent;
-  // In units of the last mantissa bit, 2^(scale - 3): 8 to 16, and less for subnormals. 16 carries
-  // into the exponent, as it should.
-  const float units = bits_float(static_cast<std::uint32_t>(127 + 3 - scale) << 23);
+  const int scale = exponent < 1 - Float8::kBias ? 1 - Float8::kBias : exponent;
+  // In units of the last mantissa bit: from `one`, less for subnormals, to twice as many, which
+  // carries into the exponent, as it should.
+  constexpr int kBits = Float8::kMantissaBits;
+  constexpr int one = 1 << kBits;
+  const float units = bits_float(static_cast<std::uint32_t>(127 + kBits - scale) << 23);
   const int mantissa = static_cast<int>(::nearbyint(within * static_cast<T>(units)));
-  const unsigned bits = static_cast<unsigned>(((scale + 7) << 3) + mantissa - 8);
+  const unsigned bits = static_cast<unsigned>((scale + Float8::kBias) * one + mantissa - one);
   out->bits = static_cast<std::uint8_t>(bits | (::signbit(x) ? 0x80u : 0u));
 }
 

@@ -32,7 +32,7 @@ ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkT
          block.offset(params.lse_stride, row);
 }
 
-// One number of a cache of values, 0 if it does not exist.
+// One number of a cache of values, 0 if it does not exist. Of 8 bits: 0 if it is finite.
 template <class Traits>
 ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWorkTile& block,
                                    int key, int x) {
@@ -41,9 +41,11 @@ ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWork
   if (place.slot < 0) return 0.0f;
   const int64_t offset = place.slot * stride.batch + place.row * stride.row +
                          block.head_k * stride.head + x * stride.col;
-  if constexpr (Traits::k8Bit) {  // what is not NaN is finite
-    return e4m3_nans(static_cast<const unsigned char*>(params.attention.v)[offset]) == 0 ? 0.0f
-                                                                                         : NAN;
+  if constexpr (Traits::k8Bit) {
+    const float lost = nonfinite_part(static_cast<const unsigned char*>(params.attention.v)[offset],
+                                      Float8Format<typename Traits::Element>(params.cache_dtype));
+    if (lost == 0.0f || params.v_scale.data == nullptr) return lost;
+    return lost * load_float(params.v_scale, scale_index(params.v_scale, place, block.head_k));
   } else {
     return static_cast<float>(
         static_cast<const typename Traits::Element*>(params.attention.v)[offset]);

@@ -104,11 +104,11 @@ class CacheLoader {
     load_tile(k_, buffers.k[stage]);
     if constexpr (!Traits::kLatent) load_tile(v_, buffers.v(stage));
     if constexpr (Traits::k8Bit) {
-      if (has_scale_per_slot(params_.k_scale)) {
-        load_scales(k_scale_, params_.k_scale.stride.batch, buffers.k_scale[stage]);
+      if (is_per_key(params_.k_scale)) {
+        load_scales(k_scale_, params_.k_scale.stride, buffers.k_scale[stage]);
       }
-      if (has_scale_per_slot(params_.v_scale)) {
-        load_scales(v_scale_, params_.v_scale.stride.batch, buffers.v_scale[stage]);
+      if (is_per_key(params_.v_scale)) {
+        load_scales(v_scale_, params_.v_scale.stride, buffers.v_scale[stage]);
       }
     }
   }
@@ -120,8 +120,8 @@ class CacheLoader {
       const float v_scale = v_scale_ == nullptr ? 1.0f : *v_scale_;
       for (int stage = 0; stage < Traits::kStages; ++stage) {
         for (int key = threadIdx.x; key < Traits::kBlockN; key += Traits::kThreads) {
-          if (!has_scale_per_slot(params_.k_scale)) buffers.k_scale[stage][key] = k_scale;
-          if (!has_scale_per_slot(params_.v_scale)) buffers.v_scale[stage][key] = v_scale;
+          if (!is_per_key(params_.k_scale)) buffers.k_scale[stage][key] = k_scale;
+          if (!is_per_key(params_.v_scale)) buffers.v_scale[stage][key] = v_scale;
         }
       }
     }
@@ -135,13 +135,14 @@ class CacheLoader {
       return clear_nonfinite(tXsX);
     } else {
       if (params_.cache_dtype == DType::kInt8) return false;
+      const Float8Format<Element> format(params_.cache_dtype);
       bool found = false;
       auto words = cute::recast<uint32_t>(tXsX);
       CUTE_UNROLL
       for (int i = 0; i < cute::size(words); ++i) {
-        const uint32_t nans = e4m3_nans(words(i));
-        if (nans == 0) continue;
-        words(i) = words(i) & ~((nans >> 7) * 0xffu);
+        const uint32_t nonfinite = format.nonfinite(words(i));
+        if (nonfinite == 0) continue;
+        words(i) = words(i) & ~((nonfinite >> 7) * 0xffu);
         found = true;
       }
       return found;
@@ -181,8 +182,7 @@ class CacheLoader {
     for (int i = 0; i < kRows; ++i) {
       const bool exists = is_slot(params_, entry_[i]);
       const int key = first_key_ + cute::get<0>(coordinates_(0, i, 0));
-      const Unit* const row =
-          source.row(exists ? entry_[i] : 0, (sequence_.first_row + key) & row_mask_);
+      const Unit* const row = source.row(exists ? entry_[i] : 0, row_in_slot(key));
       const int columns = exists ? source.columns : 0;
       CUTE_UNROLL
       for (int panel = 0; panel < kPanels; ++panel) {
@@ -191,12 +191,15 @@ class CacheLoader {
     }
   }
 
-  static ANYFLASH_DEVICE bool has_scale_per_slot(const BroadcastTensor& scale) {
-    return scale.data != nullptr && scale.stride.batch != 0;
+  ANYFLASH_DEVICE int row_in_slot(int key) const { return (sequence_.first_row + key) & row_mask_; }
+
+  // Whether keys of a tile may have different scales.
+  static ANYFLASH_DEVICE bool is_per_key(const BroadcastTensor& scale) {
+    return scale.data != nullptr && (scale.stride.batch != 0 || scale.stride.row != 0);
   }
 
   // One number a key: of the threads that share a row, each takes one of their rows.
-  ANYFLASH_DEVICE void load_scales(const float* scale, int64_t stride, float* target) const {
+  ANYFLASH_DEVICE void load_scales(const float* scale, const Strides& stride, float* target) const {
     constexpr int kLanes = Traits::TileKv::kThreadsPerRow;
     const int lane = cute::get<1>(coordinates_(0, 0, 0)) / Traits::TileKv::kVector;
     CUTE_UNROLL
@@ -211,8 +214,9 @@ class CacheLoader {
       }
       if (at < 0) continue;  // fewer rows than threads
       const bool exists = is_slot(params_, entry);
-      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(scale[exists ? entry * stride : 0],
-                                                         target[at], exists);
+      const int64_t offset = entry * stride.batch + row_in_slot(first_key_ + at) * stride.row;
+      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(scale[exists ? offset : 0], target[at],
+                                                         exists);
     }
   }
 

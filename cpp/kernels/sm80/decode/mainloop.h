@@ -60,41 +60,45 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
 // The bytes of a word that become the first and the second word of 16-bit elements.
 template <int kA0, int kA1, int kB0, int kB1>
 struct BytePairs {
-  template <class Element, bool kInt8>
-  ANYFLASH_DEVICE static uint32_t first(uint32_t x) {
-    return dequantize_pair<Element, kInt8, kA0, kA1>(x);
+  template <bool kInt8, class Format>
+  ANYFLASH_DEVICE static uint32_t first(uint32_t x, const Format& format) {
+    return dequantize_pair<kInt8, kA0, kA1>(x, format);
   }
-  template <class Element, bool kInt8>
-  ANYFLASH_DEVICE static uint32_t second(uint32_t x) {
-    return dequantize_pair<Element, kInt8, kB0, kB1>(x);
+  template <bool kInt8, class Format>
+  ANYFLASH_DEVICE static uint32_t second(uint32_t x, const Format& format) {
+    return dequantize_pair<kInt8, kB0, kB1>(x, format);
   }
-  ANYFLASH_DEVICE static void restore(uint32_t x, uint32_t& first, uint32_t& second) {
-    restore_nans<kA0, kA1>(x, first);
-    restore_nans<kB0, kB1>(x, second);
+  template <class Format>
+  ANYFLASH_DEVICE static void restore(uint32_t x, const Format& format, uint32_t& first,
+                                      uint32_t& second) {
+    restore_nonfinite_pair<kA0, kA1>(x, format, first);
+    restore_nonfinite_pair<kB0, kB1>(x, format, second);
   }
 };
 
 // Words of an 8-bit fragment as two words each of a 16-bit one. target(half, n, second) is the word
 // that byte pair `second` of stored(half, n) becomes.
-template <class Element, bool kInt8, class Pairs, class Words, class Target>
+template <DType kStored, class Element, class Pairs, class Words, class Target>
 ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
-  uint32_t nans = 0;
+  constexpr bool kInt8 = kStored == DType::kInt8;
+  const Float8Format<Element> format(kStored);
+  uint32_t nonfinite = 0;
   CUTE_UNROLL
   for (int n = 0; n < cute::size<1>(stored); ++n) {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const uint32_t x = stored(half, n);
-      target(half, n, 0) = Pairs::template first<Element, kInt8>(x);
-      target(half, n, 1) = Pairs::template second<Element, kInt8>(x);
-      if constexpr (!kInt8) nans |= e4m3_nans(x);
+      target(half, n, 0) = Pairs::template first<kInt8>(x, format);
+      target(half, n, 1) = Pairs::template second<kInt8>(x, format);
+      if constexpr (!kInt8) nonfinite |= format.nonfinite(x);
     }
   }
-  if (nans == 0) return;
+  if (nonfinite == 0) return;
   CUTE_UNROLL
   for (int n = 0; n < cute::size<1>(stored); ++n) {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      Pairs::restore(stored(half, n), target(half, n, 0), target(half, n, 1));
+      Pairs::restore(stored(half, n), format, target(half, n, 0), target(half, n, 1));
     }
   }
 }
@@ -111,6 +115,7 @@ class DecodeWarp {
   ANYFLASH_DEVICE DecodeWarp(const KvCacheParams& params, typename Traits::SharedStorage& smem)
       : smem_(smem),
         is_int8_(params.cache_dtype == DType::kInt8),
+        is_e5m2_(params.cache_is_e5m2),
         thread_(Traits::mma_thread()),
         group_(Traits::group()) {}
 
@@ -127,15 +132,13 @@ class DecodeWarp {
   // Scores of this warp's rows and keys: acc += Q K^T.
   template <class Acc, class FragQ>
   ANYFLASH_DEVICE void scores(Acc& acc, FragQ& tSrQ, int stage) const {
-    if (Traits::k8Bit && is_int8_) scores_of<true>(acc, tSrQ, stage);
-    else scores_of<false>(acc, tSrQ, stage);
+    with_cache_dtype([&](auto stored) { scores_of<stored>(acc, tSrQ, stage); });
   }
 
   // acc += P V
   template <class Acc, class FragP>
   ANYFLASH_DEVICE void output(Acc& acc, const FragP& tOrP, int stage) const {
-    if (Traits::k8Bit && is_int8_) output_of<true>(acc, tOrP, stage);
-    else output_of<false>(acc, tOrP, stage);
+    with_cache_dtype([&](auto stored) { output_of<stored>(acc, tOrP, stage); });
   }
 
   // The fragment of Q, loaded if it is held.
@@ -149,7 +152,20 @@ class DecodeWarp {
   }
 
  private:
-  template <bool kInt8, class Acc, class FragQ>
+  // A loop for each type, whose constants then take no registers. A cache of Elements has one loop,
+  // whatever it is told.
+  template <class Function>
+  ANYFLASH_DEVICE void with_cache_dtype(const Function& function) const {
+    if constexpr (!Traits::k8Bit) {
+      function(cute::constant<DType, DType::kFloat16>{});
+    } else {
+      if (is_int8_) function(cute::constant<DType, DType::kInt8>{});
+      else if (is_e5m2_) function(cute::constant<DType, DType::kFloat8E5M2>{});
+      else function(cute::constant<DType, DType::kFloat8E4M3>{});
+    }
+  }
+
+  template <DType kStored, class Acc, class FragQ>
   ANYFLASH_DEVICE void scores_of(Acc& acc, FragQ& tSrQ, int stage) const {
     using namespace cute;
     const Mma mma;
@@ -165,7 +181,7 @@ class DecodeWarp {
       } else {  // two blocks of columns at once
         auto wide = make_tensor<Element>(make_shape(Shape<_2, _2>{}, size<1>(tSrK), _2{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), MMA_N, 2)
-        dequantize<Element, kInt8, BytePairs<0, 1, 2, 3>>(
+        dequantize<kStored, Element, BytePairs<0, 1, 2, 3>>(
             recast<uint32_t>(tSrK(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(second, n, half); });
         CUTE_UNROLL
@@ -177,7 +193,7 @@ class DecodeWarp {
     }
   }
 
-  template <bool kInt8, class Acc, class FragP>
+  template <DType kStored, class Acc, class FragP>
   ANYFLASH_DEVICE void output_of(Acc& acc, const FragP& tOrP, int stage) const {
     using namespace cute;
     const Mma mma;
@@ -195,7 +211,7 @@ class DecodeWarp {
       } else {  // even columns, odd columns
         auto wide = make_tensor<Element>(make_shape(Shape<_2, _2>{}, Int<2 * size<1>(tOrV)>{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), 2 MMA_N)
-        dequantize<Element, kInt8, BytePairs<0, 2, 1, 3>>(
+        dequantize<kStored, Element, BytePairs<0, 2, 1, 3>>(
             recast<uint32_t>(tOrV(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(half, 2 * n + second); });
         gemm(mma, tOrP(_, _, k), wide, acc);
@@ -226,6 +242,7 @@ class DecodeWarp {
 
   typename Traits::SharedStorage& smem_;
   bool is_int8_;
+  bool is_e5m2_;
   int thread_;  // of those that share keys and columns
   int group_;
 };

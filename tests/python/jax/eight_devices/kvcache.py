@@ -88,6 +88,16 @@ CASES["eight-bits"] = (
     | {"k_scale": np.linspace(0.1, 0.2, 4, dtype=np.float32), "v_scale": random(BATCH, 4) ** 2},
     alike(BOTH),
 )
+CASES["scales-by-row"] = (
+    call(8, page_size=4)
+    | {name: (10 * x).astype(np.int8) for name, x in call(8, page_size=4).items() if name in CACHES}
+    | {"k_scale": random(17, 4, 8) ** 2 + 0.1, "v_scale": random(17, 4, 8) ** 2 + 0.1},
+    alike(P(None, None, "y")),
+)
+CASES["scales-by-place-and-row"] = (
+    call(4) | EIGHT_BITS | {"v_scale": random(BATCH, CAPACITY, 4) ** 2 + 0.1},
+    alike(BOTH),
+)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -142,6 +142,7 @@ DL_DTYPES = {
     np.dtype(np.int64): (0, 64),
     np.dtype(np.int8): (0, 8),
     np.dtype(ml_dtypes.float8_e4m3fn): (10, 8),
+    np.dtype(ml_dtypes.float8_e5m2): (12, 8),
     np.dtype(np.uint8): (1, 8),
     np.dtype(np.uint64): (1, 64),
     np.dtype(np.bool_): (6, 8),

@@ -21,6 +21,7 @@ CODES = {
     "int32": (0, 32, 1),
     "int8": (0, 8, 1),
     "float8_e4m3fn": (10, 8, 1),
+    "float8_e5m2": (12, 8, 1),
 }
 DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

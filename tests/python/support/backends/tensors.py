@@ -79,7 +79,9 @@ class Tensor:
 
     def strided(self, storage: Array) -> Array:
         steps = tuple(stride * storage.itemsize for stride in self.strides)
-        return np.lib.stride_tricks.as_strided(storage[self.offset :], self.shape, steps)
+        # As integers: NumPy does not know ml_dtypes' names for all of its types.
+        numbers = storage[self.offset :].view(f"u{storage.itemsize}")
+        return np.lib.stride_tricks.as_strided(numbers, self.shape, steps).view(storage.dtype)
 
     @property
     def view(self) -> Array:

@@ -173,6 +173,9 @@ def eight_bits() -> None:
     scale = torch.linspace(0.01, 0.04, 4)
     same(given | {"k_scale": scale}, line(), "h", causal=True)
     same(given | {"k_scale": scale, "v_scale": scale.expand(3, 4)}, square(), "bh")
+    rows = given["k_cache"].shape[1]
+    by_row = torch.linspace(0.01, 0.04, 12 * rows).reshape(3, rows, 4)
+    same(given | {"k_scale": scale, "v_scale": by_row}, square(), "bh")
 
 
 @case

@@ -76,7 +76,9 @@ def from_torch(torch: ModuleType, x: Any) -> Array:
 
 def to_paddle(paddle: ModuleType, x: Array) -> Any:
     """The same memory."""
-    of_bits = {"bfloat16": np.int16, "float8_e4m3fn": np.int8}.get(x.dtype.name)
+    of_bits = {"bfloat16": np.int16, "float8_e4m3fn": np.int8, "float8_e5m2": np.int8}.get(
+        x.dtype.name
+    )
     x = x if x.flags.writeable else x.copy()
     return (
         paddle.from_dlpack(x)

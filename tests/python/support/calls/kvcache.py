@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -121,7 +122,8 @@ def stored(x: Array, scale: Array | float, dtype: Any) -> Array:
     values = x.astype(np.float32) / np.float32(scale)
     if dtype == np.int8:
         return np.clip(np.rint(values), -128, 127).astype(dtype)
-    return np.clip(values, -448, 448).astype(dtype)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(values, -largest, largest).astype(dtype)
 
 
 class Expected(NamedTuple):
@@ -158,10 +160,10 @@ def expected(arguments: Arguments) -> Expected:
                 row = arguments[name][b, t : t + 1]
                 if name == "k":
                     row = rotated(row, arguments, np.array([turn + t]))
-                cache[at] = stored(row[0], scale_of(arguments, name, at[0]), cache.dtype)
+                cache[at] = stored(row[0], scale_of(arguments, name, at), cache.dtype)
         places = [place(arguments, b, r) for r in range(int(padded[b]), int(filled[b]) + new)]
         keys, values = (
-            np.array([scale_of(arguments, name, at[0]) * cache[at].astype(float) for at in places])
+            np.array([scale_of(arguments, name, at) * cache[at].astype(float) for at in places])
             for name, cache in zip(scales, (k_cache, v_cache), strict=True)
         )
         if not places:
@@ -181,12 +183,12 @@ def window(arguments: Arguments) -> tuple[int, int]:
     return left, 0 if arguments.get("causal") else right
 
 
-def scale_of(arguments: Arguments, name: str, slot: int) -> Array | float:
+def scale_of(arguments: Arguments, name: str, at: tuple[int, int]) -> Array | float:
     """A factor for each head of a row, (heads_k, 1)."""
     scale = arguments.get(f"{name}_scale")
     if scale is None:
         return 1.0
-    chosen = scale if scale.ndim == 1 else scale[slot]
+    chosen = scale[at[: scale.ndim - 1]]
     return np.asarray(chosen.astype(np.float64)[:, None])
 
 

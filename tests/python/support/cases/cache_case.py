@@ -21,6 +21,7 @@ from oracle.attention import DTYPES, Array, unseen_keys
 from oracle.kvcache import (
     CACHE_DTYPES,
     E4M3,
+    EIGHT_BIT,
     INT8,
     LARGEST,
     Answer,
@@ -60,8 +61,8 @@ class CacheCase:
     latent: bool = False  # values are the first dv columns of the keys
     capacity: int = 0  # 0: as much as need be
     page: int = 0  # rows of a page; 0: not paged
-    cache_dtype: str = ""  # q's; "int8", "e4m3"
-    scales: str = ""  # of an 8-bit cache: "head" or "slot"
+    cache_dtype: str = ""  # q's, or a name of EIGHT_BIT
+    scales: str = ""  # of an 8-bit cache: "head", "slot" or "row"
     leftpad: tuple[int, ...] = ()
     batch_idx: bool = False
     seqlens: bool = True  # False: no cache_seqlens, all rows are filled
@@ -102,7 +103,7 @@ class CacheCase:
 
     @property
     def eight_bit(self) -> bool:
-        return self.cache_dtype in ("int8", "e4m3")
+        return self.cache_dtype in EIGHT_BIT
 
     @property
     def cpu_only(self) -> bool:
@@ -264,14 +265,15 @@ class _Builder:
             for b, (pad, filled) in enumerate(zip(p.first_row, p.filled, strict=True)):
                 rows = np.arange(pad, filled)
                 where = p.places(b, rows)
-                cache[where] = self.elements(x[b, rows], scale, where[0])
+                cache[where] = self.elements(x[b, rows], scale, where)
             nowhere = cache[unseen]
             self.hide(name, nowhere)
             cache[unseen] = nowhere
-            if self.case.poison and scale is not None and scale.ndim == 2:
+            if self.case.poison and scale is not None and scale.ndim > 1:
+                places = scale.ndim - 1  # the axes that say where: slot, and row
                 hidden = np.ones(scale.shape, bool)
-                hidden[used[0][seen[0]], seen[1]] = False
-                hidden[all_places(p, p.filled, np.full(len(p.q), p.seqlen_new))[0]] = False
+                hidden[(*(at[seen[0]] for at in used[:places]), seen[1])] = False
+                hidden[all_places(p, p.filled, np.full(len(p.q), p.seqlen_new))[:places]] = False
                 # One that is largest would be a unit of the others.
                 scale[hidden] = np.resize(np.float32([np.nan, 1e38, np.inf]), hidden.sum())
 
@@ -283,15 +285,13 @@ class _Builder:
         else:
             x[...] = np.nan if name == "k" or self.cache_dtype == E4M3 else np.inf
 
-    def elements(self, x: Array, scale: Array | None, slots: Array) -> Array:
+    def elements(self, x: Array, scale: Array | None, where: tuple[Array, Array]) -> Array:
         if self.cache_dtype not in LARGEST:
             return x.astype(self.cache_dtype)
         if scale is None:
             x = x * (8 if self.cache_dtype == INT8 else 1)
-        elif scale.ndim == 2:
-            x = x / scale[slots][..., None]
         else:
-            x = x / scale[:, None]
+            x = x / scale[where[: scale.ndim - 1]][..., None]
         return quantised(x, self.cache_dtype)
 
     def new_rows(self, columns: int) -> Tensor:
@@ -322,11 +322,12 @@ class _Builder:
             tree = np.array(trees, bool).reshape(count, case.sq, case.sq)
             cache["tree_mask"] = place(tree, case.small_layout, "bsd")
         if case.scales:
-            shape = (case.heads_k,) if case.scales == "head" else (self.slots, case.heads_k)
+            count = ("head", "slot", "row").index(case.scales)
+            shape = (*(self.slots, case.page or case.rows)[:count], case.heads_k)
             for name in ("k_scale",) if case.latent else ("k_scale", "v_scale"):
                 unit = 1 / 32 if self.cache_dtype == INT8 else 1 / 64
                 scale = unit * self.random.uniform(0.8, 1.6, shape).astype(np.float32)
-                cache[name] = place(scale, axes="bh"[-len(shape) :])
+                cache[name] = place(scale, axes=("h", "bh", "bsh")[count])
         if case.append:
             cache["k_new"] = self.new_rows(case.d)
             if not case.latent:

@@ -10,6 +10,7 @@ from typing import Any
 from backends.tensors import LAYOUTS, WRITABLE_LAYOUTS
 from cases.cache_case import TOGETHER, Append, CacheCase, with_
 from cases.case import FULL
+from oracle.kvcache import EIGHT_BIT
 
 PAGES = (0, 1, 16, 64, 256)
 HEADS = ((1, 1), (4, 1), (8, 2), (6, 2), (32, 8))
@@ -94,6 +95,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "rotary_at": {"append": Append(5, rotary=32, seqlens=(9, 90))},
     "int8": {"cache_dtype": "int8", "scales": "head"},
     "e4m3": {"cache_dtype": "e4m3", "scales": "slot"},
+    "e5m2": {"cache_dtype": "e5m2", "scales": "row"},
     "gqa": {"heads": 8, "heads_k": 2},
     "dv": {"d": 80, "dv": 96},
     "far": {"values": "rising"},
@@ -232,29 +234,31 @@ def _appends() -> Iterator[CacheCase]:
 
 def _quantised() -> Iterator[CacheCase]:
     base = CacheCase("", "fp16", (129, 40, 0, 16), page=16, capacity=144)
-    kinds = itertools.product(("int8", "e4m3"), ("", "head", "slot"), (1, 6), (*FLOATS, "fp64"))
+    scales = ("", "head", "slot", "row")
+    kinds = itertools.product(EIGHT_BIT, scales, (1, 6), (*FLOATS, "fp64"))
     for cache_dtype, scales, sq, dtype in kinds:
         changes = {"cache_dtype": cache_dtype, "scales": scales, "sq": sq, "causal": True}
         name = f"{cache_dtype}-{scales or 'bare'}-sq{sq}-{dtype}"
         yield with_(base, name, dtype=dtype, **changes)
         yield with_(base, f"{name}-append", dtype=dtype, append=Append(sq, 32, True), **changes)
-    for cache_dtype, d in itertools.product(("int8", "e4m3"), (40, 59, 128, 192, 256, 512)):
-        changes = {"cache_dtype": cache_dtype, "scales": "slot", "append": Append(2, 32)}
+    for cache_dtype, d in itertools.product(EIGHT_BIT, (40, 59, 128, 192, 256, 512)):
+        scales = "row" if cache_dtype == "e5m2" else "slot"
+        changes = {"cache_dtype": cache_dtype, "scales": scales, "append": Append(2, 32)}
         yield with_(base, f"{cache_dtype}-d{d}", d=d, sq=3, **changes)
         yield with_(base, f"{cache_dtype}-d{d}-fp32", d=d, dtype="fp32", sq=3, **changes)
-    for cache_dtype, (heads, sq) in itertools.product(("int8", "e4m3"), ((8, 4), (8, 7), (8, 20))):
+    for cache_dtype, (heads, sq) in itertools.product(EIGHT_BIT, ((8, 4), (8, 7), (8, 20))):
         changes = {"cache_dtype": cache_dtype, "scales": "slot", "heads": heads, "heads_k": 1}
         name = f"{cache_dtype}-rows{heads * sq}"
         yield with_(base, name, sq=sq, dtype="bf16", splits=3, **changes)
         yield with_(base, f"{name}-idx", sq=sq, page=0, batch_idx=True, **changes)
     # Every query sees a single key, on a page of its own: its probability has no rounding error but
     # that of its scale, which counts in units of another row's.
-    for dtype, cache_dtype in itertools.product(FLOATS[:2], ("int8", "e4m3")):
+    for dtype, cache_dtype in itertools.product(FLOATS[:2], EIGHT_BIT):
         changes = {"cache_dtype": cache_dtype, "scales": "slot", "window": (0, 0), "page": 1}
         name = f"{cache_dtype}-one-key-{dtype}"
         yield with_(base, name, dtype=dtype, out_dtype="fp32", sq=6, lengths=(40,), **changes)
     # Elements beyond the largest number: they saturate.
-    for cache_dtype in ("int8", "e4m3"):
+    for cache_dtype in EIGHT_BIT:
         changes = {"cache_dtype": cache_dtype, "append": Append(4), "values": "large"}
         yield with_(base, f"{cache_dtype}-saturated", sq=4, scales="head", **changes)
 
@@ -274,7 +278,7 @@ def _latent() -> Iterator[CacheCase]:
         append = Append(3, rotary=64, neox=page == 1)
         yield with_(mla, f"latent-append-page{page}-{dtype}", sq=3, append=append, **changes)
         yield with_(mla, f"latent-append-one-page{page}-{dtype}", append=Append(1), **changes)
-    for cache_dtype, scales, dtype in itertools.product(("int8", "e4m3"), ("head", "slot"), FLOATS):
+    for cache_dtype, scales, dtype in itertools.product(EIGHT_BIT, ("head", "slot", "row"), FLOATS):
         changes = {"cache_dtype": cache_dtype, "scales": scales, "dtype": dtype, "page": 64}
         name = f"latent-{cache_dtype}-{scales}-{dtype}"
         yield with_(mla, name, sq=2, **changes)

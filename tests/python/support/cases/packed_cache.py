@@ -199,6 +199,7 @@ def _cases() -> Iterator[PackedCase]:
         "int8": (mixed, quantised),
         "int8-append": (appended, {**quantised, "append": Append(rotary=32)}),
         "e4m3-append": (appended, {**quantised, "cache_dtype": "e4m3", "append": Append()}),
+        "e5m2-append": (appended, {"cache_dtype": "e5m2", "scales": "row", "append": Append()}),
         "latent": (
             mixed[1:5],
             {"d": 576, "dv": 512, "latent": True, "heads": 16, "heads_k": 1, "page": 64},
@@ -206,7 +207,7 @@ def _cases() -> Iterator[PackedCase]:
         "d512": (mixed[1:5], {"d": 512}),
     }
     for name, (rows, changes) in kinds.items():
-        own_new = name.startswith(("append", "one", "leftpad", "tree", "int8", "e4m3"))
+        own_new = name.startswith(("append", "one", "leftpad", "tree", "int8", "e4m3", "e5m2"))
         own_new &= all(row.queries == row.new for row in rows) and name != "append-one"
         for dtype in ("fp16", "bf16", "fp32"):
             case = replace(base, dtype=dtype, **changes)

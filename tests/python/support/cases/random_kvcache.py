@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from backends.tensors import WRITABLE_LAYOUTS
 from cases.cache_case import TOGETHER, Append, CacheCase
 from cases.random_cases import width
+from oracle.kvcache import EIGHT_BIT
 
 
 @st.composite
@@ -35,7 +36,7 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
     )
     heads_k = draw(st.integers(1, 3))
     page = draw(st.sampled_from((0, 0, 1, 4, 16, 64, 256)))
-    cache_dtype = draw(st.sampled_from(("", "", "int8", "e4m3")))
+    cache_dtype = draw(st.sampled_from(("", "", *EIGHT_BIT)))
     d = draw(st.integers(1, 200))
     sq = draw(st.integers(0, 20) | st.sampled_from((1, 1, 1, 70)))
     splits = draw(st.sampled_from((0, 0, 1, 2, 5, 300)))
@@ -54,7 +55,7 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
         capacity=draw(st.integers(0, 400)),
         page=page,
         cache_dtype=cache_dtype,
-        scales=draw(st.sampled_from(("", "head", "slot"))) if cache_dtype else "",
+        scales=draw(st.sampled_from(("", "head", "slot", "row"))) if cache_dtype else "",
         leftpad=tuple(draw(st.integers(0, n)) for n in lengths) if draw(st.booleans()) else (),
         batch_idx=not page and draw(st.booleans()),
         append=draw(_append(d, len(lengths))),

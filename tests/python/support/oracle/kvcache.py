@@ -23,8 +23,10 @@ from oracle.attention import (
 
 INT8 = np.dtype(np.int8)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-CACHE_DTYPES = DTYPES | {"int8": INT8, "e4m3": E4M3}
-LARGEST = {INT8: (-128, 127), E4M3: (-448, 448)}
+E5M2 = np.dtype(ml_dtypes.float8_e5m2)
+EIGHT_BIT = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
+CACHE_DTYPES = DTYPES | EIGHT_BIT
+LARGEST = {INT8: (-128, 127), E4M3: (-448, 448), E5M2: (-57344, 57344)}
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,14 @@ def all_places(p: CacheProblem, first: Array, count: Array) -> tuple[Array, Arra
     return np.concatenate(slots), np.concatenate(rows)
 
 
-def scale_of(scale: Array | None, slots: Array) -> Array:
+def scale_of(scale: Array | None, slots: Array, rows: Array) -> Array:
     """(rows, heads_k or 1, 1)"""
     if scale is None:
         return np.ones((1, 1, 1), np.float32)
     if scale.ndim == 1:
         return scale[None, :, None]
-    return np.where(slots[:, None] >= 0, scale[slots], np.float32(1))[..., None]
+    found = scale[slots] if scale.ndim == 2 else scale[slots, rows]
+    return np.where(slots[:, None] >= 0, found, np.float32(1))[..., None]
 
 
 def written(p: CacheProblem, new: Array, cache: Array, scale: Array | None, turn: bool) -> Written:
@@ -189,7 +192,7 @@ def written(p: CacheProblem, new: Array, cache: Array, scale: Array | None, turn
     for sign in (-1, 0, 1):
         x = (exact + sign * error).astype(new.dtype).reshape(-1, *new.shape[2:])
         if cache.dtype in LARGEST:
-            x = x.astype(np.float64) / scale_of(scale, slots).astype(np.float64)
+            x = x.astype(np.float64) / scale_of(scale, slots, rows).astype(np.float64)
             x = x + np.where(np.isfinite(x), sign * 2.0**-22 * np.abs(x), 0)
         results.append(quantised(x, cache.dtype))
     inside = slots >= 0
@@ -224,7 +227,7 @@ def gathered(p: CacheProblem, cache: Array, scale: Array | None, exact: bool) ->
         return found
     dtype = np.dtype(np.float64 if exact else np.float32)
     with np.errstate(over="ignore"):  # of keys that nobody sees
-        return found.astype(dtype) * scale_of(scale, slots).astype(dtype)
+        return found.astype(dtype) * scale_of(scale, slots, rows).astype(dtype)
 
 
 def tree_bias(p: CacheProblem) -> Array | None:
