@@ -11,6 +11,7 @@ from torch import Tensor
 
 import anyflash.torch
 from anyflash.integrations._hf_masks import (
+    MAX_DECODED,
     gathered_sequences,
     is_traced,
     longest_sequence,
@@ -28,8 +29,6 @@ attention_with_kvcache: Any = anyflash.torch.attention_with_kvcache
 _logger: Any = import_module("transformers.utils.logging").get_logger(__name__)
 _NAME = "anyflash.integrations.transformers"
 _NOT_GIVEN = object()
-# From here on, a block of queries fills the processors without the keys being split.
-_MAX_DECODED = 16
 
 
 def attention_forward(
@@ -182,7 +181,7 @@ def _plain(states: States, bias: Tensor | None, numbers: Options, drop: Options)
 def _decodes(states: States, numbers: Options) -> bool:
     """Few queries, many keys, no gradients: the keys may be split."""
     q, k, v = states
-    if not q.shape[1] < k.shape[1] or q.shape[1] > _MAX_DECODED:
+    if not q.shape[1] < k.shape[1] or q.shape[1] > MAX_DECODED:
         return False
     given = (q, k, v, numbers["sinks"])
     return not (is_grad_enabled() and any(x is not None and x.requires_grad for x in given))
@@ -237,7 +236,14 @@ def _masked(
     numbers: Options,
     drop: Options,
 ) -> Tensor:
-    """``mask`` (batch, heads or 1, seqlen_q or 1, seqlen_k) hides all that is to be hidden."""
+    """``mask`` (batch, heads or 1, seqlen_q or 1, seqlen_k), or key_ranges of int32, hides all that
+    is to be hidden."""
+    if mask.dtype == torch.int32:
+        states = states.of_first_keys(mask.shape[2])
+        if position_bias is not None:
+            position_bias = position_bias[..., : mask.shape[2]]
+        given = {"key_ranges": mask, "bias": position_bias}
+        return _tensor(attention(*states, **given, **numbers, **drop))
     states = states.of_first_keys(mask.shape[-1])
     if position_bias is not None:
         position_bias = position_bias[..., : mask.shape[-1]]

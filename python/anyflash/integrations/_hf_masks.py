@@ -8,6 +8,8 @@ None                      nothing is hidden but by ``is_causal`` and the sliding
                           full, are cut off
 (batch, 1, 1, seqlen_k)   True keeps a key; all queries see the same ones
 (sequences + 1,) int32    packed sequences: where each begins, in (batch * seqlen)
+(batch or 1, 1, seqlen_k, all that hides: for each key the queries that see it, as two intervals
+4) int32                  [a, b) and [c, d)
 (batch, heads, seqlen_q,  all that hides or adds to a score: bool, True keeps, or numbers that are
 seqlen_k)                 added
 ========================  ==================================================================
@@ -25,7 +27,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from anyflash.integrations._hf_ranges import key_ranges
 from anyflash.torch._dispatch_state import is_capturing, is_compiling, is_jit_tracing
+
+# From one more on, a block of queries fills the processors without the keys being split.
+MAX_DECODED = 16
 
 _masking: Any = import_module("transformers.masking_utils")
 
@@ -58,10 +64,10 @@ def attention_mask(
     """
     config = others.get("config")
 
-    def whole() -> Tensor:
-        where: dict[str, Any] = {"cache_position": cache_position}
-        if cache_position is None:
-            where = {"q_length": q_length, "q_offset": q_offset}
+    def rows_of(first: int, count: int) -> Tensor:
+        where: dict[str, Any] = {"q_length": count, "q_offset": q_offset + first}
+        if cache_position is not None:
+            where = {"cache_position": cache_position[first : first + count]}
         mask: Tensor = _masking.sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
@@ -77,6 +83,14 @@ def attention_mask(
             **others,
         )
         return mask
+
+    def whole() -> Tensor:
+        rows = q_length if cache_position is None else cache_position.shape[0]
+        assert rows is not None
+        ranges = None
+        if rows > MAX_DECODED and not is_traced():
+            ranges = key_ranges(rows_of, rows)
+        return rows_of(0, rows) if ranges is None else ranges
 
     if use_vmap or (local_size is not None and local_size == _chunk_size(config)):
         return whole()
