@@ -128,7 +128,8 @@ def _pack(packed: PackedCase) -> PackedCall:
         cache["tree_mask"] = place(tree, axes="sd")
     for name in ("k_scale", "v_scale"):
         if name in first.cache:
-            cache[name] = place(_joined(parts, name), axes="bh")
+            scale = _joined(parts, name)
+            cache[name] = place(scale, axes={2: "bh", 3: "bsh"}[scale.ndim])
     options = dict(first.options)
     if "alibi_slopes" in options:
         slopes = [part.options["alibi_slopes"].view for part in parts]
