@@ -76,10 +76,7 @@ def given_ranges(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 def test_images_in_a_causal_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    make = masking_utils.create_causal_mask
-    if "or_mask_function" not in inspect.signature(make).parameters:
-        pytest.skip("this transformers has no such masks")
-    special = partial(make, or_mask_function=within_images)
+    special = partial(masking_utils.create_causal_mask, or_mask_function=within_images)
     monkeypatch.setattr(modeling_llama, "create_causal_mask", special)
     keep = padding(kind, seqlen=40)
     inputs = {"input_ids": tokens(*keep.shape), "attention_mask": keep}
@@ -94,8 +91,6 @@ def test_few_queries_have_a_mask_of_all_scores() -> None:
     config = build("llama").config
     config._attn_implementation = "anyflash"
     make = masking_utils.create_causal_mask
-    if "or_mask_function" not in inspect.signature(make).parameters:
-        pytest.skip("this transformers has no such masks")
     known = inspect.signature(make).parameters
     for length, shape in ((16, (1, 1, 16, 16)), (17, (1, 1, 17, 4))):
         given: dict[str, Any] = {"attention_mask": None, "past_key_values": None}

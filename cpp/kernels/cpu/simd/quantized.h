@@ -15,21 +15,16 @@ struct Int8 {
   std::int8_t value;
 };
 
-struct Float8E4M3 {
-  static constexpr int kBias = 7;
-  static constexpr int kMantissaBits = 3;
-  static constexpr int kLargest = 448;
+template <int kBias_, int kMantissaBits_, int kLargest_>
+struct Float8 {
+  static constexpr int kBias = kBias_;
+  static constexpr int kMantissaBits = kMantissaBits_;
+  static constexpr int kLargest = kLargest_;
   static constexpr std::uint8_t kNan = 0x7f;
   std::uint8_t bits;
 };
-
-struct Float8E5M2 {
-  static constexpr int kBias = 15;
-  static constexpr int kMantissaBits = 2;
-  static constexpr int kLargest = 57344;
-  static constexpr std::uint8_t kNan = 0x7f;
-  std::uint8_t bits;
-};
+using Float8E4M3 = Float8<7, 3, 448>;
+using Float8E5M2 = Float8<15, 2, 57344>;
 
 ANYFLASH_CPU_INLINE float to_compute(Int8 x) { return static_cast<float>(x.value); }
 
@@ -70,25 +65,25 @@ inline void quantize(T x, Int8* out) {
   out->value = within == within ? static_cast<std::int8_t>(::nearbyint(within)) : std::int8_t{0};
 }
 
-template <typename T, typename Float8>
-inline void quantize(T x, Float8* out) {
-  const T largest = T(Float8::kLargest);
+template <typename T, typename Format>
+inline void quantize(T x, Format* out) {
+  const T largest = T(Format::kLargest);
   const T magnitude = static_cast<T>(::fabs(x));  // of -0 too
   if (magnitude != magnitude) {
-    out->bits = Float8::kNan;
+    out->bits = Format::kNan;
     return;
   }
   const T within = magnitude < largest ? magnitude : largest;
   // Where within rounds up to the next power of two as a float, it would also do so below.
   const int exponent = static_cast<int>(float_bits(static_cast<float>(within)) >> 23) - 127;
-  const int scale = exponent < 1 - Float8::kBias ? 1 - Float8::kBias : exponent;
+  const int scale = exponent < 1 - Format::kBias ? 1 - Format::kBias : exponent;
   // In units of the last mantissa bit: from `one`, less for subnormals, to twice as many, which
   // carries into the exponent, as it should.
-  constexpr int kBits = Float8::kMantissaBits;
+  constexpr int kBits = Format::kMantissaBits;
   constexpr int one = 1 << kBits;
   const float units = bits_float(static_cast<std::uint32_t>(127 + kBits - scale) << 23);
   const int mantissa = static_cast<int>(::nearbyint(within * static_cast<T>(units)));
-  const unsigned bits = static_cast<unsigned>((scale + Float8::kBias) * one + mantissa - one);
+  const unsigned bits = static_cast<unsigned>((scale + Format::kBias) * one + mantissa - one);
   out->bits = static_cast<std::uint8_t>(bits | (::signbit(x) ? 0x80u : 0u));
 }
 

@@ -15,7 +15,7 @@
 
 namespace anyflash::sm80 {
 
-// k8Bit: the cache is_quantized(). Two such elements are moved as if they were one
+// k8Bit: the cache's elements have 8 bits (is_quantized). Two of them are moved as if they were one
 // Element, up to the registers. With two head dims attention is latent: V is the first columns of
 // K, and comes with it.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, bool k8Bit_>
