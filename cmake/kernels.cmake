@@ -6,14 +6,16 @@
 
 set(ANYFLASH_UNIT_TEMPLATES "${CMAKE_CURRENT_LIST_DIR}")
 
-# anyflash_kernel_family(NAME ARCHS REGEX VIRTUAL ARCH): a family of GPU kernels, whose code is
-# cpp/kernels/NAME. It is compiled for the requested architectures that match, each from one
-# front-end pass for the virtual architecture ARCH.
+# anyflash_kernel_family(NAME ARCHS REGEX VIRTUAL ARCH [NATIVE ARCH ...]): a family of GPU kernels,
+# whose code is cpp/kernels/NAME. It is compiled for the requested architectures that match, each from
+# one front-end pass for the virtual architecture ARCH. NATIVE are front ends for later GPUs: of the
+# operations whose code asks what the GPU has, and of kernels/cuda.
 function(anyflash_kernel_family name)
-  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "ARCHS;VIRTUAL" "")
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "ARCHS;VIRTUAL" "NATIVE")
   set_property(GLOBAL APPEND PROPERTY ANYFLASH_FAMILIES ${name})
   set_property(GLOBAL PROPERTY ANYFLASH_${name}_ARCHS "${ARG_ARCHS}")
   set_property(GLOBAL PROPERTY ANYFLASH_${name}_VIRTUAL "${ARG_VIRTUAL}")
+  set_property(GLOBAL PROPERTY ANYFLASH_${name}_NATIVE "${ARG_NATIVE}")
 endfunction()
 
 # The architectures of the families whose code runs on one architecture alone: 90a.
@@ -30,24 +32,26 @@ function(anyflash_specific_archs output)
   set(${output} ${specific} PARENT_SCOPE)
 endfunction()
 
-# anyflash_kernels(FAMILY f OP op HEAD_DIMS ... KERNELS ... [UNIT_PER_VARIANT]): kernels of one
-# operation, for float16 and bfloat16.
+# anyflash_kernels(FAMILY f OP op HEAD_DIMS ... KERNELS ... [UNIT_PER_VARIANT] [NATIVE]): kernels of
+# one operation, for float16 and bfloat16.
 #   HEAD_DIMS         of Q, K and V alike, or of Q and K, and of V: 192_128
 #   KERNELS           HEAD_DIMS:SUFFIX:ARGUMENTS. Head dims are a list with commas, or * for all;
 #                     the suffix ends the kernel's name; the arguments are those of
 #                     f::op_descriptor<Element, head dim, head dim of V, ...>, the variant first
 #   UNIT_PER_VARIANT  where units are split, each variant is a unit of its own
+#   NATIVE            it has the family's NATIVE front ends, too
 function(anyflash_kernels)
-  cmake_parse_arguments(PARSE_ARGV 0 ARG "UNIT_PER_VARIANT" "FAMILY;OP" "HEAD_DIMS;KERNELS")
+  cmake_parse_arguments(PARSE_ARGV 0 ARG "UNIT_PER_VARIANT;NATIVE" "FAMILY;OP" "HEAD_DIMS;KERNELS")
   set_property(GLOBAL APPEND PROPERTY ANYFLASH_${ARG_FAMILY}_OPS ${ARG_OP})
-  foreach(field IN ITEMS HEAD_DIMS KERNELS UNIT_PER_VARIANT)
+  foreach(field IN ITEMS HEAD_DIMS KERNELS UNIT_PER_VARIANT NATIVE)
     set_property(GLOBAL PROPERTY ANYFLASH_${ARG_FAMILY}_${ARG_OP}_${field} "${ARG_${field}}")
   endforeach()
 endfunction()
 
 set(up_to_256 32,64,96,128,192,192_128,256)
 
-anyflash_kernel_family(sm80 ARCHS "^[0-9]+$" VIRTUAL 80)
+# 8.9 converts float8, 9.0 has clusters and dependent launches.
+anyflash_kernel_family(sm80 ARCHS "^[0-9]+$" VIRTUAL 80 NATIVE 89 90)
 anyflash_kernels(
   FAMILY sm80
   OP forward
@@ -57,7 +61,7 @@ anyflash_kernels(
     "${up_to_256}:_scored:ScoredForward"
     "${up_to_256}:_dropout:DropoutForward"
     "64,96,128,256:_ranges:RangesForward"
-    "128,256:_ranges_wide:RangesForward, TileConfig::kWide"
+    "256:_ranges_wide:RangesForward, TileConfig::kWide"
     "*:_generic:GenericForward"
     "64,128,256,512:_compact:PlainForward, TileConfig::kCompact"
     "512:_generic_compact:GenericForward, TileConfig::kCompact"
@@ -93,6 +97,7 @@ anyflash_kernels(
     "*:_m16_8bit:16, true"
     "*:_m32_8bit:32, true"
     "64,128,256,576_512:_m64_8bit:64, true"
+  NATIVE
 )
 
 # Packed queries of long sequences: the forward with keys from a cache.
@@ -305,7 +310,8 @@ endfunction()
 #   EXTENSION  of the GPU units: cu, or cpp for the emulator
 #   SPLIT      smaller units, for many cores; five variants of the backward in one take nvcc about
 #              half the time of five units, and up to 5 GB
-# Sets ${output} to the table, and ${output}_FAMILY to the source files of each family and of cpu.
+# Sets ${output} to the table, and ${output}_FAMILY to the source files of each family and of cpu,
+# but for those of NATIVE operations: these are ${output}_FAMILY_native.
 function(anyflash_generate_kernels output folder)
   cmake_parse_arguments(PARSE_ARGV 2 ARG "SPLIT" "EXTENSION" "CPU_ISAS;FAMILIES;KERNELS;ARCHS")
   set(units "")
@@ -313,15 +319,21 @@ function(anyflash_generate_kernels output folder)
   anyflash_write_cpu_units(units files "${folder}" "${ARG_CPU_ISAS}")
   set(${output}_cpu ${files} PARENT_SCOPE)
   foreach(family IN LISTS ARG_FAMILIES)
-    set(files "")
+    set(files_of_all "")
+    set(files_of_native "")
     get_property(ops GLOBAL PROPERTY ANYFLASH_${family}_OPS)
     foreach(op IN LISTS ops)
       get_property(all_head_dims GLOBAL PROPERTY ANYFLASH_${family}_${op}_HEAD_DIMS)
+      get_property(native GLOBAL PROPERTY ANYFLASH_${family}_${op}_NATIVE)
+      set(files files_of_all)
+      if(native)
+        set(files files_of_native)
+      endif()
       foreach(head_dims IN LISTS all_head_dims)
         foreach(dtype IN ITEMS f16 bf16)
           anyflash_write_units(
             units
-            files
+            ${files}
             "${folder}"
             ${ARG_EXTENSION}
             ${ARG_SPLIT}
@@ -334,7 +346,8 @@ function(anyflash_generate_kernels output folder)
         endforeach()
       endforeach()
     endforeach()
-    set(${output}_${family} ${files} PARENT_SCOPE)
+    set(${output}_${family} ${files_of_all} PARENT_SCOPE)
+    set(${output}_${family}_native ${files_of_native} PARENT_SCOPE)
   endforeach()
   set(declarations "")
   set(entries "")

@@ -78,6 +78,7 @@ struct LaunchContext {
   int num_threads = 1;         // CPU
   int multiprocessors = 1;     // GPU
   int compute_capability = 0;  // GPU: 80 for 8.0
+  int device = 0;              // GPU: its number
   void* stream = nullptr;      // CUDA
   void* scratch = nullptr;     // `scratch_bytes` of the kernel, aligned to 256 bytes
   std::size_t scratch_bytes = 0;

@@ -31,6 +31,7 @@ struct KernelPlan {
     if (on_gpu) {
       context.multiprocessors = multiprocessors;
       context.compute_capability = compute_capability;
+      context.device = device.index;
     }
     context.stream = stream;
     context.scratch = workspace + scratch_offset;

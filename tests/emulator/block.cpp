@@ -21,12 +21,15 @@ namespace {
 Block* g_block = nullptr;
 Thread* g_thread = nullptr;
 
-// Threads, with their stacks, are made once and used by every block of every launch.
-Thread& pooled_thread(size_t index) {
-  static std::vector<std::unique_ptr<Thread>> pool;
+// Threads, with their stacks, are made once and used by the blocks of this rank of every launch.
+Thread& pooled_thread(int rank, size_t index) {
+  static std::array<std::vector<std::unique_ptr<Thread>>, kMaxCluster> pools;
+  std::vector<std::unique_ptr<Thread>>& pool = pools[rank];
   while (pool.size() <= index) pool.push_back(std::make_unique<Thread>());
   return *pool[index];
 }
+
+constexpr const char* kClusterBarrier = "the cluster's barrier";
 
 constexpr const char* kBarrierNames[] = {
     "__syncthreads",    "named barrier 1",  "named barrier 2",  "named barrier 3",
@@ -65,12 +68,12 @@ Policy policy_of(const Options& options) {
   return {burst, kLanes[options.seed % 3], loads_late, options.seed % 4 == 3};
 }
 
-Block::Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, void* arg)
+Block::Block(dim3 block_dim, int rank, const Policy& policy, uint64_t seed, Body body, void* arg)
     : block_dim_(block_dim), policy_(policy), random_(seed), body_(body), arg_(arg) {
   const int count = static_cast<int>(block_dim.x * block_dim.y * block_dim.z);
   warps_.resize(count / kWarpSize);
   for (int i = 0; i < count; ++i) {
-    Thread& thread = pooled_thread(i);
+    Thread& thread = pooled_thread(rank, i);
     const unsigned x = i % block_dim.x, y = i / block_dim.x % block_dim.y;
     thread.index = i;
     thread.thread_idx = {x, y, i / (block_dim.x * block_dim.y)};
@@ -83,8 +86,13 @@ Block::Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, voi
 
 void Block::run() {
   g_block = this;
-  for (Thread* thread : threads_) thread->fiber.start(&Block::thread_main, thread);
-  reset_async();
+  if (has_started_) {
+    resume_from_cluster();
+  } else {
+    for (Thread* thread : threads_) thread->fiber.start(&Block::thread_main, thread);
+    reset_async();
+    has_started_ = true;
+  }
   while (!error_) {
     if (!policy_.loads_late && tma_loads_in_flight() && random_() % 64 == 0) land();
     Thread* thread = next_thread();
@@ -97,13 +105,32 @@ void Block::run() {
   }
   g_block = nullptr;
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
-  for (const Thread* thread : threads_) {
-    if (thread->state != Thread::State::kExited) fail_deadlock();
-  }
+  if (!has_ended() && !all_wait_for_cluster()) fail_deadlock();
+  check_idle();
+}
+
+// Of what other blocks of the cluster would not find as it was.
+void Block::check_idle() const {
   check_barriers_are_idle();
   check_mbarriers_are_idle();
   check_copies_in_flight();
   check_async_has_ended();
+}
+
+bool Block::all_wait_for_cluster() const {
+  return std::all_of(threads_.begin(), threads_.end(), [](const Thread* thread) {
+    return thread->state == Thread::State::kWaiting && thread->waits_for == kClusterBarrier;
+  });
+}
+
+void Block::resume_from_cluster() {
+  for (size_t warp = 0; warp < warps_.size(); ++warp) wake(warp, kFullMask);
+}
+
+void Block::cluster_sync(Site site) {
+  tsan_release(&g_cluster_barrier);
+  wait(kClusterBarrier, site);
+  tsan_acquire(&g_cluster_barrier);
 }
 
 void Block::thread_main(void* self) {
@@ -378,6 +405,8 @@ void barrier_sync(int id, int threads, const char* file, int line) {
 }
 
 void barrier_arrive(int id, int threads) { Block::current().barrier_arrive(id, threads); }
+
+void cluster_sync(const char* file, int line) { Block::current().cluster_sync({file, line}); }
 
 int lane_index() { return lane_of(Block::current_thread()); }
 int warp_index() { return warp_of(Block::current_thread()); }

@@ -19,6 +19,7 @@ namespace emu {
 
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
+constexpr int kMaxCluster = 8;  // that every GPU with clusters has room for
 constexpr uint32_t kFullMask = 0xffffffffu;
 
 // The bytes of uninitialised shared memory: NaN in every floating-point format, -1 as an integer.
@@ -130,12 +131,17 @@ class Block {
  public:
   using Body = void (*)(void* arg);
 
-  Block(dim3 block_dim, const Policy& policy, uint64_t seed, Body body, void* arg);
+  // rank: in its cluster
+  Block(dim3 block_dim, int rank, const Policy& policy, uint64_t seed, Body body, void* arg);
 
-  // Runs every thread to its end. Throws what a thread threw, or Failure for a deadlock.
+  // Runs every thread to its end, or to the cluster's barrier, at which all threads arrive. Throws
+  // what a thread threw, or Failure for a deadlock.
   void run();
+  // Whether all threads have ended; else they wait for the cluster.
+  bool has_ended() const;
 
   // For the thread that is running.
+  void cluster_sync(Site site);
   void collective(const CollectiveOp& op, uint32_t mask, void* args);
   // Returns how many of the threads came with a true predicate.
   int barrier_sync(int id, int count, Site site, bool predicate = false);
@@ -162,7 +168,9 @@ class Block {
   static constexpr int kMaxMbarriers = 64;
 
   static void thread_main(void* self);
-  bool has_ended() const;
+  bool all_wait_for_cluster() const;
+  void resume_from_cluster();
+  void check_idle() const;
   Thread* next_thread();
   int next_lane(uint32_t runnable);
   void wait(const char* what, Site site);
@@ -191,6 +199,7 @@ class Block {
   std::array<Barrier, kBarriers> barriers_;
   std::array<uint32_t, kMaxWarps> at_mbarriers_ = {};    // lanes that wait there, by warp
   std::array<Mbarrier*, kMaxMbarriers> mbarriers_ = {};  // that were initialised
+  bool has_started_ = false;
   int mbarrier_count_ = 0;
   bool counts_bytes_ = false;  // some mbarrier was told of bytes
   uint32_t runnable_warps_ = 0;
@@ -198,6 +207,9 @@ class Block {
   int turns_left_ = 0;  // of this warp, when the policy has bursts
   std::exception_ptr error_;
 };
+
+// What the blocks of the running cluster publish at its barrier, for Thread Sanitizer.
+extern char g_cluster_barrier;
 
 // What TMA and wgmma have under way. Loads land when the scheduler says so; false: there is none.
 void reset_async();

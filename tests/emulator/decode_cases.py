@@ -62,7 +62,35 @@ RACES = decode(
     Case(seqlen_q=1, seqlen_k=300, heads=1, more="splits=130"),
 )
 
-CASES = decode(
+# On a GPU with clusters, which join the splits.
+CLUSTERS = decode(
+    Case(
+        batch=2,
+        seqlen_q=1,
+        seqlen_k=704,
+        heads=6,
+        heads_k=2,
+        more="gpu=90 filled=700,170 splits=4 sink=1 page=16 nan=seen left=600",
+    ),
+    Case(batch=3, seqlen_q=5, seqlen_k=320, heads=1, more="gpu=90 filled=300,0,129 split_size=128"),
+    Case(batch=2, seqlen_q=2, seqlen_k=900, heads=1, more="gpu=90 filled=900,60 splits=8 out=fp32"),
+    Case(
+        seqlen_q=9,
+        seqlen_k=300,
+        head_dim=40,
+        head_dim_v=37,
+        causal=1,
+        more="gpu=90 splits=3 tree=1 nan=seen",
+    ),
+    Case(
+        seqlen_q=1,
+        seqlen_k=704,
+        more="gpu=90 filled=690 page=16 cache=e4m3 scales=head nan=seen splits=2",
+    ),
+    Case(seqlen_q=17, seqlen_k=400, causal=1, more="gpu=90 cache=e4m3 nan=seen splits=5"),
+)
+
+CASES = CLUSTERS + decode(
     Case(batch=2, seqlen_q=1, seqlen_k=704, heads=4, heads_k=2, more="filled=700,170 page=1"),
     Case(batch=3, seqlen_q=5, seqlen_k=320, heads=6, heads_k=2, causal=1, more="filled=300,3,256"),
     Case(
@@ -96,6 +124,7 @@ CASES = decode(
         more="filled=250,90 new=2 rotary=30 page=2 cache=int8 scales=slot splits=2",
     ),
     Case(seqlen_q=2, seqlen_k=192, head_dim=48, head_dim_v=32, more="filled=180 new=12 rotary=8"),
+    Case(batch=2, seqlen_q=2, seqlen_k=200, more="filled=190,70 leftpad=3,0 cache=int8 scales=row"),
     Case(
         batch=2,
         seqlen_q=3,

@@ -27,6 +27,7 @@ PREFILL_KERNEL = "sm80/prefill/kernel.h"
 
 WAIT = "cp_async_wait<kStages - 2>();"
 SHORT_WAIT = "cp_async_wait<kStages - 1>();"
+NO_WAIT = "cp_async_wait<kStages>();"
 BEFORE_Q = "auto out_matrix = as_matrix(acc_o);"
 BEFORE_TILE = "const bool partial = block.hides(first_key, first_key + kBlockN);"
 CLEAR = (
@@ -35,6 +36,11 @@ CLEAR = (
 RESTORE = "__syncthreads_or(found_nonfinite)"
 WEIGHTS = "__syncthreads(); // their weights too"
 SCALE = "scales[cute::get<1>(coordinates(0, col))]"
+STORE_ROWS = "store_four(sums, result_row"
+ENTRY_EXISTS = "key(i) < end_"
+ASKS_TABLE = "void prefetch_table(int tile) {"
+ROW_BY_ROW = "rows[i] = rows[i - 1] + kRowStep * source.stride.row;"
+KEEP_ROWS = "*reinterpret_cast<float4*>(&result.out[0][row][x]) ="
 STORED_PARTS = "smem.result.lse[group][i] = lse(row);"
 
 
@@ -47,7 +53,7 @@ IN_KERNEL = of(
     Mutation("no-barrier-for-decode-block", KERNEL, "__syncthreads(); // the block is known"),
     Mutation("no-barrier-for-queries", MAINLOOP, "__syncthreads(); // Q is there"),
     Mutation("no-barrier-for-cached-tile", MAINLOOP, "__syncthreads(); // tile n is there"),
-    Mutation("short-wait-for-queries", MAINLOOP, WAIT, SHORT_WAIT, after=BEFORE_Q),
+    Mutation("short-wait-for-queries", MAINLOOP, SHORT_WAIT, NO_WAIT, after=BEFORE_Q),
     Mutation("short-wait-for-cached-tile", MAINLOOP, WAIT, SHORT_WAIT, after=BEFORE_TILE),
     Mutation("buffer-in-use", MAINLOOP, "stage == 0 ? kStages - 1 : stage - 1", "stage"),
     Mutation(
@@ -61,9 +67,21 @@ IN_KERNEL = of(
     ),
     Mutation("no-barrier-for-parts", EPILOGUE, "__syncthreads(); // all parts are there"),
     Mutation("no-barrier-for-weights-of-parts", EPILOGUE, WEIGHTS, after=STORED_PARTS),
-    Mutation("no-barrier-before-restoring-cached", EPILOGUE, RESTORE, "true"),
-    Mutation("restored-by-some-threads", EPILOGUE, RESTORE, "(__syncthreads(), found_nonfinite)"),
-    Mutation("values-not-restored", EPILOGUE, RESTORE, "(__syncthreads_or(found_nonfinite), 0)"),
+    Mutation("no-barrier-before-restoring-cached", EPILOGUE, RESTORE, "true", after=STORE_ROWS),
+    Mutation(
+        "restored-by-some-threads",
+        EPILOGUE,
+        RESTORE,
+        "(__syncthreads(), found_nonfinite)",
+        after=STORE_ROWS,
+    ),
+    Mutation(
+        "values-not-restored",
+        EPILOGUE,
+        RESTORE,
+        "(__syncthreads_or(found_nonfinite), 0)",
+        after=STORE_ROWS,
+    ),
     Mutation(
         "values-restored-to-tree",
         EPILOGUE,
@@ -78,9 +96,10 @@ IN_KERNEL = of(
         "tree-in-whole-tile", BLOCK, "min(block.shown.end, tree.first_key())", "block.shown.end"
     ),
     Mutation("window-in-whole-tile", BLOCK, "mask.first_key(last)", "mask.first_key(first)"),
-    Mutation("head-of-tile-row", BLOCK, "(first_row + row) % group", "row % group"),
+    Mutation("head-of-tile-row", BLOCK, "by_group.rem(first_row + row)", "by_group.rem(row)"),
     Mutation("row-beyond-last", BLOCK, "if (row >= rows) return {0, 0};", sanitizer="asan"),
-    Mutation("key-beyond-last", LOADER, "key < keys_.end", "key <= keys_.end", "asan"),
+    Mutation("key-beyond-last", LOADER, ENTRY_EXISTS, "key(i) <= end_", "asan", after=ASKS_TABLE),
+    Mutation("row-of-no-key", LOADER, ENTRY_EXISTS, "true", "asan", after=ROW_BY_ROW),
     Mutation("key-of-sequence-beyond-last", MASK, "clamp(row + last_ + 1)", "clamp(row + last_)"),
     Mutation("unit-not-kept", SCORES, "unit = largest;"),
     Mutation("unit-not-applied", SCORES, SCALE + " * inverse", SCALE),
@@ -88,16 +107,22 @@ IN_KERNEL = of(
     Mutation(
         "hidden-scale-counts", SCORES, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),
-    Mutation("scales-not-filled", MAINLOOP, "loader.fill_scales(smem.buffers);"),
-    Mutation("scale-of-first-slot", LOADER, "entry * stride.batch", "0"),
-    Mutation("scale-of-first-row", LOADER, "row_in_slot(first_key_ + at) * stride.row", "0"),
+    Mutation("scale-of-first-page", LOADER, "offset_in_pages(stride, i)", "int64_t{0}"),
+    Mutation("scale-of-first-slot", LOADER, "sequence_.slot * stride.batch", "int64_t{0}"),
+    Mutation("scale-of-first-row", LOADER, "(sequence_.first_row + key(i)) * stride.row", "int64_t{0}"),
+    Mutation("scale-of-head-forgotten", SCORES, "factor_[row] = of_k;", "factor_[row] = 1.0f;"),
+    Mutation("nan-of-e4m3-missed", DEQUANTIZE, "pair | e5m2_pair<kA, kB>(nonfinite) >> 2", "pair"),
     Mutation("infinity-of-float8-missed", DEQUANTIZE, "0x04040404", "0x01010101"),
+    Mutation("page-mask-too-wide", LOADER, "params_.page_mask", "(2 * params_.page_mask + 1)"),
     Mutation(
-        "page-mask-too-wide", LOADER, "(1 << params.page_shift) - 1", "(2 << params.page_shift) - 1"
+        "padding-not-in-page",
+        LOADER,
+        "static_cast<unsigned>(sequence_.first_row + key(i))",
+        "static_cast<unsigned>(key(i))",
     ),
-    Mutation("padding-not-in-page", LOADER, "(sequence_.first_row + key)", "(key)"),
+    Mutation("padding-not-in-row", LOADER, "(sequence_.first_row + key(0))", "key(0)"),
     Mutation("padding-not-in-table", CACHE, "(s.first_row + key)", "(key)"),
-    Mutation("page-that-does-not-exist", LOADER, "exists ? source.columns : 0", "source.columns"),
+    Mutation("page-that-does-not-exist", LOADER, "is_page(i) ? source.columns : 0", "source.columns"),
     Mutation(
         "split-begins-late",
         CACHE,
@@ -105,6 +130,37 @@ IN_KERNEL = of(
         "(first_block + split * each + (split > 0))",
     ),
     Mutation("split-size-ignored", CACHE, "int64_t{split} * p.split_size", "int64_t{split} * 64"),
+)
+
+IN_CLUSTER = of(
+    DECODE,
+    Mutation("no-cluster-barrier-for-parts", KERNEL, "cluster_sync(); // all splits are in"),
+    Mutation("no-cluster-barrier-at-end", KERNEL, "cluster_sync(); // no CTA reads this"),
+    Mutation("empty-split-is-not-said", EPILOGUE, "result.split_lse[row] = -INFINITY", "result.split_lse[row]"),
+    Mutation("empty-split-counts", EPILOGUE, "lses[s] != -INFINITY", "true"),
+    Mutation(
+        "sink-of-split",
+        EPILOGUE,
+        "params.splits_in_cluster ? -INFINITY : row_sink(params, block, row)",
+        "row_sink(params, block, row)",
+    ),
+    Mutation("part-of-own-split", EPILOGUE, "*in_cta(part, s)", "*part"),
+    Mutation(
+        "lse-of-own-split",
+        EPILOGUE,
+        "*in_cta(&result.split_lse[row], s)",
+        "result.split_lse[row]",
+    ),
+    Mutation(
+        "no-barrier-before-restoring-kept", EPILOGUE, RESTORE, "true", "tsan", after=KEEP_ROWS
+    ),
+    Mutation(
+        "kept-values-not-restored",
+        EPILOGUE,
+        RESTORE,
+        "(__syncthreads_or(found_nonfinite), 0)",
+        after=KEEP_ROWS,
+    ),
 )
 
 IN_COMBINE = of(
@@ -220,4 +276,4 @@ IN_PREFILL += of(
     ),
 )
 
-DECODE_MUTATIONS = IN_KERNEL + IN_COMBINE + IN_APPEND + IN_LATENT + IN_PREFILL
+DECODE_MUTATIONS = IN_KERNEL + IN_CLUSTER + IN_COMBINE + IN_APPEND + IN_LATENT + IN_PREFILL

@@ -60,6 +60,8 @@ struct Options {
   int burst = -1;
   // What the emulated device grants to a block: compute capability 8.0 by default, 101376 for 8.6.
   size_t shared_memory_limit = 166912;
+  // For code that asks for it while it is compiled for a GPU. From 90 on there are clusters.
+  int compute_capability = 80;
 };
 Options& options();
 
@@ -80,15 +82,17 @@ void reset_counters();
 // Ends the running launch with Failure.
 [[noreturn]] void fail(const std::string& what);
 
-void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, void (*body)(void*), void* arg);
+void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, int cluster, void (*body)(void*),
+            void* arg);
 
-// Calls `body` once for every thread of the grid, and returns when all have ended. Blocks run one
-// after another. Launches from several host threads wait for each other.
+// Calls `body` once for every thread of the grid, and returns when all have ended. Clusters of so
+// many blocks run one after another, and so do the blocks of one between its barriers. Launches from
+// several host threads wait for each other.
 template <class F>
-void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, F&& body) {
+void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, F&& body, int cluster = 1) {
   using Callable = std::remove_reference_t<F>;
   launch(
-      grid, block, dynamic_smem_bytes, [](void* f) { (*static_cast<Callable*>(f))(); },
+      grid, block, dynamic_smem_bytes, cluster, [](void* f) { (*static_cast<Callable*>(f))(); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
@@ -135,6 +139,11 @@ int lane_index();
 int warp_index();
 
 // -- Instructions of compute capability 9.0 ------------------------------------------------------
+
+// The barrier of a cluster, and an address of this block's shared memory in that of block `rank`.
+// Nothing can be written there.
+void cluster_sync(const char* file = __builtin_FILE(), int line = __builtin_LINE());
+const void* in_cta(const void* pointer, int rank);
 
 // Announces bytes, and arrives.
 void mbarrier_arrive_expect(uint64_t* barrier, int bytes);

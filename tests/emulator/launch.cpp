@@ -1,8 +1,11 @@
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <vector>
 
 #include "block.hpp"
 
@@ -45,7 +48,7 @@ std::string text(dim3 d) {
   return "(" + std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z) + ")";
 }
 
-void check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
+void check_launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes) {
   const std::string what = "launch of grid " + text(grid) + ", block " + text(block) + ": ";
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) throw Failure(what + "the grid is empty");
   if (grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
@@ -54,6 +57,13 @@ void check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || threads % kWarpSize != 0) {
     throw Failure(what + "a block has a multiple of 32 threads, at most 1024");
+  }
+  if (cluster > 1 && options().compute_capability < 90) {
+    throw Failure(what + "the device has no clusters");
+  }
+  if (cluster < 1 || cluster > kMaxCluster || grid.x % cluster != 0) {
+    throw Failure(what + "a cluster of " + std::to_string(cluster) +
+                  " blocks; it has at most 8, and the grid whole ones");
   }
   if (shared_bytes > options().shared_memory_limit || shared_bytes > kSharedBytes) {
     throw Failure(what + std::to_string(shared_bytes) +
@@ -103,20 +113,106 @@ class LaunchScope {
 
 }  // namespace
 
-void launch(dim3 grid, dim3 block, size_t dynamic_smem_bytes, void (*body)(void*), void* arg) {
+// The blocks of a cluster, which take turns at the one array of shared memory.
+class Cluster {
+ public:
+  Cluster(uint64_t first, int size, const Policy& policy) : policy_(policy), members_(size) {
+    for (int rank = 0; rank < size; ++rank) members_[rank].index = first + rank;
+  }
+
+  void run(dim3 block, uint64_t seed, Block::Body body, void* arg) {
+    std::vector<int> order(members_.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::mt19937_64 random(seed ^ members_.front().index);
+    g_cluster = this;
+    while (
+        std::any_of(members_.begin(), members_.end(), [](const Member& m) { return !m.ended; })) {
+      std::shuffle(order.begin(), order.end(), random);
+      for (const int rank : order) {
+        Member& member = members_[rank];
+        if (member.ended) throw Failure(name_of_block() + ": a block of its cluster has ended");
+        if (!member.block) {
+          member.block =
+              std::make_unique<Block>(block, rank, policy_, seed ^ (member.index << 32), body, arg);
+        }
+        advance(member);
+      }
+    }
+    g_cluster = nullptr;
+    g_counters.blocks += members_.size();
+  }
+
+  const void* in_cta(const void* pointer, int rank) const {
+    const auto* const own = static_cast<const unsigned char*>(pointer);
+    if (own < anyflash_smem || own >= anyflash_smem + g_shared_bytes) {
+      fail("an address of another block's shared memory, from one that is not in shared memory");
+    }
+    if (rank < 0 || rank >= static_cast<int>(members_.size())) {
+      fail("block " + std::to_string(rank) + " of a cluster of " + std::to_string(members_.size()));
+    }
+    const Member& member = members_[rank];
+    if (&member == running_) return pointer;
+    if (member.ended) fail("shared memory of a block that has ended");
+    if (!member.is_kept) fail("shared memory of a block that has not been at a barrier");
+    return kept_[rank] + (own - anyflash_smem);
+  }
+
+  static const Cluster* current() { return g_cluster; }
+
+ private:
+  struct Member {
+    uint64_t index = 0;  // of the block in the grid
+    std::unique_ptr<Block> block;
+    bool is_kept = false;  // its memory, in kept_
+    bool ended = false;
+  };
+
+  void advance(Member& member) {
+    unsigned char* const kept = kept_[&member - members_.data()];
+    const dim3 grid = g_grid_dim;
+    g_block_idx = {static_cast<unsigned>(member.index % grid.x),
+                   static_cast<unsigned>(member.index / grid.x % grid.y),
+                   static_cast<unsigned>(member.index / grid.x / grid.y)};
+    prepare_shared_memory(policy_);
+    if (member.is_kept) copy(anyflash_smem, kept);
+    tsan_release(&g_cluster_barrier);  // which the block's threads leave after this
+    running_ = &member;
+    member.block->run();
+    running_ = nullptr;
+    member.ended = member.block->has_ended();
+    if (member.ended) return;
+    copy(kept, anyflash_smem);
+    member.is_kept = true;
+  }
+
+  // Not seen by Thread Sanitizer: the blocks' threads do not do this.
+#ifdef EMU_TSAN
+  __attribute__((no_sanitize("thread"), noinline))
+#endif
+  static void copy(unsigned char* to, const unsigned char* from) {
+    for (size_t i = 0; i < g_shared_bytes; ++i)
+      static_cast<volatile unsigned char*>(to)[i] = from[i];
+  }
+
+  static inline const Cluster* g_cluster = nullptr;
+  // Shared memory while other blocks run. Never freed, which Thread Sanitizer would see.
+  static inline unsigned char kept_[kMaxCluster][kSharedBytes];
+  Policy policy_;
+  std::vector<Member> members_;
+  const Member* running_ = nullptr;
+};
+
+void launch(dim3 grid, dim3 block, size_t dynamic_smem_bytes, int cluster, void (*body)(void*),
+            void* arg) {
   if (Block::inside_kernel()) fail("a kernel cannot launch a kernel");
   const std::lock_guard<std::mutex> lock(g_launch_mutex);
-  check_launch(grid, block, dynamic_smem_bytes);
+  check_launch(grid, block, cluster, dynamic_smem_bytes);
   const LaunchScope scope(grid, block, dynamic_smem_bytes);
   ++g_counters.launches;
   const uint64_t seed = options().seed;
   const Policy policy = policy_of(options());
-  for (uint64_t i : block_order(uint64_t{grid.x} * grid.y * grid.z, seed)) {
-    g_block_idx = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
-                   static_cast<unsigned>(i / grid.x / grid.y)};
-    prepare_shared_memory(policy);
-    Block(block, policy, seed ^ (i << 32), body, arg).run();
-    ++g_counters.blocks;
+  for (uint64_t i : block_order(uint64_t{grid.x} * grid.y * grid.z / cluster, seed)) {
+    Cluster(i * cluster, cluster, policy).run(block, seed, body, arg);
   }
   tsan_acquire(&g_launch_end);  // from here on the host may read what the threads wrote
 }
@@ -130,7 +226,13 @@ Options& options() {
   return result;
 }
 
+const void* in_cta(const void* pointer, int rank) {
+  Block::current();
+  return Cluster::current()->in_cta(pointer, rank);
+}
+
 char g_launch_end = 0;
+char g_cluster_barrier = 0;
 
 Counters& mutable_counters() { return g_counters; }
 const Counters& counters() { return g_counters; }
@@ -143,7 +245,9 @@ size_t shared_memory_bytes() { return g_shared_bytes; }
 
 extern "C" {
 void emu_set_options(uint64_t seed, int burst, size_t shared_memory_limit) {
-  emu::options() = {seed, burst, shared_memory_limit};
+  emu::options().seed = seed;
+  emu::options().burst = burst;
+  emu::options().shared_memory_limit = shared_memory_limit;
 }
 void emu_get_counters(emu::Counters* result) { *result = emu::counters(); }
 void emu_reset_counters(void) { emu::reset_counters(); }

@@ -11,6 +11,7 @@
 
 #include "anyflash/error.h"
 #include "common/math.h"
+#include "device.h"
 
 #if defined(ANYFLASH_EMULATED)
 #include "emu.hpp"
@@ -71,6 +72,28 @@ class LargeSmem {
 };
 #endif
 
+// Whether a kernel's code for a device knows clusters: that of older GPUs may run on newer ones, too.
+template <auto kKernel>
+bool has_clusters(int device) {
+#if defined(ANYFLASH_EMULATED)
+  (void)device;
+  return emu::options().compute_capability >= 90;
+#else
+  constexpr int kDevices = 64;
+  static std::atomic<int> versions[kDevices];  // of the front end, 90 for 9.0; 0: not asked yet
+  std::atomic<int>& known = versions[device % kDevices];
+  int version = known.load(std::memory_order_relaxed);
+  if (version == 0 || device >= kDevices) {
+    const DeviceGuard guard(device);
+    cudaFuncAttributes attributes{};
+    check_cuda(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
+    version = attributes.ptxVersion;
+    known.store(version, std::memory_order_relaxed);
+  }
+  return version >= 90;
+#endif
+}
+
 #if !defined(ANYFLASH_EMULATED)
 // Graphs know programmatic dependent launch since CUDA 12.3. With an older driver, kernels follow
 // one another: nothing else changes.
@@ -88,16 +111,24 @@ inline bool driver_overlaps_kernels() {
 // (dependent_launch.h).
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
 
+struct LaunchMode {
+  LaunchOrder order;
+  int cluster;  // so many neighbouring CTAs of the grid (common/cluster.h)
+
+  LaunchMode(LaunchOrder order_ = LaunchOrder::kAfterPrevious, int cluster_ = 1)
+      : order(order_), cluster(cluster_) {}
+};
+
 // Runs kKernel(params) on grid x block threads, always with as much shared memory. Asynchronous on
 // a GPU.
 template <auto kKernel, class Params>
 void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const Params& params,
-            LaunchOrder order = LaunchOrder::kAfterPrevious) {
+            const LaunchMode& mode = {}) {
 #if defined(ANYFLASH_EMULATED)
   (void)stream;
-  (void)order;
-  emu::launch(emu::Dim3{grid.x, grid.y, grid.z}, emu::Dim3{block.x, block.y, block.z}, smem_bytes,
-              [&params] { kKernel(params); });
+  emu::launch(
+      emu::Dim3{grid.x, grid.y, grid.z}, emu::Dim3{block.x, block.y, block.z}, smem_bytes,
+      [&params] { kKernel(params); }, mode.cluster);
 #else
   const LargeSmem<kKernel> large(smem_bytes);
   cudaLaunchConfig_t config{};
@@ -105,12 +136,18 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute when_allowed{};
-  when_allowed.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  when_allowed.val.programmaticStreamSerializationAllowed = 1;
-  if (order == LaunchOrder::kWhenAllowed && driver_overlaps_kernels()) {
-    config.attrs = &when_allowed;
-    config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
+  if (mode.order == LaunchOrder::kWhenAllowed && driver_overlaps_kernels()) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (mode.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(mode.cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   }
   cudaError_t status = cudaLaunchKernelEx(&config, kKernel, params);
   if (large.is_outdated(status)) status = cudaLaunchKernelEx(&config, kKernel, params);
@@ -122,12 +159,13 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
 // those a grid further on, while there are any. Without work, nothing is launched.
 template <auto kKernel, class Params>
 void launch_grid_stride(int64_t count, int per_cta, int threads, std::size_t smem_bytes,
-                        void* stream, const Params& params) {
+                        void* stream, const Params& params,
+                        LaunchOrder order = LaunchOrder::kAfterPrevious) {
   constexpr int64_t kMaxBlocks = 1 << 16;
   if (count == 0) return;
   const int64_t blocks = std::min(ceil_div(count, per_cta), kMaxBlocks);
   launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                  smem_bytes, stream, params);
+                  smem_bytes, stream, params, order);
 }
 
 }  // namespace anyflash

@@ -9,6 +9,12 @@
 #define ANYFLASH_DEVICE inline
 #endif
 
+#if defined(__CUDACC__)
+#define ANYFLASH_UNROLL _Pragma("unroll")
+#else
+#define ANYFLASH_UNROLL
+#endif
+
 // After the parameters of a lambda that holds fragments: a call would put them into memory.
 #if defined(__GNUC__)
 #define ANYFLASH_INLINE_LAMBDA __attribute__((always_inline))

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "common/dependent_launch.h"
 #include "common/element.h"
 #include "common/launch.h"
 #include "common/store.h"
@@ -16,7 +17,7 @@ namespace anyflash {
 
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = kPartSums;
 constexpr int kLanes = 32;
 constexpr int kThreads = kWarps * kLanes;
 constexpr int kColumns = 256;                    // of a row that are joined at once
@@ -37,6 +38,8 @@ struct Smem {
 template <int kRowWarps>
 class RowCombiner {
   static constexpr int kRowThreads = kRowWarps * kLanes;
+  using Sums = PartSums<kPartSums / kRowWarps>;
+  static_assert(kParts % kPartSums == 0);
 
  public:
   __device__ RowCombiner(const CombineParams& params, Smem<kRowWarps>& smem)
@@ -72,8 +75,11 @@ class RowCombiner {
           sum == 0.0f ? -INFINITY : reference + logf(sum);
     }
 
-    float acc[kPerLane][4] = {};
-    add_splits(row, reference, sum == 0.0f ? 0.0f : 1.0f / sum, acc);
+    Sums sums[kPerLane];
+    add_splits(row, reference, sum == 0.0f ? 0.0f : 1.0f / sum, sums);
+    float acc[kPerLane][4];
+#pragma unroll
+    for (int i = 0; i < kPerLane * 4; ++i) acc[i / 4][i % 4] = sums[i / 4].column(i % 4);
     if (!add_warps(acc)) return;
     const Strides& stride = p_.out_stride;
     const int64_t offset = batch * stride.batch + query * stride.row + head * stride.head;
@@ -131,9 +137,8 @@ class RowCombiner {
     return x;
   }
 
-  // acc += weight * part over this warp's splits, of this lane's columns.
-  __device__ void add_splits(int64_t row, float reference, float inverse,
-                             float (&acc)[kPerLane][4]) {
+  // sums += weight * part over this warp's splits, of this lane's columns.
+  __device__ void add_splits(int64_t row, float reference, float inverse, Sums (&sums)[kPerLane]) {
     for (int first = 0; first < p_.num_splits; first += kRowThreads) {
       // Weights first: then the loads of the parts depend on nothing that has to be waited for.
       sync();  // every warp has done with the weights before
@@ -144,14 +149,14 @@ class RowCombiner {
       sync();  // the weights are there
       const int count = min(kRowThreads, p_.num_splits - first);
       for (int i = thread_ / kLanes; i < count; i += kParts * kRowWarps) {
-        add_parts(first, i, row, acc);
+        add_parts(first, i, row, sums);
       }
     }
   }
 
   // kParts of them: their loads overlap. What a part has between its columns and its end is read,
   // but not written to the result.
-  __device__ void add_parts(int first, int split, int64_t row, float (&acc)[kPerLane][4]) const {
+  __device__ void add_parts(int first, int split, int64_t row, Sums (&sums)[kPerLane]) const {
     const int lane = thread_ % kLanes;
     float4 parts[kParts][kPerLane];
 #pragma unroll
@@ -172,12 +177,7 @@ class RowCombiner {
       const int at = split + i * kRowWarps;
       const float weight = at < kRowThreads ? smem_.weight[at] : 0.0f;
 #pragma unroll
-      for (int j = 0; j < kPerLane; ++j) {
-        acc[j][0] += weight * parts[i][j].x;
-        acc[j][1] += weight * parts[i][j].y;
-        acc[j][2] += weight * parts[i][j].z;
-        acc[j][3] += weight * parts[i][j].w;
-      }
+      for (int j = 0; j < kPerLane; ++j) sums[j].add(i, weight, parts[i][j]);
     }
   }
 
@@ -229,6 +229,7 @@ __host__ __device__ int64_t pieces(const CombineParams& params) {
 template <int kRowWarps>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineParams params) {
+  wait_previous_kernel();
   constexpr int kRows = kWarps / kRowWarps;
   const int place = static_cast<int>(threadIdx.x) / (kRowWarps * kLanes);
   RowCombiner<kRowWarps> combiner(params, reinterpret_cast<Smem<kRowWarps>*>(anyflash_smem)[place]);
@@ -245,7 +246,8 @@ template <int kRowWarps>
 void launch_combine(const CombineParams& params, void* stream) {
   constexpr int kRows = kWarps / kRowWarps;
   launch_grid_stride<combine_kernel<kRowWarps>>(pieces(params), kRows, kThreads,
-                                                kRows * sizeof(Smem<kRowWarps>), stream, params);
+                                                kRows * sizeof(Smem<kRowWarps>), stream, params,
+                                                LaunchOrder::kWhenAllowed);
 }
 
 }  // namespace

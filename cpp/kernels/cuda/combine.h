@@ -28,6 +28,30 @@ ANYFLASH_HOST_DEVICE int64_t stride_of_split(const KvCacheParams& p) {
   return lse_stride_of_split(p) * part_columns(p);
 }
 
+// The weighted sum of four columns of a row's parts is that of four sums, each of every fourth split.
+// So it is the same, however many splits a launch has and whoever adds them: four warps with a sum
+// each, or one thread with all four.
+inline constexpr int kPartSums = 4;
+
+template <int kSums>
+struct PartSums {
+  float sums[kSums][4] = {};
+
+  ANYFLASH_DEVICE void add(int split, float weight, const float4& part) {
+    float (&sum)[4] = sums[split % kSums];
+    sum[0] += weight * part.x;
+    sum[1] += weight * part.y;
+    sum[2] += weight * part.z;
+    sum[3] += weight * part.w;
+  }
+  ANYFLASH_DEVICE float column(int col) const {
+    float result = sums[0][col];
+    ANYFLASH_UNROLL
+    for (int i = 1; i < kSums; ++i) result += sums[i][col];
+    return result;
+  }
+};
+
 struct CombineParams {
   KvCacheParams result;  // out and lse are the call's
   DType q_dtype = DType::kFloat16;

@@ -163,12 +163,12 @@ struct SplitKeys {
 ANYFLASH_HOST_DEVICE SplitKeys split_keys(const KvCacheParams& p, int split, int first, int last,
                                           int block_n) {
   if (last <= first) return {0, 0};
-  const int64_t first_block = first / block_n;
+  const int first_block = first / block_n;
   int64_t begin = int64_t{split} * p.split_size;
   int64_t end = begin + p.split_size;
   if (p.split_size == 0) {
-    const int64_t blocks = ceil_div(last, block_n) - first_block;
-    const int64_t each = ceil_div(blocks, p.num_splits);
+    const int blocks = ceil_div(last, block_n) - first_block;
+    const int64_t each = ceil_div(blocks, p.num_splits);  // of 32 bits: it is done in each CTA
     begin = (first_block + split * each) * block_n;
     end = begin + each * block_n;
   }

@@ -13,7 +13,6 @@
 
 namespace {
 
-int compute_capability = 80;
 int multiprocessors = 108;
 int full_grid = 1;             // nothing is too small for the kernels of large problems
 std::uintptr_t capturing = 0;  // the stream that is being captured; 0: none
@@ -25,7 +24,7 @@ extern "C" __attribute__((visibility("default"))) void emulated_set_full_grid(in
   full_grid = value;
 }
 extern "C" __attribute__((visibility("default"))) void emulated_set_compute_capability(int value) {
-  compute_capability = value;
+  emu::options().compute_capability = value;
 }
 extern "C" __attribute__((visibility("default"))) void emulated_set_multiprocessors(int value) {
   multiprocessors = value;
@@ -58,7 +57,7 @@ const DeviceProperties& device_properties(int index) {
   thread_local DeviceProperties properties;
   const std::size_t smem = emu::options().shared_memory_limit;
   properties.name = "emulated GPU";
-  properties.compute_capability = compute_capability;
+  properties.compute_capability = emu::options().compute_capability;
   properties.multiprocessors = multiprocessors;
   properties.smem_per_block = smem;
   properties.smem_per_multiprocessor = smem + 1024;

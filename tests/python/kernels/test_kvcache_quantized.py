@@ -133,3 +133,34 @@ def test_scales_may_be_broadcast_views(backend: Backend, cache_dtype: str, scale
     for name in ("k_scale", "v_scale"):
         call.cache[name] = place(np.full_like(call.cache[name].view, 0.5), "expand_bh", axes)
     check_call(run_cache(backend, call), call, answer(call.problem()))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_nonfinite_scale_of_a_head(backend: Backend, cache_dtype: str, value: float) -> None:
+    """It reaches the rows that see a key, of its head alone. Rows that see none are 0."""
+    case = replace(BASE, lengths=(40, 0), cache_dtype=cache_dtype, scales="head", splits=2)
+    one = run_cache(backend, case.call())
+    call = case.call()
+    call.cache["v_scale"].view[1] = value
+    run_cache(backend, call)
+    group = call.out.view.shape[2] // 2
+    assert not np.isfinite(call.out.view[0, :, group:]).any()
+    assert bits(call.out.view[0, :, :group]) == bits(one.out.view[0, :, :group])
+    assert (call.out.view[1] == 0).all()
+
+
+@pytest.mark.parametrize("exponent", [-120, -40, 0, 40, 115])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_range_of_bfloat16_queries(backend: Backend, cache_dtype: str, exponent: int) -> None:
+    """Each row of Q has a range of its own, and numbers that are small beside its largest."""
+    if "bf16" not in {row.dtype for row in backend.rows("decode")}:
+        pytest.skip("no bfloat16 here")
+    case = replace(BASE, dtype="bf16", cache_dtype=cache_dtype, out_dtype="fp32")
+    case = replace(case, scale=0.05 * 2.0**-exponent)
+    call = case.call()
+    view = call.q.view
+    view[...] = (view.astype(np.float64) * 2.0**exponent).astype(view.dtype)
+    wanted = case.call()
+    wanted.q.view[...] = view
+    check_call(run_cache(backend, call), wanted, answer(wanted.problem()))

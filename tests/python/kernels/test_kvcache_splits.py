@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from backends import capi
 from backends.abi import KvCacheOptions, structure
 from backends.capi import Backend
+from backends.emulated import emulated
 from cases.cache_case import Append, CacheCase
 from oracle.attention import Array
 from run.forward import bits
 from run.kvcache import check_call, run_cache
+
+__all__ = ["emulated"]
 
 BASE = CacheCase("splits", "bf16", (700, 0, 65, 64), 2, page=16, causal=True, heads=8)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -55,6 +60,7 @@ def test_bits_do_not_depend_on_the_capacity(backend: Backend) -> None:
     results: list[Array] = []
     for capacity in (704, 1024, 5000):
         case = replace(BASE, split_size=128, capacity=capacity, page=0, poison=False)
+        case = replace(case, out_dtype="fp32")  # of which rounding to 16 bits hides little
         call = case.call()
         source = BASE.call().problem()
         for b, length in enumerate(BASE.lengths):
@@ -65,6 +71,20 @@ def test_bits_do_not_depend_on_the_capacity(backend: Backend) -> None:
         results.append(run_cache(backend, call).out.view)
     for other in results[1:]:
         assert bits(other) == bits(results[0])
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_clusters_join_as_the_kernel_does(emulated: ctypes.CDLL, name: str) -> None:
+    """On GPUs that have them: the same bits."""
+    gpu = capi.backend("emulated-sm80")
+    case = replace(BASE, out_dtype="fp32", **FEATURES[name])
+    for how in ({"splits": 2}, {"splits": 3}, {"split_size": 128}):
+        results = []
+        for capability in (80, 90):
+            emulated.emulated_set_compute_capability(capability)
+            call = run_cache(gpu, replace(case, **how).call())
+            results.append((bits(call.out.view), bits(call.lse.view)))
+        assert results[0] == results[1], how
 
 
 def test_workspace_does_not_grow_with_the_keys(backend: Backend) -> None:

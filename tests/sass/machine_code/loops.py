@@ -10,6 +10,7 @@ from .instructions import Instruction, is_tensor
 
 ENDS_BLOCK = ("BRA", "BSYNC", "EXIT", "RET", "BRX", "CALL")
 LEAVES = ("BRA", "EXIT", "RET", "BRX")  # does not fall through, unless conditional
+JUMPS = ("BRA", "CALL")  # a loop may be left by a call from which nothing returns
 
 
 class Block(NamedTuple):
@@ -46,7 +47,7 @@ def control_flow(code: list[Instruction]) -> Graph:
         target = _target(instruction, index_at)
         if instruction.opcode.startswith(ENDS_BLOCK):
             starts.add(i + 1)
-        if instruction.opcode.startswith(("BRA", "BSSY")) and target is not None:
+        if instruction.opcode.startswith((*JUMPS, "BSSY")) and target is not None:
             starts.add(target)
     heads = sorted(start for start in starts if start < len(code))
     blocks = [Block(*ends) for ends in zip(heads, [*heads[1:], len(code)], strict=True)]
@@ -56,7 +57,7 @@ def control_flow(code: list[Instruction]) -> Graph:
         last = code[block.end - 1]
         following = []
         target = _target(last, index_at)
-        if last.opcode.startswith("BRA") and target is not None:
+        if last.opcode.startswith(JUMPS) and target is not None:
             following.append(number[target])
         falls_through = not last.opcode.startswith(LEAVES) or _is_conditional(last)
         if falls_through and n + 1 < len(blocks):

@@ -93,10 +93,10 @@ constexpr DecodeConfig latent_64(int block_n) {
 // 144 KB with 64.
 inline constexpr DecodeConfig kTable[] = {
     three_ctas(four_warps(64, 16, 128)),
-    three_ctas(four_warps(64, 32, 128)),
+    three_ctas(four_buffers(four_warps(64, 32, 64))),
     four_buffers(four_warps(64, 64, 64)),
     three_ctas(four_warps(128, 16, 64)),
-    three_ctas(four_warps(128, 32, 64)),
+    four_warps(128, 32, 64),
     four_warps(128, 64, 64),
     two_warps(256),
     four_warps(256, 32, 32),
@@ -111,7 +111,7 @@ inline constexpr DecodeConfig kTable[] = {
     of_8bit(four_buffers(four_warps(64, 32, 128))),
     of_8bit(four_buffers(four_warps(64, 64, 64))),
     of_8bit(four_warps(128, 16, 128)),
-    of_8bit(four_warps(128, 32, 128)),
+    of_8bit(four_buffers(four_warps(128, 32, 64))),
     of_8bit(four_buffers(four_warps(128, 64, 64))),
     of_8bit(four_warps(256, 16, 64)),
     of_8bit(four_warps(256, 32, 64)),

@@ -1,9 +1,11 @@
-// The end of a decoding CTA: its warps' results are joined and written, as the result itself or,
-// where the keys are split, as a part of it (combine.cu).
+// The end of a decoding CTA: its warps' results are joined. They are the result itself or, where the
+// keys are split, a part of it. Parts are joined by combine.cu or, where the CTAs of all splits are a
+// cluster, by these (join_splits). Both add up the same numbers in the same order.
 #pragma once
 
 #include <cute/tensor.hpp>
 
+#include "common/cluster.h"
 #include "common/dequantize.h"
 #include "common/element.h"
 #include "common/layout.h"
@@ -23,13 +25,14 @@ namespace anyflash::sm80 {
 // Element (row, 0) of the result, or of this split's part of it.
 template <class Out>
 ANYFLASH_DEVICE Out* result_row(const KvCacheParams& params, const DecodeWorkTile& block, int row) {
-  return static_cast<Out*>(params.out) + block.split * stride_of_split(params) +
+  const int part = params.splits_in_cluster ? 0 : block.split;
+  return static_cast<Out*>(params.out) + part * stride_of_split(params) +
          block.offset(params.out_stride, row);
 }
 ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkTile& block,
                                   int row) {
-  return params.lse + block.split * lse_stride_of_split(params) +
-         block.offset(params.lse_stride, row);
+  const int part = params.splits_in_cluster ? 0 : block.split;
+  return params.lse + part * lse_stride_of_split(params) + block.offset(params.lse_stride, row);
 }
 
 // One number of a cache of values, 0 if it does not exist. Of 8 bits: 0 if it is finite.
@@ -43,7 +46,7 @@ ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWork
                          block.head_k * stride.head + x * stride.col;
   if constexpr (Traits::k8Bit) {
     const float lost = nonfinite_part(static_cast<const unsigned char*>(params.attention.v)[offset],
-                                      Float8Format<typename Traits::Element>(params.cache_dtype));
+                                      params.cache_dtype);
     if (lost == 0.0f || params.v_scale.data == nullptr) return lost;
     return lost * load_float(params.v_scale, scale_index(params.v_scale, place, block.head_k));
   } else {
@@ -52,9 +55,10 @@ ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWork
   }
 }
 
-// Gives what clear_values() took out of V to the rows that see it.
-template <class Traits, class Out>
-ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWorkTile& block) {
+// Gives what clear_values() took out of V to the rows that see it: result(row, column).
+template <class Traits, class Result>
+ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWorkTile& block,
+                                    const Result& result) {
   const Mask mask = block.mask(params);
   const TreeMask tree(params, block.batch, block.sequence);
   for (int tile = block.keys.begin; tile < block.keys.end; tile += Traits::kBlockN) {
@@ -69,23 +73,23 @@ ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWor
               seen.begin <= key && key < seen.end && tree.keep(block.query(row), key);
           return visible ? TermWeight::kVisible : TermWeight::kHidden;
         },
-        [&](int row, int x) -> Out& {
-          return result_row<Out>(params, block, row)[x * params.out_stride.col];
-        });
+        result);
   }
 }
 
+ANYFLASH_DEVICE float row_sink(const KvCacheParams& params, const DecodeWorkTile& block, int row) {
+  const BroadcastTensor& sinks = params.attention.sinks;
+  return sinks.data == nullptr ? -INFINITY : load_float(sinks, block.head(row) * sinks.stride.head);
+}
+
 // Turns the LSEs of each row's parts, one a group of warps, into the parts' weights, and writes the
-// row's LSE. A sink is one more part.
+// row's LSE. A sink is one more part, but for a split's.
 template <class Traits>
 ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeWorkTile& block,
                                  typename Traits::Result& result) {
   const int row = threadIdx.x;
   if (row >= block.rows) return;
-  float sink = -INFINITY;
-  if (params.attention.sinks.data != nullptr) {
-    sink = load_float(params.attention.sinks, block.head(row) * params.attention.sinks.stride.head);
-  }
+  const float sink = params.splits_in_cluster ? -INFINITY : row_sink(params, block, row);
   float top = sink;
   CUTE_UNROLL
   for (int part = 0; part < Traits::kKeyWarps; ++part) top = fmaxf(top, result.lse[part][row]);
@@ -101,19 +105,19 @@ ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeWorkTi
     float& lse = result.lse[part][row];
     lse = exp2f((lse - reference) * kLog2E) * inverse;
   }
-  if (params.lse != nullptr) {
-    *result_lse(params, block, row) = sum == 0.0f ? -INFINITY : reference + logf(sum);
-  }
+  const float of_row = sum == 0.0f ? -INFINITY : reference + logf(sum);
+  if (params.splits_in_cluster) result.split_lse[row] = of_row;
+  else if (params.lse != nullptr) *result_lse(params, block, row) = of_row;
 }
 
-// The weighted sums of the parts. A part without keys has 0 and weighs nothing.
-template <class Traits, class Out>
-ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeWorkTile& block,
-                                const typename Traits::Result& result) {
+// Calls store(row, column, four numbers): the weighted sums of the parts. A part without keys has 0
+// and weighs nothing.
+template <class Traits, class Store>
+ANYFLASH_DEVICE void join_parts(const KvCacheParams& params, const DecodeWorkTile& block,
+                                const typename Traits::Result& result, const Store& store) {
   constexpr int kLanes = Traits::kHeadDim < 128 ? Traits::kHeadDim / 4 : 32;  // of a row
   const int thread = threadIdx.x;
   for (int row = thread / kLanes; row < block.rows; row += Traits::kThreads / kLanes) {
-    Out* const target = result_row<Out>(params, block, row);
     for (int x = thread % kLanes * 4; x < params.attention.head_dim_v; x += kLanes * 4) {
       float sums[4] = {};
       CUTE_UNROLL
@@ -125,9 +129,37 @@ ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeWorkTil
         sums[2] += weight * values.z;
         sums[3] += weight * values.w;
       }
-      store_four(sums, target + x * params.out_stride.col, params.out_stride.col,
-                 params.attention.head_dim_v - x);
+      store(row, x, sums);
     }
+  }
+}
+
+// This CTA's result in global memory.
+template <class Traits, class Out>
+ANYFLASH_DEVICE void store_rows(const KvCacheParams& params, const DecodeWorkTile& block,
+                                const typename Traits::Result& result, bool found_nonfinite) {
+  const int64_t stride = params.out_stride.col;
+  join_parts<Traits>(params, block, result, [&](int row, int x, const float (&sums)[4]) {
+    store_four(sums, result_row<Out>(params, block, row) + x * stride, stride,
+               params.attention.head_dim_v - x);
+  });
+  if (__syncthreads_or(found_nonfinite)) {  // and all rows are in global memory
+    restore_values<Traits>(params, block, [&](int row, int x) -> Out& {
+      return result_row<Out>(params, block, row)[x * stride];
+    });
+  }
+}
+
+// The same in shared memory, in the place of the first part.
+template <class Traits>
+ANYFLASH_DEVICE void keep_rows(const KvCacheParams& params, const DecodeWorkTile& block,
+                               typename Traits::Result& result, bool found_nonfinite) {
+  join_parts<Traits>(params, block, result, [&](int row, int x, const float (&sums)[4]) {
+    *reinterpret_cast<float4*>(&result.out[0][row][x]) = {sums[0], sums[1], sums[2], sums[3]};
+  });
+  if (__syncthreads_or(found_nonfinite)) {  // and all rows are there
+    restore_values<Traits>(params, block,
+                           [&](int row, int x) -> float& { return result.out[0][row][x]; });
   }
 }
 
@@ -136,7 +168,6 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
                                      typename Traits::SharedStorage& smem, AccO& acc_o,
                                      Softmax& softmax, float unit, bool found_nonfinite) {
   using namespace cute;
-  using Element = typename Traits::Element;
   const int group = Traits::group();
   const int first_column = Traits::column_warp() * Traits::kWarpColumns;
   auto out_matrix = as_matrix(acc_o);
@@ -153,6 +184,7 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
   CUTE_UNROLL
   for (int row = 0; row < size<0>(out_matrix); ++row) {
     const int i = get<0>(coordinates(row, 0));
+    if (i >= block.rows) continue;
     if (first_column + get<1>(coordinates(row, 0)) == 0) smem.result.lse[group][i] = lse(row);
     CUTE_UNROLL
     for (int col = 0; col < size<1>(out_matrix); ++col) {
@@ -163,21 +195,84 @@ ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWo
   __syncthreads();  // all parts are there
   weigh_parts<Traits>(params, block, smem.result);
   __syncthreads();  // their weights too
-  const bool float_out = params.out_dtype == DType::kFloat32;
-  if (float_out) store_rows<Traits, float>(params, block, smem.result);
-  else store_rows<Traits, Element>(params, block, smem.result);
-
-  if (__syncthreads_or(found_nonfinite)) {  // and all rows are in global memory
-    if (float_out) restore_values<Traits, float>(params, block);
-    else restore_values<Traits, Element>(params, block);
+  if (params.splits_in_cluster) {
+    keep_rows<Traits>(params, block, smem.result, found_nonfinite);
+  } else if (params.out_dtype == DType::kFloat32) {
+    store_rows<Traits, float>(params, block, smem.result, found_nonfinite);
+  } else {
+    store_rows<Traits, typename Traits::Element>(params, block, smem.result, found_nonfinite);
   }
 }
 
 // A split without keys says so and writes nothing else.
 template <class Traits>
-ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeWorkTile& block) {
+ANYFLASH_DEVICE void decode_nothing(const KvCacheParams& params, const DecodeWorkTile& block,
+                                    typename Traits::Result& result) {
   for (int row = threadIdx.x; row < block.rows; row += Traits::kThreads) {
-    *result_lse(params, block, row) = -INFINITY;
+    if (params.splits_in_cluster) result.split_lse[row] = -INFINITY;
+    else *result_lse(params, block, row) = -INFINITY;
+  }
+}
+
+// What a row's splits weigh in its result.
+struct SplitWeights {
+  float weight[kLargestCluster];
+  float lse;  // of all
+
+  ANYFLASH_DEVICE SplitWeights(const float (&lses)[kLargestCluster], float sink) {
+    float top = sink;
+    CUTE_UNROLL
+    for (int s = 0; s < kLargestCluster; ++s) top = fmaxf(top, lses[s]);
+    const float reference = top == -INFINITY ? 0.0f : top;
+    float terms[kLargestCluster];
+    CUTE_UNROLL
+    for (int s = 0; s < kLargestCluster; ++s) {
+      weight[s] = terms[s] = exp2f((lses[s] - reference) * kLog2E);
+    }
+    CUTE_UNROLL
+    for (int distance = kLargestCluster / 2; distance > 0; distance /= 2) {
+      CUTE_UNROLL
+      for (int s = 0; s < distance; ++s) terms[s] += terms[s + distance];
+    }
+    float sum = terms[0];
+    if (sink != -INFINITY) sum += exp2f((sink - reference) * kLog2E);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    CUTE_UNROLL
+    for (int s = 0; s < kLargestCluster; ++s) weight[s] *= inverse;
+    lse = sum == 0.0f ? -INFINITY : reference + logf(sum);
+  }
+};
+
+// The result of a cluster: each CTA joins some columns of some rows of all splits.
+template <class Traits, class Out>
+ANYFLASH_DEVICE void join_splits(const KvCacheParams& params, const DecodeWorkTile& block,
+                                 const typename Traits::Result& result) {
+  constexpr int kPieces = Traits::kHeadDimV / 4;  // of a row
+  const int columns = params.attention.head_dim_v;
+  const int64_t stride = params.out_stride.col;
+  for (int i = block.split * Traits::kThreads + static_cast<int>(threadIdx.x);
+       i < block.rows * kPieces; i += params.num_splits * Traits::kThreads) {
+    const int row = i / kPieces;
+    const int x = i % kPieces * 4;
+    if (x >= columns) continue;
+    float lses[kLargestCluster];
+    CUTE_UNROLL
+    for (int s = 0; s < kLargestCluster; ++s) {
+      lses[s] = s < params.num_splits ? *in_cta(&result.split_lse[row], s) : -INFINITY;
+    }
+    const SplitWeights weights(lses, row_sink(params, block, row));
+    float4 parts[kLargestCluster];  // their loads overlap
+    CUTE_UNROLL
+    for (int s = 0; s < kLargestCluster; ++s) {
+      const auto* const part = reinterpret_cast<const float4*>(&result.out[0][row][x]);
+      parts[s] = lses[s] != -INFINITY ? *in_cta(part, s) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+    PartSums<kPartSums> sums;
+    CUTE_UNROLL
+    for (int s = 0; s < kLargestCluster; ++s) sums.add(s, weights.weight[s], parts[s]);
+    const float joined[4] = {sums.column(0), sums.column(1), sums.column(2), sums.column(3)};
+    store_four(joined, result_row<Out>(params, block, row) + x * stride, stride, columns - x);
+    if (x == 0 && params.lse != nullptr) *result_lse(params, block, row) = weights.lse;
   }
 }
 

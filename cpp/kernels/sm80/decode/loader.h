@@ -1,6 +1,7 @@
 // Loads tiles of K and V from a cache, each key from wherever it lies.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cute/tensor.hpp>
 
@@ -9,17 +10,11 @@
 #include "common/macros.h"
 #include "params.h"
 #include "sm80/copy.h"
+#include "sm80/decode/scores.h"
 #include "sm80/decode/work_tile.h"
 #include "variant/cache.h"
 
 namespace anyflash::sm80 {
-
-// Whether rows of a tensor, columns of `bytes` each, can be copied in pieces of 16 bytes.
-ANYFLASH_DEVICE bool has_vectors(const void* data, const Strides& stride, int columns, int bytes) {
-  const int64_t places = reinterpret_cast<int64_t>(data) | stride.batch * bytes |
-                         stride.row * bytes | stride.head * bytes | columns * bytes;
-  return places % 16 == 0 && stride.col == 1;
-}
 
 // One row's 16 bytes element by element; columns that do not exist become 0.
 template <class Unit>
@@ -35,30 +30,12 @@ ANYFLASH_DEVICE void load_elements(const void* row, int64_t stride, int first, i
   }
 }
 
-// A head's rows of K or of V.
-template <class Unit>
-struct CacheHead {
-  const Unit* data;
-  Strides stride;
-  int columns;
-  bool vectors;
-
-  ANYFLASH_DEVICE CacheHead(const void* data_, const Strides& stride_, int head, int columns_)
-      : data(static_cast<const Unit*>(data_) + head * stride_.head),
-        stride(stride_),
-        columns(columns_),
-        vectors(has_vectors(data_, stride_, columns_, sizeof(Unit))) {}
-
-  ANYFLASH_DEVICE const Unit* row(int64_t slot, int64_t row) const {
-    return data + slot * stride.batch + row * stride.row;
-  }
-};
-
 template <class Traits>
 class CacheLoader {
-  using Element = typename Traits::Element;
+  using Operand = typename Traits::Operand;
   using Unit = std::conditional_t<Traits::k8Bit, uint8_t, uint16_t>;
   using Load = typename Traits::TileKv::Load;
+  using Scales = CacheScales<Traits>;
   static ANYFLASH_HOST_DEVICE auto coordinates(int thread) {  // (VECTOR, ROWS, PANELS)
     return Load{}.get_thread_slice(thread).partition_S(
         cute::make_identity_tensor(typename Traits::TileKv::Shape{}));
@@ -66,17 +43,16 @@ class CacheLoader {
   using Coordinates = decltype(coordinates(0));
   static constexpr int kRows = decltype(cute::size<1>(Coordinates{}))::value;
   static constexpr int kPanels = decltype(cute::size<2>(Coordinates{}))::value;
-  static constexpr int kUnits = sizeof(Element) / sizeof(Unit);
+  static constexpr int kRowStep = Traits::TileKv::kThreads / Traits::TileKv::kThreadsPerRow;
+  static constexpr int kUnits = sizeof(Operand) / sizeof(Unit);
 
  public:
-  ANYFLASH_DEVICE CacheLoader(const KvCacheParams& params, const DecodeWorkTile& block)
+  ANYFLASH_DEVICE CacheLoader(const DecodeLaunch& params, const DecodeWorkTile& block)
       : params_(params),
+        block_(block),
         sequence_(block.sequence),
-        keys_(block.keys),
-        row_mask_(params.block_table == nullptr ? -1 : (1 << params.page_shift) - 1),
-        k_(params.attention.k, params.attention.k_stride, block.head_k, params.attention.head_dim),
-        v_(params.attention.v, params.attention.v_stride, block.head_k,
-           params.attention.head_dim_v),
+        paged_(params.block_table != nullptr),
+        end_(paged_ || block.sequence.slot >= 0 ? block.keys.end : 0),
         coordinates_(coordinates(static_cast<int>(threadIdx.x))) {
     if constexpr (Traits::k8Bit) {
       k_scale_ = static_cast<const float*>(params.k_scale.data);
@@ -90,39 +66,27 @@ class CacheLoader {
   // table's answer takes as long as memory does, so this runs a tile ahead of load(), and does not
   // look at it.
   ANYFLASH_DEVICE void prefetch_table(int tile) {
-    first_key_ = keys_.begin + tile * Traits::kBlockN;
+    first_key_ = block_.keys.begin + tile * Traits::kBlockN;
+    if (!paged_) return;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int key = first_key_ + cute::get<0>(coordinates_(0, i, 0));
-      entry_[i] = -1;
-      if (key < keys_.end) entry_[i] = table_entry(params_, sequence_, key);
+      entry_[i] = key(i) < end_ ? table_entry(params_, sequence_, key(i)) : -1;
     }
   }
 
   // Starts to load the tile that prefetch_table() was called for.
   ANYFLASH_DEVICE void load(typename Traits::Buffers& buffers, int stage) const {
-    load_tile(k_, buffers.k[stage]);
-    if constexpr (!Traits::kLatent) load_tile(v_, buffers.v(stage));
+    const Attention& a = params_.attention;
+    load_tile(block_.k, a.k_stride, a.head_dim, buffers.k[stage]);
+    if constexpr (!Traits::kLatent) {
+      load_tile(block_.v, a.v_stride, a.head_dim_v, buffers.v(stage));
+    }
     if constexpr (Traits::k8Bit) {
-      if (is_per_key(params_.k_scale)) {
+      if (Scales::is_per_key(params_.k_scale)) {
         load_scales(k_scale_, params_.k_scale.stride, buffers.k_scale[stage]);
       }
-      if (is_per_key(params_.v_scale)) {
+      if (Scales::is_per_key(params_.v_scale)) {
         load_scales(v_scale_, params_.v_scale.stride, buffers.v_scale[stage]);
-      }
-    }
-  }
-
-  // Scales that are the same for all keys: load() leaves them as they are.
-  ANYFLASH_DEVICE void fill_scales(typename Traits::Buffers& buffers) const {
-    if constexpr (Traits::k8Bit) {
-      const float k_scale = k_scale_ == nullptr ? 1.0f : *k_scale_;
-      const float v_scale = v_scale_ == nullptr ? 1.0f : *v_scale_;
-      for (int stage = 0; stage < Traits::kStages; ++stage) {
-        for (int key = threadIdx.x; key < Traits::kBlockN; key += Traits::kThreads) {
-          if (!is_per_key(params_.k_scale)) buffers.k_scale[stage][key] = k_scale;
-          if (!is_per_key(params_.v_scale)) buffers.v_scale[stage][key] = v_scale;
-        }
       }
     }
   }
@@ -135,12 +99,11 @@ class CacheLoader {
       return clear_nonfinite(tXsX);
     } else {
       if (params_.cache_dtype == DType::kInt8) return false;
-      const Float8Format<Element> format(params_.cache_dtype);
       bool found = false;
       auto words = cute::recast<uint32_t>(tXsX);
       CUTE_UNROLL
       for (int i = 0; i < cute::size(words); ++i) {
-        const uint32_t nonfinite = format.nonfinite(words(i));
+        const uint32_t nonfinite = nonfinite_bytes(words(i), params_.cache_dtype);
         if (nonfinite == 0) continue;
         words(i) = words(i) & ~((nonfinite >> 7) * 0xffu);
         found = true;
@@ -150,52 +113,81 @@ class CacheLoader {
   }
 
  private:
-  static ANYFLASH_DEVICE auto pieces(Element* tile) {  // (VECTOR, ROWS, PANELS)
+  static ANYFLASH_DEVICE auto pieces(Operand* tile) {  // (VECTOR, ROWS, PANELS)
     return Load{}
         .get_thread_slice(threadIdx.x)
         .partition_D(
             cute::make_tensor(cute::make_smem_ptr(tile), typename Traits::TileKv::Layout{}));
   }
 
-  ANYFLASH_DEVICE void load_tile(const CacheHead<Unit>& source, Element* tile) const {
-    using namespace cute;
-    auto tXsX = pieces(tile);
-    if (source.vectors) {
-      const Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element> atom;
-      for_each_piece(source, [&](const Unit* row, int i, int panel, int first, int columns) {
-        auto gmem = make_tensor(make_gmem_ptr(reinterpret_cast<const Element*>(row + first)),
-                                Layout<Int<Traits::TileKv::kVector>>{});
-        copy(atom.with(first < columns), gmem, tXsX(_, i, panel));
-      });
-    } else {
-      for_each_piece(source, [&](const Unit* row, int i, int panel, int first, int columns) {
-        load_elements<Unit>(row, source.stride.col, first, columns, &tXsX(0, i, panel));
-      });
-    }
+  // This thread's i-th key of the tile.
+  ANYFLASH_DEVICE int key(int i) const {
+    return first_key_ + cute::get<0>(coordinates_(0, 0, 0)) + i * kRowStep;
+  }
+  // Of this key in the sequence's place.
+  ANYFLASH_DEVICE int row_of(int i) const { return sequence_.first_row + key(i); }
+  // Whether the table says where it lies.
+  ANYFLASH_DEVICE bool is_page(int i) const {
+    return static_cast<unsigned>(entry_[i]) < params_.page_count;
+  }
+  ANYFLASH_DEVICE int64_t offset_in_pages(const Strides& stride, int i) const {
+    const auto row = static_cast<unsigned>(row_of(i)) & params_.page_mask;
+    const unsigned page = is_page(i) ? static_cast<unsigned>(entry_[i]) : 0;
+    return page * stride.batch + row * stride.row;
   }
 
-  // Calls function(row, i, panel, its first column, columns that exist) for this thread's pieces.
-  template <class Function>
-  ANYFLASH_DEVICE void for_each_piece(const CacheHead<Unit>& source,
-                                      const Function& function) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const bool exists = is_slot(params_, entry_[i]);
-      const int key = first_key_ + cute::get<0>(coordinates_(0, i, 0));
-      const Unit* const row = source.row(exists ? entry_[i] : 0, row_in_slot(key));
-      const int columns = exists ? source.columns : 0;
+  ANYFLASH_DEVICE int first_column() const { return cute::get<1>(coordinates_(0, 0, 0)) * kUnits; }
+
+  // `head`: see DecodeWorkTile. Rows that do not exist have no columns: they become 0, and nothing is
+  // read.
+  ANYFLASH_DEVICE void load_tile(const void* head, const Strides& stride, int columns,
+                                 Operand* tile) const {
+    const int first = first_column();
+    const Unit* const data = static_cast<const Unit*>(head) + first * stride.col;
+    columns -= first;
+    auto tXsX = pieces(tile);
+    if (!params_.cache_has_vectors) {
       CUTE_UNROLL
-      for (int panel = 0; panel < kPanels; ++panel) {
-        function(row, i, panel, cute::get<1>(coordinates_(0, i, panel)) * kUnits, columns);
+      for (int i = 0; i < kRows; ++i) {
+        const bool exists = paged_ ? is_page(i) : key(i) < end_;
+        const int64_t offset = paged_ ? offset_in_pages(stride, i) : row_of(i) * stride.row;
+        load_row<false>(data + offset, exists ? columns : 0, stride.col, tXsX, i);
+      }
+    } else if (paged_) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const Unit* const row = data + offset_in_pages(stride, i);
+        load_row<true>(row, is_page(i) ? columns : 0, 1, tXsX, i);
+      }
+    } else {  // a row's address takes one sum, and the loop few registers
+      const Unit* row = data + row_of(0) * stride.row;
+      const int64_t step = kRowStep * stride.row;
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
+      for (int i = 0; i < kRows; ++i, row += step) {
+        load_row<true>(row, key(i) < end_ ? columns : 0, 1, tXsX, i);
       }
     }
   }
 
-  ANYFLASH_DEVICE int row_in_slot(int key) const { return (sequence_.first_row + key) & row_mask_; }
-
-  // Whether keys of a tile may have different scales.
-  static ANYFLASH_DEVICE bool is_per_key(const BroadcastTensor& scale) {
-    return scale.data != nullptr && (scale.stride.batch != 0 || scale.stride.row != 0);
+  // This thread's pieces of its i-th row, from its first one on.
+  template <bool kVectors, class Pieces>
+  static ANYFLASH_DEVICE void load_row(const Unit* row, int columns, int64_t col_stride,
+                                       Pieces& tXsX, int i) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const int first = panel * Traits::TileKv::kPanelColumns * kUnits;
+      if constexpr (kVectors) {
+        auto gmem = make_tensor(make_gmem_ptr(reinterpret_cast<const Operand*>(row + first)),
+                                Layout<Int<Traits::TileKv::kVector>>{});
+        const Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Operand> atom;
+        copy(atom.with(first < columns), gmem, tXsX(_, i, panel));
+      } else {
+        load_elements<Unit>(row, col_stride, first, columns, &tXsX(0, i, panel));
+      }
+    }
   }
 
   // One number a key: of the threads that share a row, each takes one of their rows.
@@ -204,28 +196,29 @@ class CacheLoader {
     const int lane = cute::get<1>(coordinates_(0, 0, 0)) / Traits::TileKv::kVector;
     CUTE_UNROLL
     for (int first = 0; first < kRows; first += kLanes) {
-      int entry = -1;
-      int at = -1;
+      bool exists = false;
+      int64_t offset = 0;
+      int row = -1;  // of the tile
       CUTE_UNROLL
       for (int i = first; i < kRows && i < first + kLanes; ++i) {
         if (i - first != lane) continue;
-        entry = entry_[i];
-        at = cute::get<0>(coordinates_(0, i, 0));
+        row = cute::get<0>(coordinates_(0, i, 0));
+        exists = paged_ ? is_page(i) : key(i) < end_;
+        offset = paged_
+                     ? offset_in_pages(stride, i)
+                     : sequence_.slot * stride.batch + (sequence_.first_row + key(i)) * stride.row;
       }
-      if (at < 0) continue;  // fewer rows than threads
-      const bool exists = is_slot(params_, entry);
-      const int64_t offset = entry * stride.batch + row_in_slot(first_key_ + at) * stride.row;
-      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(scale[exists ? offset : 0], target[at],
+      if (row < 0) continue;  // fewer rows than threads
+      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(scale[exists ? offset : 0], target[row],
                                                          exists);
     }
   }
 
-  const KvCacheParams& params_;
-  const CachedSequence sequence_;
-  const SplitKeys keys_;
-  const int row_mask_;  // of a row in its page
-  CacheHead<Unit> k_;
-  CacheHead<Unit> v_;
+  const DecodeLaunch& params_;
+  const DecodeWorkTile& block_;
+  const CachedSequence& sequence_;
+  const bool paged_;
+  const int end_;                   // of the keys that lie anywhere
   const float* k_scale_ = nullptr;  // of this head
   const float* v_scale_ = nullptr;
   Coordinates coordinates_;

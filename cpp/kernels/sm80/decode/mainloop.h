@@ -23,17 +23,16 @@ namespace anyflash::sm80 {
 
 // Q's rows of this tile to shared memory; rows and columns that do not exist become 0.
 template <class Traits>
-ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkTile& block,
+ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTile& block,
                                   typename Traits::SharedStorage& smem) {
   const Attention& a = params.attention;
   using namespace cute;
-  using Element = typename Traits::Element;
+  using Element = typename Traits::Operand;  // its bits
   using TileQ = typename Traits::TileQ;
   auto thread_copy = typename TileQ::Load{}.get_thread_slice(threadIdx.x);
   auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
       make_tensor(make_smem_ptr(smem.buffers.q), typename TileQ::Layout{}));
   auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
-  const bool vectors = has_vectors(a.q, a.q_stride, a.head_dim, sizeof(Element));
   CUTE_UNROLL
   for (int i = 0; i < size<1>(tQsQ); ++i) {
     const int row = get<0>(tQcQ(0, i, 0));
@@ -45,7 +44,7 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
     for (int panel = 0; panel < size<2>(tQsQ); ++panel) {
       const int first = get<1>(tQcQ(0, i, panel));
       const int columns = exists ? a.head_dim : 0;
-      if (vectors) {
+      if (params.q_has_vectors) {
         auto gmem = make_tensor(make_gmem_ptr(reinterpret_cast<const Element*>(source + first)),
                                 Layout<Int<TileQ::kVector>>{});
         copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{}.with(first < columns),
@@ -57,48 +56,69 @@ ANYFLASH_DEVICE void load_queries(const KvCacheParams& params, const DecodeWorkT
   }
 }
 
-// The bytes of a word that become the first and the second word of 16-bit elements.
-template <int kA0, int kA1, int kB0, int kB1>
-struct BytePairs {
-  template <bool kInt8, class Format>
-  ANYFLASH_DEVICE static uint32_t first(uint32_t x, const Format& format) {
-    return dequantize_pair<kInt8, kA0, kA1>(x, format);
-  }
-  template <bool kInt8, class Format>
-  ANYFLASH_DEVICE static uint32_t second(uint32_t x, const Format& format) {
-    return dequantize_pair<kInt8, kB0, kB1>(x, format);
-  }
-  template <class Format>
-  ANYFLASH_DEVICE static void restore(uint32_t x, const Format& format, uint32_t& first,
-                                      uint32_t& second) {
-    restore_nonfinite_pair<kA0, kA1>(x, format, first);
-    restore_nonfinite_pair<kB0, kB1>(x, format, second);
-  }
-};
-
-// Words of an 8-bit fragment as two words each of a 16-bit one. target(half, n, second) is the word
-// that byte pair `second` of stored(half, n) becomes.
-template <DType kStored, class Element, class Pairs, class Words, class Target>
-ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
-  constexpr bool kInt8 = kStored == DType::kInt8;
-  const Float8Format<Element> format(kStored);
-  uint32_t nonfinite = 0;
+// Where Q is bfloat16 and the cache has 8 bits: Q becomes float16, each row times a power of two that
+// takes its largest finite number to 2^14. Numbers that float16 then rounds are below 2^-28 of that.
+// q_factor gets the inverse. A thread converts what it has loaded itself.
+template <class Traits>
+ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
+  using namespace cute;
+  using TileQ = typename Traits::TileQ;
+  constexpr int kExponents = 0x7f80;  // of a bfloat16; all ones: not finite
+  auto thread_copy = typename TileQ::Load{}.get_thread_slice(threadIdx.x);
+  auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
+      make_tensor(make_smem_ptr(smem.buffers.q), typename TileQ::Layout{}));
+  auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
   CUTE_UNROLL
-  for (int n = 0; n < cute::size<1>(stored); ++n) {
+  for (int i = 0; i < size<1>(tQsQ); ++i) {
+    auto row = tQsQ(_, i, _);
+    auto bits = recast<uint16_t>(row);
+    int largest = 0;  // exponent
     CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t x = stored(half, n);
-      target(half, n, 0) = Pairs::template first<kInt8>(x, format);
-      target(half, n, 1) = Pairs::template second<kInt8>(x, format);
-      if constexpr (!kInt8) nonfinite |= format.nonfinite(x);
+    for (int x = 0; x < size(bits); ++x) {
+      const int exponent = bits(x) & kExponents;
+      largest = max(largest, exponent == kExponents ? 0 : exponent);
+    }
+    CUTE_UNROLL
+    for (int distance = 1; distance < TileQ::kThreadsPerRow; distance *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    const int exponent = min(14 + 2 * 127 - (largest >> 7), 253);
+    const float factor = __int_as_float(exponent << 23);
+    CUTE_UNROLL
+    for (int x = 0; x < size(bits); ++x) {
+      const float value = __int_as_float(static_cast<int>(bits(x)) << 16);
+      row(x) = cutlass::half_t(value * factor);
+    }
+    if (get<1>(tQcQ(0, i, 0)) == 0) {
+      smem.buffers.q_factor[get<0>(tQcQ(0, i, 0))] = __int_as_float((254 - exponent) << 23);
     }
   }
-  if (nonfinite == 0) return;
+}
+
+// Words of an 8-bit fragment as two words each of a 16-bit one. target(half, n, second) is what
+// bytes kA0 and kA1, or kB0 and kB1, of stored(half, n) become.
+template <DType kStored, int kA0, int kA1, int kB0, int kB1, class Words, class Target>
+ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
   CUTE_UNROLL
   for (int n = 0; n < cute::size<1>(stored); ++n) {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      Pairs::restore(stored(half, n), format, target(half, n, 0), target(half, n, 1));
+      target(half, n, 0) = dequantize_pair<kStored, kA0, kA1>(stored(half, n));
+      target(half, n, 1) = dequantize_pair<kStored, kB0, kB1>(stored(half, n));
+    }
+  }
+  if (kStored != DType::kFloat8E4M3 || converts_e4m3()) return;
+  uint32_t found = 0;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(stored); ++i) found |= nonfinite_bytes(stored(i), kStored);
+  if (found == 0) return;
+  CUTE_UNROLL
+  for (int n = 0; n < cute::size<1>(stored); ++n) {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t nonfinite = nonfinite_bytes(stored(half, n), kStored);
+      target(half, n, 0) = mark_nan<kA0, kA1>(target(half, n, 0), nonfinite);
+      target(half, n, 1) = mark_nan<kB0, kB1>(target(half, n, 1), nonfinite);
     }
   }
 }
@@ -106,7 +126,7 @@ ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
 // What one warp does with its keys of a tile.
 template <class Traits>
 class DecodeWarp {
-  using Element = typename Traits::Element;
+  using Operand = typename Traits::Operand;
   using Mma = typename Traits::TiledMma;
   using TileKv = typename Traits::TileKv;
   using Queries = LdmatrixOperand<Mma, Side::kA, typename Traits::TileQ>;
@@ -121,7 +141,7 @@ class DecodeWarp {
 
   ANYFLASH_DEVICE int first_key() const { return group_ * Traits::kWarpKeys; }
 
-  // Those of its keys in an 8-bit cache.
+  // Those of its keys in an 8-bit cache, where keys have scales of their own.
   ANYFLASH_DEVICE const float* k_scales(int stage) const {
     return smem_.buffers.k_scale[stage] + first_key();
   }
@@ -179,9 +199,9 @@ class DecodeWarp {
         load_q_block(tSrQ, k);
         gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), acc);
       } else {  // two blocks of columns at once
-        auto wide = make_tensor<Element>(make_shape(Shape<_2, _2>{}, size<1>(tSrK), _2{}));
+        auto wide = make_tensor<Operand>(make_shape(Shape<_2, _2>{}, size<1>(tSrK), _2{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), MMA_N, 2)
-        dequantize<kStored, Element, BytePairs<0, 1, 2, 3>>(
+        dequantize<kStored, 0, 1, 2, 3>(
             recast<uint32_t>(tSrK(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(second, n, half); });
         CUTE_UNROLL
@@ -198,7 +218,7 @@ class DecodeWarp {
     using namespace cute;
     const Mma mma;
     constexpr int kColumns = Traits::kStoredWarpColumns;
-    const Element* const tile = smem_.buffers.v(stage) + group_ * Traits::kWarpOffset +
+    const Operand* const tile = smem_.buffers.v(stage) + group_ * Traits::kWarpOffset +
                                 TileKv::panel_offset(0, Traits::column_warp() * kColumns);
     const LdmatrixOperand<Mma, Side::kB, TileKv, /*kTransposed=*/true, Traits::kWarpKeys, kColumns>
         values(tile, thread_);
@@ -209,9 +229,9 @@ class DecodeWarp {
       if constexpr (!Traits::k8Bit) {
         gemm(mma, tOrP(_, _, k), tOrV(_, _, k), acc);
       } else {  // even columns, odd columns
-        auto wide = make_tensor<Element>(make_shape(Shape<_2, _2>{}, Int<2 * size<1>(tOrV)>{}));
+        auto wide = make_tensor<Operand>(make_shape(Shape<_2, _2>{}, Int<2 * size<1>(tOrV)>{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), 2 MMA_N)
-        dequantize<kStored, Element, BytePairs<0, 2, 1, 3>>(
+        dequantize<kStored, 0, 2, 1, 3>(
             recast<uint32_t>(tOrV(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(half, 2 * n + second); });
         gemm(mma, tOrP(_, _, k), wide, acc);
@@ -247,17 +267,19 @@ class DecodeWarp {
   int group_;
 };
 
-// Starts to load Q, and all tiles but one that there are buffers for: a group of cp.async a tile,
-// empty or not. Q comes with the first.
+// Starts to load Q, and the tiles that there are buffers for: a group of cp.async a tile, empty or
+// not. Q comes with the first. In a loop, and for all buffers: a short split then never runs the
+// main loop's copy of this code, and code that runs once takes as long as it takes to fetch.
 template <class Traits>
-ANYFLASH_DEVICE void start_loads(const KvCacheParams& params, const DecodeWorkTile& block,
+ANYFLASH_DEVICE void start_loads(const DecodeLaunch& params, const DecodeWorkTile& block,
                                  typename Traits::SharedStorage& smem, CacheLoader<Traits>& loader,
                                  int tiles) {
   loader.prefetch_table(0);
-  loader.fill_scales(smem.buffers);
   load_queries<Traits>(params, block, smem);
-  CUTE_UNROLL
-  for (int stage = 0; stage < Traits::kStages - 1; ++stage) {
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
+  for (int stage = 0; stage < Traits::kStages; ++stage) {
     if (stage < tiles) {
       loader.load(smem.buffers, stage);
       loader.prefetch_table(stage + 1);
@@ -266,14 +288,14 @@ ANYFLASH_DEVICE void start_loads(const KvCacheParams& params, const DecodeWorkTi
   }
 }
 
-// Returns whether this thread took NaN or infinity out of a partly hidden tile of V. `unit` is what
-// acc_o has to be multiplied by.
+// Returns whether this thread took NaN or infinity out of a partly hidden tile of V. `unit` becomes
+// what acc_o has to be multiplied by.
 template <class Traits, class AccO, class Softmax>
-ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWorkTile& block,
+ANYFLASH_DEVICE bool decode_mainloop(const DecodeLaunch& params, const DecodeWorkTile& block,
                                      typename Traits::SharedStorage& smem, AccO& acc_o,
                                      Softmax& softmax, float& unit) {
   using namespace cute;
-  using Element = typename Traits::Element;
+  using Operand = typename Traits::Operand;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr int kStages = Traits::kStages;
   const int tiles = ceil_div(block.keys.end - block.keys.begin, kBlockN);
@@ -286,25 +308,31 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
   auto tScS = mma.get_thread_slice(Traits::mma_thread()).partition_C(cS);
   const auto coordinates = as_matrix(tScS);
   auto out_matrix = as_matrix(acc_o);
-  const DecodeScores<Traits, decltype(as_matrix(tScS))> modifier(params, block, coordinates);
+  const CacheScales<Traits> scales(params, block.head_k);
+  DecodeScores<Traits, decltype(as_matrix(tScS))> modifier(params, block, coordinates);
+  unit = scales.unit();
 
-  cp_async_wait<kStages - 2>();
+  cp_async_wait<kStages - 1>();
+  if constexpr (Traits::kConvertsQ) convert_queries<Traits>(smem);
   __syncthreads();  // Q is there
   auto tSrQ = warp.queries();
+  if constexpr (Traits::k8Bit) modifier.set_factors(smem.buffers.q_factor, scales.k);
 
   bool found_nonfinite = false;
   int stage = 0;
   for (int n = 0; n < tiles; ++n) {
     const int first_key = block.keys.begin + n * kBlockN;
     const bool partial = block.hides(first_key, first_key + kBlockN);
-    cp_async_wait<kStages - 2>();
+    if (n > 0) cp_async_wait<kStages - 2>();
     if (partial && !Traits::kLatent) found_nonfinite |= loader.clear_values(smem.buffers, stage);
     __syncthreads();  // tile n is there; every warp has done with the tile before
-    if (n + kStages - 1 < tiles) {
-      loader.load(smem.buffers, stage == 0 ? kStages - 1 : stage - 1);
-      loader.prefetch_table(n + kStages);
+    if (n > 0) {
+      if (n + kStages - 1 < tiles) {
+        loader.load(smem.buffers, stage == 0 ? kStages - 1 : stage - 1);
+        loader.prefetch_table(n + kStages);
+      }
+      cp_async_fence();
     }
-    cp_async_fence();
 
     auto acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kWarpKeys>>{});
     clear(acc_s);  // (MMA, MMA_M, MMA_N)
@@ -315,12 +343,19 @@ ANYFLASH_DEVICE bool decode_mainloop(const KvCacheParams& params, const DecodeWo
       __syncthreads();  // its values are without NaN and infinity
     }
     auto scores = as_matrix(acc_s);
-    modifier.modify(scores, warp.k_scales(stage), first_key + warp.first_key(), partial);
+    if constexpr (Traits::k8Bit) {
+      modifier.scale(scores, scales.k_by_key ? warp.k_scales(stage) : nullptr);
+    }
+    modifier.modify(scores, first_key + warp.first_key(), partial);
     softmax.template update<true>(scores, out_matrix);
     if constexpr (Traits::k8Bit) {
-      scale_values(scores, coordinates, out_matrix, warp.v_scales(stage), unit);
+      if (scales.v_by_key) {
+        scale_values(scores, coordinates, out_matrix, warp.v_scales(stage), unit);
+      } else if (scales.v_is_late) {
+        scales.scale_visible(scores);
+      }
     }
-    auto probabilities = round_fragment<Element>(acc_s);
+    auto probabilities = round_fragment<Operand>(acc_s);
     auto tOrP = make_tensor(probabilities.data(), accumulator_as_operand_a(acc_s.layout()));
     warp.output(acc_o, tOrP, stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;

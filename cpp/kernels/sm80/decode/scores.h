@@ -1,6 +1,7 @@
 // What happens to scores of a decoding CTA between the products.
 #pragma once
 
+#include <cmath>
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
@@ -14,6 +15,48 @@
 #include "variant/tree_mask.h"
 
 namespace anyflash::sm80 {
+
+// Scales of the head's keys and values in a cache of 8 bits.
+template <class Traits>
+struct CacheScales {
+  bool k_by_key = false;
+  bool v_by_key = false;
+  float k = 1.0f;  // of all keys; 1 where each has its own
+  float v = 1.0f;  // of all values
+  // It is not finite: then it is for P, since rows that see no key are 0 whatever it is.
+  bool v_is_late = false;
+
+  ANYFLASH_DEVICE CacheScales(const KvCacheParams& params, int head_k) {
+    if constexpr (Traits::k8Bit) {
+      k_by_key = is_per_key(params.k_scale);
+      v_by_key = is_per_key(params.v_scale);
+      if (!k_by_key) k = of_head(params.k_scale, head_k);
+      if (!v_by_key) v = of_head(params.v_scale, head_k);
+      v_is_late = !std::isfinite(v);
+    }
+  }
+
+  // What O counts in before the first tile.
+  ANYFLASH_DEVICE float unit() const { return v_by_key ? 0.0f : v_is_late ? 1.0f : v; }
+
+  template <class Scores>
+  ANYFLASH_DEVICE void scale_visible(Scores& probabilities) const {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(probabilities); ++i) {
+      float& p = probabilities(i);
+      p = p == 0.0f ? 0.0f : p * v;
+    }
+  }
+
+  static ANYFLASH_DEVICE bool is_per_key(const BroadcastTensor& scale) {
+    return scale.data != nullptr && (scale.stride.batch != 0 || scale.stride.row != 0);
+  }
+  static ANYFLASH_DEVICE float of_head(const BroadcastTensor& scale, int head_k) {
+    return scale.data == nullptr
+               ? 1.0f
+               : static_cast<const float*>(scale.data)[head_k * scale.stride.head];
+  }
+};
 
 // What a thread knows of its two rows.
 struct DecodeRows {
@@ -120,17 +163,35 @@ class DecodeScores {
         tree_(params, block.batch, block.sequence),
         shift_(block.sequence.seqlen_k - block.sequence.seqlen_q) {}
 
-  // Of the keys from col0 on; `scales` are K's. hides: some of them may be hidden.
-  template <class Scores>
-  ANYFLASH_DEVICE void modify(Scores& scores, const float* scales, int col0, bool hides) const {
-    if constexpr (Traits::k8Bit) {
-      CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(scores); ++col) {
-        const float scale = scales[cute::get<1>(coordinates_(0, col))];
-        CUTE_UNROLL
-        for (int row = 0; row < cute::size<0>(scores); ++row) scores(row, col) *= scale;
-      }
+  // 8-bit caches: what scale() multiplies rows by.
+  ANYFLASH_DEVICE void set_factors(const float* of_q, float of_k) {
+    CUTE_UNROLL
+    for (int row = 0; row < DecodeRows::kRows; ++row) {
+      factor_[row] = of_k;
+      if constexpr (Traits::kConvertsQ) factor_[row] *= of_q[cute::get<0>(coordinates_(row, 0))];
     }
+  }
+
+  // by_key: scales of these keys, null if all have the same.
+  template <class Scores>
+  ANYFLASH_DEVICE void scale(Scores& scores, const float* by_key) const {
+    CUTE_UNROLL
+    for (int row = 0; row < cute::size<0>(scores); ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(scores); ++col) scores(row, col) *= factor_[row];
+    }
+    if (by_key == nullptr) return;
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(scores); ++col) {
+      const float scale = by_key[cute::get<1>(coordinates_(0, col))];
+      CUTE_UNROLL
+      for (int row = 0; row < cute::size<0>(scores); ++row) scores(row, col) *= scale;
+    }
+  }
+
+  // Of the keys from col0 on. hides: some of them may be hidden.
+  template <class Scores>
+  ANYFLASH_DEVICE void modify(Scores& scores, int col0, bool hides) const {
     score_mod_.scale_and_cap(scores);
     if (params_.attention.alibi_slopes.data != nullptr) {
       add_slopes(scores, coordinates_, rows_, shift_, col0);
@@ -145,6 +206,7 @@ class DecodeScores {
   const ScoreMod score_mod_;
   const TreeMask tree_;
   const int shift_;
+  float factor_[DecodeRows::kRows] = {};
 };
 
 }  // namespace anyflash::sm80

@@ -16,11 +16,14 @@
 namespace anyflash::sm80 {
 
 // k8Bit: the cache's elements have 8 bits (is_quantized). Two of them are moved as if they were one
-// Element, up to the registers. With two head dims attention is latent: V is the first columns of
+// Operand, up to the registers. With two head dims attention is latent: V is the first columns of
 // K, and comes with it.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, bool k8Bit_>
 struct DecodeTraits {
-  using Element = Element_;
+  using Element = Element_;  // of Q and of results
+  // Of the products.
+  using Operand = std::conditional_t<k8Bit_, cutlass::half_t, Element>;
+  static constexpr bool kConvertsQ = !std::is_same_v<Operand, Element>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool k8Bit = k8Bit_;
@@ -43,8 +46,8 @@ struct DecodeTraits {
   static constexpr bool kHoldsQ = kHeadDim <= 128 && kBlockM < 64;
   static_assert(kStages >= 2 && kWarpKeys % 16 == 0);
 
-  using TileQ = SmemTile<Element, kThreads, kBlockM, kHeadDim>;
-  using TileKv = SmemTile<Element, kThreads, kBlockN, kStoredDim>;
+  using TileQ = SmemTile<Operand, kThreads, kBlockM, kHeadDim>;
+  using TileKv = SmemTile<Operand, kThreads, kBlockN, kStoredDim>;
   static constexpr int kWarpOffset = kWarpKeys * TileKv::kPanelColumns;
   static constexpr int kStoredWarpColumns = (k8Bit ? kHeadDimV / 2 : kHeadDimV) / kColumnWarps;
   static constexpr int kTileElements = cute::cosize_v<typename TileKv::Layout>;
@@ -52,16 +55,17 @@ struct DecodeTraits {
   // Rows of O are padded so that the eight rows that a warp writes at once lie in different banks.
   static constexpr int kOutStride = kHeadDimV + 8;
   struct ValueTiles {
-    alignas(128) Element own_v[kStages][kTileElements];
+    alignas(128) Operand own_v[kStages][kTileElements];
   };
   struct NoTiles {};  // latent: the values are columns of the keys
   struct Buffers : std::conditional_t<kLatent, NoTiles, ValueTiles> {
-    alignas(128) Element q[cute::cosize_v<typename TileQ::Layout>];
-    alignas(128) Element k[kStages][kTileElements];
-    float k_scale[kStages][kBlockN];  // 8-bit caches
+    alignas(128) Operand q[cute::cosize_v<typename TileQ::Layout>];
+    alignas(128) Operand k[kStages][kTileElements];
+    float q_factor[kBlockM];          // 8-bit caches: what Q's rows have to be multiplied by
+    float k_scale[kStages][kBlockN];  // the same, where keys have scales of their own
     float v_scale[kStages][kBlockN];
 
-    ANYFLASH_DEVICE Element* v(int stage) {
+    ANYFLASH_DEVICE Operand* v(int stage) {
       if constexpr (kLatent) return k[stage];
       else return this->own_v[stage];
     }
@@ -69,6 +73,7 @@ struct DecodeTraits {
   struct Result {  // after the loop, in the place of the buffers
     alignas(16) float out[kKeyWarps][kBlockM][kOutStride];
     float lse[kKeyWarps][kBlockM];
+    float split_lse[kBlockM];  // of all parts, where a cluster joins splits
   };
   struct SharedStorage {
     union {
@@ -79,10 +84,10 @@ struct DecodeTraits {
   };
 
   using TiledMma =
-      cute::TiledMMA<MmaAtom<Element>,
+      cute::TiledMMA<MmaAtom<Operand>,
                      cute::Layout<cute::Shape<cute::Int<kBlockM / 16>, cute::_1, cute::_1>>,
                      cute::Tile<cute::Int<kBlockM>, cute::_16, cute::_16>>;
-  using LoadPair = cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>;
+  using LoadPair = cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Operand>;
 
   // 8-bit K: a lane gets four neighbouring columns of every 16 at once. mma.sync takes them for the
   // columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q is read in the same order.

@@ -1,6 +1,8 @@
 // Where a CTA of a decoding kernel works: some rows of a group of heads, some keys.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <cstdint>
 
 #include "common/macros.h"
@@ -13,6 +15,19 @@
 
 namespace anyflash::sm80 {
 
+// What a launch is told. What the host can work out is here: a CTA is short, and a division takes it
+// 20 instructions.
+struct DecodeLaunch : KvCacheParams {
+  bool q_has_vectors = false;  // rows can be copied in pieces of 16 bytes
+  bool cache_has_vectors = false;
+  unsigned page_count = 0;  // the table's entries are below it
+  unsigned page_mask = 0;   // of a row in its page
+  cutlass::FastDivmod by_splits;
+  cutlass::FastDivmod by_row_tiles;
+  cutlass::FastDivmod by_heads_k;
+  cutlass::FastDivmod by_group;
+};
+
 struct DecodeWorkTile {
   CachedSequence sequence;
   int64_t batch;
@@ -20,14 +35,20 @@ struct DecodeWorkTile {
   int split;
   // The heads of a group lie side by side: row r of a (sequence, head of K) is query r / group,
   // head head_k * group + r % group. So neighbouring rows see nearly the same keys.
-  int group;
+  cutlass::FastDivmod by_group;
   int first_row;
-  int rows;         // of the tile that exist; none: nothing to do
+  int rows;  // of the tile that exist; none: nothing to do
+  // Of the head of K, in an unpaged cache of the sequence's place, too: row 0. Here, since the loop has
+  // no registers for it.
+  const void* k;
+  const void* v;
   SplitKeys keys;   // of the split that some row sees
   SplitKeys shown;  // of these, those that all rows see
 
-  ANYFLASH_DEVICE int query(int row) const { return (first_row + row) / group; }
-  ANYFLASH_DEVICE int head(int row) const { return head_k * group + (first_row + row) % group; }
+  ANYFLASH_DEVICE int query(int row) const { return by_group.div(first_row + row); }
+  ANYFLASH_DEVICE int head(int row) const {
+    return head_k * by_group.divisor + by_group.rem(first_row + row);
+  }
   // Of a row in q or in a result. Packed tensors have no stride of the batch.
   ANYFLASH_DEVICE int64_t offset(const Strides& stride, int row) const {
     const int64_t first = stride.batch == 0 ? sequence.first_q : 0;
@@ -57,41 +78,53 @@ ANYFLASH_HOST_DEVICE bool has_tile_per_sequence(const KvCacheParams& p) {
 // Grid: x = splits of row tiles of heads of K of sequences, splits fastest. Packed: splits of heads
 // of K of sequences, or of tiles of heads of K. By a whole warp.
 template <int kBlockM>
-ANYFLASH_DEVICE void find_rows(const KvCacheParams& p, unsigned index, DecodeWorkTile& block) {
+ANYFLASH_DEVICE void find_rows(const DecodeLaunch& p, int index, DecodeWorkTile& block) {
   const Attention& a = p.attention;
-  block.group = a.heads / a.heads_k;
-  block.split = index % p.num_splits;
-  index /= p.num_splits;
+  block.by_group = p.by_group;
+  const int group = p.by_group.divisor;
+  index = p.by_splits.divmod(block.split, index);
+  int batch = 0;
   int64_t tile = 0;
   if (a.cu_seqlens_q == nullptr) {
-    const int row_tiles = ceil_div(a.seqlen_q * block.group, kBlockM);
-    tile = index % row_tiles;
-    index /= row_tiles;
-    block.head_k = index % a.heads_k;
-    block.batch = index / a.heads_k;
+    int row_tile = 0;
+    index = p.by_row_tiles.divmod(row_tile, index);
+    tile = row_tile;
+    batch = p.by_heads_k.divmod(block.head_k, index);
+    block.batch = batch;
   } else if (has_tile_per_sequence<kBlockM>(p)) {
-    block.head_k = index % a.heads_k;
-    block.batch = index / a.heads_k;
+    batch = p.by_heads_k.divmod(block.head_k, index);
+    block.batch = batch;
   } else {
-    const PackedTiles<kBlockM> tiles(a, block.group, p.least_queries);
-    const auto count = static_cast<unsigned>(tiles.count());
+    const PackedTiles<kBlockM> tiles(a, group, p.least_queries);
+    const auto count = static_cast<int>(tiles.count());
     block.head_k = index / count;
     block.batch = tiles.sequence_of(index % count);
     tile = index % count - tiles.first(block.batch);
   }
   const int queries = queries_of(p, block.batch);
-  const int64_t rest = int64_t{queries} * block.group - tile * kBlockM;
+  const int64_t rest = int64_t{queries} * group - tile * kBlockM;
   const bool takes = p.least_queries <= queries && queries <= p.most_queries && tile >= 0;
   block.rows = takes && rest > 0 ? static_cast<int>(min(rest, int64_t{kBlockM})) : 0;
   block.first_row = block.rows > 0 ? static_cast<int>(tile) * kBlockM : 0;
 }
 
+ANYFLASH_DEVICE const void* head_of_cache(const KvCacheParams& p, const DecodeWorkTile& block,
+                                          const void* data, const Strides& stride) {
+  const int64_t slot =
+      p.block_table == nullptr && block.sequence.slot >= 0 ? block.sequence.slot : 0;
+  const int64_t bytes = is_quantized(p.cache_dtype) ? 1 : 2;
+  return static_cast<const char*>(data) +
+         (slot * stride.batch + block.head_k * stride.head) * bytes;
+}
+
 template <int kBlockM, int kBlockN>
-ANYFLASH_DEVICE DecodeWorkTile decode_block(const KvCacheParams& p, unsigned index) {
+ANYFLASH_DEVICE DecodeWorkTile decode_block(const DecodeLaunch& p, int index) {
   DecodeWorkTile block;
   find_rows<kBlockM>(p, index, block);
   if (block.rows <= 0) return block;
   block.sequence = cached_sequence(p, block.batch);
+  block.k = head_of_cache(p, block, p.attention.k, p.attention.k_stride);
+  block.v = head_of_cache(p, block, p.attention.v, p.attention.v_stride);
   const Mask mask = block.mask(p);
   const int first = block.query(0);
   const int last = block.query(block.rows - 1);

@@ -45,6 +45,10 @@ void launch_prefill(const KvCacheParams& params, const LaunchContext& context) {
   }
 }
 
+inline std::size_t prefill_scratch_bytes(const KvCacheParams& params, const LaunchContext&) {
+  return parts_bytes(params);
+}
+
 // kTileConfig: whose tiles of the forward it has; there is one for a variant.
 template <class Element, int kHeadDim, int kHeadDimV, class Variant,
           TileConfig kTileConfig = TileConfig::kDefault>
@@ -55,7 +59,7 @@ constexpr KernelDescriptor prefill_descriptor(const char* name) {
   d.tile = Traits::kTile;
   d.prefill = true;
   d.smem_bytes = sizeof(PrefillStorage<Traits>);
-  d.decode = {decode_scratch_bytes, launch_prefill<Traits, Variant>};
+  d.decode = {prefill_scratch_bytes, launch_prefill<Traits, Variant>};
   return d;
 }
 
