@@ -215,7 +215,7 @@ struct KvCacheParams {
   bool latent = false;  // v is the first columns of k: nothing is appended to it
 
   int num_splits = 1;
-  int split_size = 0;  // keys of a split; 0: a sequence's keys are shared out evenly
+  int split_size = 0;              // keys of a split; 0: a sequence's keys are shared out evenly
   bool splits_in_cluster = false;  // the CTAs of a tile's splits are a cluster, which joins them
 
   // Appended before attention; q has then been rotated.

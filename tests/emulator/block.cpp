@@ -29,8 +29,6 @@ Thread& pooled_thread(int rank, size_t index) {
   return *pool[index];
 }
 
-constexpr const char* kClusterBarrier = "the cluster's barrier";
-
 constexpr const char* kBarrierNames[] = {
     "__syncthreads",    "named barrier 1",  "named barrier 2",  "named barrier 3",
     "named barrier 4",  "named barrier 5",  "named barrier 6",  "named barrier 7",
@@ -115,22 +113,6 @@ void Block::check_idle() const {
   check_mbarriers_are_idle();
   check_copies_in_flight();
   check_async_has_ended();
-}
-
-bool Block::all_wait_for_cluster() const {
-  return std::all_of(threads_.begin(), threads_.end(), [](const Thread* thread) {
-    return thread->state == Thread::State::kWaiting && thread->waits_for == kClusterBarrier;
-  });
-}
-
-void Block::resume_from_cluster() {
-  for (size_t warp = 0; warp < warps_.size(); ++warp) wake(warp, kFullMask);
-}
-
-void Block::cluster_sync(Site site) {
-  tsan_release(&g_cluster_barrier);
-  wait(kClusterBarrier, site);
-  tsan_acquire(&g_cluster_barrier);
 }
 
 void Block::thread_main(void* self) {
@@ -405,8 +387,6 @@ void barrier_sync(int id, int threads, const char* file, int line) {
 }
 
 void barrier_arrive(int id, int threads) { Block::current().barrier_arrive(id, threads); }
-
-void cluster_sync(const char* file, int line) { Block::current().cluster_sync({file, line}); }
 
 int lane_index() { return lane_of(Block::current_thread()); }
 int warp_index() { return warp_of(Block::current_thread()); }

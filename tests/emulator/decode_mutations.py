@@ -37,9 +37,10 @@ RESTORE = "__syncthreads_or(found_nonfinite)"
 WEIGHTS = "__syncthreads(); // their weights too"
 SCALE = "scales[cute::get<1>(coordinates(0, col))]"
 STORE_ROWS = "store_four(sums, result_row"
+SCALES = "void load_scales("
 ENTRY_EXISTS = "key(i) < end_"
 ASKS_TABLE = "void prefetch_table(int tile) {"
-ROW_BY_ROW = "rows[i] = rows[i - 1] + kRowStep * source.stride.row;"
+ROW_BY_ROW = "const int64_t step = kRowStep * stride.row;"
 KEEP_ROWS = "*reinterpret_cast<float4*>(&result.out[0][row][x]) ="
 STORED_PARTS = "smem.result.lse[group][i] = lse(row);"
 
@@ -107,9 +108,13 @@ IN_KERNEL = of(
     Mutation(
         "hidden-scale-counts", SCORES, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),
-    Mutation("scale-of-first-page", LOADER, "offset_in_pages(stride, i)", "int64_t{0}"),
+    Mutation(
+        "scale-of-first-page", LOADER, "offset_in_pages(stride, i)", "int64_t{0}", after=SCALES
+    ),
     Mutation("scale-of-first-slot", LOADER, "sequence_.slot * stride.batch", "int64_t{0}"),
-    Mutation("scale-of-first-row", LOADER, "(sequence_.first_row + key(i)) * stride.row", "int64_t{0}"),
+    Mutation(
+        "scale-of-first-row", LOADER, "(sequence_.first_row + key(i)) * stride.row", "int64_t{0}"
+    ),
     Mutation("scale-of-head-forgotten", SCORES, "factor_[row] = of_k;", "factor_[row] = 1.0f;"),
     Mutation("nan-of-e4m3-missed", DEQUANTIZE, "pair | e5m2_pair<kA, kB>(nonfinite) >> 2", "pair"),
     Mutation("infinity-of-float8-missed", DEQUANTIZE, "0x04040404", "0x01010101"),
@@ -117,12 +122,12 @@ IN_KERNEL = of(
     Mutation(
         "padding-not-in-page",
         LOADER,
-        "static_cast<unsigned>(sequence_.first_row + key(i))",
+        "static_cast<unsigned>(row_of(i))",
         "static_cast<unsigned>(key(i))",
     ),
-    Mutation("padding-not-in-row", LOADER, "(sequence_.first_row + key(0))", "key(0)"),
+    Mutation("padding-not-in-row", LOADER, "row_of(0)", "key(0)"),
     Mutation("padding-not-in-table", CACHE, "(s.first_row + key)", "(key)"),
-    Mutation("page-that-does-not-exist", LOADER, "is_page(i) ? source.columns : 0", "source.columns"),
+    Mutation("page-that-does-not-exist", LOADER, "is_page(i) ? columns : 0", "columns"),
     Mutation(
         "split-begins-late",
         CACHE,
@@ -136,7 +141,12 @@ IN_CLUSTER = of(
     DECODE,
     Mutation("no-cluster-barrier-for-parts", KERNEL, "cluster_sync(); // all splits are in"),
     Mutation("no-cluster-barrier-at-end", KERNEL, "cluster_sync(); // no CTA reads this"),
-    Mutation("empty-split-is-not-said", EPILOGUE, "result.split_lse[row] = -INFINITY", "result.split_lse[row]"),
+    Mutation(
+        "empty-split-is-not-said",
+        EPILOGUE,
+        "result.split_lse[row] = -INFINITY",
+        "result.split_lse[row]",
+    ),
     Mutation("empty-split-counts", EPILOGUE, "lses[s] != -INFINITY", "true"),
     Mutation(
         "sink-of-split",

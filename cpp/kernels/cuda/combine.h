@@ -28,9 +28,9 @@ ANYFLASH_HOST_DEVICE int64_t stride_of_split(const KvCacheParams& p) {
   return lse_stride_of_split(p) * part_columns(p);
 }
 
-// The weighted sum of four columns of a row's parts is that of four sums, each of every fourth split.
-// So it is the same, however many splits a launch has and whoever adds them: four warps with a sum
-// each, or one thread with all four.
+// The weighted sum of four columns of a row's parts is that of four sums, each of every fourth
+// split. So it is the same, however many splits a launch has and whoever adds them: four warps with
+// a sum each, or one thread with all four.
 inline constexpr int kPartSums = 4;
 
 template <int kSums>

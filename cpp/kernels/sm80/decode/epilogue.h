@@ -1,6 +1,6 @@
-// The end of a decoding CTA: its warps' results are joined. They are the result itself or, where the
-// keys are split, a part of it. Parts are joined by combine.cu or, where the CTAs of all splits are a
-// cluster, by these (join_splits). Both add up the same numbers in the same order.
+// The end of a decoding CTA: its warps' results are joined. They are the result itself or, where
+// the keys are split, a part of it. Parts are joined by combine.cu or, where the CTAs of all splits
+// are a cluster, by these (join_splits). Both add up the same numbers in the same order.
 #pragma once
 
 #include <cute/tensor.hpp>

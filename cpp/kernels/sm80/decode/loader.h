@@ -138,8 +138,8 @@ class CacheLoader {
 
   ANYFLASH_DEVICE int first_column() const { return cute::get<1>(coordinates_(0, 0, 0)) * kUnits; }
 
-  // `head`: see DecodeWorkTile. Rows that do not exist have no columns: they become 0, and nothing is
-  // read.
+  // `head`: DecodeWorkTile's. Rows that do not exist have no columns: they become 0, and nothing
+  // is read.
   ANYFLASH_DEVICE void load_tile(const void* head, const Strides& stride, int columns,
                                  Operand* tile) const {
     const int first = first_column();

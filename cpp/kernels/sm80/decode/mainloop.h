@@ -56,9 +56,9 @@ ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTi
   }
 }
 
-// Where Q is bfloat16 and the cache has 8 bits: Q becomes float16, each row times a power of two that
-// takes its largest finite number to 2^14. Numbers that float16 then rounds are below 2^-28 of that.
-// q_factor gets the inverse. A thread converts what it has loaded itself.
+// Where Q is bfloat16 and the cache has 8 bits: Q becomes float16, each row times a power of two
+// that takes its largest finite number to 2^14. Numbers that float16 then rounds are below 2^-28 of
+// that. q_factor gets the inverse. A thread converts what it has loaded itself.
 template <class Traits>
 ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   using namespace cute;
@@ -95,10 +95,12 @@ ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   }
 }
 
-// Words of an 8-bit fragment as two words each of a 16-bit one. target(half, n, second) is what
-// bytes kA0 and kA1, or kB0 and kB1, of stored(half, n) become.
-template <DType kStored, int kA0, int kA1, int kB0, int kB1, class Words, class Target>
+// Words of an 8-bit fragment as two words each of a 16-bit one: target(half, n, 0) and (half, n, 1).
+// kFirst and kSecond say of which two bytes they are, the first one in the lower digit.
+template <DType kStored, int kFirst, int kSecond, class Words, class Target>
 ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
+  constexpr int kA0 = kFirst % 16, kA1 = kFirst / 16;
+  constexpr int kB0 = kSecond % 16, kB1 = kSecond / 16;
   CUTE_UNROLL
   for (int n = 0; n < cute::size<1>(stored); ++n) {
     CUTE_UNROLL
@@ -201,7 +203,7 @@ class DecodeWarp {
       } else {  // two blocks of columns at once
         auto wide = make_tensor<Operand>(make_shape(Shape<_2, _2>{}, size<1>(tSrK), _2{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), MMA_N, 2)
-        dequantize<kStored, 0, 1, 2, 3>(
+        dequantize<kStored, 0x10, 0x32>(
             recast<uint32_t>(tSrK(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(second, n, half); });
         CUTE_UNROLL
@@ -231,7 +233,7 @@ class DecodeWarp {
       } else {  // even columns, odd columns
         auto wide = make_tensor<Operand>(make_shape(Shape<_2, _2>{}, Int<2 * size<1>(tOrV)>{}));
         auto words = recast<uint32_t>(wide);  // ((1, 2), 2 MMA_N)
-        dequantize<kStored, 0, 2, 1, 3>(
+        dequantize<kStored, 0x20, 0x31>(
             recast<uint32_t>(tOrV(_, _, k)),
             [&](int half, int n, int second) -> uint32_t& { return words(half, 2 * n + second); });
         gemm(mma, tOrP(_, _, k), wide, acc);

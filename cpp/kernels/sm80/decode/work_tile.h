@@ -15,8 +15,8 @@
 
 namespace anyflash::sm80 {
 
-// What a launch is told. What the host can work out is here: a CTA is short, and a division takes it
-// 20 instructions.
+// What a launch is told. What the host can work out is here: a CTA is short, and a division takes
+// it 20 instructions.
 struct DecodeLaunch : KvCacheParams {
   bool q_has_vectors = false;  // rows can be copied in pieces of 16 bytes
   bool cache_has_vectors = false;
@@ -38,7 +38,7 @@ struct DecodeWorkTile {
   cutlass::FastDivmod by_group;
   int first_row;
   int rows;  // of the tile that exist; none: nothing to do
-  // Of the head of K, in an unpaged cache of the sequence's place, too: row 0. Here, since the loop has
+  // Row 0 of the head of K; in an unpaged cache, of the sequence's place. Here, since the loop has
   // no registers for it.
   const void* k;
   const void* v;

@@ -170,8 +170,8 @@ constexpr ForwardConfig dropout_256() {
   return c;
 }
 
-// With key ranges, which the plain kernel's loop knows nothing of. Head dim 128 has no wide tiles: with
-// key ranges they are slower than the smaller ones, by the registers that they spill.
+// With key ranges, which the plain kernel's loop knows nothing of. Head dim 128 has no wide tiles:
+// with key ranges they are slower than the smaller ones, by the registers that they spill.
 constexpr ForwardConfig ranges(ForwardConfig plain) {
   plain.features = kKeyRanges;
   return plain;
