@@ -107,14 +107,6 @@ void Block::run() {
   check_idle();
 }
 
-// Of what other blocks of the cluster would not find as it was.
-void Block::check_idle() const {
-  check_barriers_are_idle();
-  check_mbarriers_are_idle();
-  check_copies_in_flight();
-  check_async_has_ended();
-}
-
 void Block::thread_main(void* self) {
   Thread& thread = *static_cast<Thread*>(self);
   Block& block = *g_block;

@@ -10,6 +10,14 @@ constexpr const char* kClusterBarrier = "the cluster's barrier";
 
 }  // namespace
 
+// Of what other blocks of the cluster would not find as it was.
+void Block::check_idle() const {
+  check_barriers_are_idle();
+  check_mbarriers_are_idle();
+  check_copies_in_flight();
+  check_async_has_ended();
+}
+
 bool Block::all_wait_for_cluster() const {
   return std::all_of(threads_.begin(), threads_.end(), [](const Thread* thread) {
     return thread->state == Thread::State::kWaiting && thread->waits_for == kClusterBarrier;

@@ -1,19 +1,16 @@
-// Thread block clusters of Hopper and later (PTX ISA, "cluster"): CTAs that run at the same time and
-// read one another's shared memory. Code for older GPUs has none.
+// Thread block clusters of Hopper and later (PTX ISA, "cluster"): CTAs that run at the same time
+// and read one another's shared memory. Code for older GPUs has none.
 #pragma once
 
 #include <cstdint>
 
+#include "common/launch.h"  // emulated: emu.hpp
 #include "common/macros.h"
 
 #if defined(ANYFLASH_EMULATED) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
 #define ANYFLASH_HAS_CLUSTERS 1
 #else
 #define ANYFLASH_HAS_CLUSTERS 0
-#endif
-
-#if defined(ANYFLASH_EMULATED)
-#include "emu.hpp"
 #endif
 
 namespace anyflash {

@@ -1,5 +1,5 @@
-// int8, float8_e4m3fn and float8_e5m2 numbers as float16 ones, two at a time. All of them are float16
-// numbers, in which they take fewer instructions than in bfloat16.
+// int8, float8_e4m3fn and float8_e5m2 numbers as float16 ones, two at a time. All of them are
+// float16 numbers, in which they take fewer instructions than in bfloat16.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "anyflash/tensor_view.h"
+#include "common/launch.h"  // emulated: emu.hpp
 #include "common/macros.h"
 
 namespace anyflash {
@@ -66,8 +67,8 @@ ANYFLASH_DEVICE uint32_t dequantize_pair(uint32_t x) {
   else return e4m3_pair<kA, kB>(x);
 }
 
-// The bytes of x that are not finite, by their highest bits. float8_e4m3fn has NaN, of a mantissa of
-// ones, and no infinity.
+// The bytes of x that are not finite, by their highest bits. float8_e4m3fn has NaN, of a mantissa
+// of ones, and no infinity.
 ANYFLASH_DEVICE uint32_t nonfinite_bytes(uint32_t x, DType dtype) {
   const uint32_t carry = dtype == DType::kFloat8E5M2 ? 0x04040404 : 0x01010101;
   return dtype == DType::kInt8 ? 0 : ((x & 0x7f7f7f7fu) + carry) & 0x80808080u;

@@ -11,7 +11,6 @@
 
 #include "anyflash/error.h"
 #include "common/math.h"
-#include "device.h"
 
 #if defined(ANYFLASH_EMULATED)
 #include "emu.hpp"
@@ -72,7 +71,7 @@ class LargeSmem {
 };
 #endif
 
-// Whether a kernel's code for a device knows clusters: that of older GPUs may run on newer ones, too.
+// Whether a kernel's code for a device knows clusters: that of older GPUs may run on newer ones.
 template <auto kKernel>
 bool has_clusters(int device) {
 #if defined(ANYFLASH_EMULATED)
@@ -84,9 +83,13 @@ bool has_clusters(int device) {
   std::atomic<int>& known = versions[device % kDevices];
   int version = known.load(std::memory_order_relaxed);
   if (version == 0 || device >= kDevices) {
-    const DeviceGuard guard(device);
+    int previous = 0;
     cudaFuncAttributes attributes{};
-    check_cuda(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
+    check_cuda(cudaGetDevice(&previous), "cudaGetDevice");
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kKernel);
+    check_cuda(cudaSetDevice(previous), "cudaSetDevice");
+    check_cuda(status, "cudaFuncGetAttributes");
     version = attributes.ptxVersion;
     known.store(version, std::memory_order_relaxed);
   }

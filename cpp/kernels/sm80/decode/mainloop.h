@@ -95,7 +95,7 @@ ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   }
 }
 
-// Words of an 8-bit fragment as two words each of a 16-bit one: target(half, n, 0) and (half, n, 1).
+// Words of an 8-bit fragment as two words each of a 16-bit one: target(half, n, 0) and (.., 1).
 // kFirst and kSecond say of which two bytes they are, the first one in the lower digit.
 template <DType kStored, int kFirst, int kSecond, class Words, class Target>
 ANYFLASH_DEVICE void dequantize(const Words& stored, const Target& target) {
