@@ -97,7 +97,8 @@ def test_workspace_does_not_grow_with_the_keys(backend: Backend) -> None:
             cache = structure(KvCacheOptions, {"num_splits": splits})
             return backend.library.workspace_size(dl, options, cache)
 
-    assert size(4000, 4) == size(400, 4)
+    # More splits than a cluster joins without workspace.
+    assert size(4000, 12) == size(400, 12)
     partial = 4 * 8 * 2 * (64 + 1)  # float32 of a split: heads, rows, columns and the LSE
-    growth = size(4000, 36) - size(4000, 4)
+    growth = size(4000, 44) - size(4000, 12)
     assert 32 * partial <= growth <= 33 * partial + 1024
