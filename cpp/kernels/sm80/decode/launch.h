@@ -114,11 +114,11 @@ void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
   prepared.cache_has_vectors =
       has_vectors(a.k, a.k_stride, a.head_dim, Traits::k8Bit ? 1 : 2) &&
       (Traits::kLatent || has_vectors(a.v, a.v_stride, a.head_dim_v, Traits::k8Bit ? 1 : 2));
-  prepared.page_count = static_cast<unsigned>(std::min<int64_t>(params.slots, INT32_MAX));
+  prepared.page_count = static_cast<unsigned>(params.slots < INT32_MAX ? params.slots : INT32_MAX);
   prepared.page_mask = (1u << params.page_shift) - 1;
   prepared.by_splits = cutlass::FastDivmod(params.num_splits);
-  prepared.by_row_tiles =
-      cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(ceil_div(rows, Traits::kBlockM), 1)));
+  const int64_t tiles = ceil_div(rows, Traits::kBlockM);
+  prepared.by_row_tiles = cutlass::FastDivmod(tiles > 0 ? static_cast<int>(tiles) : 1);
   prepared.by_heads_k = cutlass::FastDivmod(a.heads_k);
   prepared.by_group = cutlass::FastDivmod(group);
   const LaunchMode mode(LaunchOrder::kAfterPrevious, in_cluster ? params.num_splits : 1);

@@ -15,14 +15,23 @@ inline const void* volatile launched;
 
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
 
+struct LaunchMode {
+  LaunchMode(LaunchOrder = LaunchOrder::kAfterPrevious, int = 1) {}
+};
+
+template <auto kKernel>
+bool has_clusters(int) {
+  return false;
+}
+
 template <auto kKernel, class Params>
-void launch(dim3, dim3, std::size_t, void*, const Params&,
-            LaunchOrder = LaunchOrder::kAfterPrevious) {
+void launch(dim3, dim3, std::size_t, void*, const Params&, const LaunchMode& = {}) {
   launched = reinterpret_cast<const void*>(kKernel);
 }
 
 template <auto kKernel, class Params>
-void launch_grid_stride(int64_t, int, int, std::size_t, void*, const Params&) {
+void launch_grid_stride(int64_t, int, int, std::size_t, void*, const Params&,
+                        LaunchOrder = LaunchOrder::kAfterPrevious) {
   launched = reinterpret_cast<const void*>(kKernel);
 }
 
