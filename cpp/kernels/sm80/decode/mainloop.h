@@ -21,6 +21,22 @@
 
 namespace anyflash::sm80 {
 
+// Pieces of 16 bytes of Q's tile that this thread loads, and their coordinates: (VECTOR, ROWS,
+// PANELS).
+template <class Traits>
+ANYFLASH_DEVICE auto query_pieces(typename Traits::SharedStorage& smem) {
+  return typename Traits::TileQ::Load{}
+      .get_thread_slice(threadIdx.x)
+      .partition_D(
+          cute::make_tensor(cute::make_smem_ptr(smem.buffers.q), typename Traits::TileQ::Layout{}));
+}
+template <class Traits>
+ANYFLASH_DEVICE auto query_coordinates() {
+  return typename Traits::TileQ::Load{}
+      .get_thread_slice(threadIdx.x)
+      .partition_S(cute::make_identity_tensor(typename Traits::TileQ::Shape{}));
+}
+
 // Q's rows of this tile to shared memory; rows and columns that do not exist become 0.
 template <class Traits>
 ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTile& block,
@@ -29,10 +45,8 @@ ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTi
   using namespace cute;
   using Element = typename Traits::Operand;  // its bits
   using TileQ = typename Traits::TileQ;
-  auto thread_copy = typename TileQ::Load{}.get_thread_slice(threadIdx.x);
-  auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
-      make_tensor(make_smem_ptr(smem.buffers.q), typename TileQ::Layout{}));
-  auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
+  auto tQsQ = query_pieces<Traits>(smem);
+  const auto tQcQ = query_coordinates<Traits>();
   CUTE_UNROLL
   for (int i = 0; i < size<1>(tQsQ); ++i) {
     const int row = get<0>(tQcQ(0, i, 0));
@@ -64,10 +78,8 @@ ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   using namespace cute;
   using TileQ = typename Traits::TileQ;
   constexpr int kExponents = 0x7f80;  // of a bfloat16; all ones: not finite
-  auto thread_copy = typename TileQ::Load{}.get_thread_slice(threadIdx.x);
-  auto tQsQ = thread_copy.partition_D(  // (VECTOR, ROWS, PANELS)
-      make_tensor(make_smem_ptr(smem.buffers.q), typename TileQ::Layout{}));
-  auto tQcQ = thread_copy.partition_S(make_identity_tensor(typename TileQ::Shape{}));
+  auto tQsQ = query_pieces<Traits>(smem);
+  const auto tQcQ = query_coordinates<Traits>();
   CUTE_UNROLL
   for (int i = 0; i < size<1>(tQsQ); ++i) {
     auto row = tQsQ(_, i, _);

@@ -83,17 +83,14 @@ ANYFLASH_DEVICE void find_rows(const DecodeLaunch& p, int index, DecodeWorkTile&
   block.by_group = p.by_group;
   const int group = p.by_group.divisor;
   index = p.by_splits.divmod(block.split, index);
-  int batch = 0;
   int64_t tile = 0;
   if (a.cu_seqlens_q == nullptr) {
     int row_tile = 0;
     index = p.by_row_tiles.divmod(row_tile, index);
     tile = row_tile;
-    batch = p.by_heads_k.divmod(block.head_k, index);
-    block.batch = batch;
+    block.batch = p.by_heads_k.divmod(block.head_k, index);
   } else if (has_tile_per_sequence<kBlockM>(p)) {
-    batch = p.by_heads_k.divmod(block.head_k, index);
-    block.batch = batch;
+    block.batch = p.by_heads_k.divmod(block.head_k, index);
   } else {
     const PackedTiles<kBlockM> tiles(a, group, p.least_queries);
     const auto count = static_cast<int>(tiles.count());
