@@ -135,19 +135,25 @@ def test_scales_may_be_broadcast_views(backend: Backend, cache_dtype: str, scale
     check_call(run_cache(backend, call), call, answer(call.problem()))
 
 
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
-def test_nonfinite_scale_of_a_head(backend: Backend, cache_dtype: str, value: float) -> None:
-    """It reaches the rows that see a key, of its head alone. Rows that see none are 0."""
-    case = replace(BASE, lengths=(40, 0), cache_dtype=cache_dtype, scales="head", splits=2)
+def test_nonfinite_scale_of_a_head(
+    backend: Backend, cache_dtype: str, value: float, splits: int
+) -> None:
+    """It reaches the rows that see a key, of its head alone. Rows that see none are 0: the first of
+    three queries of two keys."""
+    case = replace(BASE, lengths=(40, 2), cache_dtype=cache_dtype, scales="head", splits=splits)
+    case = replace(case, causal=True)
     one = run_cache(backend, case.call())
     call = case.call()
     call.cache["v_scale"].view[1] = value
     run_cache(backend, call)
     group = call.out.view.shape[2] // 2
     assert not np.isfinite(call.out.view[0, :, group:]).any()
-    assert bits(call.out.view[0, :, :group]) == bits(one.out.view[0, :, :group])
-    assert (call.out.view[1] == 0).all()
+    assert not np.isfinite(call.out.view[1, 1:, group:]).any()
+    assert (call.out.view[1, 0] == 0).all()
+    assert bits(call.out.view[:, :, :group]) == bits(one.out.view[:, :, :group])
 
 
 @pytest.mark.parametrize("exponent", [-120, -40, 0, 40, 115])
