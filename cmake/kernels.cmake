@@ -116,13 +116,22 @@ anyflash_kernels(
   FAMILY sm90
   OP forward
   HEAD_DIMS 64 96 128 192 192_128 256
-  KERNELS "*::PlainForward"
+  KERNELS
+    "*::PlainForward"
+    "64,128,256:_alibi:AlibiForward"
+    "64,128,256:_softcap:SoftcapForward"
+    "64,128,256:_dropout:DropoutForward"
+    "64,128,256:_ranges:RangesForward"
 )
 anyflash_kernels(
   FAMILY sm90
   OP backward
   HEAD_DIMS 64 96 128 192 192_128 256
-  KERNELS "*::PlainBackward"
+  KERNELS
+    "*::PlainBackward"
+    "64,128,256:_alibi:AlibiBackward"
+    "64,128,256:_dropout:DropoutBackward"
+    "64,128,256:_ranges:RangesBackward"
 )
 
 # Kernel sets: regular expressions of the names of kernels. The set for CI has what shows in machine
@@ -138,6 +147,7 @@ set(
   "^sm80_prefill_bf16_d128$"
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
+  "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|ranges)$"
 )
 set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")
 

@@ -145,6 +145,26 @@ HOPPER_CASES = hopper(
 )
 
 
+# For Hopper's kernels of one feature. Of the last one's tiles, the first 27 are hidden.
+HOPPER_RANGE_CASES = hopper(
+    Case(seqlen_q=200, seqlen_k=210, heads=4, heads_k=2, more="ranges=63,1 nan=hidden"),
+    Case(seqlen_q=430, seqlen_k=450, heads=1, causal=1, more="ranges=255,1 nan=hidden out=fp32"),
+    Case(seqlen_q=430, seqlen_k=450, heads=4, heads_k=2, more="ranges=129,1 nan=seen"),
+    Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="ranges=130,2 used=300,0 left=200"),
+    Case(
+        seqlen_q=206,
+        seqlen_k=350,
+        more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 used=60,3,0,200 ranges=24,2 nan=hidden",
+    ),
+    Case(seqlen_q=20, seqlen_k=4400, heads=1, more="ranges=1000,1"),
+)
+HOPPER_SCORED = hopper(
+    Case(seqlen_q=400, seqlen_k=300, causal=1, more="alibi=0.1 nan=hidden"),
+    Case(seqlen_q=130, seqlen_k=430, heads=1, more="alibi=-0.05 left=200 right=50 nan=seen"),
+    Case(seqlen_q=300, seqlen_k=290, scale=1.0, causal=1, more="softcap=5 nan=seen"),
+)
+
+
 def backward(*cases: Case) -> tuple[Case, ...]:
     return tuple(case._replace(more=f"op=backward {case.more}") for case in cases)
 
@@ -329,6 +349,27 @@ BACKWARD_RACES = backward(
 HOPPER_BACKWARD_RACES = hopper(*BACKWARD_RACES[:6])
 HOPPER_BACKWARD_CASES = HOPPER_BACKWARD_RACES + hopper(
     *(case for case in BACKWARD_PLAIN_CASES if case.scale > 0)
+)
+HOPPER_BACKWARD_FEATURES = hopper(
+    *backward(
+        Case(seqlen_q=200, seqlen_k=210, heads=4, heads_k=2, more="ranges=63,1 nan=hidden dlse=1"),
+        Case(seqlen_q=200, seqlen_k=210, causal=1, more="ranges=65,1 sink=1 det=1 nan=hidden"),
+        # Rows that see no key, with a finite LSE.
+        Case(seqlen_q=300, seqlen_k=130, heads=1, more="ranges=65,1 sink=1 nan=hidden"),
+        Case(seqlen_q=300, seqlen_k=300, heads=1, more="ranges=140,2 nan=q dlse=1 grad=fp32"),
+        Case(seqlen_q=150, seqlen_k=160, more="ranges=40,1 nan=dout"),
+        Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="ranges=130,2 used=300,0 left=200"),
+        Case(
+            seqlen_q=206,
+            seqlen_k=350,
+            more="cu_q=0,70,70,71,206 cu_k=0,65,125,125,350 used=60,3,0,200 ranges=24,2 nan=hidden",
+        ),
+        Case(seqlen_q=20, seqlen_k=2200, heads=1, more="ranges=100,1 det=1"),
+        Case(seqlen_q=206, seqlen_k=350, more="cu_q=0,70,70,206 cu_k=0,65,125,350 alibi=0.1"),
+        Case(seqlen_q=430, seqlen_k=150, heads=1, more="alibi=0.1 left=150 right=50 nan=hidden"),
+        Case(seqlen_q=200, seqlen_k=210, causal=1, more="alibi=-0.05 det=1 dlse=1"),
+        Case(seqlen_q=130, seqlen_k=300, heads=9, more="alibi=0.02 small=none"),
+    )
 )
 # Tiles of 64 rows: of the first one all rows see keys, but none of the second warpgroup's.
 FIRST_KEYS = Case(seqlen_q=250, seqlen_k=140, heads=1, head_dim=128, head_dim_v=128, causal=1)

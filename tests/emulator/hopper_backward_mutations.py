@@ -14,6 +14,7 @@ from mutations import Mutation
 
 HOPPER_BACKWARD = "sm90_backward_f16_d64"
 HOPPER_WIDE = "sm90_backward_f16_d256"
+HOPPER_FEATURES = "sm90_backward_f16_d128"
 KERNEL = "sm90/backward/kernel.h"
 KEY_BLOCK = "sm90/backward/key_block.h"
 LOAD = "sm90/backward/load.h"
@@ -89,4 +90,26 @@ WIDE_HEADS = (
              "smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);", unit=HOPPER_WIDE),
 )  # fmt: skip
 
-HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS
+# Of the kernels with ranges and with ALiBi.
+_of_features = partial(Mutation, unit=HOPPER_FEATURES)
+FEATURES = (
+    _of_features("hopper-backward-no-ranges", KEY_BLOCK,
+                 "find_key_ranges<typename Traits::Variant, Traits::kBlockN>"
+                 "(params.attention, block);"),
+    _of_features("hopper-backward-one-range", ROW_STAGES, "row_at(seen.second_end)",
+                 "row_at(seen.second_begin)"),
+    _of_features("hopper-backward-unseen-rows", LOAD, "params_.attention.sinks.data != nullptr",
+                 "false"),
+    _of_features("hopper-dq-ranges", DQ, "!uniform(tile().sees_all)", "false"),
+    _of_features("hopper-backward-slope-sign", ROW_STAGES, "slope < 0.0f", "false"),
+    _of_features("hopper-backward-diagonal", ROW_STAGES,
+                 "block.sequence.shift - block.first_key", "-block.first_key"),
+    _of_features("hopper-dq-slope-left-out", DQ,
+                 "exponent -= slope_log2_ * fabsf(distance(i));"),
+    _of_features("hopper-dq-slope-sums-left", DQ,
+                 "clear_slope_sums<Traits>(params, block);"),
+    _of_features("hopper-dq-slope-sum-of-a-warp", DQ,
+                 "(of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3])", "of_warps[0]"),
+)  # fmt: skip
+
+HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + FEATURES

@@ -13,6 +13,7 @@ from functools import partial
 from mutations import Mutation
 
 HOPPER = "sm90_forward_f16_d64"
+HOPPER_RANGES = "sm90_forward_f16_d128"
 KERNEL = "sm90/forward/kernel.h"
 LAUNCH = "sm90/forward/launch.h"
 BLOCKS_OF_ROWS = "sm90/forward/blocks.h"
@@ -24,6 +25,7 @@ MAINLOOP = "sm90/forward/mainloop.h"
 SOFTMAX = "sm90/forward/softmax.h"
 EPILOGUE = "sm90/forward/epilogue.h"
 STAGED_ROWS = "sm90/staged_rows.h"
+VISITED = "sm90/visited_tiles.h"
 
 _mutation = partial(Mutation, unit=HOPPER)
 
@@ -58,14 +60,14 @@ LOADS = (
         LOAD,
         "stage * Traits::TileV::kSize",
         "0",
-        after="void load_values(const ForwardWorkTile& work_tile, int tile, bool masked) {",
+        after="void load_values(const ForwardWorkTile& work_tile, const KeyTile& tile) {",
     ),
     _mutation("hopper-end-is-not-told", LOAD, "ring.full[q_place_.stage()].arrive();"),
 )
 
 GUARD = (
     _mutation("hopper-masked-v-past-the-guard", LOAD,
-              "masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]",
+              "tile.needs_mask ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]",
               "smem_.v_ring.full[stage]"),
     _mutation("hopper-guard-before-v", LOAD,
               "smem_.v_unguarded[stage].wait(parities_ >> stage & 1);"),
@@ -142,14 +144,14 @@ ARITHMETIC = (
               "max(visible.first[row] + 1 - lane_col, 0)"),
     _mutation("hopper-warp-without-mask", STAGES, "first_col + kKeys > visible.end_of_all",
               "first_col + kKeys > visible.end_of_all + 15"),
-    _mutation("hopper-tile-skipped", MAINLOOP, "tile * Traits::kBlockN >= end_key",
-              "(tile + 1) * Traits::kBlockN >= end_key"),
+    _mutation("hopper-tile-skipped", MAINLOOP, "tiles.n() * Traits::kBlockN >= end_key",
+              "(tiles.n() + 1) * Traits::kBlockN >= end_key"),
     _mutation("hopper-too-few-keys", MAINLOOP,
-              "tile * Traits::kBlockN + Traits::kFewKeys >= end_key", "true"),
+              "tiles.n() * Traits::kBlockN + Traits::kFewKeys >= end_key", "true"),
     _mutation("hopper-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
               after="const auto step = [&]"),
     _mutation("hopper-last-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
-              after="while (tile >= 0) step(std::false_type{},"),
+              after="step(std::false_type{});"),
     _mutation("hopper-division-by-zero", SOFTMAX, "sums(row) == 0.0f", "false"),
     _mutation("hopper-sum-not-rescaled", SOFTMAX, "sum_(row) *= rescale.factor[row];"),
     _mutation("hopper-largest-not-kept", SOFTMAX,
@@ -172,4 +174,26 @@ OUTPUT = (
     ),
 )  # fmt: skip
 
-HOPPER_MUTATIONS = BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT
+# Of the kernels whose loader leaves tiles out.
+_of_ranges = partial(Mutation, unit=HOPPER_RANGES)
+RANGES = (
+    _of_ranges("hopper-tile-is-not-told", LOAD,
+               "if (Variant::kSkipsTiles) smem_.key_tiles[stage] = tile.packed();"),
+    _of_ranges("hopper-guard-keeps-k", LOAD, "release(smem_.k_ring.empty[stage]);"),
+    _of_ranges("hopper-k-gone-before-the-guard", KERNEL,
+               "(Variant::kSkipsTiles ? Traits::kGuardWarps : 0)", "0"),
+    _of_ranges("hopper-tiles-of-the-block-before", VISITED, "asked_ = left_ = 0;", "asked_ = 0;"),
+    _of_ranges("hopper-tile-with-ranges-unmasked", VISITED,
+               "range.needs_mask(n) || !seen.all", "range.needs_mask(n)"),
+    _of_ranges("hopper-32-tiles-at-most", VISITED, "while (left_ == 0 && asked_ < range.size())",
+               "if (left_ == 0 && asked_ == 0 && range.size() > 0)"),
+    _of_ranges("hopper-order-of-tiles", "variant/mask.h",
+               "tile >= begin ? tile : tile + unmasked + (unmasked_begin - begin)", "tile"),
+    _of_ranges("hopper-bits-of-ranges", "sm90/seen_elements.h", "bits >>= kStep;"),
+    _of_ranges("hopper-warp-sees-some", STAGES, "if (of_warp.all) return;",
+               "if (of_warp.any) return;"),
+    _of_ranges("hopper-bounds-not-made", LAUNCH,
+               "make_key_range_bounds(prepared.attention, context.stream);"),
+)  # fmt: skip
+
+HOPPER_MUTATIONS = BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES

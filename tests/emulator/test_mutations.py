@@ -18,8 +18,13 @@ from backward_mutations import BACKWARD_MUTATIONS
 from changed_unit import compile_command, compile_unit, link_driver
 from decode_mutations import DECODE, DECODE_MUTATIONS, LATENT
 from emulated_driver import ROOT, run
-from hopper_backward_mutations import HOPPER_BACKWARD_MUTATIONS
-from hopper_mutations import HOPPER_MUTATIONS
+from hopper_backward_mutations import (
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARD_MUTATIONS,
+    HOPPER_FEATURES,
+    HOPPER_WIDE,
+)
+from hopper_mutations import HOPPER, HOPPER_MUTATIONS, HOPPER_RANGES
 from mutations import (
     BACKWARD,
     CHUNKS,
@@ -102,8 +107,12 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
         keep = "16, false" if mutation.sanitizer else ""
     elif mutation.unit == LATENT:
         keep = "false"  # 16-bit caches
-    elif mutation.unit == CHUNKS:
+    elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_WIDE):
         keep = "Plain"
+    elif mutation.unit == HOPPER_RANGES:
+        keep = "Ranges"
+    elif mutation.unit == HOPPER_FEATURES:
+        keep = "Ranges|Alibi"
     elif tile_config:
         keep = tile_config
     elif mutation.unit == ONE_BUFFER:

@@ -15,15 +15,17 @@ from emulated_driver import (
     FORWARD_RACES,
     GROWING_CASES,
     HOPPER_BACKWARD_CASES,
+    HOPPER_BACKWARD_FEATURES,
     HOPPER_CASES,
     HOPPER_RACES,
+    HOPPER_RANGE_CASES,
     HOPPER_WIDE_CASES,
     PINGPONG_CASES,
     Case,
     wide,
 )
-from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_WIDE
-from hopper_mutations import HOPPER
+from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_WIDE
+from hopper_mutations import HOPPER, HOPPER_RANGES
 from mutations import CHUNKS, FORWARD, LAZY, ONE_BUFFER, RELOADED_V, SPLIT_KEYS
 from range_mutations import RANGE_BOUNDS_UNIT
 
@@ -58,6 +60,11 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         seeds = (0,) if sanitizer else (0, 1, 2)
         cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
         return [case._replace(seed=seed) for seed in seeds for case in cases]
+    if unit == HOPPER_RANGES:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in wide(HOPPER_RANGE_CASES)]
+    if unit == HOPPER_FEATURES:
+        features = wide(HOPPER_BACKWARD_FEATURES)
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in features]
     if unit == HOPPER_BACKWARD:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_BACKWARD_CASES]
     if unit == HOPPER_WIDE:

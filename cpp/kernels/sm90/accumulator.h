@@ -29,6 +29,13 @@ ANYFLASH_DEVICE auto accumulator_coordinates() {
                                  make_stride(_8{} * E<0>{}, make_stride(E<1>{}, _8{} * E<1>{}))));
 }
 
+// The same for a (row, col) view of accumulators.
+template <class Matrix>
+ANYFLASH_DEVICE auto coordinates_of(const Matrix&) {
+  return accumulator_coordinates<4 *
+                                 decltype(cute::size<1>(typename Matrix::layout_type{}))::value>();
+}
+
 // Bits of the elements that a row of a thread's accumulators has in columns below `end`, if its
 // first one is in column 0: two neighbours in each eight columns.
 ANYFLASH_DEVICE int elements_below(int end) { return end / 8 * 2 + min(end % 8, 2); }
@@ -96,17 +103,19 @@ struct RoundedAccumulator {
 // One lane's value, so that the compiler knows that a warp does not diverge.
 ANYFLASH_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// Of two lanes `distance` apart, the first one's `high` and the other one's `low` change places.
+ANYFLASH_DEVICE void exchange_words(uint32_t& low, uint32_t& high, int distance) {
+  const bool is_high = (threadIdx.x & distance) != 0;
+  const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
+  (is_high ? low : high) = got;
+}
+
 // Word j of lane q of each quad becomes word q of lane j.
 ANYFLASH_DEVICE void transpose_quads(uint32_t (&words)[4]) {
-  const auto exchange = [](uint32_t& low, uint32_t& high, int distance) ANYFLASH_INLINE_LAMBDA {
-    const bool is_high = (threadIdx.x & distance) != 0;
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);
-    (is_high ? low : high) = got;
-  };
-  exchange(words[0], words[1], 1);
-  exchange(words[2], words[3], 1);
-  exchange(words[0], words[2], 2);
-  exchange(words[1], words[3], 2);
+  exchange_words(words[0], words[1], 1);
+  exchange_words(words[2], words[3], 1);
+  exchange_words(words[0], words[2], 2);
+  exchange_words(words[1], words[3], 2);
 }
 
 // The warp's 16 rows from `warp_row` on, rounded, as far as they lie in `rows` rows and `columns`

@@ -33,6 +33,7 @@ struct PlainForward {
   static constexpr bool kAsksPlaces = false;    // where unmasked tiles lie
   static constexpr bool kSkipsTiles = false;    // of what see() says
   static constexpr bool kMasksTiles = false;    // see() may ask for the masked step
+  static constexpr bool kDrops = false;
   // What masked steps do to scores.
   static constexpr ScoreOps kOps = ScoreOps::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
@@ -104,8 +105,21 @@ struct ScoredForward : PlainForward {
   ScoreMod score_mod;
 };
 
+// One of the two, where a kernel for each is faster.
+struct AlibiForward : ScoredForward {
+  static constexpr ScoreOps kOps = ScoreOps::kAnyAlibi;
+  static constexpr unsigned kFeatures = kAlibi;
+  using ScoredForward::ScoredForward;
+};
+struct SoftcapForward : ScoredForward {
+  static constexpr ScoreOps kOps = ScoreOps::kSoftcap;
+  static constexpr unsigned kFeatures = kSoftcap;
+  using ScoredForward::ScoredForward;
+};
+
 // Dropout alone: the plain kernel, but for P V (variant/forward_dropout.h).
 struct DropoutForward : PlainForward {
+  static constexpr bool kDrops = true;
   static constexpr bool kKeysInRuns = true;
   static constexpr bool kAsksPlaces = true;
   static constexpr unsigned kFeatures = kDropout;
@@ -157,6 +171,11 @@ struct RangesForward : PlainForward {
   template <ScoreOps>
   ANYFLASH_DEVICE Visibility see(int tile) const {
     return visible.of(tile * keys, keys);
+  }
+  // What some rows see of some keys.
+  ANYFLASH_DEVICE Visibility see(int row, int rows, int key, int some_keys) const {
+    return VisibleKeys(attention, work_tile.sequence, work_tile.batch, work_tile.head_k, row, rows)
+        .of(key, some_keys);
   }
 
   template <ScoreOps kScoreOps, class Scores, class Prefetched, class Places>

@@ -111,19 +111,20 @@ class KeyTileBounds {
     tiles_ = p.key_range_bounds + KeyRangeTiles(p).first(sequence, index, head_k) * p.key_intervals;
   }
 
-  // Of the keys from `key` on: a divisor of KeyRangeTiles::kKeys, or twice that.
+  // Of `keys` keys from `key` on, and of their neighbours in the same tiles.
   ANYFLASH_DEVICE KeyRangeBounds of(int key, int keys) const {
     constexpr int kKeys = KeyRangeTiles::kKeys;
     KeyRangeBounds bounds;
     if (tiles_ == nullptr) return bounds;
-    const int intervals = attention_.key_intervals;
-    const IntervalBounds* const at = tiles_ + key / kKeys * intervals;
-    const bool goes_on = keys > kKeys && key + kKeys < all_keys_;
-    bounds.first = at[0];
-    if (goes_on) bounds.first.add(at[intervals]);
-    if (intervals == 1) return bounds;
-    bounds.second = at[1];
-    if (goes_on) bounds.second.add(at[3]);
+    const bool has_two = attention_.key_intervals == 2;
+    const IntervalBounds* at = tiles_ + key / kKeys * attention_.key_intervals;
+    bounds.first = *at++;
+    if (has_two) bounds.second = *at++;
+    const int end = min(key + keys, all_keys_);
+    for (int next = (key / kKeys + 1) * kKeys; next < end; next += kKeys) {
+      bounds.first.add(*at++);
+      if (has_two) bounds.second.add(*at++);
+    }
     return bounds;
   }
 

@@ -65,6 +65,12 @@ class KeyRanges {
     return {start_ + row, start_ + (row + rows < rows_ ? row + rows : rows_) - 1};
   }
 
+  // The row with this place, but none before `first` and none behind `end`.
+  ANYFLASH_HOST_DEVICE int row_at(int place, int first, int end) const {
+    const int64_t row = int64_t{place} - start_;
+    return row < first ? first : row < end ? static_cast<int>(row) : end;
+  }
+
   // Of a key; behind the last one, of that.
   ANYFLASH_HOST_DEVICE Rows rows_of(int key) const { return rows_of(key, has_two_); }
   ANYFLASH_HOST_DEVICE Rows rows_of(int key, bool two) const {

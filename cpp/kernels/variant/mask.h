@@ -31,6 +31,15 @@ struct KRange {
            : unmasked_end > unmasked_begin ? unmasked_end - 1
                                            : -1;
   }
+  ANYFLASH_HOST_DEVICE int size() const { return end - begin; }
+  // The tile at this place of the order, which counts from 0.
+  ANYFLASH_HOST_DEVICE int at(int place) const {
+    const int from_end = end - 1 - place;
+    if (from_end >= unmasked_end) return from_end;
+    const int unmasked = unmasked_end - unmasked_begin;
+    const int tile = from_end - unmasked;  // as if the unmasked ones were not there
+    return tile >= begin ? tile : tile + unmasked + (unmasked_begin - begin);
+  }
   // The tile after `tile`, -1 after the last.
   ANYFLASH_HOST_DEVICE int next(int tile) const {
     if (tile > unmasked_end || (tile < unmasked_begin && tile > begin) ||

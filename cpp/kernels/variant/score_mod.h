@@ -20,6 +20,7 @@ namespace anyflash {
 enum class ScoreOps {
   kNone,
   kAlibi,         // with slopes that are not negative
+  kAnyAlibi,      // with any slopes
   kRanges,        // key ranges, of which ScoreMod knows nothing
   kAlibiRanges,   // both
   kSoftcap,       // not a large one
@@ -134,8 +135,9 @@ class ScoreMod {
       cap(scores);
       return;
     }
+    constexpr bool kCaps = kOps != ScoreOps::kAlibi && kOps != ScoreOps::kAnyAlibi;
     if (kAny && accurate_) cap_accurately(scores);
-    else if (kOps != ScoreOps::kAlibi && softcap_ > 0.0f) cap(scores);
+    else if (kCaps && softcap_ > 0.0f) cap(scores);
     else if (kScale) multiply(scores);
     add<kOps, kScale>(scores, raw, coordinates, row0, col0);
   }
@@ -172,7 +174,6 @@ class ScoreMod {
   template <ScoreOps kOps, bool kScale, class Scores, class Raw, class Coordinates>
   ANYFLASH_DEVICE void add(Scores& scores, const Raw& raw, const Coordinates& coordinates, int row0,
                            int col0) const {
-    constexpr bool kAny = kOps == ScoreOps::kSoftcapAlibi || kOps == ScoreOps::kAll;
     if constexpr (kOps == ScoreOps::kAll) {
       if (bias_ != nullptr) add_bias(scores, raw);
     }
@@ -180,7 +181,7 @@ class ScoreMod {
     constexpr bool kSlopeOnly = kOps == ScoreOps::kAlibi && !kScale;
     if (kSlopeOnly || slope_ > 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s - fabsf(t); });
-    } else if (kAny && slope_ < 0.0f) {
+    } else if (kOps != ScoreOps::kAlibi && slope_ < 0.0f) {
       add_slope(scores, coordinates, row0, col0, [](float s, float t) { return s + fabsf(t); });
     }
   }

@@ -13,8 +13,8 @@
 namespace {
 
 using namespace anyflash;
-using Traits = sm90::MainTraits<ELEMENT, HEAD_DIM, HEAD_DIM>;
-using RowTraits = sm90::DqTraits<ELEMENT, HEAD_DIM, HEAD_DIM>;
+using Traits = sm90::MainTraits<ELEMENT, HEAD_DIM, HEAD_DIM, PlainBackward>;
+using RowTraits = sm90::DqTraits<ELEMENT, HEAD_DIM, HEAD_DIM, PlainBackward>;
 
 BackwardParams params_of(const BackwardCall& call) {
   BackwardParams params;

@@ -51,6 +51,9 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
     assert "sm_80" in caught.value.message
 
 
+SCORED = Features(softcap=5.0, alibi="h")
+
+
 @pytest.mark.parametrize(
     ("kernel", "problem"),
     [
@@ -58,7 +61,8 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
         ("sm90_forward_f16_d96", Case("odd", sq=70, sk=90, d=90, dv=70)),
         ("sm80_forward_f16_d64", Case("negative", sq=70, sk=90, scale=-0.3)),
         ("sm80_forward_f16_d64", Case("tiny", sq=70, sk=90, scale=1e-30)),
-        ("sm80_forward_f16_d64_scored", Case("cap", sq=70, sk=90, features=Features(softcap=5.0))),
+        ("sm90_forward_f16_d64_softcap", Case("cap", sq=70, sk=90, features=Features(softcap=5.0))),
+        ("sm80_forward_f16_d64_scored", Case("both", sq=70, sk=90, features=SCORED)),
     ],
 )
 def test_hopper_leaves_to_sm80_what_its_kernels_lack(kernel: str, problem: Case) -> None:

@@ -15,12 +15,18 @@
 #include "sm90/accumulator.h"
 #include "sm90/backward/config.h"
 #include "sm90/backward/epilogue.h"
+#include "sm90/backward/variants.h"
+#include "sm90/kept_elements.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/products.h"
 #include "sm90/roles.h"
+#include "sm90/seen_elements.h"
 #include "sm90/tma.h"
+#include "sm90/visited_tiles.h"
 #include "variant/backward_scratch.h"
+#include "variant/dropout.h"
+#include "variant/key_ranges.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
 #include "variant/work_tile.h"
@@ -35,16 +41,10 @@ struct DqByRowsLaunch : BackwardScratch {
   CUtensorMap dout_map;
 };
 
-// A tile of keys, as the producer tells the consumers.
-struct KeyTile {
-  int first_key;
-  bool exists;
-  bool needs_mask;
-};
-
-template <class Element_, int kHeadDim_, int kHeadDimV_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant_>
 struct DqTraits : Warpgroups<2> {
   using Element = Element_;
+  using Variant = Variant_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = 128;  // 64 of each consumer warpgroup
@@ -52,6 +52,8 @@ struct DqTraits : Warpgroups<2> {
   static constexpr int kStages = 2;  // of K
   // Of V, as many as there is room for: its next tile is wanted later than the next K.
   static constexpr int kStagesV = kHeadDim + kHeadDimV > 384 ? 1 : 2;
+  using TileVariant = KeyTileVariant<Variant>;
+  static constexpr bool kLooksForTiles = TileVariant::kSkipsTiles;
   static constexpr RegisterSplit kRegisters = {24, 240};
 
   using TileQ = PanelTile<Element, 64, kHeadDim>;
@@ -70,13 +72,15 @@ struct DqTraits : Warpgroups<2> {
     Mbarrier dout_full;
     Ring<kStages> k_ring;  // K, and `tiles`
     Ring<kStagesV> v_ring;
-    KeyTile tiles[kStages];
+    KeyTile tiles[kStages];                 // after the last comes one that does not exist
     int k_is_nonfinite[2][kConsumerWarps];  // of a partly hidden tile, and of the one before
+    float slope_sums[kConsumerWarps];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
 };
 
-// One thread: Q and dO of the block, then its tiles of K and V.
+// Q and dO of the block, then its tiles of K and V. By one thread, or where the variant leaves tiles
+// out by a warp: then one lane does what others see.
 template <class Traits>
 ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWorkTile& block,
                                   typename Traits::SharedStorage& smem) {
@@ -90,14 +94,19 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN);
   RingPlace<Traits::kStages> place;
   RingPlace<Traits::kStagesV> v_place;
+  const bool leads = !Traits::kLooksForTiles || threadIdx.x % 32 == 0;
   bool is_first = true;
-  for (int tile = range.first(); tile >= 0; tile = range.next(tile)) {
+  VisitedTiles<Traits, typename Traits::TileVariant> tiles;
+  tiles.begin(params.attention, block, range);
+  for (;;) {
+    const KeyTile tile = tiles.next(params.attention, block, range);
+    if (!tile.exists()) break;
+    if (!leads) continue;
     const int stage = place.stage();
-    const int first_key = tile * Traits::kBlockN;
-    const TileCoordinates keys{0, static_cast<int>(sequence.first_k) + first_key, block.head_k,
-                               batch};
+    const TileCoordinates keys{0, static_cast<int>(sequence.first_k) + tile.n * Traits::kBlockN,
+                               block.head_k, batch};
     smem.k_ring.empty[stage].wait(place.parity() ^ 1);
-    smem.tiles[stage] = KeyTile{first_key, true, range.needs_mask(tile)};
+    smem.tiles[stage] = tile;
     load_tile<TileK>(smem.k.data() + stage * TileK::kSize, params.k_map, keys,
                      smem.k_ring.full[stage], L2Hint::kEvictLast);
     if (is_first) {
@@ -119,8 +128,9 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
     place.advance();
     v_place.advance();
   }
+  if (!leads) return;
   smem.k_ring.empty[place.stage()].wait(place.parity() ^ 1);
-  smem.tiles[place.stage()] = KeyTile{0, false, false};
+  smem.tiles[place.stage()] = KeyTile{};
   smem.k_ring.full[place.stage()].arrive();
 }
 
@@ -133,24 +143,35 @@ class DqStages {
   using TileK = typename Traits::TileK;
   using TileV = typename Traits::TileV;
   using AccS = typename Traits::AccS;
+  using Variant = typename Traits::Variant;
 
  public:
   using Rounded = RoundedAccumulator<Element, Traits::kBlockN>;
 
   ANYFLASH_DEVICE DqStages(const DqByRowsLaunch& params, const ForwardWorkTile& block,
                            typename Traits::SharedStorage& smem, int warpgroup)
-      : smem_(smem), warpgroup_(warpgroup), scale_log2_(params.attention.scale_log2) {
+      : params_(params),
+        block_(block),
+        smem_(smem),
+        warpgroup_(warpgroup),
+        seed_(params.attention),
+        scale_log2_(params.attention.scale_log2) {
     const Sequence& sequence = block.sequence;
+    if constexpr (kHasAlibi<Variant>) {
+      slope_log2_ = params.slopes_log2[block.batch * params.attention.heads + block.head];
+    }
     const Mask mask(sequence, params.attention.window);
     const int64_t padded = params.first_row(sequence, block.batch, block.head) + block.first_row;
     CUTE_UNROLL
     for (int i = 0; i < kThreadRows; ++i) {
-      const int row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+      const int row = first_row() + 8 * i;
       const bool exists = block.first_row + row < sequence.seqlen_q;
       first_key_[i] = exists ? mask.first_key(block.first_row + row) : 0;
       end_key_[i] = exists ? mask.end_key(block.first_row + row) : 0;
       lse_[i] = exists ? params.lse_rows[padded + row] : INFINITY;
       delta_[i] = exists ? params.delta_rows[padded + row] : 0.0f;
+      // dS comes without the factor on what dropout keeps.
+      if constexpr (kHasDropout<Variant>) delta_[i] /= Variant::p_scale(params);
     }
   }
 
@@ -158,7 +179,7 @@ class DqStages {
   ANYFLASH_DEVICE bool wait_keys() {
     smem_.k_ring.full[place_.stage()].wait(place_.parity());
     needs_mask_ = uniform(tile().needs_mask);
-    return uniform(tile().exists) != 0;
+    return uniform(tile().exists()) != 0;
   }
 
   ANYFLASH_DEVICE void issue_scores(AccS& acc_s) {
@@ -181,21 +202,63 @@ class DqStages {
   ANYFLASH_DEVICE void compute_p(AccS& acc_s) const {
     CUTE_UNROLL
     for (int i = 0; i < size(AccS{}); ++i) {
-      acc_s(i) = exp2f(acc_s(i) * scale_log2_ - lse_[i / 2 % 2]);
+      float exponent = acc_s(i) * scale_log2_ - lse_[i / 2 % 2];
+      if constexpr (kHasAlibi<Variant>) exponent -= slope_log2_ * fabsf(distance(i));
+      acc_s(i) = exp2f(exponent);
     }
   }
+  // Which probabilities of the tile dropout keeps, while scores are on their way.
+  ANYFLASH_DEVICE void draw() {
+    if constexpr (kHasDropout<Variant>) {
+      const Dropout dropout(params_.attention, seed_, block_.batch, block_.head);
+      const int row = block_.first_row + first_row();
+      const int rows[kThreadRows] = {row, row + 8};
+      find_kept_elements<Traits::kBlockN / 4>(dropout, rows, tile().n * Traits::kBlockN, kept_);
+    }
+  }
+
   // dS in place of dP; 0 where hidden.
   ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p) const {
+    if constexpr (kHasDropout<Variant>) hide(acc_dp, kept_);
     CUTE_UNROLL
     for (int i = 0; i < size(AccS{}); ++i) acc_dp(i) = p(i) * (acc_dp(i) - delta_[i / 2 % 2]);
     if (!needs_mask_) return;
-    const int first = tile().first_key + static_cast<int>(threadIdx.x) % 4 * 2;
+    const int first = first_key();
     uint32_t seen[kThreadRows];
     CUTE_UNROLL
     for (int i = 0; i < kThreadRows; ++i) {
       seen[i] = element_bits(first_key_[i] - first, end_key_[i] - first);
     }
+    if constexpr (kHasRanges<Variant>) {
+      if (!uniform(tile().sees_all)) leave_ranges(first, seen);
+    }
     hide(acc_dp, seen);
+  }
+  // For the gradient of ALiBi's slopes, from dS in float32. That of a row that does not exist may be
+  // NaN.
+  ANYFLASH_DEVICE void add_slope_gradient(const AccS& ds) {
+    if (params_.slope_sums == nullptr) return;
+    CUTE_UNROLL
+    for (int i = 0; i < size(AccS{}); ++i) {
+      slope_sum_ -= end_key_[i / 2 % 2] > 0 ? ds(i) * fabsf(distance(i)) : 0.0f;
+    }
+  }
+  // Each warpgroup has as many rows as a sum is of. All consumers call it.
+  ANYFLASH_DEVICE void store_slope_sum() {
+    if (params_.slope_sums == nullptr) return;
+    static_assert(Traits::kBlockM == Traits::kConsumers * BackwardScratch::kSlopeSumRows);
+    constexpr int kWarps = kWarpgroupThreads / 32;
+    float sum = slope_sum_;
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (threadIdx.x % 32 == 0) smem_.slope_sums[threadIdx.x / 32] = sum;
+    sync_consumers<Traits::kThreads>();
+    const int64_t sums = BackwardScratch::slope_sums_of_head(params_.attention.seqlen_q);
+    const int64_t place = block_.first_row / BackwardScratch::kSlopeSumRows + warpgroup_;
+    if (threadIdx.x % kWarpgroupThreads != 0 || place >= sums) return;
+    const float* const of_warps = smem_.slope_sums + warpgroup_ * kWarps;
+    float* const target =
+        params_.slope_sums + (block_.batch * params_.attention.heads + block_.head) * sums;
+    target[place] = (of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3]);
   }
 
   // Takes NaN and infinity out of K of a partly hidden tile, after S and dP of this warpgroup: 0 *
@@ -227,12 +290,40 @@ class DqStages {
   }
 
  private:
+  // The first of this thread's rows in the block, and of its keys in the tile.
+  ANYFLASH_DEVICE static int first_row() {
+    return static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+  }
+  ANYFLASH_DEVICE int first_key() const {
+    return tile().n * Traits::kBlockN + static_cast<int>(threadIdx.x) % 4 * 2;
+  }
+  // From the diagonal, of an accumulator's score.
+  ANYFLASH_DEVICE float distance(int i) const {
+    const int at_first = block_.first_row + first_row() + block_.sequence.shift - first_key();
+    return static_cast<float>(at_first + i / 2 % 2 * 8 - (i / 4 * 8 + i % 2));
+  }
+  ANYFLASH_DEVICE void leave_ranges(int first, uint32_t (&seen)[kThreadRows]) const {
+    const KeyRanges ranges(params_.attention, block_.sequence, block_.batch, block_.head_k);
+    const int row = block_.first_row + first_row();
+    const int places[kThreadRows] = {ranges.place_of(row), ranges.place_of(row + 8)};
+    uint32_t by_ranges[kThreadRows];
+    find_seen_elements<Traits::kBlockN / 4>(ranges, places, first, by_ranges);
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) seen[i] &= by_ranges[i];
+  }
+
   ANYFLASH_DEVICE const KeyTile& tile() const { return smem_.tiles[place_.stage()]; }
   ANYFLASH_DEVICE Element* keys() const { return smem_.k.data() + place_.stage() * TileK::kSize; }
 
+  const DqByRowsLaunch& params_;
+  const ForwardWorkTile& block_;
   typename Traits::SharedStorage& smem_;
   int warpgroup_;
+  typename Variant::Seed seed_;
+  uint32_t kept_[kThreadRows];  // draw(): a bit for each of a row's elements
   float scale_log2_;
+  float slope_log2_ = 0.0f;
+  float slope_sum_ = 0.0f;
   int first_key_[kThreadRows];
   int end_key_[kThreadRows];
   float lse_[kThreadRows];
@@ -252,6 +343,7 @@ ANYFLASH_DEVICE void dq_mainloop(DqStages<Traits>& stages, typename Traits::AccQ
   while (stages.wait_keys()) {
     stages.issue_scores(acc_s);
     stages.issue_dp(acc_dp);
+    stages.draw();
     wait_products<1>();
     pin(acc_s);
     stages.compute_p(acc_s);
@@ -260,6 +352,7 @@ ANYFLASH_DEVICE void dq_mainloop(DqStages<Traits>& stages, typename Traits::AccQ
     stages.release_values();
     stages.clear_keys();
     stages.compute_ds(acc_dp, acc_s);
+    if constexpr (kHasAlibi<typename Traits::Variant>) stages.add_slope_gradient(acc_dp);
     ds.round(acc_dp);
     stages.issue_dq(acc_dq, ds);
     wait_products<0>();
@@ -275,6 +368,7 @@ ANYFLASH_DEVICE void consume_keys(const DqByRowsLaunch& params, const ForwardWor
   cute::clear(acc_dq);
   DqStages<Traits> stages(params, block, smem, warpgroup);
   dq_mainloop<Traits>(stages, acc_dq);
+  if constexpr (kHasAlibi<typename Traits::Variant>) stages.store_slope_sum();
   scale(acc_dq, params.ds_scale);
   visit_gradient_type<Traits>(params, [&](auto type) {
     using Out = decltype(type);
@@ -286,6 +380,15 @@ ANYFLASH_DEVICE void consume_keys(const DqByRowsLaunch& params, const ForwardWor
   });
 }
 
+// The sums of a block that has no rows.
+template <class Traits>
+ANYFLASH_DEVICE void clear_slope_sums(const DqByRowsLaunch& params, const ForwardWorkTile& block) {
+  const int64_t sums = BackwardScratch::slope_sums_of_head(params.attention.seqlen_q);
+  const int64_t place = block.first_row / BackwardScratch::kSlopeSumRows + threadIdx.x;
+  if (params.slope_sums == nullptr || threadIdx.x >= Traits::kConsumers || place >= sums) return;
+  params.slope_sums[(block.batch * params.attention.heads + block.head) * sums + place] = 0.0f;
+}
+
 // dQ of a block of rows. Grid: x = all blocks of all (batch, head) pairs; a head's last rows, which
 // see the most keys, come first.
 template <class Traits>
@@ -294,7 +397,10 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params.scheduler, params.attention,
                                                               static_cast<int>(blockIdx.x));
-  if (block.first_row >= block.sequence.seqlen_q) return;
+  if (block.first_row >= block.sequence.seqlen_q) {
+    if constexpr (kHasAlibi<typename Traits::Variant>) clear_slope_sums<Traits>(params, block);
+    return;
+  }
   if (threadIdx.x == 0) {
     smem.q_full.init(1);
     smem.dout_full.init(1);
@@ -305,7 +411,9 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (is_loading_thread<Traits>()) produce_keys<Traits>(params, block, smem);
+        const bool loads = Traits::kLooksForTiles ? threadIdx.x / 32 == Traits::kConsumerWarps
+                                                  : is_loading_thread<Traits>();
+        if (loads) produce_keys<Traits>(params, block, smem);
       },
       [&](int warpgroup) { consume_keys<Traits>(params, block, smem, warpgroup); });
 }

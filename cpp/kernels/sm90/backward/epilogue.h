@@ -7,12 +7,12 @@
 #include "cuda/backward_epilogue.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/launch_params.h"
+#include "sm90/backward/variants.h"
 #include "sm90/pipeline.h"
 #include "sm90/ptx.h"
 #include "sm90/staged_rows.h"
 #include "sm90/tma.h"
 #include "variant/backward_scratch.h"
-#include "variant/backward_variants.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
@@ -45,7 +45,8 @@ ANYFLASH_DEVICE void scale(Acc& acc, float factor) {
 template <class Traits, class Out>
 ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWorkTile& block) {
   sync_consumers<Traits::kThreads>();
-  restore_nonfinite<Traits, PlainBackward>(params, block, dv_tile<Out>(params, block));
+  using Variant = QueryTileVariant<typename Traits::Variant>;
+  restore_nonfinite<Traits, Variant>(params, block, dv_tile<Out>(params, block));
 }
 
 // Gives acc_dk its scale, and writes both in the dtype `Out`.

@@ -42,9 +42,11 @@ ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params,
   typename Traits::AccV acc_dv;
   cute::clear(acc_dk);
   cute::clear(acc_dv);
-  BackwardStages<Traits> stages(smem, warpgroup, params.attention.scale_log2);
+  BackwardStages<Traits> stages(params, smem, warpgroup);
   backward_mainloop<Traits, kAddsToDq>(stages, acc_dk, acc_dv);
   if (kAddsToDq) add_last_dq(stages);
+  using Variant = typename Traits::Variant;
+  if constexpr (kHasDropout<Variant>) scale(acc_dv, Variant::p_scale(params));
   const bool nonfinite_dout = stages.dout_was_nonfinite();
   const BackwardWorkTile& block = smem.block;
   const bool is_part = params.gqa_partials != nullptr;
@@ -78,8 +80,9 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
-  const BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
   if (block.first_key >= block.sequence.all_keys) return;
+  find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
   typename Traits::AccK acc_dk;
   typename Traits::AccV acc_dv;
   cute::clear(acc_dk);

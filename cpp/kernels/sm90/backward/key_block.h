@@ -18,7 +18,7 @@ template <class Traits, class InitBarriers, class Consume>
 ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
                                    typename Traits::SharedStorage& smem,
                                    const InitBarriers& init_barriers, const Consume& consume) {
-  const BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
   allow_next_kernel();
   if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest
     wait_previous_kernel();
@@ -26,6 +26,7 @@ ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
   }
   const bool loads = is_loading_thread<Traits>();
   if (loads) {
+    find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
     smem.block = block;
     init_barriers();
     load_first<Traits>(params, block, smem);

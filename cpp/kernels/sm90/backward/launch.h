@@ -20,6 +20,7 @@
 #include "cuda/backward_launch.h"
 #include "cuda/backward_preprocess.h"
 #include "cuda/descriptor.h"
+#include "cuda/key_range_bounds.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "sm90/backward/config.h"
@@ -27,12 +28,12 @@
 #include "sm90/backward/kernel.h"
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/traits.h"
+#include "sm90/backward/variants.h"
 #include "sm90/backward/wide_kernel.h"
 #include "sm90/backward/wide_traits.h"
 #include "sm90/family.h"
 #include "sm90/tma.h"
 #include "variant/backward_scratch.h"
-#include "variant/backward_variants.h"
 
 namespace anyflash::sm90 {
 
@@ -132,34 +133,38 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
       p, backward_heads_per_wave(a, Traits::kBlockN, context.multiprocessors));
   a.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   p.lse_unit = Variant::kLseUnit;
-  p.ds_scale = static_cast<float>(a.softmax_scale);
+  p.ds_scale = static_cast<float>(a.softmax_scale) * Variant::ds_factor(p);
+
+  // dQ by rows comes with sums for the slopes.
+  const bool by_rows = Traits::kIsWide || p.deterministic || p.slope_sums != nullptr;
+  if (by_rows) p.dq_accum = nullptr;
 
   void* const stream = context.stream;
+  make_key_range_bounds(a, stream);
   backward_preprocess(p, stream);
   use_rounded_dout(p);
   if (number_of_keys(a) > 0) launch_main_kernel<Traits>(p, stream);
-  if constexpr (Traits::kIsWide) {
-    launch_dq_by_rows<RowTraits>(p, context);
-  } else if (p.deterministic) {
-    launch_dq_by_rows<RowTraits>(p, context);
-  } else {
-    launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
-        ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
-        LaunchOrder::kWhenAllowed);
+  if (by_rows) launch_dq_by_rows<RowTraits>(p, context);
+  if constexpr (!Traits::kIsWide) {
+    if (!by_rows)
+      launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
+          ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
+          LaunchOrder::kWhenAllowed);
   }
+  if (p.dalibi_slopes.data != nullptr) sum_dalibi_slopes(p, stream);
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
 }
 
 // Of the kernel that computes dK and dV.
-template <class Element, int kHeadDim, int kHeadDimV>
-using MainTraits =
-    std::conditional_t<is_wide(kHeadDim, kHeadDimV), WideTraits<Element, kHeadDim, kHeadDimV>,
-                       BackwardTraits<Element, kHeadDim, kHeadDimV>>;
+template <class Element, int kHeadDim, int kHeadDimV, class Variant>
+using MainTraits = std::conditional_t<is_wide(kHeadDim, kHeadDimV),
+                                      WideTraits<Element, kHeadDim, kHeadDimV, Variant>,
+                                      BackwardTraits<Element, kHeadDim, kHeadDimV, Variant>>;
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>
 constexpr KernelDescriptor backward_descriptor(const char* name) {
-  using Traits = MainTraits<Element, kHeadDim, kHeadDimV>;
-  using RowTraits = DqTraits<Element, kHeadDim, kHeadDimV>;
+  using Traits = MainTraits<Element, kHeadDim, kHeadDimV, Variant>;
+  using RowTraits = DqTraits<Element, kHeadDim, kHeadDimV, Variant>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward);
   d.features = Variant::kFeatures;
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};

@@ -8,10 +8,10 @@
 #include "cuda/query_tile_iterator.h"
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/query_tile.h"
+#include "sm90/backward/variants.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
-#include "variant/backward_variants.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
 
@@ -19,6 +19,8 @@ namespace anyflash::sm90 {
 
 template <class Traits>
 class BackwardLoader {
+  using Variant = typename Traits::Variant;
+
  public:
   // At a tile's barrier of q_ring: for what TMA brings, and for what consumers are told.
   static constexpr int kQArrivals = 2;
@@ -62,6 +64,11 @@ class BackwardLoader {
                        L2Hint::kEvictLast);
     load_bytes(smem_.lse[stage], params_.lse_rows + row, kLseOrDeltaBytes, full.state());
     load_bytes(smem_.delta[stage], params_.delta_rows + row, kLseOrDeltaBytes, full.state());
+    if constexpr (kHasAlibi<Variant>) {
+      smem_.slope_log2[stage] =
+          params_.slopes_log2[block_.batch * params_.attention.heads + tiles.head()];
+    }
+    if constexpr (kHasDropout<Variant>) smem_.heads[stage] = tiles.head();
     tell(QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
                        flags_of(tiles, mask)});
   }
@@ -100,8 +107,10 @@ class BackwardLoader {
     int flags = QueryTileInfo::kExists;
     // Rows beyond the sequence's end may be another one's.
     if (tiles.needs_mask() || end > seqlen_q) flags |= QueryTileInfo::kNeedsMask;
-    // Such rows are a sequence's first ones and its last ones.
-    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1)) {
+    // Such rows are a sequence's first ones and its last ones. Ranges may leave any row without a
+    // key: its LSE is not finite, which consumers see, unless there are sinks.
+    const bool by_ranges = kHasRanges<Variant> && params_.attention.sinks.data != nullptr;
+    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1) || by_ranges) {
       flags |= QueryTileInfo::kHasUnseen;
     }
     return flags;
@@ -132,7 +141,7 @@ class RowLoader {
 
  private:
   Mask mask_;
-  QueryTileIterator<Traits, PlainBackward> tiles_;
+  QueryTileIterator<Traits, QueryTileVariant<typename Traits::Variant>> tiles_;
 };
 
 // K and V, and the first tile of rows: what a CTA waits for longest. By the loading thread when it

@@ -21,6 +21,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
                                        typename Traits::AccK& acc_dk,
                                        typename Traits::AccV& acc_dv) {
   constexpr bool kStoresFirst = Traits::kConfig.store_ds_before_dv;
+  constexpr bool kDrawsFirst = Traits::kBlockM > 64;  // the products have the registers
   if (stages.wait_rows() && stages.sees_nothing()) stages.template pass_zeros<kAddsToDq>();
   while (stages.wait_rows()) {
     // Each tile has its own, as ptxas sees it: a group's first product reads its accumulators, so
@@ -31,11 +32,13 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     typename BackwardStages<Traits>::Rounded p;
     typename BackwardStages<Traits>::Rounded ds;
     if (kAddsToDq) stages.wait_stagger();
+    if (kDrawsFirst) stages.draw();
     stages.issue_scores(acc_s);
     stages.issue_dp(acc_dp);
     const bool clears_rows = stages.look_at_rows();
     if (kAddsToDq) stages.look_at_keys();
     stages.load_lse(numbers);
+    if (!kDrawsFirst) stages.draw();
     wait_products<1>();
     pin(acc_s);
     stages.compute_p(acc_s, numbers);
@@ -46,6 +49,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     if (clears_rows) stages.clear_rows();
     stages.compute_ds(acc_dp, acc_s, numbers);
     ds.round(acc_dp);
+    stages.drop(acc_s);
     p.round(acc_s);
     if constexpr (kAddsToDq && kStoresFirst) stages.store_ds(ds);
     stages.issue_dv(acc_dv, p);

@@ -8,15 +8,21 @@
 
 namespace anyflash::sm90 {
 
-// The rows that see a key. The loop needs its registers: these numbers lie in shared memory.
+// The rows that see a key: in one interval, or two. The loop needs its registers: these numbers lie
+// in shared memory.
+template <int kIntervals>
 struct VisibleRows {
-  int first;
-  int end;
+  int first[kIntervals];
+  int end[kIntervals];
 
   // Which of a thread's elements of the key are seen, in the tile that begins at `row`: a bit each.
   ANYFLASH_DEVICE uint32_t bits(int row) const {
     const int first_row = row + static_cast<int>(threadIdx.x) % 4 * 2;
-    return element_bits(first - first_row, end - first_row);
+    uint32_t seen = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kIntervals; ++i)
+      seen |= element_bits(first[i] - first_row, end[i] - first_row);
+    return seen;
   }
 };
 

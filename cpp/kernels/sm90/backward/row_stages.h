@@ -8,11 +8,15 @@
 #include "common/macros.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/query_tile.h"
+#include "sm90/backward/variants.h"
+#include "sm90/kept_elements.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/products.h"
 #include "sm90/tma.h"
 #include "variant/backward_scratch.h"
+#include "variant/dropout.h"
+#include "variant/key_ranges.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
 
@@ -24,8 +28,17 @@ ANYFLASH_DEVICE void find_visible_rows(const BackwardScratch& params, const Back
                                        typename Traits::SharedStorage& smem) {
   const Mask mask = Mask(block.sequence, params.attention.window).up_to_last_row();
   for (int i = threadIdx.x; i < Traits::kBlockN; i += Traits::kThreads) {
-    const MRange rows = mask.m_range(block.first_key + i, 1, 1);
-    smem.visible[i] = VisibleRows{rows.begin, rows.end};
+    const int key = block.first_key + i;
+    const MRange rows = mask.m_range(key, 1, 1);
+    if constexpr (kHasRanges<typename Traits::Variant>) {
+      const KeyRanges ranges(params.attention, block.sequence, block.batch, block.head_k);
+      const KeyRanges::Rows seen = ranges.rows_of(key);
+      const auto row_at = [&](int place) { return ranges.row_at(place, rows.begin, rows.end); };
+      smem.visible[i] = {{row_at(seen.begin), row_at(seen.second_begin)},
+                         {row_at(seen.end), row_at(seen.second_end)}};
+    } else {
+      smem.visible[i] = {{rows.begin}, {rows.end}};
+    }
   }
   sync_consumers<Traits::kThreads>();
 }
@@ -38,6 +51,7 @@ class RowStages {
   using TileV = typename Traits::TileV;
   using TileDO = typename Traits::TileDO;
   using AccS = typename Traits::AccS;
+  using Variant = typename Traits::Variant;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kPairs = kBlockM / 8;  // of neighbouring rows, in a thread's accumulators
   static constexpr uint32_t kAllSeen = 0xffffffffu >> (32 - kBlockM / 4);
@@ -46,9 +60,13 @@ class RowStages {
   using Rounded = RoundedAccumulator<Element, kBlockM>;
 
   // `key_warpgroup`: which 64 of the CTA's keys the warpgroup has.
-  ANYFLASH_DEVICE RowStages(typename Traits::SharedStorage& smem, int key_warpgroup,
-                            float scale_log2)
-      : smem_(smem), key_warpgroup_(key_warpgroup), thread_(threadIdx.x), scale_log2_(scale_log2) {}
+  ANYFLASH_DEVICE RowStages(const BackwardScratch& params, typename Traits::SharedStorage& smem,
+                            int key_warpgroup)
+      : smem_(smem),
+        key_warpgroup_(key_warpgroup),
+        thread_(threadIdx.x),
+        params_(params),
+        scale_log2_(params.attention.scale_log2) {}
 
   // Goes on to the next tile, with its Q; false if there is none.
   ANYFLASH_DEVICE bool wait_rows() {
@@ -106,6 +124,22 @@ class RowStages {
     return __any_sync(0xffffffffu, zero != 0.0f) || (flags_ & QueryTileInfo::kHasUnseen) != 0;
   }
 
+  // Which probabilities of the tile dropout keeps, while scores are on their way.
+  ANYFLASH_DEVICE void draw() {
+    if constexpr (kHasDropout<Variant>) {
+      const BackwardWorkTile& block = smem_.block;
+      // Made anew for each tile: the rounds' keys would take the loop's registers.
+      const typename Variant::Seed seed(params_.attention);
+      const Dropout dropout(params_.attention, seed, block.batch, smem_.heads[place_.stage()]);
+      find_kept_transposed<kBlockM / 4>(dropout, tile().row,
+                                        block.first_key + thread_key(0) / 8 * 8, kept_);
+    }
+  }
+  // Before P goes into dV's product.
+  ANYFLASH_DEVICE void drop(AccS& p) const {
+    if constexpr (kHasDropout<Variant>) hide(p, kept_);
+  }
+
   // LSE, or delta, of this thread's rows: the first ones are loaded before they are needed.
   struct RowNumbers {
     static constexpr int kLoaded = 3;  // of pairs: registers are few
@@ -116,16 +150,27 @@ class RowStages {
 
   // P^T in place of S^T; 0 where hidden.
   ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse) const {
-    for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
-      acc_s(i) = exp2f(acc_s(i) * scale_log2_ - row_lse);
-    });
+    if constexpr (kHasAlibi<Variant>) {
+      const float slope = smem_.slope_log2[place_.stage()];
+      if (slope < 0.0f) exponentiate_with_slope<-1>(acc_s, lse, slope);
+      else exponentiate_with_slope<1>(acc_s, lse, slope);
+    } else {
+      for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
+        acc_s(i) = exp2f(acc_s(i) * scale_log2_ - row_lse);
+      });
+    }
     if (hides_any_) hide(acc_s, seen_);
   }
 
   // dS^T in place of dP^T; 0 where hidden.
   ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p, const RowNumbers& delta) const {
+    float share = 1.0f;  // dS comes without the factor on what dropout keeps
+    if constexpr (kHasDropout<Variant>) {
+      share = 1.0f / Variant::p_scale(params_);
+      hide(acc_dp, kept_);
+    }
     for_each_element(delta, smem_.delta, [&](int i, float row_delta) ANYFLASH_INLINE_LAMBDA {
-      acc_dp(i) = p(i) * (acc_dp(i) - row_delta);
+      acc_dp(i) = p(i) * (acc_dp(i) - row_delta * share);
     });
     if (hides_any_) hide(acc_dp, seen_);
   }
@@ -179,6 +224,24 @@ class RowStages {
   bool is_first_ = true;
 
  private:
+  // P^T with ALiBi: a slope's sign is known, so that the absolute value of a distance costs nothing.
+  template <int kSign>
+  ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const RowNumbers& lse,
+                                               float slope) const {
+    const BackwardWorkTile& block = smem_.block;
+    const int row = tile().row + thread_ % 4 * 2 + block.sequence.shift - block.first_key;
+    float at_first[kThreadRows];  // the slope times the distance of a key and the first row
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) {
+      at_first[i] = static_cast<float>(row - thread_key(i)) * slope;
+    }
+    for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
+      const int offset = i / 4 * 8 + i % 2;
+      const float bias = fabsf(at_first[i / 2 % 2] + static_cast<float>(offset) * slope);
+      acc_s(i) = exp2f((acc_s(i) * scale_log2_ - row_lse) - static_cast<float>(kSign) * bias);
+    });
+  }
+
   // Where this warpgroup's keys begin in a panel of K or V.
   ANYFLASH_DEVICE int first_key() const { return key_warpgroup_ * 64 * kPanelColumns; }
 
@@ -205,7 +268,9 @@ class RowStages {
     }
   }
 
+  const BackwardScratch& params_;
   float scale_log2_;
+  uint32_t kept_[kThreadRows];  // draw(): a bit for each of a key's elements
   uint32_t seen_[kThreadRows];  // look_at_rows(): a bit for each of a key's elements
   bool hides_any_ = false;      // of the warp's
 };

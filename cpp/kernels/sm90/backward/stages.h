@@ -40,9 +40,9 @@ class BackwardStages : public RowStages<Traits> {
   // What is known of NaN and infinity in K; kReported: all warps' findings come with the last dS.
   enum class KeyState { kNotLookedAt, kLookedAt, kReported, kFinite, kCleared };
 
-  ANYFLASH_DEVICE BackwardStages(typename Traits::SharedStorage& smem, int warpgroup,
-                                 float scale_log2)
-      : Rows(smem, warpgroup, scale_log2), warpgroup_(warpgroup) {}
+  ANYFLASH_DEVICE BackwardStages(const BackwardScratch& params,
+                                 typename Traits::SharedStorage& smem, int warpgroup)
+      : Rows(params, smem, warpgroup), warpgroup_(warpgroup) {}
 
   // P^T in place of S^T; 0 where hidden.
   ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse) const {
@@ -137,8 +137,8 @@ class BackwardStages : public RowStages<Traits> {
   // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a
   // block under a causal mask. Later keys are seen by later rows: the first one tells.
   ANYFLASH_DEVICE bool sees_nothing() const {
-    if (!needs_mask()) return false;
-    const int first = smem_.visible[warpgroup_ * Traits::kWarpgroupKeys].first;
+    if (!needs_mask() || kHasRanges<typename Traits::Variant>) return false;
+    const int first = smem_.visible[warpgroup_ * Traits::kWarpgroupKeys].first[0];
     return uniform(first) >= this->tile().row + kBlockM;
   }
   // Instead of that tile's products: P and dS are zeros. The other warpgroup waits for the rest.

@@ -8,6 +8,7 @@
 #include "sm90/accumulator.h"
 #include "sm90/backward/config.h"
 #include "sm90/backward/query_tile.h"
+#include "sm90/backward/variants.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
@@ -15,9 +16,10 @@
 
 namespace anyflash::sm90 {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant_>
 struct BackwardTraits : Warpgroups<2> {
   using Element = Element_;
+  using Variant = Variant_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr BackwardConfig kConfig = backward_config(kHeadDim, kHeadDimV);
@@ -30,7 +32,7 @@ struct BackwardTraits : Warpgroups<2> {
 
   static constexpr int kWarpgroupKeys = 64;
   static_assert(kBlockN == kConsumers * kWarpgroupKeys, "each warpgroup has 64 keys");
-  static constexpr RegisterSplit kRegisters = {24, 240};
+  static constexpr RegisterSplit kRegisters = register_split<Variant>;
 
   // Under a causal mask a CTA's first rows see the first half of its keys alone
   // (QueryTileIterator).
@@ -80,7 +82,10 @@ struct BackwardTraits : Warpgroups<2> {
     Ring<kDsStages> ds_ring;  // filled and read by all consumers
 
     BackwardWorkTile block;  // the loop needs its registers
-    VisibleRows visible[kBlockN];
+    VisibleRows<kHasRanges<Variant> ? 2 : 1> visible[kBlockN];
+    // Of a tile: with ALiBi its head's slope, with dropout the head.
+    float slope_log2[kStages];
+    int heads[kStages];
     // Of the keys: NaN or infinity was in K. A bit each.
     uint32_t nonfinite_keys[kBlockN / 32];
     // What each warp has found: in its share of K, and of partly hidden tiles of dO.

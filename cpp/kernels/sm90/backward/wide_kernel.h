@@ -48,7 +48,10 @@ struct DvRole {
   ANYFLASH_DEVICE static auto tile(const BackwardScratch& params, const BackwardWorkTile& block) {
     return dv_tile<Out>(params, block);
   }
-  ANYFLASH_DEVICE static void finish(const BackwardScratch&, Acc&) {}
+  ANYFLASH_DEVICE static void finish(const BackwardScratch& params, Acc& acc) {
+    using Variant = typename Traits::Variant;
+    if constexpr (kHasDropout<Variant>) scale(acc, Variant::p_scale(params));
+  }
 };
 template <class Traits_>
 struct DkRole {
@@ -92,7 +95,7 @@ ANYFLASH_DEVICE void consume_wide(const BackwardScratch& params,
   using Traits = typename Role::Traits;
   typename Role::Acc acc;
   cute::clear(acc);
-  WideStages<Traits> stages(smem, params.attention.scale_log2);
+  WideStages<Traits> stages(params, smem);
   Role::sum(stages, acc);
   const BackwardWorkTile& block = smem.block;
   if (params.gqa_partials == nullptr) {
@@ -135,8 +138,9 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     wide_reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
-  const BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
   if (block.first_key >= block.sequence.all_keys) return;
+  find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
   if (threadIdx.x < kWarpgroupThreads) reduce_wide<DvRole<Traits>>(params, block);
   else reduce_wide<DkRole<Traits>>(params, block);
 }

@@ -20,8 +20,8 @@ class WideStages : public RowStages<Traits> {
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
  public:
-  ANYFLASH_DEVICE WideStages(typename Traits::SharedStorage& smem, float scale_log2)
-      : RowStages<Traits>(smem, 0, scale_log2) {}
+  ANYFLASH_DEVICE WideStages(const BackwardScratch& params, typename Traits::SharedStorage& smem)
+      : RowStages<Traits>(params, smem, 0) {}
 
   ANYFLASH_DEVICE void pass_p(const AccS& p) {
     smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);
@@ -68,12 +68,14 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     stages.issue_scores(acc_s);
     const bool clears_rows = stages.look_at_rows();
     stages.load_lse(lse);
+    stages.draw();
     wait_products<0>();
     pin(acc_s);
     stages.wait_dout();
     if (clears_rows) stages.clear_rows();
     stages.compute_p(acc_s, lse);
     stages.pass_p(acc_s);
+    stages.drop(acc_s);
     p.round(acc_s);
     stages.issue_dv(acc_dv, p);
     wait_products<0>();
@@ -93,6 +95,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
     stages.issue_dp(acc_dp);
     const bool clears_rows = stages.look_at_rows();
     stages.load_delta(delta);
+    stages.draw();
     wait_products<0>();
     pin(acc_dp);
     if (clears_rows) stages.clear_rows();

@@ -7,6 +7,7 @@
 
 #include "sm90/accumulator.h"
 #include "sm90/backward/query_tile.h"
+#include "sm90/backward/variants.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
@@ -16,16 +17,17 @@
 namespace anyflash::sm90 {
 
 // The first consumer warpgroup is for dV and the second for dK, of the same keys.
-template <class Element_, int kHeadDim_, int kHeadDimV_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant_>
 struct WideTraits : Warpgroups<2> {
   using Element = Element_;
+  using Variant = Variant_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStages = 2;
 
-  static constexpr RegisterSplit kRegisters = {24, 240};
+  static constexpr RegisterSplit kRegisters = register_split<Variant>;
 
   // Of QueryTileIterator: no half of a tile is left out.
   static constexpr int kTopRows = kBlockM;
@@ -64,7 +66,10 @@ struct WideTraits : Warpgroups<2> {
     Ring<1> p_ring;  // filled by the first warpgroup, read by the second
 
     BackwardWorkTile block;  // the loop needs its registers
-    VisibleRows visible[kBlockN];
+    VisibleRows<kHasRanges<Variant> ? 2 : 1> visible[kBlockN];
+    // Of a tile: with ALiBi its head's slope, with dropout the head.
+    float slope_log2[kStages];
+    int heads[kStages];
     int dout_was_nonfinite[kConsumerWarps];  // what each warp has found in partly hidden tiles
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");

@@ -83,10 +83,11 @@ constexpr ForwardConfig forward_config(int head_dim, int head_dim_v) {
   return {};
 }
 
-constexpr RegisterSplit register_split(int consumer_warpgroups) {
-  return consumer_warpgroups == 1   ? RegisterSplit{56, 256}
-         : consumer_warpgroups == 2 ? RegisterSplit{40, 232}
-                                    : RegisterSplit{32, 160};
+// A loader that looks for tiles wants more, where consumers can spare them.
+constexpr RegisterSplit register_split(const ForwardConfig& config, bool looks_for_tiles) {
+  if (config.block_m == 192) return RegisterSplit{32, 160};
+  return looks_for_tiles && config.max_head_dim <= 128 ? RegisterSplit{56, 224}
+                                                       : RegisterSplit{40, 232};
 }
 
 }  // namespace anyflash::sm90

@@ -10,6 +10,7 @@
 #include "common/launch.h"
 #include "common/math.h"
 #include "cuda/descriptor.h"
+#include "cuda/key_range_bounds.h"
 #include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "sm90/family.h"
@@ -58,9 +59,11 @@ bool needs_counter(const Attention& a, const LaunchContext& context) {
   return forward_grid_blocks(a, Traits::kBlockM) > context.multiprocessors;
 }
 
+// The bounds of key ranges, and the counter behind them.
 template <class Traits>
 std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchContext& context) {
-  return needs_counter<Traits>(params.attention, context) ? sizeof(unsigned) : 0;
+  return key_range_bounds_bytes(params.attention) +
+         (needs_counter<Traits>(params.attention, context) ? sizeof(unsigned) : 0);
 }
 
 // Of all heads of a section: CTAs drift apart in long sequences, and K and V have to stay in the L2
@@ -81,9 +84,12 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   prepared.scheduler =
       LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                        heads_per_l2_section(a, context.multiprocessors, kMostSectionKeys));
+  prepared.attention.key_range_bounds = static_cast<IntervalBounds*>(context.scratch);
+  make_key_range_bounds(prepared.attention, context.stream);
   LaunchOrder order = LaunchOrder::kAfterPrevious;
   if (needs_counter<Traits>(a, context)) {
-    prepared.taken = static_cast<unsigned*>(context.scratch);
+    prepared.taken = reinterpret_cast<unsigned*>(static_cast<char*>(context.scratch) +
+                                                 key_range_bounds_bytes(a));
     launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
     order = LaunchOrder::kWhenAllowed;
   }

@@ -1,10 +1,11 @@
-// The producer warpgroup: one thread has TMA bring Q, K and V; three warps guard V.
+// The producer warpgroup: one warp has TMA bring Q, K and V; three warps guard V.
 #pragma once
 
 #include <cstdint>
 
 #include "common/macros.h"
 #include "sm90/forward/blocks.h"
+#include "sm90/forward/key_tiles.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
@@ -14,8 +15,9 @@
 
 namespace anyflash::sm90 {
 
-// One thread.
-template <class Traits>
+// One thread, or a whole warp where the variant leaves tiles out: then one lane does what others
+// see, and all find the tiles.
+template <class Traits, class Variant>
 class TileLoader {
  public:
   ANYFLASH_DEVICE TileLoader(const ForwardLaunch& params, typename Traits::SharedStorage& smem)
@@ -25,24 +27,48 @@ class TileLoader {
     prefetch_tensor_map(params.v_map);
   }
 
-  // The place of the first block whose Q has not been loaded.
-  ANYFLASH_DEVICE int next_block() const { return block_place(q_place_); }
-
-  // Q, and the first tile of the block's range. K comes before Q, which may have to wait for the
-  // block before.
-  ANYFLASH_DEVICE void load_first(const BlockWork& block) {
-    const int tile = block.range.first();
-    if (tile >= 0) load_keys(block.tile, tile);
-    load_queries(block.tile);
-    if (tile >= 0) load_values_of(block, tile);
+  // All blocks of the CTA, in turn.
+  ANYFLASH_DEVICE void load() {
+    BlockScheduler<Traits::kBlockM, Traits::kBlockN> scheduler(params_);
+    take_next(scheduler);
+    while (next_block().exists()) load_block(scheduler);
+    if (leads()) end();
   }
 
-  // The other tiles in the range's order.
-  ANYFLASH_DEVICE void load_rest(const BlockWork& block) {
-    const int first = block.range.first();
-    if (first < 0) return;
-    for (int tile = block.range.next(first); tile >= 0; tile = block.range.next(tile)) {
-      load_values_of(block, tile);
+ private:
+  // Whether this thread does what others see.
+  ANYFLASH_DEVICE static bool leads() { return !Variant::kSkipsTiles || threadIdx.x % 32 == 0; }
+
+  // The first block whose Q has not been loaded.
+  ANYFLASH_DEVICE BlockWork& next_block() { return smem_.blocks[block_place(q_place_)]; }
+  template <class Scheduler>
+  ANYFLASH_DEVICE void take_next(Scheduler& scheduler) {
+    BlockWork& block = next_block();
+    if (leads()) scheduler.take(block);
+    if (Variant::kSkipsTiles) __syncwarp();
+    if (block.exists()) tiles_of_next_.begin(params_.attention, block.tile, block.range);
+  }
+
+  // Q, and K and V of all tiles. K comes before Q, which may have to wait for the block before, and
+  // V after K of the next tile: consumers, too, are one tile ahead with K.
+  template <class Scheduler>
+  ANYFLASH_DEVICE void load_block(Scheduler& scheduler) {
+    BlockWork& block = next_block();
+    auto tiles = tiles_of_next_;
+    KeyTile tile;
+    for (int i = 0;; ++i) {
+      const KeyTile next = tiles.next(params_.attention, block.tile, block.range);
+      if (next.exists()) load_keys(block.tile, next);
+      if (i > 0) {
+        load_values(block.tile, tile);
+      } else {
+        if (!next.exists() && leads()) block.range = KRange{0, 0, 0, 0};  // all may be left out
+        load_queries(block.tile);
+      }
+      // Consumers have done with what was there: Q's of two later blocks have been released.
+      if (i == 1 || (i == 0 && !next.exists())) take_next(scheduler);
+      if (!next.exists()) return;
+      tile = next;
     }
   }
 
@@ -55,35 +81,30 @@ class TileLoader {
     }
   }
 
- private:
   ANYFLASH_DEVICE static TileCoordinates key_tile(const ForwardWorkTile& work_tile, int tile) {
     const int row = static_cast<int>(work_tile.sequence.first_k) + tile * Traits::kBlockN;
     return {0, row, work_tile.head_k, static_cast<int>(work_tile.sequence.batch)};
   }
 
-  ANYFLASH_DEVICE void load_keys(const ForwardWorkTile& work_tile, int tile) {
+  ANYFLASH_DEVICE void load_keys(const ForwardWorkTile& work_tile, const KeyTile& tile) {
+    if (!leads()) return;
     const int stage = k_place_.stage();
     smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);
+    if (Variant::kSkipsTiles) smem_.key_tiles[stage] = tile.packed();
     load_tile<typename Traits::TileK>(smem_.k.data() + stage * Traits::TileK::kSize, params_.k_map,
-                                      key_tile(work_tile, tile), smem_.k_ring.full[stage],
+                                      key_tile(work_tile, tile.n), smem_.k_ring.full[stage],
                                       L2Hint::kEvictLast);
     k_place_.advance();
   }
 
-  // V of a tile, after K of the next: consumers, too, are one tile ahead with K.
-  ANYFLASH_DEVICE void load_values_of(const BlockWork& block, int tile) {
-    const int next = block.range.next(tile);
-    if (next >= 0) load_keys(block.tile, next);
-    load_values(block.tile, tile, block.range.needs_mask(tile));
-  }
-
   // Tiles with hidden keys go to the guard first.
-  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& work_tile, int tile, bool masked) {
+  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& work_tile, const KeyTile& tile) {
+    if (!leads()) return;
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
     load_tile<typename Traits::TileV>(
-        smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, key_tile(work_tile, tile),
-        masked ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage], L2Hint::kEvictLast);
+        smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, key_tile(work_tile, tile.n),
+        tile.needs_mask ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage], L2Hint::kEvictLast);
     v_place_.advance();
   }
 
@@ -94,6 +115,7 @@ class TileLoader {
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, row += TileQ::kRows) {
       Ring<Traits::kQStages>& ring = smem_.q_ring[warpgroup];
       const int stage = q_place_.stage();
+      if (!leads()) break;
       ring.empty[stage].wait(q_place_.parity() ^ 1);
       load_tile<TileQ>(smem_.queries(stage, warpgroup), params_.q_map,
                        {0, row, work_tile.head, static_cast<int>(work_tile.sequence.batch)},
@@ -107,12 +129,12 @@ class TileLoader {
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
   RingPlace<Traits::kQStages> q_place_;
+  VisitedTiles<Traits, Variant> tiles_of_next_;  // next_block()'s
 };
 
 // The guard has three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h). So
-// tiles with hidden keys, which are the first of a range, come to the guard, which hands them on to
-// the consumers.
-template <class Traits>
+// tiles with hidden keys come to the guard, which hands them on to the consumers.
+template <class Traits, class Variant>
 class ValueGuard {
   static constexpr int kThreads = 32 * Traits::kGuardWarps;
 
@@ -132,12 +154,14 @@ class ValueGuard {
       __syncwarp();  // every lane has read it
       if (threadIdx.x % 32 == 0) queries.empty[stage].arrive();
       q_place_.advance();
-      guard(range);
+      if constexpr (!Variant::kSkipsTiles) guard_first(range);
+      else if (range.first() >= 0) guard_described();
     }
   }
 
  private:
-  ANYFLASH_DEVICE void guard(const KRange& range) {
+  // Tiles with hidden keys are the first of a range.
+  ANYFLASH_DEVICE void guard_first(const KRange& range) {
     int visits = range.end - range.begin;
     for (int tile = range.first(); tile >= 0 && range.needs_mask(tile); tile = range.next(tile)) {
       guard_tile(v_place_.stage());
@@ -145,6 +169,21 @@ class ValueGuard {
       --visits;
     }
     v_place_.advance(visits);
+  }
+
+  // The tiles that the loader describes with their K: one is the last.
+  ANYFLASH_DEVICE void guard_described() {
+    for (bool goes_on = true; goes_on;) {
+      const int stage = k_place_.stage();
+      smem_.k_ring.full[stage].wait(k_place_.parity());
+      const KeyTile tile = KeyTile::unpacked(smem_.key_tiles[stage]);
+      __syncwarp();  // every lane has read it
+      release(smem_.k_ring.empty[stage]);
+      k_place_.advance();
+      if (tile.needs_mask) guard_tile(v_place_.stage());
+      v_place_.advance();
+      goes_on = !tile.is_last;
+    }
   }
 
   ANYFLASH_DEVICE void guard_tile(int stage) {
@@ -162,6 +201,7 @@ class ValueGuard {
   typename Traits::SharedStorage& smem_;
   int thread_;
   RingPlace<Traits::kQStages> q_place_;
+  RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
   uint32_t parities_ = 0;  // a bit a stage
 };

@@ -9,18 +9,16 @@
 #include "common/layout.h"
 #include "common/macros.h"
 #include "sm90/forward/blocks.h"
+#include "sm90/forward/key_tiles.h"
 #include "sm90/forward/softmax.h"
 #include "sm90/forward/traits.h"
+#include "sm90/kept_elements.h"
 #include "sm90/pipeline.h"
+#include "sm90/seen_elements.h"
 #include "sm90/wgmma.h"
 #include "variant/mask.h"
 
 namespace anyflash::sm90 {
-
-ANYFLASH_DEVICE KRange uniform(const KRange& range) {
-  return KRange{uniform(range.begin), uniform(range.unmasked_begin), uniform(range.unmasked_end),
-                uniform(range.end)};
-}
 
 // The bound of row i of a block (BlockWork), of `keys` keys.
 ANYFLASH_DEVICE int key_of(int bound, int i, int keys) { return max(min(bound, keys - i) + i, 0); }
@@ -84,6 +82,11 @@ class ForwardStages {
     if (Traits::kConfig.late_release) release_last_block();
   }
   ANYFLASH_DEVICE void wait_keys() { smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity()); }
+  // What the loader says of these keys: KeyTile's word.
+  ANYFLASH_DEVICE int wait_key_tile() {
+    wait_keys();
+    return uniform(smem_.key_tiles[k_place_.stage()]);
+  }
 
   // S = Q K^T of the tile's first kKeys keys is on its way, after wait_keys().
   template <int kKeys = Traits::kBlockN>
@@ -191,6 +194,47 @@ class ForwardStages {
     }
   }
 
+  // -inf over the scores that the variant's key ranges hide. `first_row` is the block's. Most warps
+  // see all of a tile or nothing: its bounds tell.
+  template <class Scores, class Variant>
+  ANYFLASH_DEVICE void hide_by_ranges(Scores& scores, const Variant& variant, int first_row,
+                                      int tile) {
+    constexpr int kElements = decltype(cute::size<1>(scores))::value;
+    constexpr int kWarpRows = 16;
+    const int first_key = tile * Traits::kBlockN;
+    const int warp_row = first_row + static_cast<int>(threadIdx.x) / 32 * kWarpRows;
+    const Visibility of_warp = variant.see(warp_row, kWarpRows, first_key, 4 * kElements);
+    if (of_warp.all) return;
+    uint32_t seen[kThreadRows] = {0, 0};
+    if (of_warp.any) {
+      const KeyRanges ranges = variant.ranges();
+      const int row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
+      const int places[kThreadRows] = {ranges.place_of(row), ranges.place_of(row + 8)};
+      find_seen_elements<kElements>(ranges, places, first_key + threadIdx.x % 4 * 2, seen);
+    }
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) hide_others(scores, row, seen[row]);
+  }
+
+  // Which probabilities of the tile's first kKeys keys dropout keeps. `first_row` is the block's.
+  template <int kKeys>
+  ANYFLASH_DEVICE void draw(const Dropout& dropout, int first_row, int tile,
+                            uint32_t (&kept)[kThreadRows]) const {
+    const int row = first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+    const int rows[kThreadRows] = {row, row + 8};
+    find_kept_elements<kKeys / 4>(dropout, rows, tile * Traits::kBlockN, kept);
+  }
+  template <class Scores>
+  ANYFLASH_DEVICE void drop(Scores& probabilities, const uint32_t (&kept)[kThreadRows]) const {
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) {
+      CUTE_UNROLL
+      for (int i = 0; i < decltype(cute::size<1>(probabilities))::value; ++i) {
+        if ((kept[row] >> i & 1) == 0) probabilities(row, i) = 0.0f;
+      }
+    }
+  }
+
   // What has been computed from S stays before the next wait (mainloop.h).
   ANYFLASH_DEVICE void keep_before_wait(AccS& acc_s) { pin_registers<size(AccS{})>(acc_s.data()); }
 
@@ -236,6 +280,15 @@ class ForwardStages {
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
   ANYFLASH_DEVICE static int ping_pong_barrier(int warpgroup) {
     return static_cast<int>(NamedBarrier::kPingPong) + warpgroup;
+  }
+
+  // A row's elements without a bit.
+  template <class Scores>
+  ANYFLASH_DEVICE static void hide_others(Scores& scores, int row, uint32_t seen) {
+    CUTE_UNROLL
+    for (int i = 0; i < decltype(cute::size<1>(scores))::value; ++i) {
+      if ((seen >> i & 1) == 0) scores(row, i) = -INFINITY;
+    }
   }
 
   // A row's first `elements`, or the others. By bits, which become predicates seven at a time

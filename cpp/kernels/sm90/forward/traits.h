@@ -45,7 +45,6 @@ struct ForwardTraits {
   static constexpr int kGuardWarps = 3;
   // Rounded results take Q's place on their way out, where the next Q need not come there.
   static constexpr bool kOutputInQ = kQStages > 1;
-  static constexpr RegisterSplit kRegisters = register_split(kConsumers);
 
   static constexpr int kFewKeys = kConfig.few_keys;
 
@@ -71,6 +70,7 @@ struct ForwardTraits {
     Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
     int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
     BlockWork blocks[kKnownBlocks];
+    int key_tiles[kStages];  // KeyTile's words, of what `k` holds, where a variant leaves tiles out
 
     ANYFLASH_DEVICE Element* queries(int stage, int warpgroup) {
       return q.data() + (stage * kConsumers + warpgroup) * TileQ::kSize;

@@ -36,9 +36,8 @@ OK, INVALID_VALUE, INVALID_TYPE, UNSUPPORTED, DEVICE_ERROR, INTERNAL_ERROR = ran
 CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4, "amx": 5}
 KDL_CPU, KDL_CUDA = 1, 2
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
-# "generic" does what all others do. Of the forward: "scored", "dropout"; of the backward: one
-# feature each.
-VARIANTS = ("plain", "scored", "alibi", "softcap", "dropout", "ranges", "generic")
+# Those that come first are preferred; "generic" does what all others do.
+VARIANTS = ("plain", "alibi", "softcap", "scored", "dropout", "ranges", "generic")
 WANTED = os.environ.get("ANYFLASH_TEST_BACKENDS")  # names of backends; the default is all
 REPOSITORY = Path(__file__).resolve().parents[4]
 
@@ -208,7 +207,7 @@ class Backend:
         dtype: str,
         head_dim: int,
         head_dim_v: int,
-        variant: str,
+        variants: set[str],
         *,
         op: str = "forward",
         positive_scale: bool = True,
@@ -222,7 +221,7 @@ class Backend:
             if row.arch == "sm90" and not positive_scale:
                 return False
             large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
-            return large_enough and row.variant in (variant, "generic")
+            return large_enough and row.variant in variants
 
         def preference(row: Row) -> tuple[bool, int, int]:
             dims = row.head_dim + row.head_dim_v

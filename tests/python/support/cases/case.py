@@ -114,32 +114,23 @@ class Features:
     poison: bool = True  # keys and values that no query sees are NaN and infinity
 
     @property
-    def variant(self) -> str:
-        """Of the sm_80 forward kernels, the one with the fewest features that can do it."""
-        asked = {
-            "scored": self.softcap or self.alibi,
-            "dropout": self.dropout_p,
-            "ranges": self.ranges,
-        }
-        return self._kernel_for([name for name, value in asked.items() if value])
-
-    @property
-    def backward_variant(self) -> str:
-        """Of the backward kernels."""
+    def variants(self) -> set[str]:
+        """The variants of GPU kernels that can do it. There is a "scored" one of the forward."""
         asked = {
             "alibi": self.alibi,
             "softcap": self.softcap,
             "dropout": self.dropout_p,
             "ranges": self.ranges,
         }
-        if self.softcap > LARGE_SOFTCAP:
-            return "generic"
-        return self._kernel_for([name for name, value in asked.items() if value])
-
-    def _kernel_for(self, features: list[str]) -> str:
-        if self.bias or self.blocks or len(features) > 1:
-            return "generic"
-        return features[0] if features else "plain"
+        features = {name for name, value in asked.items() if value}
+        able = {"generic"}
+        if self.bias or self.blocks:
+            return able
+        if features and features <= {"alibi", "softcap"}:
+            able.add("scored")
+        if len(features) < 2 and self.softcap <= LARGE_SOFTCAP:
+            able |= features or {"plain"}
+        return able
 
 
 NO_FEATURES = Features(max_logits=False, poison=False)

@@ -52,7 +52,7 @@ def backward_row(backend: Backend, case: GradientCase) -> capi.Row | None:
         forward.dtype,
         forward.d,
         forward.head_dim_v,
-        forward.features.backward_variant,
+        forward.features.variants,
         op="backward",
         positive_scale=forward.scale is None or forward.scale >= LEAST_SCALE,
     )

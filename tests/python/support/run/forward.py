@@ -60,8 +60,8 @@ def supports(name: str, case: Case) -> bool:
 
 def expected_row(backend: Backend, case: Case) -> capi.Row | None:
     positive = case.scale is None or case.scale >= LEAST_SCALE
-    variant = case.features.variant
-    return backend.row(case.dtype, case.d, case.head_dim_v, variant, positive_scale=positive)
+    variants = case.features.variants
+    return backend.row(case.dtype, case.d, case.head_dim_v, variants, positive_scale=positive)
 
 
 def verify(backend: Backend, case: Case) -> None:

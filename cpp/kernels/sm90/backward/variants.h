@@ -1,0 +1,32 @@
+// What the Hopper backward's kernels have to know of a variant (variant/backward_single_feature.h).
+#pragma once
+
+#include <type_traits>
+
+#include "kernel_descriptor.h"
+#include "sm90/roles.h"
+#include "variant/backward_single_feature.h"
+#include "variant/backward_variants.h"
+#include "variant/forward_variants.h"
+
+namespace anyflash::sm90 {
+
+template <class Variant>
+inline constexpr bool kHasRanges = (Variant::kFeatures & kKeyRanges) != 0;
+template <class Variant>
+inline constexpr bool kHasAlibi = (Variant::kFeatures & kAlibi) != 0;
+template <class Variant>
+inline constexpr bool kHasDropout = (Variant::kFeatures & kDropout) != 0;
+
+// A loader that asks ranges about tiles of rows needs more.
+template <class Variant>
+inline constexpr RegisterSplit register_split =
+    kHasRanges<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
+
+// By which tiles of rows are chosen, and of keys. ALiBi's diagonal needs no other loop here.
+template <class Variant>
+using QueryTileVariant = std::conditional_t<kHasAlibi<Variant>, PlainBackward, Variant>;
+template <class Variant>
+using KeyTileVariant = std::conditional_t<kHasRanges<Variant>, RangesForward, PlainForward>;
+
+}  // namespace anyflash::sm90
