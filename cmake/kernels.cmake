@@ -120,7 +120,7 @@ anyflash_kernels(
     "*::PlainForward"
     "64,128,256:_alibi:AlibiForward"
     "64,128,256:_softcap:SoftcapForward"
-    "64,128,256:_dropout:DropoutForward"
+    "128,256:_dropout:DropoutForward"
     "64,128,256:_ranges:RangesForward"
 )
 anyflash_kernels(
@@ -130,7 +130,8 @@ anyflash_kernels(
   KERNELS
     "*::PlainBackward"
     "64,128,256:_alibi:AlibiBackward"
-    "64,128,256:_dropout:DropoutBackward"
+    "64,128,256:_softcap:SoftcapBackward"
+    "128,256:_dropout:DropoutBackward"
     "64,128,256:_ranges:RangesBackward"
 )
 
@@ -147,7 +148,7 @@ set(
   "^sm80_prefill_bf16_d128$"
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
-  "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|ranges)$"
+  "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges)$"
 )
 set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")
 

@@ -100,6 +100,7 @@ struct KernelDescriptor {
   DType dtype = DType::kFloat32;
   int head_dim = 0;  // the largest of q and k; 0: any
   int head_dim_v = 0;
+  int least_head_dim = 0;  // smaller ones, of V too, are another family's, which is faster there
   unsigned features = kNoFeatures;
   bool latent = false;   // decoding: for values that are the keys' first columns, and no others
   bool prefill = false;  // decoding: for long sequences of packed queries, and no others

@@ -84,6 +84,7 @@ bool suffices(const KernelDescriptor& kernel, const Problem& problem,
 bool can_run(const KernelDescriptor& kernel, const Problem& problem,
              const DeviceProperties& device) {
   return kernel.head_dim >= problem.head_dim && kernel.head_dim_v >= problem.head_dim_v &&
+         kernel.least_head_dim <= std::max(problem.head_dim, problem.head_dim_v) &&
          suffices(kernel, problem, device);
 }
 

@@ -162,6 +162,8 @@ HOPPER_SCORED = hopper(
     Case(seqlen_q=400, seqlen_k=300, causal=1, more="alibi=0.1 nan=hidden"),
     Case(seqlen_q=130, seqlen_k=430, heads=1, more="alibi=-0.05 left=200 right=50 nan=seen"),
     Case(seqlen_q=300, seqlen_k=290, scale=1.0, causal=1, more="softcap=5 nan=seen"),
+    Case(seqlen_q=400, seqlen_k=300, causal=1, more="dropout=0.3 nan=hidden"),
+    Case(batch=2, seqlen_q=130, seqlen_k=290, heads=4, heads_k=2, more="dropout=0.1 nan=seen"),
 )
 
 
@@ -369,6 +371,11 @@ HOPPER_BACKWARD_FEATURES = hopper(
         Case(seqlen_q=430, seqlen_k=150, heads=1, more="alibi=0.1 left=150 right=50 nan=hidden"),
         Case(seqlen_q=200, seqlen_k=210, causal=1, more="alibi=-0.05 det=1 dlse=1"),
         Case(seqlen_q=130, seqlen_k=300, heads=9, more="alibi=0.02 small=none"),
+        Case(seqlen_q=300, seqlen_k=290, scale=1.0, causal=1, more="softcap=5 dlse=1 nan=hidden"),
+        Case(seqlen_q=130, seqlen_k=200, heads=9, more="softcap=20 left=60 det=1 nan=k"),
+        Case(seqlen_q=300, seqlen_k=290, heads=2, causal=1, more="dropout=0.3 dlse=1 nan=hidden"),
+        Case(seqlen_q=200, seqlen_k=210, heads=4, heads_k=2, more="dropout=0.1 det=1"),
+        Case(seqlen_q=150, seqlen_k=160, heads=9, causal=1, more="dropout=0.2 nan=dout"),
     )
 )
 # Tiles of 64 rows: of the first one all rows see keys, but none of the second warpgroup's.

@@ -24,6 +24,7 @@ WIDE = "sm90/backward/wide_mainloop.h"
 MAINLOOP = "sm90/backward/mainloop.h"
 STAGED_ROWS = "sm90/staged_rows.h"
 DQ = "sm90/backward/dq_by_rows.h"
+KEPT = "sm90/kept_elements.h"
 
 _mutation = partial(Mutation, unit=HOPPER_BACKWARD)
 
@@ -90,7 +91,7 @@ WIDE_HEADS = (
              "smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);", unit=HOPPER_WIDE),
 )  # fmt: skip
 
-# Of the kernels with ranges and with ALiBi.
+# Of the kernels of one feature.
 _of_features = partial(Mutation, unit=HOPPER_FEATURES)
 FEATURES = (
     _of_features("hopper-backward-no-ranges", KEY_BLOCK,
@@ -110,6 +111,20 @@ FEATURES = (
                  "clear_slope_sums<Traits>(params, block);"),
     _of_features("hopper-dq-slope-sum-of-a-warp", DQ,
                  "(of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3])", "of_warps[0]"),
+    _of_features("hopper-backward-another-head-dropped", LOAD, "smem_.heads[stage] = tiles.head();",
+                 "smem_.heads[stage] = 0;"),
+    _of_features("hopper-backward-nothing-dropped", ROW_STAGES, "hide(acc_p, kept_);"),
+    _of_features("hopper-backward-capped-p-not-hidden", ROW_STAGES, "hide(rounded, seen_);"),
+    _of_features("hopper-backward-slope-of-softcap", "sm90/backward/variants.h",
+                 "p * (t - t * t)", "p * 0.25f"),
+    _of_features("hopper-backward-dropped-ds", ROW_STAGES, "hide(acc_dp, kept_);"),
+    _of_features("hopper-backward-delta-of-dropout", ROW_STAGES, "1.0f / Variant::p_scale(params_)",
+                 "1.0f"),
+    _of_features("hopper-backward-dv-scale", "sm90/backward/kernel.h",
+                 "scale(acc_dv, Variant::p_scale(params));"),
+    _of_features("hopper-halves-of-draws", KEPT, "0x7632", "0x5410"),
+    _of_features("hopper-dq-dropped-ds", DQ, "hide(acc_dp, kept_);"),
+    _of_features("hopper-dq-delta-of-dropout", DQ, "delta_[i] /= Variant::p_scale(params);"),
 )  # fmt: skip
 
 HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + FEATURES

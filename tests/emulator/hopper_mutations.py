@@ -174,7 +174,7 @@ OUTPUT = (
     ),
 )  # fmt: skip
 
-# Of the kernels whose loader leaves tiles out.
+# Of the kernels of one feature, mostly of those whose loader leaves tiles out.
 _of_ranges = partial(Mutation, unit=HOPPER_RANGES)
 RANGES = (
     _of_ranges("hopper-tile-is-not-told", LOAD,
@@ -194,6 +194,11 @@ RANGES = (
                "if (of_warp.any) return;"),
     _of_ranges("hopper-bounds-not-made", LAUNCH,
                "make_key_range_bounds(prepared.attention, context.stream);"),
+    _of_ranges("hopper-draws-of-another-lane", "sm90/kept_elements.h",
+               "first_col / 8 + begin + lane", "first_col / 8 + begin"),
+    _of_ranges("hopper-nothing-dropped-at-first", MAINLOOP,
+               "if constexpr (Variant::kDrops) stages.drop(scores, kept);"
+               " p.template round<kKeys>(acc_s);", "p.template round<kKeys>(acc_s);"),
 )  # fmt: skip
 
 HOPPER_MUTATIONS = BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES

@@ -110,9 +110,9 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_WIDE):
         keep = "Plain"
     elif mutation.unit == HOPPER_RANGES:
-        keep = "Ranges"
+        keep = "Ranges|Alibi|Softcap|Dropout"
     elif mutation.unit == HOPPER_FEATURES:
-        keep = "Ranges|Alibi"
+        keep = "Ranges|Alibi|Softcap|Dropout"
     elif tile_config:
         keep = tile_config
     elif mutation.unit == ONE_BUFFER:

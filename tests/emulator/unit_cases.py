@@ -19,6 +19,7 @@ from emulated_driver import (
     HOPPER_CASES,
     HOPPER_RACES,
     HOPPER_RANGE_CASES,
+    HOPPER_SCORED,
     HOPPER_WIDE_CASES,
     PINGPONG_CASES,
     Case,
@@ -61,7 +62,8 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
         return [case._replace(seed=seed) for seed in seeds for case in cases]
     if unit == HOPPER_RANGES:
-        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in wide(HOPPER_RANGE_CASES)]
+        cases = wide(HOPPER_RANGE_CASES + HOPPER_SCORED)
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in cases]
     if unit == HOPPER_FEATURES:
         features = wide(HOPPER_BACKWARD_FEATURES)
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in features]

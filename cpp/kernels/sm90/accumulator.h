@@ -93,12 +93,25 @@ struct RoundedAccumulator {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       words[i] = 0;
-      if (i >= kLeading / 4) continue;
-      const auto pair = round_pair(float2{acc(2 * i), acc(2 * i + 1)}, Element{});
-      words[i] = reinterpret_cast<const uint32_t&>(pair);
+      if (i < kLeading / 4) set(i, float2{acc(2 * i), acc(2 * i + 1)});
     }
   }
+  ANYFLASH_DEVICE void set(int i, float2 elements) {
+    const auto pair = round_pair(elements, Element{});
+    words[i] = reinterpret_cast<const uint32_t&>(pair);
+  }
 };
+
+// As hide() above.
+template <class Element, int kColumns>
+ANYFLASH_DEVICE void hide(RoundedAccumulator<Element, kColumns>& acc,
+                          const uint32_t (&seen)[kThreadRows]) {
+  CUTE_UNROLL
+  for (int i = 0; i < RoundedAccumulator<Element, kColumns>::kWords; ++i) {
+    const uint32_t bits = seen[i % 2] >> (i / 2 * 2);
+    acc.words[i] &= ((bits & 1) != 0 ? 0xffffu : 0) | ((bits & 2) != 0 ? 0xffff0000u : 0);
+  }
+}
 
 // One lane's value, so that the compiler knows that a warp does not diverge.
 ANYFLASH_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }

@@ -18,4 +18,8 @@ inline constexpr KernelFamily kFamily = [] {
   return family;
 }();
 
+// Of kernels with these features. With dropout, sm80's kernels are faster up to head dim 64: random
+// numbers take most of the time there (forward/EXPERIMENTS.md).
+constexpr int least_head_dim(unsigned features) { return (features & kDropout) != 0 ? 65 : 0; }
+
 }  // namespace anyflash::sm90

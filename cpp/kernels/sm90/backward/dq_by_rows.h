@@ -200,8 +200,16 @@ class DqStages {
   }
 
   ANYFLASH_DEVICE void compute_p(AccS& acc_s) const {
+    const float softcap_log2 = static_cast<float>(params_.attention.softcap) * kLog2E;
+    const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2;
     CUTE_UNROLL
     for (int i = 0; i < size(AccS{}); ++i) {
+      if constexpr (kHasSoftcap<Variant>) {
+        constexpr float kLog2Of4 = 2.0f;
+        const float added = softcap_log2 + kLog2Of4 - lse_[i / 2 % 2];
+        acc_s(i) = capped_p(acc_s(i), factor, softcap_log2, added).y;
+        continue;
+      }
       float exponent = acc_s(i) * scale_log2_ - lse_[i / 2 % 2];
       if constexpr (kHasAlibi<Variant>) exponent -= slope_log2_ * fabsf(distance(i));
       acc_s(i) = exp2f(exponent);

@@ -46,7 +46,7 @@ ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params,
   backward_mainloop<Traits, kAddsToDq>(stages, acc_dk, acc_dv);
   if (kAddsToDq) add_last_dq(stages);
   using Variant = typename Traits::Variant;
-  if constexpr (kHasDropout<Variant>) scale(acc_dv, Variant::p_scale(params));
+  if constexpr (kScalesP<Variant>) scale(acc_dv, Variant::p_scale(params));
   const bool nonfinite_dout = stages.dout_was_nonfinite();
   const BackwardWorkTile& block = smem.block;
   const bool is_part = params.gqa_partials != nullptr;

@@ -167,6 +167,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   using RowTraits = DqTraits<Element, kHeadDim, kHeadDimV, Variant>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward);
   d.features = Variant::kFeatures;
+  d.least_head_dim = least_head_dim(Variant::kFeatures);
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};
   d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Variant>};
   return d;

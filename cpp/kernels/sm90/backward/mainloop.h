@@ -41,7 +41,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     if (!kDrawsFirst) stages.draw();
     wait_products<1>();
     pin(acc_s);
-    stages.compute_p(acc_s, numbers);
+    stages.compute_p(acc_s, numbers, p);
     if (kAddsToDq) stages.pass_stagger();
     stages.load_delta(numbers);
     wait_products<0>();
@@ -49,8 +49,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     if (clears_rows) stages.clear_rows();
     stages.compute_ds(acc_dp, acc_s, numbers);
     ds.round(acc_dp);
-    stages.drop(acc_s);
-    p.round(acc_s);
+    stages.round_p(acc_s, p);
     if constexpr (kAddsToDq && kStoresFirst) stages.store_ds(ds);
     stages.issue_dv(acc_dv, p);
     if constexpr (kAddsToDq) {

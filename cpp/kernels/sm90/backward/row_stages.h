@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
+#include "common/softmax.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/query_tile.h"
 #include "sm90/backward/variants.h"
@@ -135,9 +136,10 @@ class RowStages {
                                         block.first_key + thread_key(0) / 8 * 8, kept_);
     }
   }
-  // Before P goes into dV's product.
-  ANYFLASH_DEVICE void drop(AccS& p) const {
-    if constexpr (kHasDropout<Variant>) hide(p, kept_);
+  // What P^T is in dV's product, after dS has been made of it.
+  ANYFLASH_DEVICE void round_p(AccS& acc_p, Rounded& rounded) const {
+    if constexpr (kHasDropout<Variant>) hide(acc_p, kept_);
+    if constexpr (!kHasSoftcap<Variant>) rounded.round(acc_p);
   }
 
   // LSE, or delta, of this thread's rows: the first ones are loaded before they are needed.
@@ -148,9 +150,13 @@ class RowStages {
   ANYFLASH_DEVICE void load_lse(RowNumbers& numbers) const { load(numbers, smem_.lse); }
   ANYFLASH_DEVICE void load_delta(RowNumbers& numbers) const { load(numbers, smem_.delta); }
 
-  // P^T in place of S^T; 0 where hidden.
-  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse) const {
-    if constexpr (kHasAlibi<Variant>) {
+  // P^T in place of S^T; 0 where hidden. With a softcap P^T is rounded at once, and what takes its
+  // place is its product with the softcap's slope.
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse, Rounded& rounded) const {
+    if constexpr (kHasSoftcap<Variant>) {
+      compute_capped_p(acc_s, lse, rounded);
+      if (hides_any_) hide(rounded, seen_);
+    } else if constexpr (kHasAlibi<Variant>) {
       const float slope = smem_.slope_log2[place_.stage()];
       if (slope < 0.0f) exponentiate_with_slope<-1>(acc_s, lse, slope);
       else exponentiate_with_slope<1>(acc_s, lse, slope);
@@ -224,6 +230,20 @@ class RowStages {
   bool is_first_ = true;
 
  private:
+  ANYFLASH_DEVICE void compute_capped_p(AccS& acc_s, const RowNumbers& lse,
+                                        Rounded& rounded) const {
+    constexpr float kLog2Of4 = 2.0f;
+    const float softcap_log2 = static_cast<float>(params_.attention.softcap) * kLog2E;
+    const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2;
+    float of_pair = 0.0f;  // P of the element before
+    for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
+      const float2 p = capped_p(acc_s(i), factor, softcap_log2, softcap_log2 + kLog2Of4 - row_lse);
+      acc_s(i) = p.y;
+      if (i % 2 == 1) rounded.set(i / 2, float2{of_pair, p.x});
+      of_pair = p.x;
+    });
+  }
+
   // P^T with ALiBi: a slope's sign is known, so that the absolute value of a distance costs nothing.
   template <int kSign>
   ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const RowNumbers& lse,

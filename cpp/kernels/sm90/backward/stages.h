@@ -45,9 +45,9 @@ class BackwardStages : public RowStages<Traits> {
       : Rows(params, smem, warpgroup), warpgroup_(warpgroup) {}
 
   // P^T in place of S^T; 0 where hidden.
-  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse) const {
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse, Rounded& rounded) const {
     if (keys_ == KeyState::kCleared) forbid_nonfinite_keys(acc_s);
-    Rows::compute_p(acc_s, lse);
+    Rows::compute_p(acc_s, lse, rounded);
   }
 
   // dQ = dS K of the tile before is on its way: this warpgroup's part of it, of all keys. In the

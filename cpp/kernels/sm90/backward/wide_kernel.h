@@ -50,7 +50,7 @@ struct DvRole {
   }
   ANYFLASH_DEVICE static void finish(const BackwardScratch& params, Acc& acc) {
     using Variant = typename Traits::Variant;
-    if constexpr (kHasDropout<Variant>) scale(acc, Variant::p_scale(params));
+    if constexpr (kScalesP<Variant>) scale(acc, Variant::p_scale(params));
   }
 };
 template <class Traits_>

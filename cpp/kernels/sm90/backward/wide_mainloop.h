@@ -73,10 +73,9 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     pin(acc_s);
     stages.wait_dout();
     if (clears_rows) stages.clear_rows();
-    stages.compute_p(acc_s, lse);
+    stages.compute_p(acc_s, lse, p);
     stages.pass_p(acc_s);
-    stages.drop(acc_s);
-    p.round(acc_s);
+    stages.round_p(acc_s, p);
     stages.issue_dv(acc_dv, p);
     wait_products<0>();
     pin(acc_dv);

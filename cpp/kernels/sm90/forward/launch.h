@@ -105,6 +105,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward);
   d.features = Variant::kFeatures;
+  d.least_head_dim = least_head_dim(Variant::kFeatures);
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};
   d.forward = {forward_scratch_bytes<Traits>, launch_forward<Traits, Variant>};
   return d;

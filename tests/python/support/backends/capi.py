@@ -220,6 +220,8 @@ class Backend:
                 return True
             if row.arch == "sm90" and not positive_scale:
                 return False
+            if (row.arch, row.variant) == ("sm90", "dropout") and max(head_dim, head_dim_v) <= 64:
+                return False  # sm80's are faster there
             large_enough = row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
             return large_enough and row.variant in variants
 
