@@ -24,6 +24,7 @@ WIDE = "sm90/backward/wide_mainloop.h"
 MAINLOOP = "sm90/backward/mainloop.h"
 STAGED_ROWS = "sm90/staged_rows.h"
 DQ = "sm90/backward/dq_by_rows.h"
+DQ_STAGES = "sm90/backward/dq_stages.h"
 KEPT = "sm90/kept_elements.h"
 
 _mutation = partial(Mutation, unit=HOPPER_BACKWARD)
@@ -73,8 +74,8 @@ HIDDEN = (
     _mutation("hopper-backward-keys-not-cleared", STAGES, "keys_ != KeyState::kNotLookedAt",
               "true"),
     _mutation("hopper-dq-keys-not-cleared", DQ, "stages.clear_keys();"),
-    _mutation("hopper-dq-not-hidden", DQ, "hide(acc_dp, seen);"),
-    _mutation("hopper-dq-no-fence-after-clearing", DQ, "fence_smem_writes();"),
+    _mutation("hopper-dq-not-hidden", DQ_STAGES, "hide(acc_dp, seen);"),
+    _mutation("hopper-dq-no-fence-after-clearing", DQ_STAGES, "fence_smem_writes();"),
     _mutation("hopper-backward-too-much-hidden", STAGES, "this->tile().row + kBlockM",
               "this->tile().row", after="ANYFLASH_DEVICE bool sees_nothing() const {"),
 )  # fmt: skip
@@ -101,15 +102,15 @@ FEATURES = (
                  "row_at(seen.second_begin)"),
     _of_features("hopper-backward-unseen-rows", LOAD, "params_.attention.sinks.data != nullptr",
                  "false"),
-    _of_features("hopper-dq-ranges", DQ, "!uniform(tile().sees_all)", "false"),
+    _of_features("hopper-dq-ranges", DQ_STAGES, "!uniform(tile().sees_all)", "false"),
     _of_features("hopper-backward-slope-sign", ROW_STAGES, "slope < 0.0f", "false"),
     _of_features("hopper-backward-diagonal", ROW_STAGES,
                  "block.sequence.shift - block.first_key", "-block.first_key"),
-    _of_features("hopper-dq-slope-left-out", DQ,
+    _of_features("hopper-dq-slope-left-out", DQ_STAGES,
                  "exponent -= slope_log2_ * fabsf(distance(i));"),
     _of_features("hopper-dq-slope-sums-left", DQ,
                  "clear_slope_sums<Traits>(params, block);"),
-    _of_features("hopper-dq-slope-sum-of-a-warp", DQ,
+    _of_features("hopper-dq-slope-sum-of-a-warp", DQ_STAGES,
                  "(of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3])", "of_warps[0]"),
     _of_features("hopper-backward-another-head-dropped", LOAD, "smem_.heads[stage] = tiles.head();",
                  "smem_.heads[stage] = 0;"),
@@ -123,8 +124,8 @@ FEATURES = (
     _of_features("hopper-backward-dv-scale", "sm90/backward/kernel.h",
                  "scale(acc_dv, Variant::p_scale(params));"),
     _of_features("hopper-halves-of-draws", KEPT, "0x7632", "0x5410"),
-    _of_features("hopper-dq-dropped-ds", DQ, "hide(acc_dp, kept_);"),
-    _of_features("hopper-dq-delta-of-dropout", DQ, "delta_[i] /= Variant::p_scale(params);"),
+    _of_features("hopper-dq-dropped-ds", DQ_STAGES, "hide(acc_dp, kept_);"),
+    _of_features("hopper-dq-delta-of-dropout", DQ_STAGES, "delta_[i] /= Variant::p_scale(params);"),
 )  # fmt: skip
 
 HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + FEATURES

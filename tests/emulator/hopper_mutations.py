@@ -87,7 +87,7 @@ GUARD = (
               "!all_finite(vector_of<Tile>(tile, i))", "false"),
     _mutation("hopper-found-is-forgotten", STAGES,
               "found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;"),
-    _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked = kMasked;",
+    _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked_ = kMasked;",
               "was_masked = false;"),
     _mutation(
         "hopper-found-is-overwritten", STAGES,
@@ -147,11 +147,8 @@ ARITHMETIC = (
     _mutation("hopper-tile-skipped", MAINLOOP, "tiles.n() * Traits::kBlockN >= end_key",
               "(tiles.n() + 1) * Traits::kBlockN >= end_key"),
     _mutation("hopper-too-few-keys", MAINLOOP,
-              "tiles.n() * Traits::kBlockN + Traits::kFewKeys >= end_key", "true"),
-    _mutation("hopper-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
-              after="const auto step = [&]"),
-    _mutation("hopper-last-output-not-rescaled", MAINLOOP, "rescale.apply(out);", "",
-              after="step(std::false_type{});"),
+              "tiles_.n() * Traits::kBlockN + Traits::kFewKeys >= end_key", "true"),
+    _mutation("hopper-output-not-rescaled", MAINLOOP, "rescale_.apply(out);"),
     _mutation("hopper-division-by-zero", SOFTMAX, "sums(row) == 0.0f", "false"),
     _mutation("hopper-sum-not-rescaled", SOFTMAX, "sum_(row) *= rescale.factor[row];"),
     _mutation("hopper-largest-not-kept", SOFTMAX,
@@ -197,8 +194,7 @@ RANGES = (
     _of_ranges("hopper-draws-of-another-lane", "sm90/kept_elements.h",
                "first_col / 8 + begin + lane", "first_col / 8 + begin"),
     _of_ranges("hopper-nothing-dropped-at-first", MAINLOOP,
-               "if constexpr (Variant::kDrops) stages.drop(scores, kept);"
-               " p.template round<kKeys>(acc_s);", "p.template round<kKeys>(acc_s);"),
+               "draw<kKeys>();", "kept_[0] = kept_[1] = 0xffffffffu;"),
 )  # fmt: skip
 
 HOPPER_MUTATIONS = BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES

@@ -109,9 +109,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
         keep = "false"  # 16-bit caches
     elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_WIDE):
         keep = "Plain"
-    elif mutation.unit == HOPPER_RANGES:
-        keep = "Ranges|Alibi|Softcap|Dropout"
-    elif mutation.unit == HOPPER_FEATURES:
+    elif mutation.unit in (HOPPER_RANGES, HOPPER_FEATURES):
         keep = "Ranges|Alibi|Softcap|Dropout"
     elif tile_config:
         keep = tile_config

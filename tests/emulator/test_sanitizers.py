@@ -20,6 +20,12 @@ from emulated_driver import (
     CASES,
     CHUNK_CASES,
     FORWARD_RACES,
+    PINGPONG_CASES,
+    Case,
+    run,
+    wide,
+)
+from hopper_cases import (
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_FEATURES,
     HOPPER_BACKWARD_RACES,
@@ -28,10 +34,6 @@ from emulated_driver import (
     HOPPER_RANGE_CASES,
     HOPPER_SCORED,
     HOPPER_WIDE_CASES,
-    PINGPONG_CASES,
-    Case,
-    run,
-    wide,
 )
 
 # Thread Sanitizer takes minutes for the lists of the others.

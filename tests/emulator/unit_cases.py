@@ -14,6 +14,12 @@ from emulated_driver import (
     CHUNK_CASES,
     FORWARD_RACES,
     GROWING_CASES,
+    PINGPONG_CASES,
+    Case,
+    wide,
+)
+from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_WIDE
+from hopper_cases import (
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_FEATURES,
     HOPPER_CASES,
@@ -21,11 +27,7 @@ from emulated_driver import (
     HOPPER_RANGE_CASES,
     HOPPER_SCORED,
     HOPPER_WIDE_CASES,
-    PINGPONG_CASES,
-    Case,
-    wide,
 )
-from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_WIDE
 from hopper_mutations import HOPPER, HOPPER_RANGES
 from mutations import CHUNKS, FORWARD, LAZY, ONE_BUFFER, RELOADED_V, SPLIT_KEYS
 from range_mutations import RANGE_BOUNDS_UNIT

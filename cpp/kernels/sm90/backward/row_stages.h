@@ -244,7 +244,7 @@ class RowStages {
     });
   }
 
-  // P^T with ALiBi: a slope's sign is known, so that the absolute value of a distance costs nothing.
+  // P^T with ALiBi. The sign of a slope is known: the absolute value of a distance costs nothing.
   template <int kSign>
   ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const RowNumbers& lse,
                                                float slope) const {

@@ -46,7 +46,7 @@ ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::Share
     cute::clear(acc_o);
     StagedSoftmax softmax(params.attention.scale_log2);
     const FinishedRows rows =
-        forward_mainloop<Traits, Variant>(params, stages, block, acc_o, softmax);
+        ForwardMainloop<Traits, Variant>(params, stages, block, acc_o, softmax).run();
     forward_epilogue<Traits, Variant>(params, block.tile, stages, acc_o, softmax, rows);
     stages.end_block();
   }

@@ -46,125 +46,163 @@ ANYFLASH_DEVICE float sink_of(const ForwardLaunch& params, int head) {
   return sinks.data == nullptr ? -INFINITY : load_float(sinks, head * sinks.stride.head);
 }
 
-// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows, which it
-// returns. Q K^T of each tile and P V of the tile before run beside the softmax of this one.
+// acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows. Q K^T of
+// each tile and P V of the tile before run beside the softmax of this one.
 //
 // What nvcc 13.0's ptxas does to it: it moves exponentials past barriers and waits, which they do
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
 // they have to stay.
 template <class Traits, class Variant>
-ANYFLASH_DEVICE FinishedRows forward_mainloop(const ForwardLaunch& params,
-                                              ForwardStages<Traits>& stages, const BlockWork& block,
-                                              typename Traits::AccO& acc_o,
-                                              StagedSoftmax& softmax) {
+class ForwardMainloop {
+  using Stages = ForwardStages<Traits>;
   using Tiles = TileCursor<Traits, Variant>;
-  Tiles tiles(stages, block);
-  const int end_key = stages.end_key(block);
-  const SkippedTile skipped = skip_tiles(stages, tiles, end_key);
-  if (!tiles.exists()) {
-    stages.release_last_block_late();
-    stages.release_queries();
-    skipped.skip_values(stages);
-    return softmax.finish(sink_of(params, block.tile.head));
-  }
-  const Variant variant(params.attention, block.tile, Traits::kBlockM, Traits::kBlockN);
-  // Where a variant masks tiles anywhere, these are made anew for each: the loop needs the registers.
-  const VisibleKeys visible_in_all(block);
-  const auto visible = [&]() ANYFLASH_INLINE_LAMBDA {
-    return Variant::kMasksTiles ? VisibleKeys(block) : visible_in_all;
-  };
-  typename Traits::AccS acc_s;
-  typename ForwardStages<Traits>::Probabilities p;
-  auto scores = as_matrix(acc_s);
-  auto out = as_matrix(acc_o);
-  bool was_masked = tiles.needs_mask();
-  Rescale rescale;
+  using AccO = typename Traits::AccO;
 
-  // What happens to a tile's scores before the softmax, or to those of its first keys.
-  const auto modify = [&](auto& scores, bool masked) ANYFLASH_INLINE_LAMBDA {
+ public:
+  ANYFLASH_DEVICE ForwardMainloop(const ForwardLaunch& params, Stages& stages,
+                                  const BlockWork& block, AccO& acc_o, StagedSoftmax& softmax)
+      : params_(params),
+        stages_(stages),
+        block_(block),
+        acc_o_(acc_o),
+        softmax_(softmax),
+        tiles_(stages, block),
+        variant_(params.attention, block.tile, Traits::kBlockM, Traits::kBlockN),
+        visible_(block) {}
+
+  // Returns the statistics.
+  ANYFLASH_DEVICE FinishedRows run() {
+    const int end_key = stages_.end_key(block_);
+    const SkippedTile skipped = skip_tiles(stages_, tiles_, end_key);
+    if (!tiles_.exists()) {
+      stages_.release_last_block_late();
+      stages_.release_queries();
+      skipped.skip_values(stages_);
+      return finished();
+    }
+    stages_.wait_keys();
+    // Under a causal mask, half of the warpgroups see half of their first tile.
+    if (Traits::kFewKeys < Traits::kBlockN &&
+        tiles_.n() * Traits::kBlockN + Traits::kFewKeys >= end_key) {
+      first_step<Traits::kFewKeys>();
+    } else {
+      first_step<Traits::kBlockN>();
+    }
+    skipped.skip_values(stages_);
+    tiles_.move(stages_);
+    do {
+      while (tiles_.template is_in_loop<true>()) step<true>();
+      while (tiles_.template is_in_loop<false>()) step<false>();
+    } while (Tiles::kIsMixed && tiles_.exists());
+    return last_values();
+  }
+
+ private:
+  template <int kKeys>
+  ANYFLASH_DEVICE void first_step() {
+    auto scores = as_matrix(leading_columns<kKeys>(acc_s_));
+    was_masked_ = tiles_.needs_mask();
+    stages_.template issue_scores<kKeys>(acc_s_);
+    stages_.release_last_block_late();
+    draw<kKeys>();
+    stages_.template land_scores<0>(acc_s_);
+    if (tiles_.is_last()) stages_.release_queries();
+    softmax_of(scores, was_masked_);
+    rescale_.any = false;  // O is 0
+    p_.template round<kKeys>(acc_s_);
+  }
+
+  template <bool kMasked>
+  ANYFLASH_DEVICE void step() {
+    // What hides scores key by key needs the registers of P of the tile before.
+    constexpr bool kLandsFirst = kMasked && Variant::kMasksTiles;
+    auto scores = as_matrix(acc_s_);
+    stages_.wait_ping_pong();
+    stages_.issue_scores(acc_s_);
+    issue_values();
+    stages_.pass_ping_pong();
+    draw<Traits::kBlockN>();
+    stages_.template land_scores<1>(acc_s_);
+    if (tiles_.template is_last<kMasked>()) stages_.release_queries();
+    if (kLandsFirst) stages_.land_values(acc_o_);
+    softmax_of(scores, kMasked);
+    stages_.keep_before_wait(acc_s_);
+    tiles_.template move<kMasked>(stages_);
+    if (!kLandsFirst) stages_.land_values(acc_o_);
+    p_.round(acc_s_);
+    was_masked_ = kMasked;
+  }
+
+  ANYFLASH_DEVICE FinishedRows last_values() {
+    issue_values();
+    const FinishedRows rows = finished();
+    stages_.land_values(acc_o_);
+    return rows;
+  }
+
+  // P V of the tile before is on its way.
+  ANYFLASH_DEVICE void issue_values() {
+    auto out = as_matrix(acc_o_);
+    rescale_.apply(out);
+    stages_.wait_values(was_masked_);
+    stages_.issue_values(acc_o_, p_);
+  }
+
+  // S of a tile, or of its first keys, becomes P.
+  template <class Scores>
+  ANYFLASH_DEVICE void softmax_of(Scores& scores, bool masked) {
+    modify(scores, masked);
+    if (masked) stages_.mask_scores(scores, visible(), tiles_.n());
+    rescale_ = softmax_.move_references(scores);
+    softmax_.exponentiate(scores);
+    if constexpr (Variant::kDrops) stages_.drop(scores, kept_);
+  }
+
+  // What the variant does to scores before they are masked by position.
+  template <class Scores>
+  ANYFLASH_DEVICE void modify(Scores& scores, bool masked) {
     if constexpr (Variant::kMasksTiles) {
-      if (masked && !tiles.sees_all()) {
-        stages.hide_by_ranges(scores, variant, block.tile.first_row, tiles.n());
+      if (masked && !tiles_.sees_all()) {
+        stages_.hide_by_ranges(scores, variant_, block_.tile.first_row, tiles_.n());
       }
     } else if constexpr (Variant::kAsksPlaces) {
       const auto coordinates = coordinates_of(scores);
-      variant.template modify_scores<Variant::kOps>(
+      variant_.template modify_scores<Variant::kOps>(
           scores, nullptr,
-          ScorePlaces<decltype(coordinates)>{coordinates, block.tile.first_row,
-                                             tiles.n() * Traits::kBlockN, true});
+          ScorePlaces<decltype(coordinates)>{coordinates, block_.tile.first_row,
+                                             tiles_.n() * Traits::kBlockN, true});
     }
-    if (masked) stages.mask_scores(scores, visible(), tiles.n());
-  };
+  }
 
   // Which of a tile's probabilities dropout keeps, while its scores are on their way.
-  uint32_t kept[kThreadRows];
-  const auto draw = [&](auto keys) ANYFLASH_INLINE_LAMBDA {
-    if constexpr (Variant::kDrops)
-      stages.template draw<decltype(keys)::value>(variant.dropout, block.tile.first_row, tiles.n(),
-                                                  kept);
-  };
-
-  const auto first_step = [&](auto keys) ANYFLASH_INLINE_LAMBDA {
-    constexpr int kKeys = decltype(keys)::value;
-    auto scores = as_matrix(leading_columns<kKeys>(acc_s));
-    stages.template issue_scores<kKeys>(acc_s);
-    stages.release_last_block_late();
-    draw(keys);
-    stages.template land_scores<0>(acc_s);
-    if (tiles.is_last()) stages.release_queries();
-    modify(scores, was_masked);
-    rescale = softmax.move_references(scores);
-    softmax.exponentiate(scores);
-    if constexpr (Variant::kDrops) stages.drop(scores, kept);
-    p.template round<kKeys>(acc_s);
-  };
-  stages.wait_keys();
-  // Under a causal mask, half of the warpgroups see half of their first tile.
-  if (Traits::kFewKeys < Traits::kBlockN &&
-      tiles.n() * Traits::kBlockN + Traits::kFewKeys >= end_key) {
-    first_step(cute::Int<Traits::kFewKeys>{});
-  } else {
-    first_step(cute::Int<Traits::kBlockN>{});
+  template <int kKeys>
+  ANYFLASH_DEVICE void draw() {
+    if constexpr (Variant::kDrops) {
+      stages_.template draw<kKeys>(variant_.dropout, block_.tile.first_row, tiles_.n(), kept_);
+    }
   }
-  rescale.any = false;  // O is 0
-  skipped.skip_values(stages);
-  tiles.move(stages);
 
-  const auto step = [&](auto masked) ANYFLASH_INLINE_LAMBDA {
-    constexpr bool kMasked = decltype(masked)::value;
-    // P of the tile before has to be out of the way of what hides scores by key.
-    constexpr bool kLandsFirst = kMasked && Variant::kMasksTiles;
-    stages.wait_ping_pong();
-    stages.issue_scores(acc_s);
-    rescale.apply(out);
-    stages.wait_values(was_masked);
-    stages.issue_values(acc_o, p);
-    stages.pass_ping_pong();
-    draw(cute::Int<Traits::kBlockN>{});
-    stages.template land_scores<1>(acc_s);
-    if (tiles.template is_last<kMasked>()) stages.release_queries();
-    if (kLandsFirst) stages.land_values(acc_o);
-    modify(scores, kMasked);
-    rescale = softmax.move_references(scores);
-    softmax.exponentiate(scores);
-    if constexpr (Variant::kDrops) stages.drop(scores, kept);
-    stages.keep_before_wait(acc_s);
-    tiles.template move<kMasked>(stages);
-    if (!kLandsFirst) stages.land_values(acc_o);
-    p.round(acc_s);
-    was_masked = kMasked;
-  };
-  do {
-    while (tiles.template is_in_loop<true>()) step(std::true_type{});
-    while (tiles.template is_in_loop<false>()) step(std::false_type{});
-  } while (Tiles::kIsMixed && tiles.exists());
+  // Where a variant masks tiles anywhere, made anew for each: the loop needs the registers.
+  ANYFLASH_DEVICE VisibleKeys visible() const {
+    return Variant::kMasksTiles ? VisibleKeys(block_) : visible_;
+  }
+  ANYFLASH_DEVICE FinishedRows finished() const {
+    return softmax_.finish(sink_of(params_, block_.tile.head));
+  }
 
-  rescale.apply(out);
-  stages.wait_values(was_masked);
-  stages.issue_values(acc_o, p);
-  const FinishedRows rows = softmax.finish(sink_of(params, block.tile.head));
-  stages.land_values(acc_o);
-  return rows;
-}
+  const ForwardLaunch& params_;
+  Stages& stages_;
+  const BlockWork& block_;
+  AccO& acc_o_;
+  StagedSoftmax& softmax_;
+  Tiles tiles_;
+  const Variant variant_;
+  const VisibleKeys visible_;
+  typename Traits::AccS acc_s_;
+  typename Stages::Probabilities p_;
+  uint32_t kept_[kThreadRows];  // of dropout
+  Rescale rescale_;
+  bool was_masked_;  // the tile before
+};
 
 }  // namespace anyflash::sm90
