@@ -100,8 +100,6 @@ FEATURES = (
                  "(params.attention, block);"),
     _of_features("hopper-backward-one-range", ROW_STAGES, "row_at(seen.second_end)",
                  "row_at(seen.second_begin)"),
-    _of_features("hopper-backward-unseen-rows", LOAD, "params_.attention.sinks.data != nullptr",
-                 "false"),
     _of_features("hopper-dq-ranges", DQ_STAGES, "!uniform(tile().sees_all)", "false"),
     _of_features("hopper-backward-slope-sign", ROW_STAGES, "slope < 0.0f", "false"),
     _of_features("hopper-backward-diagonal", ROW_STAGES,

@@ -1,6 +1,8 @@
 // Which tiles of keys a block of query rows visits, as the warp finds that loads them.
 #pragma once
 
+#include <cstdint>
+
 #include "common/macros.h"
 #include "variant/key_range_bounds.h"
 #include "variant/mask.h"
@@ -50,14 +52,16 @@ class VisitedTiles<Traits, Variant, true> {
  public:
   ANYFLASH_DEVICE void begin(const Attention& attention, const ForwardWorkTile& rows,
                              const KRange& range) {
-    asked_ = left_ = 0;
+    asked_ = 0;
+    left_ = 0;
     look_ahead(attention, rows, range);
     __syncwarp();  // all lanes have read the range, which may change now
   }
   ANYFLASH_DEVICE KeyTile next(const Attention& attention, const ForwardWorkTile& rows,
                                const KRange& range) {
     if (left_ == 0) return {};
-    KeyTile tile = KeyTile::unpacked(__shfl_sync(0xffffffffu, word_, __ffs(left_) - 1));
+    KeyTile tile =
+        KeyTile::unpacked(__shfl_sync(0xffffffffu, word_, __ffs(static_cast<int>(left_)) - 1));
     left_ &= left_ - 1;
     look_ahead(attention, rows, range);
     tile.is_last = left_ == 0;
@@ -79,13 +83,13 @@ class VisitedTiles<Traits, Variant, true> {
         is_left = seen.any;
         word_ = KeyTile{n, range.needs_mask(n) || !seen.all, seen.all}.packed();
       }
-      left_ = static_cast<int>(__ballot_sync(0xffffffffu, is_left));
+      left_ = __ballot_sync(0xffffffffu, is_left);
     }
   }
 
-  int asked_ = 0;  // places in the range's order
-  int word_ = 0;   // KeyTile's, of this lane's tile
-  int left_ = 0;   // a bit for each lane whose tile is visited and has not been yet
+  int asked_ = 0;      // places in the range's order
+  int word_ = 0;       // KeyTile's, of this lane's tile
+  uint32_t left_ = 0;  // a bit for each lane whose tile is visited and has not been yet
 };
 
 }  // namespace anyflash::sm90

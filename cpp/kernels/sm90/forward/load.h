@@ -15,8 +15,8 @@
 
 namespace anyflash::sm90 {
 
-// One thread, or a whole warp where the variant leaves tiles out: then one lane does what others
-// see, and all find the tiles.
+// One thread, or a whole warp where the variant leaves tiles out: all lanes find the tiles, and one
+// loads and tells.
 template <class Traits, class Variant>
 class TileLoader {
  public:
@@ -36,7 +36,7 @@ class TileLoader {
   }
 
  private:
-  // Whether this thread does what others see.
+  // Whether this thread loads and tells.
   ANYFLASH_DEVICE static bool leads() { return !Variant::kSkipsTiles || threadIdx.x % 32 == 0; }
 
   // The first block whose Q has not been loaded.

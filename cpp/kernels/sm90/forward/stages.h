@@ -85,7 +85,9 @@ class ForwardStages {
   // What the loader says of these keys: KeyTile's word.
   ANYFLASH_DEVICE int wait_key_tile() {
     wait_keys();
-    return uniform(smem_.key_tiles[k_place_.stage()]);
+    const int word = uniform(smem_.key_tiles[k_place_.stage()]);
+    __syncwarp();  // all lanes have read it, before one of them releases the keys
+    return word;
   }
 
   // S = Q K^T of the tile's first kKeys keys is on its way, after wait_keys().
