@@ -32,9 +32,7 @@ ONE_FEATURE = (
         "static_cast<float>(row + shift_ - col)",
     ),
     Mutation("column-forgotten-by-alibi", SCORED, "at_first + offset * slope", "at_first"),
-    Mutation(
-        "p-not-4-times", SCORED, "kLog2Of4 - lse_and_delta(row).lse", "-lse_and_delta(row).lse"
-    ),
+    Mutation("p-not-4-times", SCORED, "kLog2Of4 - lse", "-lse"),
     Mutation(
         "draws-of-another-run", SCORED, "tile.col0 + get<1>(coordinates(0, run))", "tile.col0"
     ),

@@ -39,9 +39,20 @@ REGISTERS = {
 # Loaders that look for tiles have more.
 REGISTERS_OF_RANGES = {128: ("0x38", "0xe0"), 192: REGISTERS[192]}
 # A softcap keeps a number more in each thread than three warpgroups have registers for.
-SPILLS = {("softcap", 64): 8}
+SPILLS = {("softcap", 64): 4}
 BACKWARD_REGISTERS = ("0x18", "0xf0")
 BACKWARD_OF_RANGES = ("0x28", "0xe8")
+# Loads and stores of spilled registers in a whole kernel's text: variant, head dim, part.
+BACKWARD_SPILLS = {
+    ("alibi", 64, "main"): 2,
+    ("softcap", 64, "main"): 42,
+    ("softcap", 64, "without_dq"): 35,
+    ("softcap", 128, "without_dq"): 6,
+    ("dropout", 128, "main"): 17,
+    ("dropout", 128, "without_dq"): 6,
+    ("ranges", 64, "main"): 13,
+    ("ranges", 128, "main"): 28,
+}
 
 
 class Code(NamedTuple):
@@ -64,6 +75,10 @@ def read(code: list[Instruction]) -> Code:
 
 def products(opcodes: Counter[str]) -> Counter[str]:
     return Counter({name: n for name, n in opcodes.items() if name.startswith("HGMMA")})
+
+
+def spills(opcodes: Counter[str]) -> int:
+    return sum(n for name, n in opcodes.items() if name.startswith(("LDL", "STL")))
 
 
 def expected_products(row: dict[str, Any]) -> Counter[str]:
@@ -139,8 +154,7 @@ def test_no_spills_without_masks(row: dict[str, Any]) -> None:
     """In the smallest loop over tiles, of those that need no mask."""
     loops = [loop for loop in code_of(row).loops if products(loop) == expected_products(row)]
     smallest = min(loops, key=lambda loop: sum(loop.values()))
-    spills = sum(n for name, n in smallest.items() if name.startswith(("LDL", "STL")))
-    assert spills <= SPILLS.get((variant_of(row), row["head_dim"]), 0)
+    assert spills(smallest) <= SPILLS.get((variant_of(row), row["head_dim"]), 0)
 
 
 def test_registers_are_handed_over(row: dict[str, Any]) -> None:
@@ -224,7 +238,7 @@ def group_products(row: dict[str, Any], group: str) -> Counter[str]:
 
 
 def test_backward(backward_row: dict[str, Any]) -> None:
-    """The products, one fence a group of them, no spills, registers handed over, sums by TMA."""
+    """The products, one fence a group of them, few spills, registers handed over, sums by TMA."""
     row = backward_row
     for name in backward_parts(row):
         part = BACKWARD_PARTS[name]
@@ -237,8 +251,7 @@ def test_backward(backward_row: dict[str, Any]) -> None:
         assert products(code.opcodes) == expected, name
         assert code.opcodes["WARPGROUP.ARRIVE"] == sum(part.groups.values()), name
         assert code.opcodes["WARPGROUP.DEPBAR.LE"] == part.waits, name
-        spills = [opcode for opcode in code.opcodes if opcode.startswith(("LDL", "STL"))]
-        assert variant != "plain" or not spills, name
+        assert spills(code.opcodes) <= BACKWARD_SPILLS.get((variant, row["head_dim"], name), 0)
         looks = variant == "ranges" and name != "dq_by_rows"
         producer, consumer = BACKWARD_OF_RANGES if looks else BACKWARD_REGISTERS
         assert code.handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}, name

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/convert.h"
+#include "common/layout.h"
 #include "common/macros.h"
 #include "sm90/wgmma.h"
 
@@ -17,14 +18,18 @@ using Accumulator =
 
 inline constexpr int kThreadRows = 2;  // of these 64 rows
 
+// This thread's first row, of those of all consumer warpgroups, and its first column.
+ANYFLASH_DEVICE int thread_row() {
+  return static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+}
+ANYFLASH_DEVICE int thread_column() { return threadIdx.x % 4 * 2; }
+
 // Row and column of each of this thread's accumulators, as accumulator_as_matrix() orders them: row
 // within the block, column within the tile.
 template <int kColumns>
 ANYFLASH_DEVICE auto accumulator_coordinates() {
   using namespace cute;
-  const int row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-  const int col = threadIdx.x % 4 * 2;
-  return make_tensor(make_inttuple_iter(make_tuple(row, col)),
+  return make_tensor(make_inttuple_iter(make_tuple(thread_row(), thread_column())),
                      make_layout(make_shape(_2{}, make_shape(_2{}, Int<kColumns / 8>{})),
                                  make_stride(_8{} * E<0>{}, make_stride(E<1>{}, _8{} * E<1>{}))));
 }
@@ -50,23 +55,26 @@ ANYFLASH_DEVICE uint32_t element_bits(int first, int end) {
   return below(end) & ~below(first);
 }
 
-// Writes 0 over a row's elements without a bit. Bits become predicates seven at a time (R2P).
-template <class Acc>
-ANYFLASH_DEVICE void hide(Acc& acc, const uint32_t (&seen)[kThreadRows]) {
-  constexpr int kElements = decltype(cute::size(acc))::value / kThreadRows;
-  constexpr int kChunk = 16;
-  static_assert(kElements % kChunk == 0 && kElements <= 32);
+// Writes `value` over the elements without a bit of a (row, col) view. Bits become predicates seven
+// at a time (R2P).
+template <class Matrix>
+ANYFLASH_DEVICE void fill_others(Matrix& matrix, const uint32_t (&bits)[kThreadRows], float value) {
+  constexpr int kElements = decltype(cute::size<1>(matrix))::value;
+  static_assert(kElements <= 32);
   CUTE_UNROLL
   for (int row = 0; row < kThreadRows; ++row) {
     CUTE_UNROLL
-    for (int begin = 0; begin < kElements; begin += kChunk) {
-      const uint32_t bits = seen[row] >> begin;
-      CUTE_UNROLL
-      for (int i = begin; i < begin + kChunk; ++i) {
-        if ((bits >> (i - begin) & 1) == 0) acc(i / 2 * 4 + 2 * row + i % 2) = 0.0f;
-      }
+    for (int i = 0; i < kElements; ++i) {
+      if ((bits[row] >> i & 1) == 0) matrix(row, i) = value;
     }
   }
+}
+
+// Writes 0 over the elements without a bit.
+template <class Acc>
+ANYFLASH_DEVICE void hide(Acc& acc, const uint32_t (&seen)[kThreadRows]) {
+  auto matrix = as_matrix(acc);
+  fill_others(matrix, seen, 0.0f);
 }
 
 // The first columns of an accumulator, which lie in its first registers.

@@ -27,7 +27,7 @@ ANYFLASH_DEVICE void find_kept_elements(const Dropout& dropout, const int (&rows
       transpose_quads(draws[row].word);
       CUTE_UNROLL
       for (int i = 0; i < 2 * kLanes; ++i) {
-        if (dropout.keep(draws[row], i)) kept[row] |= 1u << ((2 * begin + i) % 32);
+        if (dropout.keep(draws[row], i)) kept[row] |= 1u << (2 * begin + i);
       }
     }
   }
@@ -67,7 +67,7 @@ ANYFLASH_DEVICE void find_kept_transposed(const Dropout& dropout, int first_row,
         transpose_halves(draws.word);
         CUTE_UNROLL
         for (int i = 0; i < kLanes; ++i) {
-          if (dropout.keep(draws, i)) kept[key] |= 1u << ((2 * (begin + i) + of_pair) % 32);
+          if (dropout.keep(draws, i)) kept[key] |= 1u << (2 * (begin + i) + of_pair);
         }
       }
     }

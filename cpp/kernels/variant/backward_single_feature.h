@@ -101,6 +101,30 @@ class AlibiBackward : public OneFeatureBackward {
 
 // With t = 1 / (1 + exp(2 x)), x = scale q.k / softcap: tanh(x) = 1 - 2 t, whose slope is
 // 4 t (1 - t). P is 4 times as large as it should be, so that no score is multiplied by that 4.
+class CappedScores {
+ public:
+  ANYFLASH_DEVICE CappedScores(float softcap_log2, float scale_log2)
+      : softcap_log2_(softcap_log2), factor_(2.0f * kLog2E * scale_log2 / softcap_log2) {}
+  ANYFLASH_DEVICE explicit CappedScores(const Attention& p)
+      : CappedScores(static_cast<float>(p.softcap) * kLog2E, p.scale_log2) {}
+
+  // Of a product q.k.
+  ANYFLASH_DEVICE float t(float product) const {
+    return __fdividef(1.0f, 1.0f + exp2f(product * factor_));
+  }
+  // log2 of P. The row's LSE is in units of log 2.
+  ANYFLASH_DEVICE float exponent(float t, float lse) const {
+    constexpr float kLog2Of4 = 2.0f;
+    return (kLog2Of4 - lse + softcap_log2_) - 2.0f * softcap_log2_ * t;
+  }
+  // Its product with P is as it should be.
+  ANYFLASH_DEVICE static float slope(float t) { return t - t * t; }
+
+ private:
+  float softcap_log2_;
+  float factor_;
+};
+
 class SoftcapBackward : public OneFeatureBackward {
  public:
   static constexpr unsigned kFeatures = kSoftcap;
@@ -119,13 +143,11 @@ class SoftcapBackward : public OneFeatureBackward {
   ANYFLASH_DEVICE void compute_p(Scores& scores, ScoreAux& aux, const LseAndDeltas& lse_and_delta,
                                  const Coordinates& coordinates, const ScoreTile& tile) const {
     using namespace cute;
-    constexpr float kLog2Of4 = 2.0f;
-    const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2_;
+    const CappedScores capped(softcap_log2_, scale_log2_);
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
       const RowBounds seen = tile.row_bounds<kMasked>(i);
-      const float added = kLog2Of4 - lse_and_delta(row).lse;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); col += 2) {
         float both[2];
@@ -133,9 +155,9 @@ class SoftcapBackward : public OneFeatureBackward {
         for (int k = 0; k < 2; ++k) {
           const int j = get<1>(coordinates(row, col + k));
           float& s = scores(row, col + k);
-          const float t = __fdividef(1.0f, 1.0f + exp2f(s * factor));
-          const float slope = t - t * t;
-          const float p = (added + softcap_log2_) - 2.0f * softcap_log2_ * t;
+          const float t = capped.t(s);
+          const float slope = capped.slope(t);
+          const float p = capped.exponent(t, lse_and_delta(row).lse);
           const bool hidden = kMasked && seen.hides(j);
           both[k] = hidden ? kHiddenP : exp2f(p);
           s = hidden ? kHiddenP : both[k] * slope;

@@ -52,6 +52,7 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
 
 
 SCORED = Features(softcap=5.0, alibi="h")
+DROPPED = Features(dropout_p=0.3)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,11 @@ SCORED = Features(softcap=5.0, alibi="h")
         ("sm80_forward_f16_d64", Case("tiny", sq=70, sk=90, scale=1e-30)),
         ("sm90_forward_f16_d64_softcap", Case("cap", sq=70, sk=90, features=Features(softcap=5.0))),
         ("sm80_forward_f16_d64_scored", Case("both", sq=70, sk=90, features=SCORED)),
+        ("sm80_forward_f16_d64_dropout", Case("small", sq=70, sk=90, features=DROPPED)),
+        (
+            "sm90_forward_f16_d128_dropout",
+            Case("large", sq=70, sk=90, d=65, dv=65, features=DROPPED),
+        ),
     ],
 )
 def test_hopper_leaves_to_sm80_what_its_kernels_lack(kernel: str, problem: Case) -> None:

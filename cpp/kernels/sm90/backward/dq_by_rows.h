@@ -21,7 +21,7 @@
 namespace anyflash::sm90 {
 
 // Q and dO of the block, then its tiles of K and V. By one thread, or by a warp where the variant
-// leaves tiles out: then one lane does what others see.
+// leaves tiles out: all lanes find the tiles, and one loads and tells.
 template <class Traits>
 ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWorkTile& block,
                                   typename Traits::SharedStorage& smem) {

@@ -8,7 +8,6 @@
 
 #include "common/finite.h"
 #include "common/macros.h"
-#include "common/softmax.h"
 #include "cuda/tile_scheduler.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/config.h"
@@ -104,7 +103,7 @@ class DqStages {
     const int64_t padded = params.first_row(sequence, block.batch, block.head) + block.first_row;
     CUTE_UNROLL
     for (int i = 0; i < kThreadRows; ++i) {
-      const int row = first_row() + 8 * i;
+      const int row = thread_row() + 8 * i;
       const bool exists = block.first_row + row < sequence.seqlen_q;
       first_key_[i] = exists ? mask.first_key(block.first_row + row) : 0;
       end_key_[i] = exists ? mask.end_key(block.first_row + row) : 0;
@@ -139,27 +138,27 @@ class DqStages {
     issue_accumulation<TileK>(acc_dq, ds, keys());
   }
 
+  // P in place of S; with a softcap, its product with the softcap's slope.
   ANYFLASH_DEVICE void compute_p(AccS& acc_s) const {
-    const float softcap_log2 = static_cast<float>(params_.attention.softcap) * kLog2E;
-    const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2;
+    [[maybe_unused]] const CappedScores capped(params_.attention);
     CUTE_UNROLL
     for (int i = 0; i < size(AccS{}); ++i) {
+      const float lse = lse_[i / 2 % 2];
       if constexpr (kHasSoftcap<Variant>) {
-        constexpr float kLog2Of4 = 2.0f;
-        const float added = softcap_log2 + kLog2Of4 - lse_[i / 2 % 2];
-        acc_s(i) = capped_p(acc_s(i), factor, softcap_log2, added).y;
-        continue;
+        const float t = capped.t(acc_s(i));
+        acc_s(i) = exp2f(capped.exponent(t, lse)) * capped.slope(t);
+      } else if constexpr (kHasAlibi<Variant>) {
+        acc_s(i) = exp2f(acc_s(i) * scale_log2_ - lse - slope_log2_ * fabsf(distance(i)));
+      } else {
+        acc_s(i) = exp2f(acc_s(i) * scale_log2_ - lse);
       }
-      float exponent = acc_s(i) * scale_log2_ - lse_[i / 2 % 2];
-      if constexpr (kHasAlibi<Variant>) exponent -= slope_log2_ * fabsf(distance(i));
-      acc_s(i) = exp2f(exponent);
     }
   }
   // Which probabilities of the tile dropout keeps, while scores are on their way.
   ANYFLASH_DEVICE void draw() {
     if constexpr (kHasDropout<Variant>) {
       const Dropout dropout(params_.attention, seed_, block_.batch, block_.head);
-      const int row = block_.first_row + first_row();
+      const int row = block_.first_row + thread_row();
       const int rows[kThreadRows] = {row, row + 8};
       find_kept_elements<Traits::kBlockN / 4>(dropout, rows, tile().n * Traits::kBlockN, kept_);
     }
@@ -238,21 +237,16 @@ class DqStages {
   }
 
  private:
-  // The first of this thread's rows in the block, and of its keys in the tile.
-  ANYFLASH_DEVICE static int first_row() {
-    return static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-  }
-  ANYFLASH_DEVICE int first_key() const {
-    return tile().n * Traits::kBlockN + static_cast<int>(threadIdx.x) % 4 * 2;
-  }
+  // The first of this thread's keys in the tile.
+  ANYFLASH_DEVICE int first_key() const { return tile().n * Traits::kBlockN + thread_column(); }
   // From the diagonal, of an accumulator's score.
   ANYFLASH_DEVICE float distance(int i) const {
-    const int at_first = block_.first_row + first_row() + block_.sequence.shift - first_key();
-    return static_cast<float>(at_first + i / 2 % 2 * 8 - (i / 4 * 8 + i % 2));
+    const int at_first = block_.first_row + thread_row() + block_.sequence.shift - first_key();
+    return static_cast<float>(at_first) + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2);
   }
   ANYFLASH_DEVICE void leave_ranges(int first, uint32_t (&seen)[kThreadRows]) const {
     const KeyRanges ranges(params_.attention, block_.sequence, block_.batch, block_.head_k);
-    const int row = block_.first_row + first_row();
+    const int row = block_.first_row + thread_row();
     const int places[kThreadRows] = {ranges.place_of(row), ranges.place_of(row + 8)};
     uint32_t by_ranges[kThreadRows];
     find_seen_elements<Traits::kBlockN / 4>(ranges, places, first, by_ranges);

@@ -11,6 +11,7 @@
 // knows that those before it have ended, too.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -122,10 +123,23 @@ void launch_dq_by_rows(const BackwardScratch& scratch, const LaunchContext& cont
       prepared);
 }
 
+// The gradient of ALiBi's slopes comes with dQ by rows.
+inline BackwardScratch scratch_of(const BackwardParams& params) {
+  BackwardScratch scratch{params};
+  scratch.deterministic |= params.dalibi_slopes.data != nullptr;
+  return scratch;
+}
+
+template <class Traits>
+std::size_t scratch_bytes(const BackwardParams& params, const LaunchContext&) {
+  BackwardScratch scratch = scratch_of(params);
+  return place_scratch<Traits>(scratch, nullptr);
+}
+
 // softmax_scale is positive.
 template <class Traits, class RowTraits, class Variant>
 void launch_backward(const BackwardParams& params, const LaunchContext& context) {
-  BackwardScratch p{params};
+  BackwardScratch p = scratch_of(params);
   Attention& a = p.attention;
   p.dtype = kElementType<typename Traits::Element>;
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
@@ -135,21 +149,19 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   p.lse_unit = Variant::kLseUnit;
   p.ds_scale = static_cast<float>(a.softmax_scale) * Variant::ds_factor(p);
 
-  // dQ by rows comes with sums for the slopes.
-  const bool by_rows = Traits::kIsWide || p.deterministic || p.slope_sums != nullptr;
-  if (by_rows) p.dq_accum = nullptr;
-
   void* const stream = context.stream;
   make_key_range_bounds(a, stream);
   backward_preprocess(p, stream);
   use_rounded_dout(p);
   if (number_of_keys(a) > 0) launch_main_kernel<Traits>(p, stream);
-  if (by_rows) launch_dq_by_rows<RowTraits>(p, context);
-  if constexpr (!Traits::kIsWide) {
-    if (!by_rows)
-      launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
-          ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
-          LaunchOrder::kWhenAllowed);
+  if constexpr (Traits::kIsWide) {
+    launch_dq_by_rows<RowTraits>(p, context);
+  } else if (p.deterministic) {
+    launch_dq_by_rows<RowTraits>(p, context);
+  } else {
+    launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
+        ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
+        LaunchOrder::kWhenAllowed);
   }
   if (p.dalibi_slopes.data != nullptr) sum_dalibi_slopes(p, stream);
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);
@@ -169,7 +181,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   d.features = Variant::kFeatures;
   d.least_head_dim = least_head_dim(Variant::kFeatures);
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};
-  d.backward = {backward_scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Variant>};
+  d.backward = {scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Variant>};
   return d;
 }
 

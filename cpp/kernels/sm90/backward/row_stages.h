@@ -6,7 +6,6 @@
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
-#include "common/softmax.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/query_tile.h"
 #include "sm90/backward/variants.h"
@@ -232,15 +231,14 @@ class RowStages {
  private:
   ANYFLASH_DEVICE void compute_capped_p(AccS& acc_s, const RowNumbers& lse,
                                         Rounded& rounded) const {
-    constexpr float kLog2Of4 = 2.0f;
-    const float softcap_log2 = static_cast<float>(params_.attention.softcap) * kLog2E;
-    const float factor = 2.0f * kLog2E * scale_log2_ / softcap_log2;
+    const CappedScores capped(params_.attention);
     float of_pair = 0.0f;  // P of the element before
     for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
-      const float2 p = capped_p(acc_s(i), factor, softcap_log2, softcap_log2 + kLog2Of4 - row_lse);
-      acc_s(i) = p.y;
-      if (i % 2 == 1) rounded.set(i / 2, float2{of_pair, p.x});
-      of_pair = p.x;
+      const float t = capped.t(acc_s(i));
+      const float p = exp2f(capped.exponent(t, row_lse));
+      acc_s(i) = p * capped.slope(t);
+      if (i % 2 == 1) rounded.set(i / 2, float2{of_pair, p});
+      of_pair = p;
     });
   }
 

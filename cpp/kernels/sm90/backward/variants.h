@@ -28,14 +28,6 @@ template <class Variant>
 inline constexpr RegisterSplit register_split =
     kHasRanges<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
 
-// P and its product with the softcap's slope, of a score in units of `factor` (SoftcapBackward).
-// `added`: softcap_log2 and log2(4) without the LSE.
-ANYFLASH_DEVICE float2 capped_p(float score, float factor, float softcap_log2, float added) {
-  const float t = __fdividef(1.0f, 1.0f + exp2f(score * factor));
-  const float p = exp2f(added - 2.0f * softcap_log2 * t);
-  return float2{p, p * (t - t * t)};
-}
-
 // By which tiles of rows are chosen, and of keys. ALiBi's diagonal needs no other loop here.
 template <class Variant>
 using QueryTileVariant = std::conditional_t<kHasAlibi<Variant>, PlainBackward, Variant>;

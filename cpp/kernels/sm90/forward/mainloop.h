@@ -155,7 +155,7 @@ class ForwardMainloop {
     if (masked) stages_.mask_scores(scores, visible(), tiles_.n());
     rescale_ = softmax_.move_references(scores);
     softmax_.exponentiate(scores);
-    if constexpr (Variant::kDrops) stages_.drop(scores, kept_);
+    if constexpr (Variant::kDrops) fill_others(scores, kept_, 0.0f);
   }
 
   // What the variant does to scores before they are masked by position.

@@ -36,7 +36,7 @@ struct VisibleKeys {
     const int keys = block.tile.sequence.seqlen_k;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
-      const int i = warp_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * row;
+      const int i = thread_row() + 8 * row;
       first[row] = key_of(block.first_key, i, keys);
       end[row] = key_of(block.end_key, i, keys);
     }
@@ -181,7 +181,7 @@ class ForwardStages {
   ANYFLASH_DEVICE void mask_scores(Scores& scores, const VisibleKeys& visible, int tile) {
     constexpr int kKeys = 4 * decltype(cute::size<1>(scores))::value;
     const int first_col = tile * Traits::kBlockN;
-    const int lane_col = first_col + threadIdx.x % 4 * 2;
+    const int lane_col = first_col + thread_column();
     if (first_col + kKeys > visible.end_of_all) {
       CUTE_UNROLL
       for (int row = 0; row < kThreadRows; ++row) {
@@ -210,33 +210,21 @@ class ForwardStages {
     uint32_t seen[kThreadRows] = {0, 0};
     if (of_warp.any) {
       const KeyRanges ranges = variant.ranges();
-      const int row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
+      const int row = first_row + thread_row();
       const int places[kThreadRows] = {ranges.place_of(row), ranges.place_of(row + 8)};
-      find_seen_elements<kElements>(ranges, places, first_key + threadIdx.x % 4 * 2, seen);
+      find_seen_elements<kElements>(ranges, places, first_key + thread_column(), seen);
     }
-    CUTE_UNROLL
-    for (int row = 0; row < kThreadRows; ++row) hide_others(scores, row, seen[row]);
+    fill_others(scores, seen, -INFINITY);
   }
 
   // Which probabilities of the tile's first kKeys keys dropout keeps. `first_row` is the block's.
   template <int kKeys>
   ANYFLASH_DEVICE void draw(const Dropout& dropout, int first_row, int tile,
                             uint32_t (&kept)[kThreadRows]) const {
-    const int row = first_row + static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+    const int row = first_row + thread_row();
     const int rows[kThreadRows] = {row, row + 8};
     find_kept_elements<kKeys / 4>(dropout, rows, tile * Traits::kBlockN, kept);
   }
-  template <class Scores>
-  ANYFLASH_DEVICE void drop(Scores& probabilities, const uint32_t (&kept)[kThreadRows]) const {
-    CUTE_UNROLL
-    for (int row = 0; row < kThreadRows; ++row) {
-      CUTE_UNROLL
-      for (int i = 0; i < decltype(cute::size<1>(probabilities))::value; ++i) {
-        if ((kept[row] >> i & 1) == 0) probabilities(row, i) = 0.0f;
-      }
-    }
-  }
-
   // What has been computed from S stays before the next wait (mainloop.h).
   ANYFLASH_DEVICE void keep_before_wait(AccS& acc_s) { pin_registers<size(AccS{})>(acc_s.data()); }
 
@@ -282,15 +270,6 @@ class ForwardStages {
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;  // who passes and who takes it
   ANYFLASH_DEVICE static int ping_pong_barrier(int warpgroup) {
     return static_cast<int>(NamedBarrier::kPingPong) + warpgroup;
-  }
-
-  // A row's elements without a bit.
-  template <class Scores>
-  ANYFLASH_DEVICE static void hide_others(Scores& scores, int row, uint32_t seen) {
-    CUTE_UNROLL
-    for (int i = 0; i < decltype(cute::size<1>(scores))::value; ++i) {
-      if ((seen >> i & 1) == 0) scores(row, i) = -INFINITY;
-    }
   }
 
   // A row's first `elements`, or the others. By bits, which become predicates seven at a time
