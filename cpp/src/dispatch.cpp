@@ -1,4 +1,6 @@
 // What a call asks of a kernel.
+#include <algorithm>
+
 #include "heuristics.h"
 #include "kernel_table.h"
 
@@ -12,7 +14,10 @@ unsigned features_of(const Attention& p) {
   if (p.softcap > kAccurateSoftcap) features |= kLargeSoftcap;
   if (p.alibi_slopes.data != nullptr) features |= kAlibi;
   if (p.bias.data != nullptr) features |= kBias;
-  if (p.block_mask.data != nullptr) features |= kBlockMask;
+  if (p.block_mask.data != nullptr) {
+    features |= kBlockMask;
+    if (std::min(p.block_size_q, p.block_size_k) < kLargeBlock) features |= kSmallBlocks;
+  }
   if (p.key_ranges.data != nullptr) features |= kKeyRanges;
   if (p.dropout_threshold != 0) features |= kDropout;
   return features;

@@ -27,11 +27,12 @@ enum Feature : unsigned {
   kQuantizedCache = 32,  // keys and values of 8 bits
   kLargeSoftcap = 64,    // one above kAccurateSoftcap; kSoftcap is there, too
   kKeyRanges = 128,
+  kSmallBlocks = 256,  // a block_mask's, below kLargeBlock; kBlockMask is there, too
 };
 inline constexpr unsigned kNoFeatures = 0;
 // Of attention without a cache.
 inline constexpr unsigned kAllFeatures =
-    kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kKeyRanges | kDropout;
+    kSoftcap | kLargeSoftcap | kAlibi | kBias | kBlockMask | kSmallBlocks | kKeyRanges | kDropout;
 
 // GPUs, by compute capability: 80 for 8.0.
 struct ComputeCapabilities {

@@ -6,6 +6,7 @@
 
 #include "common/macros.h"
 #include "params.h"
+#include "variant/visibility.h"
 
 namespace ANYFLASH_SHARED_NAMESPACE {
 
@@ -25,6 +26,30 @@ class BlockMask {
 
   ANYFLASH_HOST_DEVICE bool keep(int row, int col) const {
     return map_ == nullptr || map_[row / rows_ * row_stride_ + col / cols_ * col_stride_] != 0;
+  }
+
+  // What the rows [row, end_row) see of the keys [key, end_key), all of which exist. Some do.
+  ANYFLASH_HOST_DEVICE Visibility see(int row, int end_row, int key, int end_key) const {
+    Visibility seen{false, true};
+    for (int i = row / rows_; i <= (end_row - 1) / rows_; ++i) {
+      for (int j = key / cols_; j <= (end_key - 1) / cols_; ++j) {
+        const bool kept = map_[i * row_stride_ + j * col_stride_] != 0;
+        seen.any |= kept;
+        seen.all &= kept;
+      }
+    }
+    return seen;
+  }
+
+  // Calls visit(begin, end) for the parts of [begin, end) that lie in kept blocks: of keys that a
+  // row may see, or of rows that may see a key.
+  template <class Visit>
+  ANYFLASH_HOST_DEVICE void visit_keys(int row, int begin, int end, const Visit& visit) const {
+    visit_parts(map_ + row / rows_ * row_stride_, col_stride_, cols_, begin, end, visit);
+  }
+  template <class Visit>
+  ANYFLASH_HOST_DEVICE void visit_rows(int key, int begin, int end, const Visit& visit) const {
+    visit_parts(map_ + key / cols_ * col_stride_, row_stride_, rows_, begin, end, visit);
   }
 
   // The map's row for one tile of queries, to be asked for tiles of keys; tiles divide blocks.
@@ -54,6 +79,17 @@ class BlockMask {
   };
 
  private:
+  template <class Visit>
+  ANYFLASH_HOST_DEVICE static void visit_parts(const unsigned char* map, int64_t stride, int size,
+                                               int begin, int end, const Visit& visit) {
+    int left = size - begin % size;  // of the block in which `begin` lies
+    for (int block = begin / size; begin < end; ++block, left = size) {
+      const int next = end - begin < left ? end : begin + left;
+      if (map[block * stride] != 0) visit(begin, next);
+      begin = next;
+    }
+  }
+
   const unsigned char* map_;
   int64_t row_stride_;
   int64_t col_stride_;

@@ -11,14 +11,9 @@
 #include "params.h"
 #include "variant/key_ranges.h"
 #include "variant/sequence.h"
+#include "variant/visibility.h"
 
 namespace anyflash {
-
-// What a block of rows sees of a tile of keys.
-struct Visibility {
-  bool any;  // some row sees some key, or perhaps none
-  bool all;  // each row sees each key
-};
 
 // Of one interval of each key.
 struct alignas(16) IntervalBounds {
