@@ -122,6 +122,7 @@ anyflash_kernels(
     "64,128,256:_softcap:SoftcapForward"
     "128,256:_dropout:DropoutForward"
     "64,128,256:_ranges:RangesForward"
+    "64,128,256:_blocks:BlocksForward"
 )
 anyflash_kernels(
   FAMILY sm90
@@ -133,6 +134,7 @@ anyflash_kernels(
     "64,128,256:_softcap:SoftcapBackward"
     "128,256:_dropout:DropoutBackward"
     "64,128,256:_ranges:RangesBackward"
+    "64,128,256:_blocks:BlocksBackward"
 )
 
 # Kernel sets: regular expressions of the names of kernels. The set for CI has what shows in machine
@@ -148,7 +150,7 @@ set(
   "^sm80_prefill_bf16_d128$"
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
-  "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges)$"
+  "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges|blocks)$"
 )
 set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")
 

@@ -56,6 +56,9 @@ struct Part {
 
 // A softcap so large that its 2^-24th part counts.
 inline constexpr double kAccurateSoftcap = 256.0;
+// Of a block mask whose blocks have at least as many rows, and keys, a kernel with large tiles
+// leaves out most of what is hidden.
+inline constexpr int kLargeBlock = 128;
 // On a GPU, smaller softmax scales count as 0. They would make scores of 16-bit numbers 0 anyway,
 // but ScoreMod's units, which are divided by the scale, could become infinite.
 inline constexpr double kLeastScale = 1e-20;

@@ -110,7 +110,7 @@ const char* name(TileConfig tile_config) {
   return "unknown";
 }
 
-// kLargeSoftcap is none that users ask for.
+// kLargeSoftcap and kSmallBlocks are none that users ask for.
 std::vector<std::string> feature_names(unsigned features) {
   static constexpr struct {
     Feature feature;

@@ -65,6 +65,13 @@ HOPPER_RANGE_CASES = hopper(
     *alone("ranges", FEATURE_CASES),
     Case(seqlen_q=20, seqlen_k=4400, heads=1, more="ranges=1000,1"),
 )
+# Tiles that are hidden, that are seen, and that have parts of several blocks.
+HOPPER_BLOCK_CASES = hopper(
+    Case(seqlen_q=430, seqlen_k=600, more="block=128,192 nan=hidden"),
+    Case(seqlen_q=300, seqlen_k=450, causal=1, more="block=192,128 nan=seen out=fp32"),
+    Case(batch=2, seqlen_q=430, seqlen_k=500, heads=1, more="block=128,128 used=400,0 left=300"),
+    Case(seqlen_q=20, seqlen_k=4400, heads=1, more="block=128,128"),
+)
 HOPPER_SCORED = hopper(
     *alone("dropout", FEATURE_CASES),
     Case(seqlen_q=400, seqlen_k=300, causal=1, more="alibi=0.1 nan=hidden"),
@@ -88,6 +95,15 @@ HOPPER_BACKWARD_RANGES = hopper(
     ),
     *alone("ranges", BACKWARD_FEATURE_CASES),
 )
+HOPPER_BACKWARD_BLOCKS = hopper(
+    *backward(
+        Case(seqlen_q=430, seqlen_k=400, heads=2, more="block=192,128 nan=hidden dlse=1"),
+        Case(seqlen_q=300, seqlen_k=300, causal=1, more="block=128,192 nan=dout det=1"),
+        Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="block=128,128 used=300,0 nan=k"),
+        Case(seqlen_q=430, seqlen_k=200, heads=1, more="block=128,128 sink=1 nan=q"),
+        Case(seqlen_q=150, seqlen_k=430, more="block=128,128 left=230 right=50 nan=hidden det=1"),
+    )
+)
 HOPPER_BACKWARD_SCORED = hopper(
     *alone("alibi", BACKWARD_FEATURE_CASES),
     *alone("softcap", BACKWARD_FEATURE_CASES),
@@ -103,7 +119,7 @@ HOPPER_BACKWARD_SCORED = hopper(
         Case(seqlen_q=150, seqlen_k=160, heads=9, causal=1, more="dropout=0.2 nan=dout"),
     ),
 )
-HOPPER_BACKWARD_FEATURES = HOPPER_BACKWARD_RANGES + HOPPER_BACKWARD_SCORED
+HOPPER_BACKWARD_FEATURES = HOPPER_BACKWARD_RANGES + HOPPER_BACKWARD_BLOCKS + HOPPER_BACKWARD_SCORED
 # Tiles of 64 rows: of the first one all rows see keys, but none of the second warpgroup's.
 FIRST_KEYS = Case(seqlen_q=250, seqlen_k=140, heads=1, head_dim=128, head_dim_v=128, causal=1)
 HOPPER_BACKWARD_128_CASES = hopper(

@@ -110,7 +110,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
     elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_WIDE):
         keep = "Plain"
     elif mutation.unit in (HOPPER_RANGES, HOPPER_FEATURES):
-        keep = "Ranges|Alibi|Softcap|Dropout"
+        keep = "Ranges|Blocks|Alibi|Softcap|Dropout"
     elif tile_config:
         keep = tile_config
     elif mutation.unit == ONE_BUFFER:

@@ -22,6 +22,7 @@ from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_W
 from hopper_cases import (
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_FEATURES,
+    HOPPER_BLOCK_CASES,
     HOPPER_CASES,
     HOPPER_RACES,
     HOPPER_RANGE_CASES,
@@ -64,7 +65,7 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
         return [case._replace(seed=seed) for seed in seeds for case in cases]
     if unit == HOPPER_RANGES:
-        cases = wide(HOPPER_RANGE_CASES + HOPPER_SCORED)
+        cases = wide(HOPPER_RANGE_CASES + HOPPER_BLOCK_CASES + HOPPER_SCORED)
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in cases]
     if unit == HOPPER_FEATURES:
         features = wide(HOPPER_BACKWARD_FEATURES)

@@ -99,6 +99,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
                                        const GradientTile<Out>& dv) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
+  constexpr bool kHasBlocks = (Variant::kFeatures & kBlockMask) != 0;
   const Sequence& sequence = block.sequence;
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   const MRange range = mask.m_range(block.first_key, Traits::kBlockN, kBlockM);
@@ -112,10 +113,10 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
         static_cast<const Element*>(params.dout) + sequence.batch * params.dout_stride.batch +
         head * params.dout_stride.head + sequence.first_q * params.dout_stride.row;
     for (int m = range.begin; m < range.end; ++m) {
-      const bool cleared =
-          range.needs_mask(m) || (m + 1) * kBlockM > sequence.seqlen_q ||
-          Variant::template needs_masked_loop<kBlockM, Traits::kBlockN>(params, block, m * kBlockM);
-      if (!cleared || !blocks.keep(m * kBlockM, block.first_key)) continue;
+      const bool cleared = range.needs_mask(m) || (m + 1) * kBlockM > sequence.seqlen_q ||
+                           Variant::template needs_masked_loop<kBlockM, Traits::kBlockN>(
+                               params, block, head, m * kBlockM);
+      if (!cleared) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
       for (int x = threadIdx.x; x < params.attention.head_dim_v; x += Traits::kThreads) {
         for (int row = m * kBlockM; row < end; ++row) {
@@ -123,6 +124,7 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
           if (is_finite(value)) continue;
           for (int i = 0; i < keys; ++i) {
             const int key = block.first_key + i;
+            if (kHasBlocks && !blocks.keep(row, key)) continue;
             if (!mask.keep(row, key) || !variant.keep(row, key)) continue;
             // A dropped probability is 0, and 0 * infinity is NaN.
             const float term = variant.is_dropped(row, key) ? NAN : static_cast<float>(value);

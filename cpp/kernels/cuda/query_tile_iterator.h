@@ -10,6 +10,20 @@
 
 namespace anyflash {
 
+// The query heads of a CTA's part of a group.
+struct HeadRange {
+  int begin;
+  int end;
+};
+ANYFLASH_DEVICE HeadRange query_heads(const BackwardScratch& params,
+                                      const BackwardWorkTile& block) {
+  const int larger = params.larger_splits;
+  const int group = params.split_heads * params.gqa_splits + larger;
+  const int begin =
+      block.head_k * group + block.gqa_split * params.split_heads + min(block.gqa_split, larger);
+  return {begin, begin + params.split_heads + (block.gqa_split < larger ? 1 : 0)};
+}
+
 // The tiles that a CTA visits, head by head. In each head a few tiles need a mask.
 template <class Traits, class Variant>
 class QueryTileIterator {
@@ -25,21 +39,16 @@ class QueryTileIterator {
         m_(range_.begin) {
     const int last_top_row = m_ * kBlockM + Traits::kTopRows - 1;
     begins_on_diagonal_ = mask.end_key(last_top_row) <= block.first_key + Traits::kTopKeys;
-    const int larger = params.larger_splits;
-    const int group = params.split_heads * params.gqa_splits + larger;
-    head_ =
-        block.head_k * group + block.gqa_split * params.split_heads + min(block.gqa_split, larger);
-    end_head_ = head_;
-    if (range_.begin < range_.end) {
-      end_head_ += params.split_heads + (block.gqa_split < larger ? 1 : 0);
-    }
+    const HeadRange heads = query_heads(params, block);
+    head_ = heads.begin;
+    end_head_ = range_.begin < range_.end ? heads.end : heads.begin;
     skip_hidden();
   }
 
   ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
   ANYFLASH_DEVICE bool needs_mask() const {
     return range_.needs_mask(m_) ||
-           Variant::template needs_masked_loop<kBlockM, kBlockN>(params_, block_, row());
+           Variant::template needs_masked_loop<kBlockM, kBlockN>(params_, block_, head_, row());
   }
   // Whether only DiagonalTop and DiagonalBottom of the tile are seen.
   ANYFLASH_DEVICE bool on_diagonal() const { return begins_on_diagonal_ && m_ == range_.begin; }
@@ -71,6 +80,7 @@ class QueryTileIterator {
       }
     }
   }
+  // Tiles divide blocks.
   ANYFLASH_DEVICE bool keeps_block() const {
     return (Variant::kFeatures & kBlockMask) == 0 ||
            BlockMask(params_.attention, block_.batch, head_).keep(row(), block_.first_key);

@@ -18,9 +18,12 @@ using Accumulator =
 
 inline constexpr int kThreadRows = 2;  // of these 64 rows
 
-// This thread's first row, of those of all consumer warpgroups, and its first column.
+// The first row of this warp's, of those of all consumer warpgroups; of this thread's; and its
+// first column.
+inline constexpr int kWarpRows = 16;
+ANYFLASH_DEVICE int warp_row() { return static_cast<int>(threadIdx.x) / 32 * kWarpRows; }
 ANYFLASH_DEVICE int thread_row() {
-  return static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+  return static_cast<int>(threadIdx.x) / 32 * kWarpRows + threadIdx.x % 32 / 4;
 }
 ANYFLASH_DEVICE int thread_column() { return threadIdx.x % 4 * 2; }
 

@@ -1,4 +1,4 @@
-// Key ranges on a tile of scores.
+// Key ranges and block masks on a tile of scores.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 
 #include "common/macros.h"
 #include "sm90/accumulator.h"
+#include "variant/block_mask.h"
 #include "variant/key_ranges.h"
 
 namespace anyflash::sm90 {
@@ -33,6 +34,26 @@ ANYFLASH_DEVICE void find_seen_elements(const KeyRanges& ranges, const int (&pla
       }
     }
   }
+}
+
+// The same for a block mask: a warp's 16 rows lie in one block, and so do eight neighbouring
+// columns. `row` is one of the rows, and [first_key, end_key) are the tile's keys.
+ANYFLASH_DEVICE uint32_t find_kept_keys(const BlockMask& blocks, int row, int first_key,
+                                        int end_key) {
+  uint32_t kept = 0;
+  blocks.visit_keys(row, first_key, end_key, [&](int begin, int end) {
+    kept |= element_bits(begin - first_key, end - first_key);
+  });
+  return kept;
+}
+// For transposed scores: a warpgroup's 64 keys lie in one block, and are asked by one of them.
+ANYFLASH_DEVICE uint32_t find_kept_rows(const BlockMask& blocks, int key, int first_row,
+                                        int end_row) {
+  uint32_t kept = 0;
+  blocks.visit_rows(key, first_row, end_row, [&](int begin, int end) {
+    kept |= element_bits(begin - first_row, end - first_row);
+  });
+  return kept;
 }
 
 }  // namespace anyflash::sm90

@@ -14,6 +14,7 @@
 #include "variant/apply_key_ranges.h"
 #include "variant/backward_scratch.h"
 #include "variant/backward_variants.h"
+#include "variant/block_mask.h"
 #include "variant/dropout.h"
 #include "variant/key_ranges.h"
 #include "variant/sequence.h"
@@ -55,7 +56,7 @@ class AlibiBackward : public OneFeatureBackward {
 
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&,
-                                                const BackwardWorkTile& block, int row0) {
+                                                const BackwardWorkTile& block, int, int row0) {
     const int diagonal = row0 - block.first_key + block.sequence.shift;
     return diagonal > -kBlockM && diagonal < kBlockN;
   }
@@ -269,10 +270,16 @@ class RangesBackward : public OneFeatureBackward {
       : OneFeatureBackward(params, sequence, batch, head, seed),
         ranges_(params.attention, sequence, batch, head_k_of(params, head)) {}
 
+  // What a tile's rows see of the block's keys, masks by position apart.
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static Visibility see(const BackwardScratch& params,
+                                        const BackwardWorkTile& block, int, int row0) {
+    return anyflash::see(params.attention, block, row0, kBlockM);
+  }
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch& params,
-                                                const BackwardWorkTile& block, int row0) {
-    return !see(params.attention, block, row0, kBlockM).all;
+                                                const BackwardWorkTile& block, int head, int row0) {
+    return !see<kBlockM, kBlockN>(params, block, head, row0).all;
   }
 
   ANYFLASH_DEVICE bool keep(int row, int col) const { return ranges_.keep(row, col); }
@@ -288,6 +295,29 @@ class RangesBackward : public OneFeatureBackward {
 
  private:
   KeyRanges ranges_;
+};
+
+// A block mask, for kernels whose tiles may be larger than its blocks. These leave hidden tiles
+// out, and hide what a tile has of other blocks (sm90).
+class BlocksBackward : public OneFeatureBackward {
+ public:
+  static constexpr unsigned kFeatures = kBlockMask;
+
+  using OneFeatureBackward::OneFeatureBackward;
+
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static Visibility see(const BackwardScratch& params,
+                                        const BackwardWorkTile& block, int head, int row0) {
+    const Sequence& sequence = block.sequence;
+    return BlockMask(params.attention, block.batch, head)
+        .see(row0, min(row0 + kBlockM, sequence.seqlen_q), block.first_key,
+             min(block.first_key + kBlockN, sequence.seqlen_k));
+  }
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch& params,
+                                                const BackwardWorkTile& block, int head, int row0) {
+    return !see<kBlockM, kBlockN>(params, block, head, row0).all;
+  }
 };
 
 }  // namespace anyflash

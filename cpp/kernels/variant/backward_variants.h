@@ -94,11 +94,11 @@ class PlainBackward {
     ANYFLASH_DEVICE explicit Seed(const Attention&) {}
   };
 
-  // Whether the tile of a block of keys and of the rows from one on needs the masked loop for
+  // Whether the tile of a block of keys and of a head's rows from one on needs the masked loop for
   // another reason than its masks.
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const BackwardWorkTile&,
-                                                int) {
+                                                int, int) {
     return false;
   }
   // What the sum of P^T dO is multiplied by, and that of dS beside softmax_scale.
@@ -198,7 +198,7 @@ class GenericBackward {
   // A bias and key ranges may hide keys anywhere.
   template <int kBlockM, int kBlockN>
   ANYFLASH_DEVICE static bool needs_masked_loop(const BackwardScratch&, const BackwardWorkTile&,
-                                                int) {
+                                                int, int) {
     return true;
   }
   ANYFLASH_DEVICE static float p_scale(const BackwardScratch& params) {

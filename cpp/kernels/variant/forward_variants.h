@@ -200,6 +200,37 @@ struct RangesForward : PlainForward {
   int keys;  // of a tile
 };
 
+// A block mask alone, for kernels whose tiles may be larger than its blocks. These leave hidden
+// tiles out, and hide what a tile has of other blocks (sm90).
+struct BlocksForward : PlainForward {
+  static constexpr bool kSkipsTiles = true;
+  static constexpr bool kMasksTiles = true;
+  static constexpr unsigned kFeatures = kBlockMask;
+
+  ANYFLASH_DEVICE BlocksForward(const Attention& attention, const ForwardWorkTile& tile,
+                                int tile_rows, int tile_keys)
+      : PlainForward(attention, tile, tile_rows, tile_keys),
+        blocks(attention, tile.batch, tile.head),
+        sequence(tile.sequence),
+        first_row(tile.first_row),
+        rows(tile_rows),
+        keys(tile_keys) {}
+
+  template <ScoreOps>
+  ANYFLASH_DEVICE Visibility see(int tile) const {
+    return blocks.see(first_row, min(first_row + rows, sequence.seqlen_q), tile * keys,
+                      min((tile + 1) * keys, sequence.seqlen_k));
+  }
+  ANYFLASH_DEVICE bool may_hide_in(int tile) const { return !see<kOps>(tile).all; }
+  ANYFLASH_DEVICE bool keep(int row, int col) const { return blocks.keep(row, col); }
+
+  BlockMask blocks;
+  const Sequence& sequence;
+  int first_row;
+  int rows;  // of a tile
+  int keys;
+};
+
 // Every feature, in any combination; those that are not asked for cost a uniform branch a tile.
 // Tiles without masks have a loop of their own where no bias, softcap or dropout is asked for, and
 // another one where there are key ranges.

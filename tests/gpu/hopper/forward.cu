@@ -16,7 +16,8 @@ namespace {
 using namespace anyflash;
 
 constexpr sm90::ForwardConfig make_config() {
-  sm90::ForwardConfig config = sm90::forward_config(HEAD_DIM, HEAD_DIM);
+  sm90::ForwardConfig config =
+      sm90::forward_config(sm90::forward_configs::kTable, HEAD_DIM, HEAD_DIM);
 #if defined(PING_PONG)
   config.ping_pong = PING_PONG;
 #endif

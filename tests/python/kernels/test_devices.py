@@ -14,7 +14,7 @@ from tuned_tiles import SIZES, Key, rows
 from backends import capi
 from backends.emulated import A100_SMEM, LARGE_SMEM, SMALL_SMEM, emulated
 from cases.cache_case import CacheCase
-from cases.case import Case, Features, Packed
+from cases.case import Blocks, Case, Features, Packed
 from cases.gradient_case import GradientCase
 from run.backward import backward, verify_backward
 from run.forward import assert_same_bits, bits, run, verify
@@ -53,6 +53,8 @@ def test_other_gpus_are_told_what_was_built(emulated: ctypes.CDLL, capability: i
 
 SCORED = Features(softcap=5.0, alibi="h")
 DROPPED = Features(dropout_p=0.3)
+SMALL_BLOCKS = Features(blocks=Blocks((128, 64)))
+LARGE_BLOCKS = Features(blocks=Blocks((128, 128)))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,8 @@ DROPPED = Features(dropout_p=0.3)
         ("sm80_forward_f16_d64", Case("tiny", sq=70, sk=90, scale=1e-30)),
         ("sm90_forward_f16_d64_softcap", Case("cap", sq=70, sk=90, features=Features(softcap=5.0))),
         ("sm80_forward_f16_d64_scored", Case("both", sq=70, sk=90, features=SCORED)),
+        ("sm80_forward_f16_d64_generic", Case("64", sq=70, sk=90, features=SMALL_BLOCKS)),
+        ("sm90_forward_f16_d64_blocks", Case("128", sq=70, sk=90, features=LARGE_BLOCKS)),
         ("sm80_forward_f16_d64_dropout", Case("small", sq=70, sk=90, features=DROPPED)),
         (
             "sm90_forward_f16_d128_dropout",

@@ -176,8 +176,11 @@ class DqStages {
     for (int i = 0; i < kThreadRows; ++i) {
       seen[i] = element_bits(first_key_[i] - first, end_key_[i] - first);
     }
-    if constexpr (kHasRanges<Variant>) {
-      if (!uniform(tile().sees_all)) leave_ranges(first, seen);
+    if constexpr (kSkipsTiles<Variant>) {
+      if (!uniform(tile().sees_all)) {
+        if constexpr (kHasRanges<Variant>) leave_ranges(first, seen);
+        else leave_blocks(seen);
+      }
     }
     hide(acc_dp, seen);
   }
@@ -252,6 +255,16 @@ class DqStages {
     find_seen_elements<Traits::kBlockN / 4>(ranges, places, first, by_ranges);
     CUTE_UNROLL
     for (int i = 0; i < kThreadRows; ++i) seen[i] &= by_ranges[i];
+  }
+
+  ANYFLASH_DEVICE void leave_blocks(uint32_t (&seen)[kThreadRows]) const {
+    const Sequence& sequence = block_.sequence;
+    const int key = tile().n * Traits::kBlockN;
+    const uint32_t kept = find_kept_keys(BlockMask(params_.attention, block_.batch, block_.head),
+                                         min(block_.first_row + warp_row(), sequence.seqlen_q - 1),
+                                         key, min(key + Traits::kBlockN, sequence.seqlen_k));
+    CUTE_UNROLL
+    for (uint32_t& bits : seen) bits &= kept;
   }
 
   ANYFLASH_DEVICE const KeyTile& tile() const { return smem_.tiles[place_.stage()]; }

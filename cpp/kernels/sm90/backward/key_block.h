@@ -24,17 +24,19 @@ ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
     wait_previous_kernel();
     return;
   }
-  const bool loads = is_loading_thread<Traits>();
-  if (loads) {
+  const bool is_loader = loads<Traits>();
+  if (is_loader) {
     find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
-    smem.block = block;
-    init_barriers();
+    if (leads<Traits>()) {
+      smem.block = block;
+      init_barriers();
+    }
     load_first<Traits>(params, block, smem);
   }
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        if (loads) load_rest<Traits>(params, block, smem);
+        if (is_loader) load_rest<Traits>(params, block, smem);
       },
       [&](int warpgroup) {
         find_visible_rows<Traits>(params, block, smem);

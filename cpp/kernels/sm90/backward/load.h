@@ -1,7 +1,8 @@
-// The producer: one thread has TMA bring K and V once, and Q and dO by tiles of rows.
+// The producer: TMA brings K and V once, and Q and dO by tiles of rows.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dependent_launch.h"
 #include "common/macros.h"
@@ -9,8 +10,11 @@
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/query_tile.h"
 #include "sm90/backward/variants.h"
+#include "sm90/backward/visited_rows.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
+#include "sm90/roles.h"
+#include "sm90/seen_elements.h"
 #include "sm90/tma.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
@@ -69,6 +73,7 @@ class BackwardLoader {
           params_.slopes_log2[block_.batch * params_.attention.heads + tiles.head()];
     }
     if constexpr (kHasDropout<Variant>) smem_.heads[stage] = tiles.head();
+    if constexpr (kHasBlocks<Variant>) tell_kept(tiles);
     tell(QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
                        flags_of(tiles, mask)});
   }
@@ -99,6 +104,17 @@ class BackwardLoader {
     q_place_.advance();
   }
 
+  // What the block mask leaves of the tile, for each 64 keys.
+  template <class Tiles>
+  ANYFLASH_DEVICE void tell_kept(const Tiles& tiles) const {
+    const BlockMask blocks(params_.attention, block_.batch, tiles.head());
+    const int end = min(tiles.row() + Traits::kBlockM, block_.sequence.seqlen_q);
+    for (int i = 0; i < Traits::kBlockN / 64; ++i) {
+      const int key = min(block_.first_key + 64 * i, block_.sequence.seqlen_k - 1);
+      smem_.kept[q_place_.stage()][i] = find_kept_rows(blocks, key, tiles.row(), end);
+    }
+  }
+
   template <class Tiles>
   ANYFLASH_DEVICE int flags_of(const Tiles& tiles, const Mask& mask) const {
     const int end = tiles.row() + Traits::kBlockM;
@@ -107,10 +123,10 @@ class BackwardLoader {
     int flags = QueryTileInfo::kExists;
     // Rows beyond the sequence's end may be another one's.
     if (tiles.needs_mask() || end > seqlen_q) flags |= QueryTileInfo::kNeedsMask;
-    // Such rows are a sequence's first ones and its last ones. Ranges may leave any row without a
-    // key: its LSE is not finite, which consumers see, unless there are sinks.
-    const bool by_ranges = kHasRanges<Variant> && params_.attention.sinks.data != nullptr;
-    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1) || by_ranges) {
+    // Such rows are a sequence's first ones and its last ones. A variant that skips tiles may leave
+    // any row without a key: its LSE is not finite, which consumers see, unless there are sinks.
+    const bool by_variant = kSkipsTiles<Variant> && params_.attention.sinks.data != nullptr;
+    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1) || by_variant) {
       flags |= QueryTileInfo::kHasUnseen;
     }
     return flags;
@@ -123,9 +139,23 @@ class BackwardLoader {
   RingPlace<Traits::kStages> dout_place_;
 };
 
+// The producer's threads that load: one, or a warp where the variant leaves tiles out. Its lanes
+// all find the tiles, and one of them loads and tells.
+template <class Traits>
+ANYFLASH_DEVICE bool loads() {
+  return kSkipsTiles<typename Traits::Variant> ? threadIdx.x / 32 == Traits::kConsumerWarps
+                                               : is_loading_thread<Traits>();
+}
+template <class Traits>
+ANYFLASH_DEVICE bool leads() {
+  return !kSkipsTiles<typename Traits::Variant> || threadIdx.x % 32 == 0;
+}
+
 // The tiles of query rows that see the CTA's keys.
 template <class Traits>
 class RowLoader {
+  using Variant = typename Traits::Variant;
+
  public:
   ANYFLASH_DEVICE RowLoader(const BackwardLaunch& params, const BackwardWorkTile& block)
       : mask_(Mask(block.sequence, params.attention.window).up_to_last_row()),
@@ -134,31 +164,37 @@ class RowLoader {
   ANYFLASH_DEVICE bool has_next() const { return tiles_.valid(); }
   ANYFLASH_DEVICE void skip() { tiles_.advance(); }
   ANYFLASH_DEVICE void load_next(BackwardLoader<Traits>& loader) {
-    loader.load_queries(tiles_, mask_);
-    loader.load_dout(tiles_);
+    if (leads<Traits>()) {
+      loader.load_queries(tiles_, mask_);
+      loader.load_dout(tiles_);
+    }
     tiles_.advance();
   }
 
  private:
   Mask mask_;
-  QueryTileIterator<Traits, QueryTileVariant<typename Traits::Variant>> tiles_;
+  std::conditional_t<kSkipsTiles<Variant>, VisitedRows<Traits, Variant>,
+                     QueryTileIterator<Traits, QueryTileVariant<Variant>>>
+      tiles_;
 };
 
-// K and V, and the first tile of rows: what a CTA waits for longest. By the loading thread when it
-// has initialised the barriers, before other threads know them.
+// K and V, and the first tile of rows: what a CTA waits for longest. By those who load, when the
+// barriers have been initialised, before other threads know them.
 template <class Traits>
 ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWorkTile& block,
                                 typename Traits::SharedStorage& smem) {
   BackwardLoader<Traits> loader(params, block, smem);
-  loader.load_keys_and_values();
-  prefetch_tensor_map(params.q_map);
-  prefetch_tensor_map(params.dout_map);
+  if (leads<Traits>()) {
+    loader.load_keys_and_values();
+    prefetch_tensor_map(params.q_map);
+    prefetch_tensor_map(params.dout_map);
+  }
   RowLoader<Traits> rows(params, block);
   wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
   if (rows.has_next()) rows.load_next(loader);
 }
 
-// The other tiles, by the same thread, in the order in which consumers visit them.
+// The other tiles, in the order in which consumers visit them.
 template <class Traits>
 ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, const BackwardWorkTile& block,
                                typename Traits::SharedStorage& smem) {
@@ -167,11 +203,11 @@ ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, const BackwardWorkT
   if (rows.has_next()) {
     rows.skip();
     loader.skip();
-  } else {
+  } else if (leads<Traits>()) {
     loader.wait_keys_and_values();
   }
   while (rows.has_next()) rows.load_next(loader);
-  loader.end();
+  if (leads<Traits>()) loader.end();
 }
 
 }  // namespace anyflash::sm90

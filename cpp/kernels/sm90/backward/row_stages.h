@@ -106,10 +106,12 @@ class RowStages {
     hides_any_ = false;
     if (!needs_mask()) return false;
     const int row = tile().row;
+    uint32_t kept = kAllSeen;
+    if constexpr (kHasBlocks<Variant>) kept = smem_.kept[place_.stage()][key_warpgroup_];
     uint32_t seen_by_all = kAllSeen;
     CUTE_UNROLL
     for (int i = 0; i < kThreadRows; ++i) {
-      seen_[i] = smem_.visible[thread_key(i)].bits(row);
+      seen_[i] = smem_.visible[thread_key(i)].bits(row) & kept;
       seen_by_all &= seen_[i];
     }
     hides_any_ = __any_sync(0xffffffffu, seen_by_all != kAllSeen);

@@ -83,9 +83,11 @@ struct BackwardTraits : Warpgroups<2> {
 
     BackwardWorkTile block;  // the loop needs its registers
     VisibleRows<kHasRanges<Variant> ? 2 : 1> visible[kBlockN];
-    // Of a tile: with ALiBi its head's slope, with dropout the head.
+    // Of a tile: with ALiBi its head's slope, with dropout the head, and with a block mask a bit
+    // for each of a key's elements, the same for 64 keys (find_kept_rows).
     float slope_log2[kStages];
     int heads[kStages];
+    uint32_t kept[kStages][kBlockN / 64];
     // Of the keys: NaN or infinity was in K. A bit each.
     uint32_t nonfinite_keys[kBlockN / 32];
     // What each warp has found: in its share of K, and of partly hidden tiles of dO.

@@ -20,18 +20,25 @@ inline constexpr bool kHasSoftcap = (Variant::kFeatures & kSoftcap) != 0;
 template <class Variant>
 inline constexpr bool kHasDropout = (Variant::kFeatures & kDropout) != 0;
 
+template <class Variant>
+inline constexpr bool kHasBlocks = (Variant::kFeatures & kBlockMask) != 0;
+
+template <class Variant>  // tiles of which nothing is seen, and hides elements of others
+inline constexpr bool kSkipsTiles = kHasRanges<Variant> || kHasBlocks<Variant>;
 template <class Variant>  // P comes with a factor
 inline constexpr bool kScalesP = kHasSoftcap<Variant> || kHasDropout<Variant>;
 
-// A loader that asks ranges about tiles of rows needs more.
+// A loader that asks about tiles of rows needs more.
 template <class Variant>
 inline constexpr RegisterSplit register_split =
-    kHasRanges<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
+    kSkipsTiles<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
 
 // By which tiles of rows are chosen, and of keys. ALiBi's diagonal needs no other loop here.
 template <class Variant>
 using QueryTileVariant = std::conditional_t<kHasAlibi<Variant>, PlainBackward, Variant>;
 template <class Variant>
-using KeyTileVariant = std::conditional_t<kHasRanges<Variant>, RangesForward, PlainForward>;
+using KeyTileVariant =
+    std::conditional_t<kHasRanges<Variant>, RangesForward,
+                       std::conditional_t<kHasBlocks<Variant>, BlocksForward, PlainForward>>;
 
 }  // namespace anyflash::sm90

@@ -67,9 +67,11 @@ struct WideTraits : Warpgroups<2> {
 
     BackwardWorkTile block;  // the loop needs its registers
     VisibleRows<kHasRanges<Variant> ? 2 : 1> visible[kBlockN];
-    // Of a tile: with ALiBi its head's slope, with dropout the head.
+    // Of a tile: with ALiBi its head's slope, with dropout the head, and with a block mask a bit
+    // for each of a key's elements, the same for 64 keys (find_kept_rows).
     float slope_log2[kStages];
     int heads[kStages];
+    uint32_t kept[kStages][kBlockN / 64];
     int dout_was_nonfinite[kConsumerWarps];  // what each warp has found in partly hidden tiles
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");

@@ -1,6 +1,8 @@
 // Tiles and schedules of the Hopper forward: a table.
 #pragma once
 
+#include <cstddef>
+
 #include "sm90/roles.h"
 
 namespace anyflash::sm90 {
@@ -11,7 +13,7 @@ struct ForwardConfig {
   int max_head_dim_v = 0;
 
   int block_m = 128;
-  // The keys of a tile decide the order of sums, so they depend on the head dims alone.
+  // The keys of a tile decide the order of sums, so they depend on head dims and variant alone.
   int block_n = 128;
   // Where a warpgroup sees at most so many keys of its first tile, scores are of those alone.
   int few_keys = 64;
@@ -73,11 +75,17 @@ constexpr ForwardConfig up_to_256() {
 inline constexpr ForwardConfig kTable[] = {up_to_64(), up_to_128(), up_to_192_128(), up_to_192(),
                                            up_to_256()};
 
+// With a block mask: fewer tiles have parts of several blocks if they are not larger than most
+// blocks.
+inline constexpr ForwardConfig kBlocksTable[] = {up_to_128(), up_to_256()};
+
 }  // namespace forward_configs
 
-// The first row of the table that serves the head dims; max_head_dim is 0 if there is none.
-constexpr ForwardConfig forward_config(int head_dim, int head_dim_v) {
-  for (const ForwardConfig& config : forward_configs::kTable) {
+// The first row of a table that serves the head dims; max_head_dim is 0 if there is none.
+template <std::size_t kRows>
+constexpr ForwardConfig forward_config(const ForwardConfig (&table)[kRows], int head_dim,
+                                       int head_dim_v) {
+  for (const ForwardConfig& config : table) {
     if (head_dim <= config.max_head_dim && head_dim_v <= config.max_head_dim_v) return config;
   }
   return {};

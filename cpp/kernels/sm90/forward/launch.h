@@ -102,7 +102,8 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>
 constexpr KernelDescriptor forward_descriptor(const char* name) {
-  using Traits = ForwardTraits<Element, kHeadDim, kHeadDimV>;
+  using Traits =
+      ForwardTraits<Element, kHeadDim, kHeadDimV, TableConfig<kHeadDim, kHeadDimV, Variant>>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward);
   d.features = Variant::kFeatures;
   d.least_head_dim = least_head_dim(Variant::kFeatures);

@@ -163,7 +163,7 @@ class ForwardMainloop {
   ANYFLASH_DEVICE void modify(Scores& scores, bool masked) {
     if constexpr (Variant::kMasksTiles) {
       if (masked && !tiles_.sees_all()) {
-        stages_.hide_by_ranges(scores, variant_, block_.tile.first_row, tiles_.n());
+        stages_.hide_unseen(scores, variant_, block_.tile.first_row, tiles_.n());
       }
     } else if constexpr (Variant::kAsksPlaces) {
       const auto coordinates = coordinates_of(scores);

@@ -16,6 +16,7 @@
 #include "sm90/pipeline.h"
 #include "sm90/seen_elements.h"
 #include "sm90/wgmma.h"
+#include "variant/forward_variants.h"
 #include "variant/mask.h"
 
 namespace anyflash::sm90 {
@@ -31,8 +32,6 @@ struct VisibleKeys {
   int end_of_all;
 
   ANYFLASH_DEVICE explicit VisibleKeys(const BlockWork& block) {
-    constexpr int kWarpRows = 16;
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpRows;
     const int keys = block.tile.sequence.seqlen_k;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
@@ -41,8 +40,8 @@ struct VisibleKeys {
       end[row] = key_of(block.end_key, i, keys);
     }
     // Bounds do not decrease from row to row.
-    first_of_all = uniform(key_of(block.first_key, warp_row + kWarpRows - 1, keys));
-    end_of_all = uniform(key_of(block.end_key, warp_row, keys));
+    first_of_all = uniform(key_of(block.first_key, warp_row() + kWarpRows - 1, keys));
+    end_of_all = uniform(key_of(block.end_key, warp_row(), keys));
   }
 };
 
@@ -196,16 +195,26 @@ class ForwardStages {
     }
   }
 
-  // -inf over the scores that the variant's key ranges hide. `first_row` is the block's. Most warps
-  // see all of a tile or nothing: its bounds tell.
-  template <class Scores, class Variant>
-  ANYFLASH_DEVICE void hide_by_ranges(Scores& scores, const Variant& variant, int first_row,
-                                      int tile) {
+  // -inf over the scores that the variant hides. `first_row` is the block's.
+  template <class Scores>
+  ANYFLASH_DEVICE void hide_unseen(Scores& scores, const BlocksForward& variant, int first_row,
+                                   int tile) {
     constexpr int kElements = decltype(cute::size<1>(scores))::value;
-    constexpr int kWarpRows = 16;
+    const Sequence& sequence = variant.sequence;
     const int first_key = tile * Traits::kBlockN;
-    const int warp_row = first_row + static_cast<int>(threadIdx.x) / 32 * kWarpRows;
-    const Visibility of_warp = variant.see(warp_row, kWarpRows, first_key, 4 * kElements);
+    const uint32_t kept =
+        find_kept_keys(variant.blocks, min(first_row + warp_row(), sequence.seqlen_q - 1),
+                       first_key, min(first_key + 4 * kElements, sequence.seqlen_k));
+    fill_others(scores, {kept, kept}, -INFINITY);
+  }
+  // Most warps see all of a tile or nothing: its bounds tell.
+  template <class Scores>
+  ANYFLASH_DEVICE void hide_unseen(Scores& scores, const RangesForward& variant, int first_row,
+                                   int tile) {
+    constexpr int kElements = decltype(cute::size<1>(scores))::value;
+    const int first_key = tile * Traits::kBlockN;
+    const Visibility of_warp =
+        variant.see(first_row + warp_row(), kWarpRows, first_key, 4 * kElements);
     if (of_warp.all) return;
     uint32_t seen[kThreadRows] = {0, 0};
     if (of_warp.any) {

@@ -15,13 +15,17 @@
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/wgmma.h"
+#include "variant/forward_variants.h"
 
 namespace anyflash::sm90 {
 
-// What ForwardTraits takes from the table; benchmarks try others.
-template <int kHeadDim, int kHeadDimV>
+// What ForwardTraits takes from a table; benchmarks try others.
+template <int kHeadDim, int kHeadDimV, class Variant = PlainForward>
 struct TableConfig {
-  static constexpr ForwardConfig value = forward_config(kHeadDim, kHeadDimV);
+  static constexpr ForwardConfig value =
+      (Variant::kFeatures & kBlockMask) != 0
+          ? forward_config(forward_configs::kBlocksTable, kHeadDim, kHeadDimV)
+          : forward_config(forward_configs::kTable, kHeadDim, kHeadDimV);
   static_assert(value.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
 };
 

@@ -37,7 +37,7 @@ CPU_ISAS = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4, "amx": 
 KDL_CPU, KDL_CUDA = 1, 2
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
 # Those that come first are preferred; "generic" does what all others do.
-VARIANTS = ("plain", "alibi", "softcap", "scored", "dropout", "ranges", "generic")
+VARIANTS = ("plain", "alibi", "softcap", "scored", "dropout", "ranges", "blocks", "generic")
 WANTED = os.environ.get("ANYFLASH_TEST_BACKENDS")  # names of backends; the default is all
 REPOSITORY = Path(__file__).resolve().parents[4]
 

@@ -89,6 +89,7 @@ class Part(NamedTuple):
 
 
 GPU_HEAD_DIM = 512  # the largest that GPU kernels take
+LARGE_BLOCK = 128  # below it, Hopper's kernel would visit more than other kernels
 LARGE_SOFTCAP = 256.0  # above it, the backward's own kernel for softcaps would be too imprecise
 
 
@@ -121,10 +122,11 @@ class Features:
             "softcap": self.softcap,
             "dropout": self.dropout_p,
             "ranges": self.ranges,
+            "blocks": self.blocks,
         }
         features = {name for name, value in asked.items() if value}
         able = {"generic"}
-        if self.bias or self.blocks:
+        if self.bias or (self.blocks and min(self.blocks.size) < LARGE_BLOCK):
             return able
         if features and features <= {"alibi", "softcap"}:
             able.add("scored")

@@ -255,7 +255,36 @@ def _blocks() -> Iterator[Case]:
         yield replace(base, id=f"blocks-d{d}", d=d, batch=1, features=Features(blocks=Blocks()))
     features = Features(blocks=Blocks(layout="expand_bh"), sinks="large")
     yield replace(base, id="blocks-expand_bh-sinks", features=features)
+    yield from _large_blocks(replace(base, batch=1, sq=430, sk=600))
     yield replace(base, id="blocks-fp64", dtype="fp64", features=features)
+
+
+def _large_blocks(base: Case) -> Iterator[Case]:
+    """Those for which Hopper has kernels of its own, with tiles of up to 192 rows and 128 keys."""
+    sizes = ((128, 128), (192, 128), (128, 192), (320, 256), (1024, 128))
+    for size, causal, dtype in itertools.product(sizes, (False, True), FLOATS):
+        name = f"blocks-large{size[0]}x{size[1]}-{'causal' if causal else 'full'}-{dtype}"
+        features = Features(blocks=Blocks(size))
+        yield replace(base, id=name, dtype=dtype, causal=causal, features=features)
+    wide = replace(base, heads=1, heads_k=1)
+    for d, window in itertools.product((90, 128, 256), ((None, None), (200, 50))):
+        features = Features(blocks=Blocks((128, 192)), window=window)
+        yield replace(wide, id=f"blocks-large-d{d}-{window[0]}", d=d, features=features)
+    changes: dict[str, dict[str, Any]] = {
+        "none": {"blocks": Blocks((128, 128), keep=0.0), "sinks": "normal"},
+        "all": {"blocks": Blocks((128, 128), keep=1.0)},
+        "few": {"blocks": Blocks((128, 128), "h", keep=0.1)},
+        "seqused": {"blocks": Blocks((128, 128)), "seqused_k": (301,)},
+        "sinks": {"blocks": Blocks((128, 128), "q", keep=0.3), "sinks": "large"},
+    }
+    for name, fields in changes.items():
+        yield replace(base, id=f"blocks-large-{name}", features=Features(**fields))
+    lengths = Packed((70, 0, 431, 5), (90, 9, 340, 0), 3)
+    features = Features(blocks=Blocks((128, 128)), packed=lengths)
+    yield replace(base, id="blocks-large-packed", features=features)
+    for values in ("nan_k", "nan_v", "inf_k", "inf_v", "nan_q", "nan_v_element"):
+        features = Features(blocks=Blocks((128, 192)), poison=False)
+        yield replace(base, id=f"blocks-large-{values}", values=values, features=features)
 
 
 # What hides keys from some queries, so that NaN and infinity in them show in the others only.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from cases.case import Packed
+from cases.case import Blocks, Packed
 from cases.gradient_case import GradientCase, make
 
 
@@ -17,6 +17,7 @@ def one_feature() -> Iterator[GradientCase]:
         "alibi": {"alibi": "h"},
         "softcap": {"softcap": 2.0},
         "dropout": {"dropout_p": 0.3, "seed": 5},
+        "blocks": {"blocks": Blocks((128, 192))},
     }
     shapes: dict[str, dict[str, Any]] = {
         "full": {"sq": 400, "sk": 300, "heads": 1},
