@@ -36,12 +36,12 @@ REGISTERS = {
     128: ("0x28", "0xe8"),
     192: ("0x20", "0xa0"),
 }  # by rows of a CTA: producer's, consumers'
-# Loaders that look for tiles have more.
-REGISTERS_OF_RANGES = {128: ("0x38", "0xe0"), 192: REGISTERS[192]}
+LOOK_FOR_TILES = ("ranges", "blocks")  # whose loaders have more
+REGISTERS_OF_LOOKING = {128: ("0x38", "0xe0"), 192: REGISTERS[192]}
 # A softcap keeps a number more in each thread than three warpgroups have registers for.
 SPILLS = {("softcap", 64): 4}
 BACKWARD_REGISTERS = ("0x18", "0xf0")
-BACKWARD_OF_RANGES = ("0x28", "0xe8")
+BACKWARD_OF_LOOKING = ("0x28", "0xe8")
 # Loads and stores of spilled registers in a whole kernel's text: variant, head dim, part.
 BACKWARD_SPILLS = {
     ("alibi", 64, "main"): 2,
@@ -52,6 +52,10 @@ BACKWARD_SPILLS = {
     ("dropout", 128, "without_dq"): 6,
     ("ranges", 64, "main"): 13,
     ("ranges", 128, "main"): 28,
+    ("blocks", 64, "main"): 10,
+    ("blocks", 64, "dq_by_rows"): 21,
+    ("blocks", 128, "main"): 25,
+    ("blocks", 128, "dq_by_rows"): 19,
 }
 
 
@@ -158,7 +162,7 @@ def test_no_spills_without_masks(row: dict[str, Any]) -> None:
 
 
 def test_registers_are_handed_over(row: dict[str, Any]) -> None:
-    registers = REGISTERS_OF_RANGES if variant_of(row) == "ranges" else REGISTERS
+    registers = REGISTERS_OF_LOOKING if variant_of(row) in LOOK_FOR_TILES else REGISTERS
     producer, consumer = registers[row["block_m"]]
     assert code_of(row).handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}
 
@@ -252,8 +256,8 @@ def test_backward(backward_row: dict[str, Any]) -> None:
         assert code.opcodes["WARPGROUP.ARRIVE"] == sum(part.groups.values()), name
         assert code.opcodes["WARPGROUP.DEPBAR.LE"] == part.waits, name
         assert spills(code.opcodes) <= BACKWARD_SPILLS.get((variant, row["head_dim"], name), 0)
-        looks = variant == "ranges" and name != "dq_by_rows"
-        producer, consumer = BACKWARD_OF_RANGES if looks else BACKWARD_REGISTERS
+        looks = variant in LOOK_FOR_TILES and (variant, name) != ("ranges", "dq_by_rows")
+        producer, consumer = BACKWARD_OF_LOOKING if looks else BACKWARD_REGISTERS
         assert code.handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}, name
         assert any(opcode.startswith("UTMALDG.4D") for opcode in code.opcodes), name
         adds = any(opcode.startswith("UBLKRED") for opcode in code.opcodes)

@@ -49,7 +49,8 @@ struct DqTraits : Warpgroups<2> {
   static constexpr int kStagesV = kHeadDim + kHeadDimV > 384 ? 1 : 2;
   using TileVariant = KeyTileVariant<Variant>;
   static constexpr bool kLooksForTiles = TileVariant::kSkipsTiles;
-  static constexpr RegisterSplit kRegisters = {24, 240};
+  static constexpr RegisterSplit kRegisters =
+      kHasBlocks<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
 
   using TileQ = PanelTile<Element, 64, kHeadDim>;
   using TileDO = PanelTile<Element, 64, kHeadDimV>;
