@@ -124,6 +124,7 @@ anyflash_kernels(
     "64,128,256:_ranges:RangesForward"
     "64,128,256:_blocks:BlocksForward"
 )
+anyflash_kernels(FAMILY sm90 OP prefill HEAD_DIMS 64 128 256 KERNELS "*::PlainForward")
 anyflash_kernels(
   FAMILY sm90
   OP backward
@@ -150,6 +151,7 @@ set(
   "^sm80_prefill_bf16_d128$"
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
+  "^sm90_prefill_bf16_d(64|128)$"
   "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges|blocks)$"
 )
 set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")

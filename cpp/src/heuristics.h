@@ -87,13 +87,21 @@ inline int64_t packed_row_tiles(const Attention& attention, int64_t group, int t
   return attention.total_q * group / tile_rows + sequences;
 }
 
-// Prefill, which is bound by arithmetic: as many as fill the GPU, of at least 16 blocks each.
+// Prefill, which is bound by arithmetic: as many as fill the GPU, of at least 16 blocks each. Where
+// an SM has one CTA, an SM with one more than others makes all wait: fewer splits may end sooner.
 inline int prefill_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
                               int64_t multiprocessors) {
   constexpr int64_t kLeastBlocks = 16;
   if (ctas == 0) return 1;
-  const int64_t wanted = (ctas_per_sm * multiprocessors + ctas - 1) / ctas;
-  return static_cast<int>(std::clamp<int64_t>(blocks / kLeastBlocks, 1, wanted));
+  const int64_t places = std::max<int64_t>(ctas_per_sm * multiprocessors, 1);
+  const int64_t most = std::clamp<int64_t>(blocks / kLeastBlocks, 1, (places + ctas - 1) / ctas);
+  if (ctas_per_sm > 1) return static_cast<int>(most);
+  const auto turns = [&](int64_t splits) { return (ctas * splits + places - 1) / places; };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    if (turns(splits) * best < turns(best) * splits) best = splits;
+  }
+  return static_cast<int>(best);
 }
 
 // Decoding on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not

@@ -103,8 +103,9 @@ struct KernelDescriptor {
   int head_dim_v = 0;
   int least_head_dim = 0;  // smaller ones, of V too, are another family's, which is faster there
   unsigned features = kNoFeatures;
-  bool latent = false;   // decoding: for values that are the keys' first columns, and no others
-  bool prefill = false;  // decoding: for long sequences of packed queries, and no others
+  bool latent = false;       // decoding: for values that are the keys' first columns, and no others
+  bool prefill = false;      // decoding: for long sequences of packed queries, and no others
+  bool loads_boxes = false;  // prefill: from caches whose rows lie together in boxes, and no others
   TileConfig tile_config = TileConfig::kDefault;
   Tile tile;
   std::size_t smem_bytes = 0;  // dynamic shared memory of a CTA

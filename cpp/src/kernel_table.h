@@ -62,9 +62,9 @@ struct Problem {
   bool bounded = false;  // a mask hides keys: causal, or a window
   bool positive_scale = true;
   bool latent = false;  // decode: the values are the first columns of the keys
-  bool prefill =
-      false;  // decode: the rows are of long sequences, with tensors as `prefill` kernels
-              // take them
+  // Decode: the rows are of long sequences, with tensors as `prefill` kernels take them.
+  bool prefill = false;
+  bool cache_in_boxes = false;  // and as those of them take it that load boxes
 };
 
 // The problem of a call whose parameters are valid.

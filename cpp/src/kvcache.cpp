@@ -96,8 +96,7 @@ struct KvCachePlan::State : KernelPlan {
     if (a.seqlen_q <= most) return;
     problem.rows = INT_MAX;
     const KernelDescriptor& large = select_kernel(problem);
-    problem.prefill = takes_prefill(t);
-    const KernelDescriptor& prefill = select_kernel(problem);
+    const KernelDescriptor& prefill = select_prefill(problem, t);
     const int least_of_prefill = prefill.prefill ? std::max(most + 1, kPrefillQueries) : INT_MAX;
     if (most + 1 < least_of_prefill) {
       const int64_t tiles = packed_row_tiles(a, group, large.tile.block_m, most + 1);
@@ -116,12 +115,23 @@ struct KvCachePlan::State : KernelPlan {
     if (t.out.dtype == t.q.dtype) out = plan_repack(with_batch(t.out, true), rules, bytes);
   }
 
-  // Whether the kernels that prefill can read the cache where it lies.
-  bool takes_prefill(const KvCacheTensors& t) const {
+  // For long sequences: a kernel for them, if one can read the cache where it lies.
+  const KernelDescriptor& select_prefill(Problem problem, const KvCacheTensors& t) const {
+    constexpr int kLeastBoxShift = 3;  // boxes have at least 8 rows
     const KvCacheParams& params = append.cache;
-    const InputRules& rules = kernel->family->input_rules;
-    return params.cache_dtype == t.q.dtype && !params.latent && params.tree_mask.data == nullptr &&
-           fits_kernel(t.k_cache, rules) && fits_kernel(t.v_cache, rules);
+    problem.prefill = params.cache_dtype == t.q.dtype && !params.latent &&
+                      params.tree_mask.data == nullptr && fits_cache(t, *kernel);
+    problem.cache_in_boxes =
+        params.block_table == nullptr ||
+        (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr);
+    const KernelDescriptor& chosen = select_kernel(problem);
+    if (!chosen.loads_boxes || fits_cache(t, chosen)) return chosen;
+    problem.cache_in_boxes = false;
+    return select_kernel(problem);
+  }
+  bool fits_cache(const KvCacheTensors& t, const KernelDescriptor& one) const {
+    const InputRules& rules = one.family->input_rules;
+    return fits_kernel(t.k_cache, rules) && fits_kernel(t.v_cache, rules);
   }
 
   // How many splits the keys get, where a launch without splits has `ctas` CTAs.

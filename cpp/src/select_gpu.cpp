@@ -75,7 +75,8 @@ std::string with_features(unsigned features) {
 bool suffices(const KernelDescriptor& kernel, const Problem& problem,
               const DeviceProperties& device) {
   return (problem.features & ~kernel.features) == 0 && (problem.latent || !kernel.latent) &&
-         (problem.prefill || !kernel.prefill) && kernel.smem_bytes <= device.smem_per_block &&
+         (problem.prefill || !kernel.prefill) && (problem.cache_in_boxes || !kernel.loads_boxes) &&
+         kernel.smem_bytes <= device.smem_per_block &&
          (problem.positive_scale || !kernel.family->needs_positive_scale) &&
          built_for(*kernel.family, device.compute_capability);
 }
@@ -164,7 +165,7 @@ const KernelDescriptor& choose(const Problem& problem, const DeviceProperties& d
 auto key_of(const Problem& p, const DeviceProperties& d, const KernelDescriptor* wanted) {
   return std::make_tuple(p.op, p.device.index, p.dtype, p.head_dim, p.head_dim_v, p.features,
                          p.rows, p.pairs, p.bounded, p.positive_scale, p.latent, p.prefill,
-                         d.compute_capability, d.full_grid, d.smem_per_block,
+                         p.cache_in_boxes, d.compute_capability, d.full_grid, d.smem_per_block,
                          d.smem_per_multiprocessor, wanted);
 }
 

@@ -238,6 +238,9 @@ void check_packed() {
   CHECK_EQ(anyflash::prefill_num_splits(264, 128, 2, 132), 1);
   CHECK_EQ(anyflash::prefill_num_splits(64, 31, 2, 132), 1);
   CHECK_EQ(anyflash::prefill_num_splits(64, 32, 2, 132), 2);
+  CHECK_EQ(anyflash::prefill_num_splits(96, 128, 1, 132), 1);  // two turns of halves
+  CHECK_EQ(anyflash::prefill_num_splits(32, 128, 1, 132), 4);  // not two turns of fifths
+  CHECK_EQ(anyflash::prefill_num_splits(32, 47, 1, 132), 2);
 }
 
 int main() {

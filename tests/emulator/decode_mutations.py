@@ -24,6 +24,7 @@ APPEND_SOURCE = "cuda/append.cu"
 CACHE = "variant/cache.h"
 CACHED_KEYS = "sm80/prefill/cached_keys.h"
 PREFILL_KERNEL = "sm80/prefill/kernel.h"
+PREFILL_BLOCK = "cuda/prefill_block.h"
 
 WAIT = "cp_async_wait<kStages - 2>();"
 SHORT_WAIT = "cp_async_wait<kStages - 1>();"
@@ -259,7 +260,7 @@ IN_PREFILL = tuple(
         ),
         (
             "split-on-old-diagonal",
-            PREFILL_KERNEL,
+            PREFILL_BLOCK,
             "work_tile.sequence.shift -= keys.begin;",
             "",
             "",
@@ -267,7 +268,7 @@ IN_PREFILL = tuple(
         ),
         (
             "split-of-first-keys",
-            PREFILL_KERNEL,
+            PREFILL_BLOCK,
             "sequence.first_row += keys.begin;",
             "",
             "",

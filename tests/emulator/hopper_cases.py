@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decode_cases import PREFILL
 from emulated_driver import (
     BACKWARD_FEATURE_CASES,
     BACKWARD_PLAIN_CASES,
@@ -80,6 +81,8 @@ HOPPER_SCORED = hopper(
     Case(seqlen_q=400, seqlen_k=300, causal=1, more="dropout=0.3 nan=hidden"),
     Case(batch=2, seqlen_q=130, seqlen_k=290, heads=4, heads_k=2, more="dropout=0.1 nan=seen"),
 )
+
+HOPPER_PREFILL_CASES = hopper(*PREFILL)
 
 HOPPER_BACKWARD_RACES = hopper(*BACKWARD_RACES[:6])
 HOPPER_BACKWARD_CASES = HOPPER_BACKWARD_RACES + hopper(

@@ -14,6 +14,9 @@ from mutations import Mutation
 
 HOPPER = "sm90_forward_f16_d64"
 HOPPER_RANGES = "sm90_forward_f16_d128"
+HOPPER_PREFILL = "sm90_prefill_f16_d64"
+CACHED_BLOCK = "sm90/prefill/cached_block.h"
+PREFILL_LAUNCH = "sm90/prefill/launch.h"
 KERNEL = "sm90/forward/kernel.h"
 LAUNCH = "sm90/forward/launch.h"
 BLOCKS_OF_ROWS = "sm90/forward/blocks.h"
@@ -205,4 +208,25 @@ RANGES = (
                "draw<kKeys>();", "kept_[0] = kept_[1] = 0xffffffffu;"),
 )  # fmt: skip
 
-HOPPER_MUTATIONS = BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES
+_of_prefill = partial(Mutation, unit=HOPPER_PREFILL)
+PREFILL = (
+    _of_prefill("hopper-prefill-boxes-in-one-place", CACHED_BLOCK,
+                "static_cast<int>(threadIdx.x) % 32 * params.box_rows", "0"),
+    _of_prefill("hopper-prefill-boxes-behind-the-tile", CACHED_BLOCK,
+                "if (first >= Tile::kRows) return;"),
+    _of_prefill("hopper-prefill-keys-behind-the-last", CACHED_BLOCK,
+                "key >= tile.sequence.seqlen_k", "key >= tile.sequence.seqlen_k + 1024"),
+    _of_prefill("hopper-prefill-queries-of-a-split", CACHED_BLOCK, "return 0;",
+                "return static_cast<int>(tile.sequence.batch);"),
+    _of_prefill("hopper-prefill-boxes-across-pages", PREFILL_LAUNCH,
+                "std::gcd(1 << std::min(cache.page_shift, 16), Traits::kBlockN)",
+                "Traits::kBlockN"),
+    _of_prefill("hopper-prefill-counter-not-cleared", PREFILL_LAUNCH, "*params.taken = 0;"),
+    _of_prefill("hopper-prefill-first-block-alone", PREFILL_LAUNCH,
+                "find_packed_block<kBlockM>(params.cache, thread / 32)",
+                "find_packed_block<kBlockM>(params.cache, 0)"),
+)  # fmt: skip
+
+HOPPER_MUTATIONS = (
+    BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES + PREFILL
+)

@@ -62,7 +62,7 @@ struct Copies {
     return result;
   }
 };
-Copies<64> g_loads;
+Copies<256> g_loads;
 Copies<512> g_stores;
 
 alignas(16) unsigned char g_async_shared[256 * 1024];

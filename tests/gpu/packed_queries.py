@@ -1,16 +1,17 @@
 """Times attention_varlen_with_kvcache beside the calls that it replaces, on a GPU.
 
-    python tests/gpu/packed_queries.py [RESULTS.json]
+    python tests/gpu/packed_queries.py [--page ROWS] [--json RESULTS.json]
 
 A prompt and single tokens, and chunks of prompts, over pages of 64 rows: bfloat16, 32 query heads
-on 8. Microseconds: medians of replays of CUDA graphs, taken in turns.
+on 8. Microseconds: medians of replays of CUDA graphs, taken in turns. What is "by sm80" runs on
+mma.sync where Hopper has kernels of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import anyflash
 from anyflash import _core
 
-HEADS, HEADS_K, PAGE, ROUNDS, REPLAYS = 32, 8, 64, 15, 5
+HEADS, HEADS_K, ROUNDS, REPLAYS = 32, 8, 15, 5
 PROMPTS = ((127, 8192), (127, 512), (63, 2048), (128, 0), (16, 0))  # single tokens, one prompt
 CHUNKS = ((1, 40), (1, 128), (1, 512), (16, 40), (16, 64), (16, 100), (16, 128), (64, 128))
 Calls = dict[str, Callable[[], Any]]
@@ -58,9 +59,11 @@ def times(calls: Calls) -> dict[str, float]:
 class Batch:
     """Sequences of `counts` queries, each with `context` keys in pages."""
 
+    page = 64  # its rows
+
     def __init__(self, counts: list[int], context: int, head_dim: int) -> None:
-        pages = len(counts) * context // PAGE
-        shape = (pages, PAGE, HEADS_K, head_dim)
+        pages = len(counts) * context // self.page
+        shape = (pages, self.page, HEADS_K, head_dim)
         self.caches = [self.random(*shape) for _ in range(2)]
         self.q = self.random(sum(counts), HEADS, head_dim)
         table = torch.randperm(pages, device="cuda", dtype=torch.int32)
@@ -119,11 +122,16 @@ def prompt_and_singles(head_dim: int, singles: int, prompt: int) -> dict[str, fl
     if not prompt:
         return times(calls | {"packed, max_seqlen_q=1": batch.packed(max_seqlen_q=1)})
     attention = dense(batch.q[:prompt], context)
-    found = times(calls | {"prompt, packed": batch.packed(0, 1), "prompt, attention": attention})
+    alone = batch.packed(0, 1)
+    found = times(calls | {"prompt, packed": alone, "prompt, attention": attention})
     wide = "_wide" if head_dim == 128 else ""
-    _core.prefer_kernel(f"sm80_forward_bf16_d{head_dim}{wide}")
-    found["prompt, attention by sm80"] = times({"x": attention})["x"]
-    _core.prefer_kernel(None)
+    for name, call, kernel in (
+        ("prompt, attention by sm80", attention, f"forward_bf16_d{head_dim}{wide}"),
+        ("prompt, packed by sm80", alone, f"prefill_bf16_d{head_dim}"),
+    ):
+        _core.prefer_kernel(f"sm80_{kernel}")
+        found[name] = times({"x": call})["x"]
+        _core.prefer_kernel(None)
     return found
 
 
@@ -137,6 +145,11 @@ def chunks(head_dim: int, context: int, count: int, queries: int) -> dict[str, f
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", type=int, default=Batch.page, metavar="ROWS")
+    parser.add_argument("--json", type=Path, metavar="RESULTS.json")
+    arguments = parser.parse_args()
+    Batch.page = arguments.page
     torch.manual_seed(0)
     results = {}
     for head_dim in (64, 128):
@@ -149,8 +162,8 @@ def main() -> None:
                 results[name] = chunks(head_dim, context, count, queries)
     for name, found in results.items():
         print(name, {key: round(x, 1) for key, x in found.items()})
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,12 @@ import anyflash
 
 ARCH = "sm_90a"
 # Element, head dims, and the variant's name with its length before it.
-FORWARD = re.compile(
-    r"sm9014forward_kernelINS0_13ForwardTraitsIN7cutlass\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E"
-    r".*NS_\d+([A-Z][a-z]+)ForwardE"
+FORWARD, PREFILL = (
+    re.compile(
+        rf"sm9014{op}_kernelINS0_13ForwardTraitsIN7cutlass\d+(half_t|bfloat16_t)ELi(\d+)ELi(\d+)E"
+        r".*NS_\d+([A-Z][a-z]+)ForwardE"
+    )
+    for op in ("forward", "prefill")
 )
 # Of a kernel's text, the loop over tiles of keys is there for masked and for other tiles; the first
 # tile's Q K^T and the last one's P V stand outside.
@@ -122,20 +125,23 @@ def variant_of(row: dict[str, Any]) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     absent = pytest.mark.skip(reason=f"a build without kernels for {ARCH}")
-    for fixture, op in (("row", "forward"), ("backward_row", "backward")):
+    for fixture, ops in (("row", ("forward", "prefill")), ("backward_row", ("backward",))):
         if fixture in metafunc.fixturenames:
-            rows = [pytest.param(row, id=name) for name, row in kernels(op).items()]
+            found = {name: row for op in ops for name, row in kernels(op).items()}
+            rows = [pytest.param(row, id=name) for name, row in found.items()]
             metafunc.parametrize(fixture, rows or [pytest.param({}, id="none", marks=absent)])
 
 
 def code_of(row: dict[str, Any]) -> Code:
-    return codes()[row["dtype"], row["head_dim"], row["head_dim_v"], variant_of(row)]
+    pattern = PREFILL if row["op"] == "prefill" else FORWARD
+    return codes(pattern)[row["dtype"], row["head_dim"], row["head_dim_v"], variant_of(row)]
 
 
 def test_ci_compiles_them() -> None:
     if os.environ.get("ANYFLASH_EXPECT_CUDA") == "1":
         assert kernels("forward")
         assert kernels("backward")
+        assert kernels("prefill")
 
 
 def test_products(row: dict[str, Any]) -> None:
@@ -168,12 +174,13 @@ def test_registers_are_handed_over(row: dict[str, Any]) -> None:
 
 
 def test_tensors_move_by_tma(row: dict[str, Any]) -> None:
-    """A box for each 64 columns: of each warpgroup's Q; of a tile of K and of V; of O, where it has
-    a place to leave from."""
+    """A box for each 64 columns: of each warpgroup's Q; of a tile of K and of V, four where a tile
+    comes in several; of O, where it has a place to leave from."""
     opcodes = code_of(row).opcodes
     panels, panels_v = -(-row["head_dim"] // 64), -(-row["head_dim_v"] // 64)
     warpgroups = row["block_m"] // 64
-    assert opcodes["UTMALDG.4D"] == (warpgroups + 1) * panels + panels_v
+    boxes = 4 if row["op"] == "prefill" else 1
+    assert opcodes["UTMALDG.4D"] == (warpgroups + boxes) * panels + boxes * panels_v
     assert opcodes["UTMASTG.4D"] == (panels_v if row["head_dim"] <= 128 else 0)
 
 

@@ -8,25 +8,14 @@
 #include "common/cluster.h"
 #include "common/launch.h"
 #include "common/math.h"
-#include "cuda/combine.h"
 #include "cuda/descriptor.h"
+#include "cuda/partial_results.h"
 #include "kernel_descriptor.h"
 #include "sm80/decode/kernel.h"
 #include "sm80/decode/traits.h"
 #include "sm80/family.h"
 
 namespace anyflash::sm80 {
-
-inline std::size_t partial_out_bytes(const KvCacheParams& params) {
-  const auto bytes = static_cast<std::size_t>(params.num_splits * stride_of_split(params)) * 4;
-  return ceil_div(bytes, std::size_t{256}) * 256;
-}
-
-inline std::size_t parts_bytes(const KvCacheParams& params) {
-  if (params.num_splits == 1) return 0;
-  const int64_t lses = params.num_splits * lse_stride_of_split(params);
-  return partial_out_bytes(params) + static_cast<std::size_t>(lses) * sizeof(float);
-}
 
 // Tiles of rows of one head of K.
 template <int kBlockM>
@@ -57,33 +46,6 @@ bool splits_in_cluster(const KvCacheParams& params, const LaunchContext& context
 template <class Traits>
 std::size_t decode_scratch_bytes(const KvCacheParams& params, const LaunchContext& context) {
   return splits_in_cluster<Traits>(params, context) ? 0 : parts_bytes(params);
-}
-
-// The same problem with partial results for results.
-inline KvCacheParams partial_params(const KvCacheParams& params, const LaunchContext& context) {
-  KvCacheParams parts = params;
-  char* const scratch = static_cast<char*>(context.scratch);
-  const int64_t rows = part_rows(params);
-  const int64_t columns = part_columns(params);
-  const int64_t of_batch = params.packed_parts ? 0 : params.attention.heads * rows;
-  parts.out = scratch;
-  parts.out_dtype = DType::kFloat32;
-  parts.out_stride = {of_batch * columns, columns, rows * columns, 1};
-  parts.lse = reinterpret_cast<float*>(scratch + partial_out_bytes(params));
-  parts.lse_stride = {of_batch, 1, rows, 0};
-  parts.attention.sinks = {};
-  return parts;
-}
-
-// parts: partial_params(params)
-template <class Element>
-void combine_parts(const KvCacheParams& params, const KvCacheParams& parts, void* stream) {
-  CombineParams combine;
-  combine.result = params;
-  combine.out = static_cast<const float*>(parts.out);
-  combine.lse = parts.lse;
-  combine.q_dtype = kElementType<Element>;
-  combine_splits(combine, stream);
 }
 
 // Whether rows of a tensor, columns of `bytes` each, can be copied in pieces of 16 bytes.

@@ -7,8 +7,8 @@
 
 #include "common/macros.h"
 #include "common/math.h"
+#include "cuda/packed_tiles.h"
 #include "params.h"
-#include "sm80/decode/packed_tiles.h"
 #include "variant/cache.h"
 #include "variant/mask.h"
 #include "variant/tree_mask.h"

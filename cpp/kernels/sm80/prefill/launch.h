@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "cuda/descriptor.h"
+#include "cuda/partial_results.h"
+#include "cuda/prefill_launch.h"
 #include "kernel_descriptor.h"
-#include "sm80/decode/launch.h"
 #include "sm80/family.h"
 #include "sm80/forward/launch.h"
 #include "sm80/forward/traits.h"
@@ -16,26 +16,11 @@ namespace anyflash::sm80 {
 
 template <class Traits, class Variant>
 void launch_prefill(const KvCacheParams& params, const LaunchContext& context) {
-  const Attention& a = params.attention;
-  const int64_t tiles = PackedTiles<Traits::kBlockM>(a, 1, params.least_queries).count();
-  const int64_t blocks = tiles * a.heads * params.num_splits;
-  if (blocks > INT32_MAX) {
-    throw Error(ErrorCode::kUnsupported, "heads * num_splits * blocks of " +
-                                             std::to_string(Traits::kBlockM) + " queries is " +
-                                             std::to_string(blocks) +
-                                             "; a CUDA grid holds at most 2147483647 blocks");
-  }
+  const int blocks = prefill_blocks<Traits::kBlockM>(params);
   PrefillLaunch prepared;
   prepared.cache = params.num_splits > 1 ? partial_params(params, context) : params;
   ForwardParams& forward = prepared.forward;
-  forward.attention = prepared.cache.attention;
-  forward.out = prepared.cache.out;
-  forward.out_dtype = prepared.cache.out_dtype;
-  forward.out_stride = prepared.cache.out_stride;
-  forward.out_stride.batch = stride_of_split(params);
-  forward.lse = prepared.cache.lse;
-  forward.lse_stride = prepared.cache.lse_stride;
-  forward.lse_stride.batch = lse_stride_of_split(params);
+  set_forward(forward, params, prepared.cache);
   prepared.q_factor = prepare_scale(forward.attention);
   launch<prefill_kernel<Traits, Variant>>(dim3(static_cast<unsigned>(blocks)),
                                           dim3(Traits::kThreads), sizeof(PrefillStorage<Traits>),

@@ -5,8 +5,11 @@
 
 #include "common/dependent_launch.h"
 #include "common/macros.h"
+#include "cuda/epilogue.h"
 #include "sm90/forward/launch_params.h"
+#include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
+#include "sm90/tma.h"
 #include "variant/mask.h"
 #include "variant/sequence.h"
 #include "variant/work_tile.h"
@@ -35,23 +38,59 @@ ANYFLASH_DEVICE int block_place(const RingPlace<kQStages>& queries) {
   return static_cast<int>(queries.count() % kKnownBlocks);
 }
 
+// A block of keys in tensors. (prefill/cached_block.h has one of keys in a cache.)
+struct TensorBlock : BlockWork {
+  using Launch = ForwardLaunch;
+  static constexpr bool kLoadsByWarp = false;  // by one thread
+
+  // Finds where the block with this number lies.
+  template <int kBlockM, int kBlockN>
+  ANYFLASH_DEVICE void find(const ForwardLaunch& params, unsigned number) {
+    tile = row_block_at<kBlockM>(params.scheduler, params.attention, static_cast<int>(number));
+  }
+  // In q's tensor map.
+  ANYFLASH_DEVICE int batch_of_queries() const { return static_cast<int>(tile.sequence.batch); }
+
+  // What is looked up of a tile of keys, before its place in shared memory is free.
+  struct Rows {};
+  template <int kBlockN>
+  ANYFLASH_DEVICE Rows find_rows(const ForwardLaunch&, int) const {
+    return {};
+  }
+  // Tile n of the block's keys, or of their values.
+  template <class Tile>
+  ANYFLASH_DEVICE void load(const ForwardLaunch&, Rows, typename Tile::Element* to,
+                            const CUtensorMap& map, int n, Mbarrier& full) const {
+    const int row = static_cast<int>(tile.sequence.first_k) + n * Tile::kRows;
+    load_tile<Tile>(to, map, {0, row, tile.head_k, static_cast<int>(tile.sequence.batch)}, full,
+                    L2Hint::kEvictLast);
+  }
+  // Reads elements of V, (key, column), as floats.
+  template <class Element>
+  ANYFLASH_DEVICE auto values(const ForwardLaunch& params) const {
+    return tensor_values<Element>(params.attention, tile);
+  }
+};
+
 // One thread of a CTA.
-template <int kBlockM, int kBlockN>
+template <class Traits>
 class BlockScheduler {
+  using Block = typename Traits::Block;
+
  public:
-  ANYFLASH_DEVICE explicit BlockScheduler(const ForwardLaunch& params)
+  ANYFLASH_DEVICE explicit BlockScheduler(const typename Block::Launch& params)
       : params_(params), next_(blockIdx.x) {
     if (params_.taken != nullptr) wait_previous_kernel();  // which cleared it
   }
 
   // The next block of this CTA that has rows; one that does not exist after the last.
-  ANYFLASH_DEVICE void take(BlockWork& block) {
+  ANYFLASH_DEVICE void take(Block& block) {
+    constexpr int kBlockM = Traits::kBlockM;
     for (; next_ < static_cast<unsigned>(params_.blocks); advance()) {
-      block.tile =
-          row_block_at<kBlockM>(params_.scheduler, params_.attention, static_cast<int>(next_));
+      block.template find<kBlockM, Traits::kBlockN>(params_, next_);
       if (block.tile.first_row >= block.tile.sequence.seqlen_q) continue;
       const Mask mask(block.tile.sequence, params_.attention.window);
-      block.range = mask.k_range(block.tile.first_row, kBlockM, kBlockN);
+      block.range = mask.k_range(block.tile.first_row, kBlockM, Traits::kBlockN);
       block.first_key = mask.unclamped_first_key(block.tile.first_row, kBlockM);
       block.end_key = mask.unclamped_end_key(block.tile.first_row, kBlockM);
       advance();  // a counter answers while the block is loaded
@@ -66,7 +105,7 @@ class BlockScheduler {
     else next_ = gridDim.x + atomicAdd(params_.taken, 1u);
   }
 
-  const ForwardLaunch& params_;
+  const typename Block::Launch& params_;
   unsigned next_;  // a grid's size and the blocks taken may add up to more than 2^31
 };
 

@@ -43,26 +43,28 @@ ANYFLASH_DEVICE void stage_output(const ForwardLaunch& params, const ForwardWork
 
 // Adds what the guard took out of V, when the whole block is in global memory.
 template <class Traits, class Variant>
-ANYFLASH_DEVICE void restore_block(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
-                                   const Variant& variant) {
+ANYFLASH_DEVICE void restore_block(const typename Traits::Block::Launch& params,
+                                   const typename Traits::Block& block, const Variant& variant) {
   if (Traits::kOutputInQ) {
     if (threadIdx.x % 32 == 0) wait_stores();
     fence_all_writes();
   }
   sync_consumers<Traits::kThreads>();
   using Element = typename Traits::Element;
-  const auto values = tensor_values<Element>(params.attention, work_tile);
+  const auto values = block.template values<Element>(params);
   if (params.out_dtype == DType::kFloat32) {
-    restore_values<Traits, float>(params, work_tile, variant, values);
+    restore_values<Traits, float>(params, block.tile, variant, values);
   } else {
-    restore_values<Traits, Element>(params, work_tile, variant, values);
+    restore_values<Traits, Element>(params, block.tile, variant, values);
   }
 }
 
 template <class Traits, class Variant>
-ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const ForwardWorkTile& work_tile,
+ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& params,
+                                      const typename Traits::Block& block,
                                       ForwardStages<Traits>& stages, typename Traits::AccO& acc_o,
                                       const StagedSoftmax& softmax, const FinishedRows& finished) {
+  const ForwardWorkTile& work_tile = block.tile;
   const int rows = work_tile.sequence.seqlen_q - work_tile.first_row;
   const Variant variant(params.attention, work_tile, Traits::kBlockM, Traits::kBlockN);
   auto out = as_matrix(acc_o);
@@ -89,7 +91,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardLaunch& params, const Forward
         params.attention.head_dim_v, acc_o);
   }
   if (params.lse != nullptr) store_lse(params, work_tile, lse, coordinates, rows);
-  if (stages.take_found_nonfinite()) restore_block<Traits>(params, work_tile, variant);
+  if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant);
 }
 
 }  // namespace anyflash::sm90

@@ -26,37 +26,39 @@ ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
 }
 
 template <class Traits, class Variant>
-ANYFLASH_DEVICE void produce(const ForwardLaunch& params, typename Traits::SharedStorage& smem) {
+ANYFLASH_DEVICE void produce(const typename Traits::Block::Launch& params,
+                             typename Traits::SharedStorage& smem) {
   const int warp = static_cast<int>(threadIdx.x - Traits::kThreads) / 32;
   if (warp > 0) {
     ValueGuard<Traits, Variant>(smem, warp - 1).guard();
-  } else if (Variant::kSkipsTiles || elect_lane()) {
+  } else if (TileLoader<Traits, Variant>::kIsWarp || elect_lane()) {
     TileLoader<Traits, Variant>(params, smem).load();
   }
 }
 
 template <class Traits, class Variant>
-ANYFLASH_DEVICE void consume(const ForwardLaunch& params, typename Traits::SharedStorage& smem,
-                             int warpgroup) {
+ANYFLASH_DEVICE void consume(const typename Traits::Block::Launch& params,
+                             typename Traits::SharedStorage& smem, int warpgroup) {
   ForwardStages<Traits> stages(smem, warpgroup);
   for (;;) {
-    const BlockWork& block = stages.wait_block();
+    const typename Traits::Block& block = stages.wait_block();
     if (!block.exists()) break;
     typename Traits::AccO acc_o;
     cute::clear(acc_o);
     StagedSoftmax softmax(params.attention.scale_log2);
     const FinishedRows rows =
         ForwardMainloop<Traits, Variant>(params, stages, block, acc_o, softmax).run();
-    forward_epilogue<Traits, Variant>(params, block.tile, stages, acc_o, softmax, rows);
+    forward_epilogue<Traits, Variant>(params, block, stages, acc_o, softmax, rows);
     stages.end_block();
   }
   stages.end();
 }
 
+// What all threads of a CTA do.
 template <class Traits, class Variant>
-__global__ void __launch_bounds__(Traits::kCtaThreads, 1)
-    forward_kernel(const __grid_constant__ ForwardLaunch params) {
-  constexpr RegisterSplit kRegisters = register_split(Traits::kConfig, Variant::kSkipsTiles);
+ANYFLASH_DEVICE void run_forward(const typename Traits::Block::Launch& params) {
+  constexpr RegisterSplit kRegisters =
+      register_split(Traits::kConfig, TileLoader<Traits, Variant>::kIsWarp);
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   if (threadIdx.x == 0) init_barriers<Traits, Variant>(smem);
   __syncthreads();
@@ -69,6 +71,12 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     acquire_registers<kRegisters.consumer>();
     consume<Traits, Variant>(params, smem, warpgroup);
   }
+}
+
+template <class Traits, class Variant>
+__global__ void __launch_bounds__(Traits::kCtaThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardLaunch params) {
+  run_forward<Traits, Variant>(params);
 }
 
 }  // namespace anyflash::sm90

@@ -22,28 +22,32 @@
 
 namespace anyflash::sm90 {
 
-// The maps of one call: Q and K/V in whole tiles, O in a warp's rows.
+// Q in whole tiles, O in a warp's rows.
 template <class Traits>
-void make_tensor_maps(ForwardLaunch& launch) {
+void make_query_maps(ForwardLaunch& launch) {
   const Attention& a = launch.attention;
   constexpr DType kType = kElementType<typename Traits::Element>;
   const TensorMapShape queries = query_shape(a, kType, Traits::kWarpgroupRows);
   launch.q_map = make_tensor_map(a.q, a.q_stride, queries);
-
-  TensorMapShape keys = key_shape(a, kType, Traits::kBlockN);
-  if (keys.rows == 0) {  // nothing is loaded, and pointers and strides may be anything
-    launch.k_map = launch.v_map = launch.q_map;
-  } else {
-    launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
-    keys.columns = a.head_dim_v;
-    launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
-  }
-
   if (!Traits::kOutputInQ || launch.out_dtype == DType::kFloat32) return;
   TensorMapShape outputs = queries;
   outputs.columns = a.head_dim_v;
   outputs.box_rows = 16;
   launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
+}
+
+// K and V in whole tiles.
+template <class Traits>
+void make_key_maps(ForwardLaunch& launch) {
+  const Attention& a = launch.attention;
+  TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
+  if (keys.rows == 0) {  // nothing is loaded, and pointers and strides may be anything
+    launch.k_map = launch.v_map = launch.q_map;
+    return;
+  }
+  launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
+  keys.columns = a.head_dim_v;
+  launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
 }
 
 template <class Counter>
@@ -93,7 +97,8 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
     launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
     order = LaunchOrder::kWhenAllowed;
   }
-  make_tensor_maps<Traits>(prepared);
+  make_query_maps<Traits>(prepared);
+  make_key_maps<Traits>(prepared);
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(std::min(blocks, context.multiprocessors))),
       dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,

@@ -15,12 +15,18 @@
 
 namespace anyflash::sm90 {
 
-// One thread, or a whole warp where the variant leaves tiles out: all lanes find the tiles, and one
-// loads and tells.
+// One thread, or a warp. Where the variant leaves tiles out, all lanes find the tiles, and one loads
+// and tells. Where tiles come in several boxes, lanes load one each.
 template <class Traits, class Variant>
 class TileLoader {
+  using Block = typename Traits::Block;
+  using Launch = typename Block::Launch;
+  using Rows = typename Block::Rows;
+
  public:
-  ANYFLASH_DEVICE TileLoader(const ForwardLaunch& params, typename Traits::SharedStorage& smem)
+  static constexpr bool kIsWarp = Variant::kSkipsTiles || Block::kLoadsByWarp;
+
+  ANYFLASH_DEVICE TileLoader(const Launch& params, typename Traits::SharedStorage& smem)
       : params_(params), smem_(smem) {
     prefetch_tensor_map(params.q_map);
     prefetch_tensor_map(params.k_map);
@@ -29,23 +35,24 @@ class TileLoader {
 
   // All blocks of the CTA, in turn.
   ANYFLASH_DEVICE void load() {
-    BlockScheduler<Traits::kBlockM, Traits::kBlockN> scheduler(params_);
+    BlockScheduler<Traits> scheduler(params_);
     take_next(scheduler);
     while (next_block().exists()) load_block(scheduler);
     if (leads()) end();
   }
 
  private:
-  // Whether this thread loads and tells.
-  ANYFLASH_DEVICE static bool leads() { return !Variant::kSkipsTiles || threadIdx.x % 32 == 0; }
+  // Whether this thread tells, and loads what comes in one box.
+  ANYFLASH_DEVICE static bool leads() { return !kIsWarp || threadIdx.x % 32 == 0; }
+  ANYFLASH_DEVICE static bool loads_keys() { return Block::kLoadsByWarp || leads(); }
 
   // The first block whose Q has not been loaded.
-  ANYFLASH_DEVICE BlockWork& next_block() { return smem_.blocks[block_place(q_place_)]; }
+  ANYFLASH_DEVICE Block& next_block() { return smem_.blocks[block_place(q_place_)]; }
   template <class Scheduler>
   ANYFLASH_DEVICE void take_next(Scheduler& scheduler) {
-    BlockWork& block = next_block();
+    Block& block = next_block();
     if (leads()) scheduler.take(block);
-    if (Variant::kSkipsTiles) __syncwarp();
+    if (kIsWarp) __syncwarp();
     if (block.exists()) tiles_of_next_.begin(params_.attention, block.tile, block.range);
   }
 
@@ -53,22 +60,28 @@ class TileLoader {
   // V after K of the next tile: consumers, too, are one tile ahead with K.
   template <class Scheduler>
   ANYFLASH_DEVICE void load_block(Scheduler& scheduler) {
-    BlockWork& block = next_block();
+    Block& block = next_block();
     auto tiles = tiles_of_next_;
     KeyTile tile;
+    Rows rows;
     for (int i = 0;; ++i) {
       const KeyTile next = tiles.next(params_.attention, block.tile, block.range);
-      if (next.exists()) load_keys(block.tile, next);
+      Rows next_rows{};
+      if (next.exists()) {
+        next_rows = block.template find_rows<Traits::kBlockN>(params_, next.n);
+        load_keys(block, next, next_rows);
+      }
       if (i > 0) {
-        load_values(block.tile, tile);
+        load_values(block, tile, rows);
       } else {
         if (!next.exists() && leads()) block.range = KRange{0, 0, 0, 0};  // all may be left out
-        load_queries(block.tile);
+        load_queries(block);
       }
       // Consumers have done with what was there: Q's of two later blocks have been released.
       if (i == 1 || (i == 0 && !next.exists())) take_next(scheduler);
       if (!next.exists()) return;
       tile = next;
+      rows = next_rows;
     }
   }
 
@@ -81,36 +94,32 @@ class TileLoader {
     }
   }
 
-  ANYFLASH_DEVICE static TileCoordinates key_tile(const ForwardWorkTile& work_tile, int tile) {
-    const int row = static_cast<int>(work_tile.sequence.first_k) + tile * Traits::kBlockN;
-    return {0, row, work_tile.head_k, static_cast<int>(work_tile.sequence.batch)};
-  }
-
-  ANYFLASH_DEVICE void load_keys(const ForwardWorkTile& work_tile, const KeyTile& tile) {
-    if (!leads()) return;
+  ANYFLASH_DEVICE void load_keys(const Block& block, const KeyTile& tile, Rows rows) {
+    if (!loads_keys()) return;
     const int stage = k_place_.stage();
     smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);
     if (Variant::kSkipsTiles) smem_.key_tiles[stage] = tile.packed();
-    load_tile<typename Traits::TileK>(smem_.k.data() + stage * Traits::TileK::kSize, params_.k_map,
-                                      key_tile(work_tile, tile.n), smem_.k_ring.full[stage],
-                                      L2Hint::kEvictLast);
+    block.template load<typename Traits::TileK>(params_, rows,
+                                                smem_.k.data() + stage * Traits::TileK::kSize,
+                                                params_.k_map, tile.n, smem_.k_ring.full[stage]);
     k_place_.advance();
   }
 
   // Tiles with hidden keys go to the guard first.
-  ANYFLASH_DEVICE void load_values(const ForwardWorkTile& work_tile, const KeyTile& tile) {
-    if (!leads()) return;
+  ANYFLASH_DEVICE void load_values(const Block& block, const KeyTile& tile, Rows rows) {
+    if (!loads_keys()) return;
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
-    load_tile<typename Traits::TileV>(
-        smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, key_tile(work_tile, tile.n),
-        tile.needs_mask ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage], L2Hint::kEvictLast);
+    block.template load<typename Traits::TileV>(
+        params_, rows, smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, tile.n,
+        tile.needs_mask ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]);
     v_place_.advance();
   }
 
   // Each warpgroup's rows as soon as it has done with those of the block before.
-  ANYFLASH_DEVICE void load_queries(const ForwardWorkTile& work_tile) {
+  ANYFLASH_DEVICE void load_queries(const Block& block) {
     using TileQ = typename Traits::TileQ;
+    const ForwardWorkTile& work_tile = block.tile;
     int row = static_cast<int>(work_tile.sequence.first_q) + work_tile.first_row;
     for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, row += TileQ::kRows) {
       Ring<Traits::kQStages>& ring = smem_.q_ring[warpgroup];
@@ -118,13 +127,13 @@ class TileLoader {
       if (!leads()) break;
       ring.empty[stage].wait(q_place_.parity() ^ 1);
       load_tile<TileQ>(smem_.queries(stage, warpgroup), params_.q_map,
-                       {0, row, work_tile.head, static_cast<int>(work_tile.sequence.batch)},
-                       ring.full[stage], L2Hint::kEvictFirst);
+                       {0, row, work_tile.head, block.batch_of_queries()}, ring.full[stage],
+                       L2Hint::kEvictFirst);
     }
     q_place_.advance();
   }
 
-  const ForwardLaunch& params_;
+  const Launch& params_;
   typename Traits::SharedStorage& smem_;
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;

@@ -62,7 +62,7 @@ class ForwardStages {
   }
 
   // The next block, with its Q. It stays readable until Q of the block after it is released.
-  ANYFLASH_DEVICE const BlockWork& wait_block() {
+  ANYFLASH_DEVICE const typename Traits::Block& wait_block() {
     smem_.q_ring[warpgroup_].full[q_place_.stage()].wait(q_place_.parity());
     if (!Traits::kConfig.late_release) release_last_block();
     return smem_.blocks[block_place(q_place_)];

@@ -29,10 +29,12 @@ struct TableConfig {
   static_assert(value.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
 };
 
+// Block_: a block of query rows, which says where its keys lie.
 template <class Element_, int kHeadDim_, int kHeadDimV_,
-          class Config = TableConfig<kHeadDim_, kHeadDimV_>>
+          class Config = TableConfig<kHeadDim_, kHeadDimV_>, class Block_ = TensorBlock>
 struct ForwardTraits {
   using Element = Element_;
+  using Block = Block_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr ForwardConfig kConfig = Config::value;
@@ -73,7 +75,7 @@ struct ForwardTraits {
     Ring<kStages> v_ring;
     Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
     int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
-    BlockWork blocks[kKnownBlocks];
+    Block blocks[kKnownBlocks];
     int key_tiles[kStages];  // KeyTile's words, of what `k` holds, where a variant leaves tiles out
 
     ANYFLASH_DEVICE Element* queries(int stage, int warpgroup) {

@@ -12,7 +12,7 @@ from cases.cache_case import CacheCall, CacheCase
 from cases.packed_cache import PackedCall, PackedCase
 from oracle.attention import check
 from oracle.kvcache import check_written
-from run.forward import bits
+from run.forward import LEAST_SCALE, bits
 from run.kvcache import expected_kernel, run_cache
 
 PREFILL_QUERIES = 64  # from here on
@@ -27,7 +27,17 @@ def prefill_kernel(backend: Backend, case: CacheCase) -> str | None:
         return None
     d = next(d for d in PREFILL_HEAD_DIMS if d >= columns)
     scored = "_scored" if case.softcap or case.alibi else ""
-    return f"{backend.arch}_prefill_{case.dtype.replace('fp', 'f')}_d{d}{scored}"
+    arch = "sm90" if backend.before == "sm90" and hopper_takes(case) else backend.arch
+    return f"{arch}_prefill_{case.dtype.replace('fp', 'f')}_d{d}{scored}"
+
+
+def hopper_takes(case: CacheCase) -> bool:
+    """Its kernel loads boxes of at least eight rows of a page."""
+    in_boxes = not case.page or (case.page >= 8 and not case.leftpad)
+    positive_strides = "flip" not in case.layout and "expand" not in case.layout
+    positive_scale = case.scale is None or case.scale >= LEAST_SCALE
+    plain = not case.softcap and not case.alibi
+    return plain and in_boxes and positive_strides and positive_scale
 
 
 def kernels_of(backend: Backend, case: PackedCase) -> Counter[str]:
@@ -64,7 +74,8 @@ def supports_packed(name: str, case: PackedCase) -> bool:
         backend = capi.backend(name)
         rows = {row.name for row in backend.library.rows}
         names = {expected_kernel(backend, case.base), *kernels_of(backend, case)}
-        return names <= rows
+        here = name != "emulated-sm90" or any(kernel.startswith("sm90") for kernel in names)
+        return names <= rows and here  # what Hopper has no kernel for is emulated-sm80's
     except capi.Unavailable:
         return True  # the test then fails and says what to do
 

@@ -7,7 +7,7 @@
 #include "common/math.h"
 #include "params.h"
 
-namespace anyflash::sm80 {
+namespace anyflash {
 
 // Of the sequences with at least `least` queries, of `group` rows each, in tiles of kBlockM rows.
 //
@@ -59,4 +59,4 @@ struct PackedTiles {
   }
 };
 
-}  // namespace anyflash::sm80
+}  // namespace anyflash
