@@ -63,7 +63,7 @@ LOADS = (
         LOAD,
         "stage * Traits::TileV::kSize",
         "0",
-        after="void load_values(const ForwardWorkTile& work_tile, const KeyTile& tile) {",
+        after="void load_values(const Block& block, const KeyTile& tile, Rows rows) {",
     ),
     _mutation("hopper-end-is-not-told", LOAD, "ring.full[q_place_.stage()].arrive();"),
 )
@@ -219,8 +219,7 @@ PREFILL = (
     _of_prefill("hopper-prefill-queries-of-a-split", CACHED_BLOCK, "return 0;",
                 "return static_cast<int>(tile.sequence.batch);"),
     _of_prefill("hopper-prefill-boxes-across-pages", PREFILL_LAUNCH,
-                "std::gcd(1 << std::min(cache.page_shift, 16), Traits::kBlockN)",
-                "Traits::kBlockN"),
+                "std::min(1 << std::min(cache.page_shift, 16), kDivides)", "kDivides"),
     _of_prefill("hopper-prefill-counter-not-cleared", PREFILL_LAUNCH, "*params.taken = 0;"),
     _of_prefill("hopper-prefill-first-block-alone", PREFILL_LAUNCH,
                 "find_packed_block<kBlockM>(params.cache, thread / 32)",

@@ -228,7 +228,11 @@ ARITHMETIC = (
     Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
     Mutation("tile-in-part-taken-whole", MAINLOOP, "Variant::kMasksTiles && !sees_all_", "false"),
     Mutation(
-        "cleared-v-of-ranges-forgotten", VARIANTS, "return !see<kOps>(tile).all;", "return false;"
+        "cleared-v-of-ranges-forgotten",
+        VARIANTS,
+        "return !see<kOps>(tile).all;",
+        "return false;",
+        after="struct RangesForward : PlainForward {",
     ),
     Mutation(
         "hidden-v-not-cleared",

@@ -15,8 +15,8 @@
 
 namespace anyflash::sm90 {
 
-// One thread, or a warp. Where the variant leaves tiles out, all lanes find the tiles, and one loads
-// and tells. Where tiles come in several boxes, lanes load one each.
+// One thread, or a warp. Where the variant leaves tiles out, all lanes find the tiles, and one
+// loads and tells. Where tiles come in several boxes, lanes load one each.
 template <class Traits, class Variant>
 class TileLoader {
   using Block = typename Traits::Block;

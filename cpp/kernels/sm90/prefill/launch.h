@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <numeric>
 
 #include "common/dependent_launch.h"
 #include "common/element.h"
@@ -42,12 +41,15 @@ void make_cache_maps(PrefillLaunch& launch) {
   keys.batch = cache.slots;
   if (paged) {
     keys.rows = int64_t{1} << cache.page_shift;
-    keys.box_rows = std::gcd(1 << std::min(cache.page_shift, 16), Traits::kBlockN);
+    constexpr int kDivides = Traits::kBlockN & -Traits::kBlockN;  // a power of 2, as a page is
+    keys.box_rows = std::min(1 << std::min(cache.page_shift, 16), kDivides);
   }
   launch.box_rows = keys.box_rows;
-  launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
+  // Of a cache without rows everything lies outside, and its pointers may be anything.
+  const bool is_empty = keys.rows == 0 || keys.batch == 0;
+  launch.k_map = make_tensor_map(is_empty ? a.q : a.k, a.k_stride, keys);
   keys.columns = a.head_dim_v;
-  launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
+  launch.v_map = make_tensor_map(is_empty ? a.q : a.v, a.v_stride, keys);
 }
 
 // In the workspace: parts of results, blocks of query rows, and the counter of those taken.
