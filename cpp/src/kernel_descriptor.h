@@ -54,8 +54,8 @@ struct KernelFamily {
   const char* name = "";       // "sm80"; also that of its folder and of its namespace
   ComputeCapabilities gpus;    // none: it runs on the CPU
   bool arch_specific = false;  // machine code of one architecture alone: sm_90a
-  // Where two families can run a problem, the higher one does. So a family's features and head
-  // dims alone say which problems it takes: never their sizes, on which bits must not depend.
+  // Where two families can run a problem, the higher one does. So what a call asks and how its
+  // tensors lie say which problems a family takes: never sizes, on which bits must not depend.
   int priority = 0;
   bool needs_positive_scale = false;  // softmax_scale of at least kLeastScale
   InputRules input_rules;
@@ -105,7 +105,7 @@ struct KernelDescriptor {
   unsigned features = kNoFeatures;
   bool latent = false;       // decoding: for values that are the keys' first columns, and no others
   bool prefill = false;      // decoding: for long sequences of packed queries, and no others
-  bool loads_boxes = false;  // prefill: from caches whose rows lie together in boxes, and no others
+  bool loads_boxes = false;  // prefill: of caches as Problem::cache_in_boxes says, and no others
   TileConfig tile_config = TileConfig::kDefault;
   Tile tile;
   std::size_t smem_bytes = 0;  // dynamic shared memory of a CTA

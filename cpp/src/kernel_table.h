@@ -64,7 +64,8 @@ struct Problem {
   bool latent = false;  // decode: the values are the first columns of the keys
   // Decode: the rows are of long sequences, with tensors as `prefill` kernels take them.
   bool prefill = false;
-  bool cache_in_boxes = false;  // and as those of them take it that load boxes
+  // The cache is unpaged, or has pages of at least 8 rows and no left padding; positive strides.
+  bool cache_in_boxes = false;
 };
 
 // The problem of a call whose parameters are valid.

@@ -20,7 +20,8 @@ namespace anyflash {
 
 namespace {
 
-// A tile of prefill has 128 queries of one head; decoding's has 64 rows of all heads of a group.
+// A tile of prefill has 128 queries of one head, or 192; decoding's has 64 rows of all heads of a
+// group.
 constexpr int kPrefillQueries = 64;
 
 // Which sequences a kernel takes, and into how many splits it divides their keys.
@@ -121,9 +122,11 @@ struct KvCachePlan::State : KernelPlan {
     const KvCacheParams& params = append.cache;
     problem.prefill = params.cache_dtype == t.q.dtype && !params.latent &&
                       params.tree_mask.data == nullptr && fits_cache(t, *kernel);
+    // The first axis is asked however long it is: bits must not depend on that.
     problem.cache_in_boxes =
-        params.block_table == nullptr ||
-        (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr);
+        t.k_cache.stride[0] > 0 && t.v_cache.stride[0] > 0 &&
+        (params.block_table == nullptr ||
+         (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr));
     const KernelDescriptor& chosen = select_kernel(problem);
     if (!chosen.loads_boxes || fits_cache(t, chosen)) return chosen;
     problem.cache_in_boxes = false;

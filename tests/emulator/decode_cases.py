@@ -189,7 +189,8 @@ CASES = CLUSTERS + decode(
     Case(seqlen_q=1, seqlen_k=2300, heads=1, scale=1.0, more="split_size=64 sink=1 out=fp32"),
 )
 
-# Packed queries: 64 and more are prefilled, in tiles of 128; keys are split where SMs would idle.
+# Packed queries: 64 and more are prefilled, in tiles of 128 or 192. Keys are split where SMs would
+# idle.
 PREFILL = decode(
     Case(
         batch=2,

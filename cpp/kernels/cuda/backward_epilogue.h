@@ -118,6 +118,10 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
                                params, block, head, m * kBlockM);
       if (!cleared) continue;
       const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
+      if (kHasBlocks && blocks.active() &&
+          !blocks.see(m * kBlockM, end, block.first_key, block.first_key + keys).any) {
+        continue;
+      }
       for (int x = threadIdx.x; x < params.attention.head_dim_v; x += Traits::kThreads) {
         for (int row = m * kBlockM; row < end; ++row) {
           const Element value = dout[row * params.dout_stride.row + x];

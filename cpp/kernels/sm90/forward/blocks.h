@@ -38,7 +38,7 @@ ANYFLASH_DEVICE int block_place(const RingPlace<kQStages>& queries) {
   return static_cast<int>(queries.count() % kKnownBlocks);
 }
 
-// A block of keys in tensors. (prefill/cached_block.h has one of keys in a cache.)
+// A block of query rows whose keys lie in tensors. (In a cache: prefill/cached_block.h.)
 struct TensorBlock : BlockWork {
   using Launch = ForwardLaunch;
   static constexpr bool kLoadsByWarp = false;  // by one thread
@@ -72,7 +72,7 @@ struct TensorBlock : BlockWork {
   }
 };
 
-// One thread of a CTA.
+// One thread of a CTA takes blocks.
 template <class Traits>
 class BlockScheduler {
   using Block = typename Traits::Block;

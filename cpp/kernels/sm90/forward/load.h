@@ -74,7 +74,8 @@ class TileLoader {
       if (i > 0) {
         load_values(block, tile, rows);
       } else {
-        if (!next.exists() && leads()) block.range = KRange{0, 0, 0, 0};  // all may be left out
+        const bool is_left_out = Variant::kSkipsTiles && !next.exists();  // every tile
+        if (is_left_out && leads()) block.range = KRange{0, 0, 0, 0};
         load_queries(block);
       }
       // Consumers have done with what was there: Q's of two later blocks have been released.
