@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_cases import PREFILL
+from decode_cases import PREFILL, decode
 from emulated_driver import (
     BACKWARD_FEATURE_CASES,
     BACKWARD_PLAIN_CASES,
@@ -82,7 +82,11 @@ HOPPER_SCORED = hopper(
     Case(batch=2, seqlen_q=130, seqlen_k=290, heads=4, heads_k=2, more="dropout=0.1 nan=seen"),
 )
 
-HOPPER_PREFILL_CASES = hopper(*PREFILL)
+# The last one's keys are split.
+HOPPER_PREFILL_CASES = hopper(*PREFILL) + hopper(
+    *decode(Case(seqlen_q=130, seqlen_k=4224, heads=1, causal=1, more="ragged=1 filled=4200")),
+    multiprocessors=132,
+)
 
 HOPPER_BACKWARD_RACES = hopper(*BACKWARD_RACES[:6])
 HOPPER_BACKWARD_CASES = HOPPER_BACKWARD_RACES + hopper(
@@ -101,6 +105,7 @@ HOPPER_BACKWARD_RANGES = hopper(
 HOPPER_BACKWARD_BLOCKS = hopper(
     *backward(
         Case(seqlen_q=430, seqlen_k=400, heads=2, more="block=192,128 nan=hidden dlse=1"),
+        Case(seqlen_q=430, seqlen_k=300, heads=1, causal=1, more="block=192,128 nan=dout det=1"),
         Case(seqlen_q=300, seqlen_k=300, causal=1, more="block=128,192 nan=dout det=1"),
         Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="block=128,128 used=300,0 nan=k"),
         Case(seqlen_q=430, seqlen_k=200, heads=1, more="block=128,128 sink=1 nan=q"),

@@ -57,7 +57,7 @@ BACKWARD_SPILLS = {
     ("ranges", 128, "main"): 28,
     ("blocks", 64, "main"): 10,
     ("blocks", 64, "dq_by_rows"): 21,
-    ("blocks", 128, "main"): 25,
+    ("blocks", 128, "main"): 30,
     ("blocks", 128, "dq_by_rows"): 19,
 }
 
