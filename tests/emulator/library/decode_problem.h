@@ -107,11 +107,15 @@ class DecodeProblem {
   }
   const std::optional<Tensor>& value_scale() const { return c.latent ? k_scale : v_scale; }
 
-  // Rows of the cache that no sequence has, and entries of the table that belong to none.
+  // Rows of the cache that no sequence has, and entries of the table that belong to none. Hopper's
+  // kernels read a tile of rows to its end, within a slot.
   void forbid_unused() {
+    const int64_t tile = c.gpu == 90 ? 128 : 1;
     std::vector<bool> used(static_cast<std::size_t>(slots * rows));
     for_each_key([&](int64_t, int64_t, const CacheRow& at) {
-      used[static_cast<std::size_t>(at.slot * rows + at.row)] = true;
+      for (int64_t row = at.row; row < std::min(at.row + tile, rows); ++row) {
+        used[static_cast<std::size_t>(at.slot * rows + row)] = true;
+      }
     });
     for (Tensor* const cache : {&k, &v}) {
       const int64_t bytes = cache->bytes() / (slots * rows);
