@@ -136,4 +136,13 @@ inline CUtensorMap make_tensor_map(const void* data, const Strides& stride,
   return memory.maps[place];
 }
 
+// Of K, and of V with its own head dim.
+template <class Launch>
+void make_key_maps(Launch& launch, TensorMapShape keys) {
+  const Attention& a = launch.attention;
+  launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
+  keys.columns = a.head_dim_v;
+  launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
+}
+
 }  // namespace anyflash::sm90

@@ -35,14 +35,13 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN);
   RingPlace<Traits::kStages> place;
   RingPlace<Traits::kStagesV> v_place;
-  const bool leads = !Traits::kLooksForTiles || threadIdx.x % 32 == 0;
   bool is_first = true;
   VisitedTiles<Traits, typename Traits::TileVariant> tiles;
   tiles.begin(params.attention, block, range);
   for (;;) {
     const KeyTile tile = tiles.next(params.attention, block, range);
     if (!tile.exists()) break;
-    if (!leads) continue;
+    if (!leads<Traits>()) continue;
     const int stage = place.stage();
     const TileCoordinates keys{0, static_cast<int>(sequence.first_k) + tile.n * Traits::kBlockN,
                                block.head_k, batch};
@@ -69,7 +68,7 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
     place.advance();
     v_place.advance();
   }
-  if (!leads) return;
+  if (!leads<Traits>()) return;
   smem.k_ring.empty[place.stage()].wait(place.parity() ^ 1);
   smem.tiles[place.stage()] = KeyTile{};
   smem.k_ring.full[place.stage()].arrive();
@@ -152,9 +151,7 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
   __syncthreads();
   run_roles<Traits>(
       [&] {
-        const bool loads = Traits::kLooksForTiles ? threadIdx.x / 32 == Traits::kConsumerWarps
-                                                  : is_loading_thread<Traits>();
-        if (loads) produce_keys<Traits>(params, block, smem);
+        if (loads<Traits>()) produce_keys<Traits>(params, block, smem);
       },
       [&](int warpgroup) { consume_keys<Traits>(params, block, smem, warpgroup); });
 }

@@ -48,7 +48,6 @@ struct DqTraits : Warpgroups<2> {
   // Of V, as many as there is room for: its next tile is wanted later than the next K.
   static constexpr int kStagesV = kHeadDim + kHeadDimV > 384 ? 1 : 2;
   using TileVariant = KeyTileVariant<Variant>;
-  static constexpr bool kLooksForTiles = TileVariant::kSkipsTiles;
   static constexpr RegisterSplit kRegisters =
       kHasBlocks<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
 

@@ -44,11 +44,7 @@ template <class Element, class Launch>
 void make_tensor_maps(Launch& launch, int box_rows, int box_keys) {
   const Attention& a = launch.attention;
   constexpr DType kType = kElementType<Element>;
-  const TensorMapShape keys = key_shape(a, kType, box_keys);
-  launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
-  TensorMapShape values = keys;
-  values.columns = a.head_dim_v;
-  launch.v_map = make_tensor_map(a.v, a.v_stride, values);
+  make_key_maps(launch, key_shape(a, kType, box_keys));
 
   TensorMapShape rows = query_shape(a, kType, box_rows);
   if (rows.rows == 0) {  // nothing is loaded, and pointers and strides may be anything

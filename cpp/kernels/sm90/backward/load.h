@@ -13,7 +13,6 @@
 #include "sm90/backward/visited_rows.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
-#include "sm90/roles.h"
 #include "sm90/seen_elements.h"
 #include "sm90/tma.h"
 #include "variant/mask.h"
@@ -73,9 +72,9 @@ class BackwardLoader {
           params_.slopes_log2[block_.batch * params_.attention.heads + tiles.head()];
     }
     if constexpr (kHasDropout<Variant>) smem_.heads[stage] = tiles.head();
-    if constexpr (kHasBlocks<Variant>) tell_kept(tiles);
-    tell(QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(),
-                       flags_of(tiles, mask)});
+    const int flags = flags_of(tiles, mask);
+    if (kHasBlocks<Variant> && (flags & QueryTileInfo::kNeedsMask) != 0) tell_kept(tiles);
+    tell(QueryTileInfo{params_.dq_accum + row * Traits::kDqColumns, tiles.row(), flags});
   }
   // Consumers are told that there are no more.
   ANYFLASH_DEVICE void end() {
@@ -138,18 +137,6 @@ class BackwardLoader {
   RingPlace<Traits::kStages> q_place_;
   RingPlace<Traits::kStages> dout_place_;
 };
-
-// The producer's threads that load: one, or a warp where the variant leaves tiles out. Its lanes
-// all find the tiles, and one of them loads and tells.
-template <class Traits>
-ANYFLASH_DEVICE bool loads() {
-  return kSkipsTiles<typename Traits::Variant> ? threadIdx.x / 32 == Traits::kConsumerWarps
-                                               : is_loading_thread<Traits>();
-}
-template <class Traits>
-ANYFLASH_DEVICE bool leads() {
-  return !kSkipsTiles<typename Traits::Variant> || threadIdx.x % 32 == 0;
-}
 
 // The tiles of query rows that see the CTA's keys.
 template <class Traits>

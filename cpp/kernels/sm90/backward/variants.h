@@ -33,6 +33,18 @@ template <class Variant>
 inline constexpr RegisterSplit register_split =
     kSkipsTiles<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
 
+// The producer's threads that load: one, or a warp where the variant leaves tiles out. Its lanes
+// all find the tiles, and one of them loads and tells.
+template <class Traits>
+ANYFLASH_DEVICE bool loads() {
+  return kSkipsTiles<typename Traits::Variant> ? threadIdx.x / 32 == Traits::kConsumerWarps
+                                               : is_loading_thread<Traits>();
+}
+template <class Traits>
+ANYFLASH_DEVICE bool leads() {
+  return !kSkipsTiles<typename Traits::Variant> || threadIdx.x % 32 == 0;
+}
+
 // By which tiles of rows are chosen, and of keys. ALiBi's diagonal needs no other loop here.
 template <class Variant>
 using QueryTileVariant = std::conditional_t<kHasAlibi<Variant>, PlainBackward, Variant>;

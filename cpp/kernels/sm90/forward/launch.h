@@ -36,20 +36,6 @@ void make_query_maps(ForwardLaunch& launch) {
   launch.out_map = make_tensor_map(launch.out, launch.out_stride, outputs);
 }
 
-// K and V in whole tiles.
-template <class Traits>
-void make_key_maps(ForwardLaunch& launch) {
-  const Attention& a = launch.attention;
-  TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
-  if (keys.rows == 0) {  // nothing is loaded, and pointers and strides may be anything
-    launch.k_map = launch.v_map = launch.q_map;
-    return;
-  }
-  launch.k_map = make_tensor_map(a.k, a.k_stride, keys);
-  keys.columns = a.head_dim_v;
-  launch.v_map = make_tensor_map(a.v, a.v_stride, keys);
-}
-
 template <class Counter>
 __global__ void clear_counter(Counter* counter) {
   allow_next_kernel();
@@ -98,7 +84,9 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
     order = LaunchOrder::kWhenAllowed;
   }
   make_query_maps<Traits>(prepared);
-  make_key_maps<Traits>(prepared);
+  const TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
+  if (keys.rows > 0) make_key_maps(prepared, keys);
+  else prepared.k_map = prepared.v_map = prepared.q_map;  // of pointers and strides that may be any
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(std::min(blocks, context.multiprocessors))),
       dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
 template <class Traits>
 void make_cache_maps(PrefillLaunch& launch) {
   const KvCacheParams& cache = launch.cache;
-  const Attention& a = cache.attention;
+  Attention& a = launch.attention;
   const bool paged = cache.block_table != nullptr;
   TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
   keys.batch = cache.slots;
@@ -46,10 +46,8 @@ void make_cache_maps(PrefillLaunch& launch) {
   }
   launch.box_rows = keys.box_rows;
   // Of a cache without rows everything lies outside, and its pointers may be anything.
-  const bool is_empty = keys.rows == 0 || keys.batch == 0;
-  launch.k_map = make_tensor_map(is_empty ? a.q : a.k, a.k_stride, keys);
-  keys.columns = a.head_dim_v;
-  launch.v_map = make_tensor_map(is_empty ? a.q : a.v, a.v_stride, keys);
+  if (keys.rows == 0 || keys.batch == 0) a.k = a.v = a.q;
+  make_key_maps(launch, keys);
 }
 
 // In the workspace: parts of results, blocks of query rows, and the counter of those taken.
