@@ -127,6 +127,12 @@ anyflash_kernels(
 anyflash_kernels(FAMILY sm90 OP prefill HEAD_DIMS 64 128 256 KERNELS "*::PlainForward")
 anyflash_kernels(
   FAMILY sm90
+  OP decode
+  HEAD_DIMS 64 128 256 576_512
+  KERNELS "64,128,256:_m8:8" "*:_m16:16" "*:_m32:32" "*:_m64:64"
+)
+anyflash_kernels(
+  FAMILY sm90
   OP backward
   HEAD_DIMS 64 96 128 192 192_128 256
   KERNELS

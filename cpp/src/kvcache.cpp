@@ -36,6 +36,7 @@ struct DecodeLaunch {
     params.least_queries = least_queries;
     params.most_queries = most_queries;
     params.num_splits = num_splits;
+    if (num_splits == 1) params.split_size = 0;
     params.packed_parts = packed_parts;
     return params;
   }
@@ -50,7 +51,12 @@ struct KvCachePlan::State : KernelPlan {
     const bool packed = params.attention.cu_seqlens_q != nullptr;
     Problem problem = problem_of(t.q, params, options.cpu_isa);
     if (packed) problem.rows = params.attention.heads / params.attention.heads_k;
+    set_boxes(problem, t);
     select(problem, options);
+    if (!reads_cache(t, *kernel)) {
+      problem.cache_in_boxes = false;
+      select(problem, options);
+    }
     empty = params.attention.batch == 0 || params.attention.seqlen_q == 0;
     rotates_q = append.rotary_cos.data != nullptr && !empty;
     appends = params.attention.batch > 0 && params.seqlen_new > 0;
@@ -118,23 +124,32 @@ struct KvCachePlan::State : KernelPlan {
 
   // For long sequences: a kernel for them, if one can read the cache where it lies.
   const KernelDescriptor& select_prefill(Problem problem, const KvCacheTensors& t) const {
-    constexpr int kLeastBoxShift = 3;  // boxes have at least 8 rows
     const KvCacheParams& params = append.cache;
     problem.prefill = params.cache_dtype == t.q.dtype && !params.latent &&
                       params.tree_mask.data == nullptr && fits_cache(t, *kernel);
-    // The first axis is asked however long it is: bits must not depend on that.
-    problem.cache_in_boxes =
-        t.k_cache.stride[0] > 0 && t.v_cache.stride[0] > 0 &&
-        (params.block_table == nullptr ||
-         (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr));
+    set_boxes(problem, t);
     const KernelDescriptor& chosen = select_kernel(problem);
-    if (!chosen.loads_boxes || fits_cache(t, chosen)) return chosen;
+    if (reads_cache(t, chosen)) return chosen;
     problem.cache_in_boxes = false;
     return select_kernel(problem);
   }
+  // The first axis is asked however long it is: bits must not depend on that.
+  void set_boxes(Problem& problem, const KvCacheTensors& t) const {
+    constexpr int kLeastBoxShift = 3;  // boxes have at least 8 rows
+    const KvCacheParams& params = append.cache;
+    problem.cache_in_boxes =
+        t.k_cache.stride[0] > 0 && (params.latent || t.v_cache.stride[0] > 0) &&
+        (params.block_table == nullptr ||
+         (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr));
+  }
+  // What loads boxes takes tensors as its family says, and what decodes otherwise takes any.
+  bool reads_cache(const KvCacheTensors& t, const KernelDescriptor& one) const {
+    return !one.loads_boxes || fits_cache(t, one);
+  }
   bool fits_cache(const KvCacheTensors& t, const KernelDescriptor& one) const {
     const InputRules& rules = one.family->input_rules;
-    return fits_kernel(t.k_cache, rules) && fits_kernel(t.v_cache, rules);
+    const bool latent = append.cache.latent;
+    return fits_kernel(t.k_cache, rules) && (latent || fits_kernel(t.v_cache, rules));
   }
 
   // How many splits the keys get, where a launch without splits has `ctas` CTAs.

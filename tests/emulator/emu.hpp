@@ -145,6 +145,12 @@ int warp_index();
 void cluster_sync(const char* file = __builtin_FILE(), int line = __builtin_LINE());
 const void* in_cta(const void* pointer, int rank);
 
+// st.async to the shared memory of another block of the cluster, which counts the bytes. All that a
+// block expects has come where it waits: at the cluster's barrier.
+void expect_sent(int bytes);
+void send_to_cta(float* to, float value, int rank);
+void wait_for_sent(const char* file, int line);
+
 // Announces bytes, and arrives.
 void mbarrier_arrive_expect(uint64_t* barrier, int bytes);
 
@@ -183,6 +189,8 @@ void wgmma_wait_group(int groups_left);
 
 // stmatrix.sync.aligned.m8n8.x4.shared.b16
 void stmatrix(void* row, const uint32_t* registers);
+// stmatrix.sync.aligned.m8n8.x2.trans.shared.b16
+void stmatrix_transposed(void* column, uint32_t first, uint32_t second);
 
 // What a 32-bit shared memory address stands for: the offset in the block's shared memory.
 uint32_t shared_address(const void* pointer);

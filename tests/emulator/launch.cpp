@@ -157,7 +157,20 @@ class Cluster {
     return kept_[rank] + (own - anyflash_smem);
   }
 
-  static const Cluster* current() { return g_cluster; }
+  void expect(int bytes) { own().expected += bytes; }
+  void send(float* to, float value, int rank) {
+    *static_cast<float*>(const_cast<void*>(in_cta(to, rank))) = value;
+    members_[rank].sent += sizeof(value);
+  }
+  void check_sent() {
+    const Member& member = own();
+    if (member.sent != member.expected) {
+      fail("a block that expects " + std::to_string(member.expected) + " bytes got " +
+           std::to_string(member.sent));
+    }
+  }
+
+  static Cluster* current() { return g_cluster; }
 
  private:
   struct Member {
@@ -165,7 +178,10 @@ class Cluster {
     std::unique_ptr<Block> block;
     bool is_kept = false;  // its memory, in kept_
     bool ended = false;
+    int64_t expected = 0;  // bytes from blocks of the cluster
+    int64_t sent = 0;
   };
+  Member& own() { return members_[running_ - members_.data()]; }
 
   void advance(Member& member) {
     unsigned char* const kept = kept_[&member - members_.data()];
@@ -194,7 +210,7 @@ class Cluster {
       static_cast<volatile unsigned char*>(to)[i] = from[i];
   }
 
-  static inline const Cluster* g_cluster = nullptr;
+  static inline Cluster* g_cluster = nullptr;
   // Shared memory while other blocks run. Never freed, which Thread Sanitizer would see.
   static inline unsigned char kept_[kMaxCluster][kSharedBytes];
   Policy policy_;
@@ -229,6 +245,16 @@ Options& options() {
 const void* in_cta(const void* pointer, int rank) {
   Block::current();
   return Cluster::current()->in_cta(pointer, rank);
+}
+
+void expect_sent(int bytes) { Cluster::current()->expect(bytes); }
+void send_to_cta(float* to, float value, int rank) {
+  Block::current();
+  Cluster::current()->send(to, value, rank);
+}
+void wait_for_sent(const char* file, int line) {
+  cluster_sync(file, line);
+  Cluster::current()->check_sent();
 }
 
 char g_launch_end = 0;

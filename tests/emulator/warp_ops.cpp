@@ -238,6 +238,23 @@ void execute_stmatrix(void* const* lanes, uint32_t) {
 
 constexpr CollectiveOp kStmatrix = {"stmatrix", &execute_stmatrix, false};
 
+// Of two matrices; a lane's register has two neighbours of a row.
+void execute_stmatrix_transposed(void* const* lanes, uint32_t) {
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const auto& source = *static_cast<const StmatrixLane*>(lanes[lane]);
+    for (int matrix = 0; matrix < 2; ++matrix) {
+      for (int i = 0; i < 2; ++i) {
+        const int column = matrix * kMatrixRows + lane % 4 * 2 + i;
+        const auto number = static_cast<uint16_t>(source.registers[matrix] >> 16 * i);
+        std::memcpy(static_cast<StmatrixLane*>(lanes[column])->row + lane / 4 * 2, &number, 2);
+      }
+    }
+  }
+}
+
+constexpr CollectiveOp kStmatrixTransposed = {"stmatrix.trans", &execute_stmatrix_transposed,
+                                              false};
+
 }  // namespace
 
 void check_shared(const char* name, const void* pointer, size_t bytes, size_t alignment) {
@@ -256,6 +273,15 @@ void stmatrix(void* row, const uint32_t* registers) {
   check_shared(kStmatrix.name, row, kRowBytes, kRowBytes);
   StmatrixLane lane = {static_cast<unsigned char*>(row), registers};
   Block::current().collective(kStmatrix, kFullMask, &lane);
+}
+
+void stmatrix_transposed(void* column, uint32_t first, uint32_t second) {
+  if (lane_index() < 2 * kMatrixRows) {
+    check_shared(kStmatrixTransposed.name, column, kRowBytes, kRowBytes);
+  }
+  const uint32_t registers[2] = {first, second};
+  StmatrixLane lane = {static_cast<unsigned char*>(column), registers};
+  Block::current().collective(kStmatrixTransposed, kFullMask, &lane);
 }
 
 void mma_m16n8k16(MmaType type, MmaRegisters& registers) {

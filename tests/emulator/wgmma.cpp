@@ -31,7 +31,7 @@ struct Product {
 
 struct Queue {
   static constexpr int kProducts = 128;
-  static constexpr int kAccumulators = 4;
+  static constexpr int kAccumulators = 8;
   std::array<Product, kProducts> products;
   uint32_t first = 0;  // both only grow
   uint32_t last = 0;
@@ -166,7 +166,7 @@ int accumulator_of(Queue& queue, const WgmmaArguments* const* lanes) {
     if (accumulator.n == 0) free = i;
     else if (accumulator.d[0] == lanes[0]->d) return i;
   }
-  if (free < 0) fail("wgmma: more than four accumulators in flight are not emulated");
+  if (free < 0) fail("wgmma: more than eight accumulators in flight are not emulated");
   Accumulator& accumulator = queue.accumulators[free];
   accumulator.n = lanes[0]->n;
   for (int lane = 0; lane < kWarpSize; ++lane) accumulator.d[lane] = lanes[lane]->d;

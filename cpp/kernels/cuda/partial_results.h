@@ -8,6 +8,7 @@
 #include "common/element.h"
 #include "common/math.h"
 #include "cuda/combine.h"
+#include "cuda/descriptor.h"
 #include "kernel_descriptor.h"
 #include "params.h"
 

@@ -14,7 +14,9 @@ enum class NamedBarrier : int {
   kConsumers = 1,
   kGuard = 2,    // of the forward
   kStagger = 2,  // of the backward
-  kPingPong = 3  /* and one more a warpgroup */
+  kBlock = 2,    // of decoding
+  kPingPong = 3, /* and one more a warpgroup */
+  kRows = 3      // of decoding, and one more a warpgroup
 };
 
 // In shared memory. Phases count from 0; each ends when all arrivals that init() was told and all

@@ -72,6 +72,38 @@ ANYFLASH_DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// --- Clusters
+
+// All threads of the cluster have arrived before one has waited. It publishes nothing but what
+// fence_barrier_init() did.
+ANYFLASH_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+ANYFLASH_DEVICE void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Makes `mbarrier` one that waits for so many bytes of send_to_cta().
+ANYFLASH_DEVICE void expect_sent(uint64_t* mbarrier, int bytes) {
+  mbarrier_init(mbarrier, 1);
+  mbarrier_arrive_expect(mbarrier, bytes);
+}
+// Writes to `to` as CTA `rank` has it, and counts the bytes at its `mbarrier`.
+ANYFLASH_DEVICE void send_to_cta(float* to, float value, int rank, const uint64_t* mbarrier) {
+  asm volatile(
+      "{\n.reg .b32 place, counter;\n"
+      "mapa.shared::cluster.u32 place, %0, %3;\n"
+      "mapa.shared::cluster.u32 counter, %1, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [place], %2, [counter];\n}\n" ::"r"(
+          smem_address(to)),
+      "r"(smem_address(mbarrier)), "r"(__float_as_uint(value)), "r"(rank)
+      : "memory");
+}
+ANYFLASH_DEVICE void wait_for_sent(uint64_t* mbarrier) {
+  while (!mbarrier_try_wait(mbarrier, 0)) {
+  }
+}
+
 // --- Tensor memory accelerator
 
 // How long a line should stay in the L2 cache.
@@ -154,6 +186,15 @@ ANYFLASH_DEVICE void store_matrices(void* row, const uint32_t* words) {
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(row)),
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
       : "memory");
+}
+
+// Two of them, `upper` with the eight rows above those of `lower`: each is stored transposed. Lanes
+// 0 to 15 name the places of the upper matrix's columns, then of the lower one's.
+ANYFLASH_DEVICE void store_transposed(void* column, uint32_t upper, uint32_t lower) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                   smem_address(column)),
+               "r"(upper), "r"(lower)
+               : "memory");
 }
 
 }  // namespace anyflash::sm90

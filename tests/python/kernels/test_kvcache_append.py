@@ -17,6 +17,8 @@ from oracle.kvcache import CACHE_DTYPES, EIGHT_BIT, answer, check_written
 from run.forward import bits
 from run.kvcache import check_call, run_cache
 
+pytestmark = pytest.mark.hopper
+
 BASE = CacheCase("append", "bf16", (0, 15, 16, 40), 5, causal=True, page=16, append=Append(5))
 
 

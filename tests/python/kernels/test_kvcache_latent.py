@@ -15,6 +15,8 @@ from oracle.kvcache import answer
 from run.forward import bits
 from run.kvcache import check_call, run_cache, supports_cache
 
+pytestmark = pytest.mark.hopper
+
 # Head dims of a kernel that every build has.
 SMALL = CacheCase(
     "latent-small", "bf16", (70, 0, 150, 1), 3, 8, 1, 64, 40, latent=True, causal=True, page=16

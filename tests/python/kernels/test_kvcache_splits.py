@@ -18,6 +18,8 @@ from oracle.attention import Array
 from run.forward import bits
 from run.kvcache import check_call, run_cache
 
+pytestmark = pytest.mark.hopper
+
 __all__ = ["emulated"]
 
 BASE = CacheCase("splits", "bf16", (700, 0, 65, 64), 2, page=16, causal=True, heads=8)

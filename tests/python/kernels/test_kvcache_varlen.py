@@ -17,8 +17,9 @@ from run.forward import bits
 from run.kvcache import expected_kernel, run_cache
 from run.packed_cache import verify_packed
 
+pytestmark = pytest.mark.hopper
 
-@pytest.mark.hopper
+
 def test_case(backend: Backend, packed_cache_case: PackedCase) -> None:
     verify_packed(backend, packed_cache_case)
 
@@ -45,7 +46,6 @@ def alone(packed: PackedCall, index: int) -> CacheCall:
     )
 
 
-@pytest.mark.hopper
 @pytest.mark.parametrize("how", [{"splits": 1}, {"split_size": 64}], ids=str)
 def test_batch_invariance(backend: Backend, how: dict[str, int]) -> None:
     """A sequence has the same bits alone and beside others, whatever max_seqlen_q is."""

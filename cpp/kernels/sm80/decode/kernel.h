@@ -9,10 +9,10 @@
 #include "common/dependent_launch.h"
 #include "common/launch.h"
 #include "common/softmax.h"
-#include "params.h"
 #include "sm80/decode/epilogue.h"
 #include "sm80/decode/mainloop.h"
 #include "sm80/decode/traits.h"
+#include "sm80/decode/work_tile.h"
 
 namespace anyflash::sm80 {
 
@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
   allow_next_kernel();
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   if (threadIdx.x < 32) {
-    const DecodeWorkTile here =
-        decode_block<Traits::kBlockM, Traits::kBlockN>(params, static_cast<int>(blockIdx.x));
+    const CachedWorkTile here =
+        cached_block<Traits::kBlockM, Traits::kBlockN>(params, static_cast<int>(blockIdx.x));
     if (threadIdx.x == 0) smem.block = here;
   }
   __syncthreads();  // the block is known to all

@@ -7,6 +7,7 @@
 
 #include "common/dequantize.h"
 #include "common/finite.h"
+#include "common/load.h"
 #include "common/macros.h"
 #include "params.h"
 #include "sm80/copy.h"
@@ -15,20 +16,6 @@
 #include "variant/cache.h"
 
 namespace anyflash::sm80 {
-
-// One row's 16 bytes element by element; columns that do not exist become 0.
-template <class Unit>
-ANYFLASH_DEVICE void load_elements(const void* row, int64_t stride, int first, int columns,
-                                   void* piece) {
-  const auto* const source = static_cast<const Unit*>(row);
-  auto* const target = static_cast<Unit*>(piece);
-#if defined(__CUDACC__)
-#pragma unroll 1  // rare: not worth the code
-#endif
-  for (int i = 0; i < 16 / static_cast<int>(sizeof(Unit)); ++i) {
-    target[i] = first + i < columns ? source[(first + i) * stride] : Unit{0};
-  }
-}
 
 template <class Traits>
 class CacheLoader {
@@ -47,7 +34,7 @@ class CacheLoader {
   static constexpr int kUnits = sizeof(Operand) / sizeof(Unit);
 
  public:
-  ANYFLASH_DEVICE CacheLoader(const DecodeLaunch& params, const DecodeWorkTile& block)
+  ANYFLASH_DEVICE CacheLoader(const DecodeLaunch& params, const CachedWorkTile& block)
       : params_(params),
         block_(block),
         sequence_(block.sequence),
@@ -215,7 +202,7 @@ class CacheLoader {
   }
 
   const DecodeLaunch& params_;
-  const DecodeWorkTile& block_;
+  const CachedWorkTile& block_;
   const CachedSequence& sequence_;
   const bool paged_;
   const int end_;                   // of the keys that lie anywhere

@@ -10,6 +10,7 @@
 #include "common/convert.h"
 #include "common/dequantize.h"
 #include "common/layout.h"
+#include "common/load.h"
 #include "common/macros.h"
 #include "common/math.h"
 #include "params.h"
@@ -313,7 +314,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const DecodeLaunch& params, const DecodeWor
   constexpr int kBlockN = Traits::kBlockN;
   constexpr int kStages = Traits::kStages;
   const int tiles = ceil_div(block.keys.end - block.keys.begin, kBlockN);
-  CacheLoader<Traits> loader(params, block);
+  CacheLoader<Traits> loader(params, smem.block);
   start_loads<Traits>(params, block, smem, loader, tiles);
 
   DecodeWarp<Traits> warp(params, smem);

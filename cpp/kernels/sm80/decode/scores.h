@@ -6,8 +6,8 @@
 
 #include "common/macros.h"
 #include "common/softmax.h"
+#include "cuda/decode_work_tile.h"
 #include "params.h"
-#include "sm80/decode/work_tile.h"
 #include "variant/broadcast_tensor.h"
 #include "variant/cache.h"
 #include "variant/mask.h"

@@ -36,6 +36,7 @@ struct DecodeTraits {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kKeyWarps = kConfig.key_warps;
+  static constexpr bool kJoinsInCluster = true;  // where there are clusters
   static constexpr int kColumnWarps = kConfig.column_warps;
   static constexpr int kGroupThreads = kThreads / kKeyWarps;        // that share keys
   static constexpr int kMmaThreads = kGroupThreads / kColumnWarps;  // and columns of V
@@ -80,7 +81,7 @@ struct DecodeTraits {
       Buffers buffers;
       Result result;
     };
-    DecodeWorkTile block;
+    CachedWorkTile block;
   };
 
   using TiledMma =

@@ -16,12 +16,12 @@
 #include "cuda/prefill_launch.h"
 #include "kernel_descriptor.h"
 #include "params.h"
+#include "sm90/cache_boxes.h"
 #include "sm90/family.h"
 #include "sm90/forward/kernel.h"
 #include "sm90/forward/launch.h"
 #include "sm90/forward/traits.h"
 #include "sm90/prefill/cached_block.h"
-#include "sm90/tma.h"
 
 namespace anyflash::sm90 {
 
@@ -29,25 +29,6 @@ template <class Traits, class Variant>
 __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     prefill_kernel(const __grid_constant__ PrefillLaunch params) {
   run_forward<Traits, Variant>(params);
-}
-
-// Of K and V in a cache: neighbouring rows are those of a page, or of a sequence's place.
-template <class Traits>
-void make_cache_maps(PrefillLaunch& launch) {
-  const KvCacheParams& cache = launch.cache;
-  Attention& a = launch.attention;
-  const bool paged = cache.block_table != nullptr;
-  TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
-  keys.batch = cache.slots;
-  if (paged) {
-    keys.rows = int64_t{1} << cache.page_shift;
-    constexpr int kDivides = Traits::kBlockN & -Traits::kBlockN;  // a power of 2, as a page is
-    keys.box_rows = std::min(1 << std::min(cache.page_shift, 16), kDivides);
-  }
-  launch.box_rows = keys.box_rows;
-  // Of a cache without rows everything lies outside, and its pointers may be anything.
-  if (keys.rows == 0 || keys.batch == 0) a.k = a.v = a.q;
-  make_key_maps(launch, keys);
 }
 
 // In the workspace: parts of results, blocks of query rows, and the counter of those taken.
@@ -106,7 +87,8 @@ void launch_prefill(const KvCacheParams& params, const LaunchContext& context) {
   prepared.row_blocks = list.row_blocks;
   prepared.taken = list.taken;
   make_query_maps<Traits>(prepared);
-  make_cache_maps<Traits>(prepared);
+  make_cache_maps(prepared, prepared.cache, kElementType<typename Traits::Element>,
+                  Traits::kBlockN);
   launch<list_blocks<Traits::kBlockM>>(
       dim3(static_cast<unsigned>(ceil_div(list.count, kListThreads / 32))), dim3(kListThreads), 0,
       context.stream, list);

@@ -43,6 +43,19 @@ inline bool mbarrier_try_wait(uint64_t* mbarrier, uint32_t parity,
 }
 inline void fence_barrier_init() {}
 
+inline void cluster_arrive() {}
+inline void cluster_wait(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emu::cluster_sync(file, line);
+}
+inline void expect_sent(uint64_t*, int bytes) { emu::expect_sent(bytes); }
+inline void send_to_cta(float* to, float value, int rank, const uint64_t*) {
+  emu::send_to_cta(to, value, rank);
+}
+inline void wait_for_sent(uint64_t*, const char* file = __builtin_FILE(),
+                          int line = __builtin_LINE()) {
+  emu::wait_for_sent(file, line);
+}
+
 enum class L2Hint : uint64_t { kEvictFirst, kEvictLast };
 
 struct TileCoordinates {
@@ -72,5 +85,8 @@ inline void fence_smem_writes() { emu::fence_proxy_async(); }
 inline void fence_all_writes() { emu::fence_proxy_async(); }
 
 inline void store_matrices(void* row, const uint32_t* words) { emu::stmatrix(row, words); }
+inline void store_transposed(void* column, uint32_t upper, uint32_t lower) {
+  emu::stmatrix_transposed(column, upper, lower);
+}
 
 }  // namespace anyflash::sm90

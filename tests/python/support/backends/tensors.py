@@ -33,6 +33,12 @@ class Layout:
     lead: int = 0  # elements between an aligned address and the first place
     byte_offset: bool = False  # the offset is DLTensor.byte_offset, not part of the address
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether TMA can read it, if rows have whole pieces of 16 bytes of 16-bit elements."""
+        moves = self.flip or self.expand or "d" in self.step or self.order[3:] not in ("", "d")
+        return not moves and self.lead % 8 == 0 and self.pad.get("d", 0) % 8 == 0
+
 
 LAYOUTS = {
     "contiguous": Layout(),

@@ -172,6 +172,7 @@ def _cases() -> Iterator[PackedCase]:
         "mixed-page1": (mixed, {"page": 1}),
         "mixed-splits3": (mixed, {"splits": 3}),
         "mixed-split-size": (mixed, {"split_size": 64}),
+        "between-split-size": ((Row(200, 33), Row(90, 1)), {"split_size": 64}),
         "mixed-features": (mixed, {"softcap": 8.0, "alibi": "bh", "sinks": True}),
         "mixed-out32": (mixed, {"out_dtype": "fp32"}),
         "mixed-layout": (mixed, {"layout": "flip_s", "small_layout": "rows_odd"}),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from backends.tensors import WRITABLE_LAYOUTS
+from backends.tensors import LAYOUTS, WRITABLE_LAYOUTS
 from cases.cache_case import TOGETHER, Append, CacheCase
 from cases.random_cases import width
 from oracle.kvcache import EIGHT_BIT
@@ -80,3 +80,25 @@ def random_cache_cases(draw: st.DrawFn, dtypes: list[str]) -> CacheCase:
     if case.eight_bit and not case.scales and case.values == "positive":
         case = replace(case, values="normal")  # scores of 8-bit integers would exceed float16
     return replace(case, id=f"random-{zlib.crc32(repr(case).encode())}")
+
+
+def for_hopper(case: CacheCase) -> CacheCase:
+    """The same but for what Hopper's kernels do not take."""
+    d, dv = -(-case.d // 8) * 8, -(-case.dv // 8) * 8
+    layout = case.layout
+    if layout not in TOGETHER and not LAYOUTS[layout].is_aligned:
+        layout = "rows_padded"
+    page = 8 if 0 < case.page < 8 else case.page
+    return replace(
+        case,
+        d=d,
+        dv=min(dv, d) if case.latent else dv,
+        cache_dtype="",
+        scales="",
+        softcap=0.0,
+        alibi="",
+        page=page,
+        leftpad=() if page else case.leftpad,
+        layout=layout,
+        id=f"{case.id}-hopper",
+    )

@@ -8,12 +8,12 @@ import numpy as np
 
 from backends import capi
 from backends.capi import Backend
-from backends.tensors import Tensor
-from cases.cache_case import EMULATED_TILES, CacheCall, CacheCase
+from backends.tensors import LAYOUTS, Tensor
+from cases.cache_case import EMULATED_TILES, TOGETHER, CacheCall, CacheCase
 from cases.case import is_sampled
 from oracle.attention import Array, check
 from oracle.kvcache import Answer, Written, attention, check_written
-from run.forward import bits
+from run.forward import LEAST_SCALE, bits
 
 HEAD_DIMS = (64, 128, 256, 512)  # of the GPU's kernels: others are rounded up
 
@@ -35,13 +35,36 @@ def expected_kernel(backend: Backend, case: CacheCase) -> str:
     kind = case.dtype.replace("fp", "f")
     if backend.is_cpu:
         return next(row.name for row in backend.rows("decode") if row.dtype == case.dtype)
-    dims = next((str(d) for d in HEAD_DIMS if d >= max(case.d, case.head_dim_v)), "576_512")
     rows = case.heads // case.heads_k * case.sq
+    hopper = hopper_kernel(case, rows) if backend.before == "sm90" else None
+    if hopper is not None:
+        return hopper
+    dims = next((str(d) for d in HEAD_DIMS if d >= max(case.d, case.head_dim_v)), "576_512")
     tile = next((m for m in (16, 32) if rows <= m), 64)
     if dims == "512" and tile == 64:  # for which it has no such tile
         dims, tile = ("576_512", tile) if case.latent else (dims, 32)
     name = f"{backend.arch}_decode_{kind}_d{dims}_m{tile}"
     return f"{name}_8bit" if case.eight_bit else name
+
+
+def hopper_kernel(case: CacheCase, rows: int) -> str | None:
+    columns = max(case.d, case.head_dim_v)
+    dims = next((str(d) for d in (64, 128, 256) if d >= columns), "576_512")
+    if not hopper_takes(case) or (dims == "576_512" and not case.latent):
+        return None
+    tiles = (16, 32) if dims == "576_512" else (8, 16, 32)
+    tile = next((m for m in tiles if rows <= m), 64)
+    return f"sm90_decode_{case.dtype.replace('fp', 'f')}_d{dims}_m{tile}"
+
+
+def hopper_takes(case: CacheCase) -> bool:
+    """Its kernels load boxes of at least eight rows of a page, by TMA."""
+    in_boxes = not case.page or (case.page >= 8 and not case.leftpad)
+    vectors = case.d % 8 == 0 and (case.latent or case.head_dim_v % 8 == 0)
+    aligned = case.layout in TOGETHER or LAYOUTS[case.layout].is_aligned
+    positive_scale = case.scale is None or case.scale >= LEAST_SCALE
+    plain = not case.softcap and not case.alibi and not case.eight_bit
+    return plain and in_boxes and vectors and aligned and positive_scale
 
 
 def supports_cache(name: str, case: CacheCase) -> bool:
@@ -59,7 +82,9 @@ def supports_cache(name: str, case: CacheCase) -> bool:
         rows = {row.name for row in capi.backend(name).rows("decode")}
     except capi.Unavailable:
         return True  # the test then fails and says what to do
-    return expected_kernel(capi.backend(name), case) in rows and case.tiles <= EMULATED_TILES
+    kernel = expected_kernel(capi.backend(name), case)
+    here = name != "emulated-sm90" or kernel.startswith("sm90")  # the rest is emulated-sm80's
+    return here and kernel in rows and case.tiles <= EMULATED_TILES
 
 
 def verify_cache(backend: Backend, case: CacheCase) -> None:

@@ -12,8 +12,8 @@ from cases.cache_case import CacheCall, CacheCase
 from cases.packed_cache import PackedCall, PackedCase
 from oracle.attention import check
 from oracle.kvcache import check_written
-from run.forward import LEAST_SCALE, bits
-from run.kvcache import expected_kernel, run_cache
+from run.forward import bits
+from run.kvcache import expected_kernel, hopper_takes, run_cache
 
 PREFILL_QUERIES = 64  # from here on
 PREFILL_HEAD_DIMS = (64, 128, 256)
@@ -29,15 +29,6 @@ def prefill_kernel(backend: Backend, case: CacheCase) -> str | None:
     scored = "_scored" if case.softcap or case.alibi else ""
     arch = "sm90" if backend.before == "sm90" and hopper_takes(case) else backend.arch
     return f"{arch}_prefill_{case.dtype.replace('fp', 'f')}_d{d}{scored}"
-
-
-def hopper_takes(case: CacheCase) -> bool:
-    """Its kernel loads boxes of at least eight rows of a page."""
-    in_boxes = not case.page or (case.page >= 8 and not case.leftpad)
-    positive_strides = "flip" not in case.layout and "expand" not in case.layout
-    positive_scale = case.scale is None or case.scale >= LEAST_SCALE
-    plain = not case.softcap and not case.alibi
-    return plain and in_boxes and positive_strides and positive_scale
 
 
 def kernels_of(backend: Backend, case: PackedCase) -> Counter[str]:

@@ -1,0 +1,95 @@
+// Host side of what the decoding kernels of all families have in common.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "common/cluster.h"
+#include "common/launch.h"
+#include "common/math.h"
+#include "cuda/decode_work_tile.h"
+#include "cuda/packed_tiles.h"
+#include "cuda/partial_results.h"
+#include "kernel_descriptor.h"
+#include "params.h"
+
+namespace anyflash {
+
+// Tiles of rows of one head of K.
+template <int kBlockM>
+int64_t row_tiles(const KvCacheParams& params) {
+  const Attention& a = params.attention;
+  if (a.cu_seqlens_q == nullptr) {
+    return a.batch * ceil_div(int64_t{a.seqlen_q} * (a.heads / a.heads_k), kBlockM);
+  }
+  if (has_tile_per_sequence<kBlockM>(params)) return a.batch;
+  return PackedTiles<kBlockM>(a, a.heads / a.heads_k, params.least_queries).count();
+}
+
+template <int kBlockM>
+int64_t number_of_ctas(const KvCacheParams& params) {
+  return row_tiles<kBlockM>(params) * params.attention.heads_k * params.num_splits;
+}
+
+// Whether the CTAs of a tile's splits are one cluster, which joins them: that saves a kernel. But a
+// GPU that clusters fill has its work shared out less evenly, unless they are small.
+template <class Traits, auto kKernel>
+bool splits_in_cluster(const KvCacheParams& params, const LaunchContext& context) {
+  const bool fits = Traits::kJoinsInCluster && 1 < params.num_splits &&
+                    params.num_splits <= kLargestCluster;
+  const bool spares = params.num_splits == 2 ||
+                      number_of_ctas<Traits::kBlockM>(params) <= context.multiprocessors / 2;
+  return fits && spares && has_clusters<kKernel>(context.device);
+}
+
+template <class Traits, auto kKernel>
+std::size_t decode_scratch_bytes(const KvCacheParams& params, const LaunchContext& context) {
+  return splits_in_cluster<Traits, kKernel>(params, context) ? 0 : parts_bytes(params);
+}
+
+// Whether rows of a tensor, columns of `bytes` each, can be copied in pieces of 16 bytes.
+inline bool has_vectors(const void* data, const Strides& stride, int columns, int bytes) {
+  const int64_t places = reinterpret_cast<int64_t>(data) | stride.batch * bytes |
+                         stride.row * bytes | stride.head * bytes | columns * bytes;
+  return places % 16 == 0 && stride.col == 1;
+}
+
+inline void check_decode_grid(int64_t ctas, int64_t rows, int block_m) {
+  if (ctas <= INT32_MAX && rows <= INT32_MAX - block_m) return;
+  throw Error(ErrorCode::kUnsupported,
+              "batch * heads_k * num_splits * ceil(seqlen_q * heads / heads_k / " +
+                  std::to_string(block_m) + ") is " + std::to_string(ctas) +
+                  "; a CUDA grid holds at most 2147483647 blocks");
+}
+
+// Launches kKernel, whose parameters are a Launch: DecodeParams, and what complete(launch) adds.
+// Then it joins the splits, where these are not a cluster.
+template <class Traits, auto kKernel, class Launch, class Complete>
+void launch_splits(const KvCacheParams& params, const LaunchContext& context,
+                   const Complete& complete) {
+  const Attention& a = params.attention;
+  const int group = a.heads / a.heads_k;
+  const int64_t rows = int64_t{a.seqlen_q} * group;  // of a sequence at most
+  const int64_t ctas = number_of_ctas<Traits::kBlockM>(params);
+  check_decode_grid(ctas, rows, Traits::kBlockM);
+  const bool in_cluster = splits_in_cluster<Traits, kKernel>(params, context);
+  const bool in_parts = params.num_splits > 1 && !in_cluster;
+  Launch prepared{};
+  static_cast<KvCacheParams&>(prepared) = in_parts ? partial_params(params, context) : params;
+  prepared.splits_in_cluster = in_cluster;
+  prepared.q_has_vectors = has_vectors(a.q, a.q_stride, a.head_dim, 2);
+  prepared.by_splits = cutlass::FastDivmod(params.num_splits);
+  const int64_t tiles = std::max<int64_t>(ceil_div(rows, Traits::kBlockM), 1);
+  prepared.by_row_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
+  prepared.by_heads_k = cutlass::FastDivmod(a.heads_k);
+  prepared.by_group = cutlass::FastDivmod(group);
+  complete(prepared);
+  const LaunchMode mode(LaunchOrder::kAfterPrevious, in_cluster ? params.num_splits : 1);
+  launch<kKernel>(dim3(static_cast<unsigned>(ctas)), dim3(Traits::kThreads),
+                  sizeof(typename Traits::SharedStorage), context.stream, prepared, mode);
+  if (in_parts) combine_parts<typename Traits::Element>(params, prepared, context.stream);
+}
+
+}  // namespace anyflash

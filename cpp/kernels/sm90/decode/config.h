@@ -1,0 +1,50 @@
+// Tiles of the Hopper decoding kernels: a table.
+#pragma once
+
+namespace anyflash::sm90 {
+
+// Keys of a tile: the rows of a wgmma.
+inline constexpr int kDecodeKeys = 64;
+
+struct DecodeConfig {
+  // Which kernels have it.
+  int head_dim = 0;
+  int least_rows = 0;  // of their tiles
+
+  int buffers = 2;      // for a tile of K or of V
+  int ctas = 1;         // an SM holds
+  int warpgroups = 1;   // which share tiles of keys, and have rows of their own
+};
+
+namespace decode_configs {
+
+constexpr DecodeConfig config(int head_dim, int least_rows, int buffers, int ctas,
+                              int warpgroups = 1) {
+  DecodeConfig c;
+  c.head_dim = head_dim;
+  c.least_rows = least_rows;
+  c.buffers = buffers;
+  c.ctas = ctas;
+  c.warpgroups = warpgroups;
+  return c;
+}
+
+// Buffers have 64 KB or more, so that an SM's memory is kept busy while a CTA computes. Latent
+// attention has a tile of 72 KB, which is that of V, too.
+inline constexpr DecodeConfig kTable[] = {
+    config(64, 64, 8, 2),  config(64, 8, 8, 3),  //
+    config(128, 64, 4, 2), config(128, 8, 4, 3), //
+    config(256, 8, 3, 2),                        //
+    config(576, 64, 2, 1, 2), config(576, 8, 2, 1),
+};
+
+}  // namespace decode_configs
+
+constexpr DecodeConfig decode_config(int head_dim, int rows) {
+  for (const DecodeConfig& c : decode_configs::kTable) {
+    if (c.head_dim == head_dim && rows >= c.least_rows) return c;
+  }
+  return {};
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,97 @@
+// Decoding on Hopper: attention of a few queries to a cache of keys and values (Flash-Decoding,
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). One warp has TMA bring K and V, and one
+// or two warpgroups compute.
+#pragma once
+
+#include "common/dependent_launch.h"
+#include "common/launch.h"
+#include "cuda/decode_work_tile.h"
+#include "sm90/decode/epilogue.h"
+#include "sm90/decode/loader.h"
+#include "sm90/decode/mainloop.h"
+#include "sm90/decode/traits.h"
+#include "sm90/pipeline.h"
+#include "sm90/ptx.h"
+
+namespace anyflash::sm90 {
+
+// By the loader's warp: the block, which it tells the others, and its tiles.
+template <class Traits>
+ANYFLASH_DEVICE void load_split(const DecodeLaunch& params,
+                                typename Traits::SharedStorage& smem) {
+  const bool leads = threadIdx.x % 32 == 0;
+  if (leads) {
+    prefetch_tensor_map(params.k_map);
+    if (!Traits::kLatent) prefetch_tensor_map(params.v_map);
+    smem.ring.init(Traits::kConsumerWarps);
+  }
+  const DecodeWorkTile block =
+      decode_block<Traits::kBlockM, Traits::kBlockN>(params, static_cast<int>(blockIdx.x));
+  if (leads) {
+    if constexpr (Traits::kJoinsInCluster) {
+      if (params.splits_in_cluster && block.rows > 0) {
+        smem.arrived.expect(inbox_bytes<Traits>(params, block));
+      }
+    }
+    smem.block = block;
+    fence_barrier_init();
+  }
+  __syncwarp();  // the block is in shared memory, and barriers are ready
+  arrive_named(static_cast<int>(NamedBarrier::kBlock), Traits::kThreads);
+  if (params.splits_in_cluster) cluster_arrive();
+  if (block.rows > 0) load_keys_and_values<Traits>(params, block, smem);
+}
+
+// The result of a cluster's splits.
+template <class Traits>
+ANYFLASH_DEVICE void join_cluster(const DecodeLaunch& params,
+                                  typename Traits::SharedStorage& smem) {
+  if (params.out_dtype == DType::kFloat32) join_splits<Traits, float>(params, smem.block, smem);
+  else join_splits<Traits, typename Traits::Element>(params, smem.block, smem);
+}
+
+// By the other warps: attention of their rows to the split's keys.
+template <class Traits>
+ANYFLASH_DEVICE void compute_split(const DecodeLaunch& params,
+                                   typename Traits::SharedStorage& smem) {
+  if (params.splits_in_cluster) cluster_arrive();
+  sync_named(static_cast<int>(NamedBarrier::kBlock), Traits::kThreads);
+  const DecodeWorkTile& block = smem.block;
+  if (block.rows <= 0) return;
+  const bool is_part = params.num_splits > 1 && !params.splits_in_cluster;
+  if (is_part && block.keys.begin >= block.keys.end) {
+    store_nothing<Traits>(params, block);
+    return;
+  }
+  DecodeWarpgroup<Traits> warpgroup(params, smem);
+  warpgroup.load_queries();
+  warpgroup.run();
+  if (params.splits_in_cluster) {
+    if constexpr (Traits::kJoinsInCluster) {
+      cluster_wait();  // all inboxes are ready
+      send_result<Traits>(params, block, smem, warpgroup);
+    }
+  } else if (params.out_dtype == DType::kFloat32) {
+    store_result<Traits, float>(params, block, warpgroup);
+  } else {
+    store_result<Traits, typename Traits::Element>(params, block, warpgroup);
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.ctas)
+    decode_kernel(const __grid_constant__ DecodeLaunch params) {
+  allow_next_kernel();
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
+  if (threadIdx.x < Traits::kConsumerThreads) {
+    compute_split<Traits>(params, smem);
+  } else {
+    load_split<Traits>(params, smem);
+    if (params.splits_in_cluster && smem.block.rows > 0) cluster_wait();
+  }
+  if constexpr (Traits::kJoinsInCluster) {
+    if (params.splits_in_cluster && smem.block.rows > 0) join_cluster<Traits>(params, smem);
+  }
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,34 @@
+// Host side of the Hopper decoding kernels: one KernelDescriptor per dtype, head dim and row tile.
+#pragma once
+
+#include "cuda/decode_launch.h"
+#include "cuda/descriptor.h"
+#include "kernel_descriptor.h"
+#include "sm90/cache_boxes.h"
+#include "sm90/decode/kernel.h"
+#include "sm90/decode/traits.h"
+#include "sm90/family.h"
+
+namespace anyflash::sm90 {
+
+template <class Traits>
+void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
+  launch_splits<Traits, decode_kernel<Traits>, DecodeLaunch>(
+      params, context, [](DecodeLaunch& prepared) {
+        make_cache_maps(prepared, prepared, kElementType<typename Traits::Element>,
+                        Traits::kBlockN);
+      });
+}
+
+template <class Element, int kHeadDim, int kHeadDimV, int kBlockM>
+constexpr KernelDescriptor decode_descriptor(const char* name) {
+  using Traits = DecodeTraits<Element, kHeadDim, kHeadDimV, kBlockM>;
+  KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kDecode);
+  d.tile = Traits::kTile;
+  d.latent = Traits::kLatent;
+  d.loads_boxes = true;
+  d.decode = {decode_scratch_bytes<Traits, decode_kernel<Traits>>, launch_decode<Traits>};
+  return d;
+}
+
+}  // namespace anyflash::sm90

@@ -1,0 +1,368 @@
+// The main loop of a decoding warpgroup: some rows, the tiles of keys of one split.
+//
+// Scores are transposed. A thread has the keys lane / 4 and lane / 4 + 8 of its warp's sixteen, and
+// two of every eight rows. So each row's keys lie in all warps: its maximum goes through shared
+// memory, as P does, which wgmma reads there.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "common/convert.h"
+#include "common/element.h"
+#include "common/load.h"
+#include "common/macros.h"
+#include "cuda/decode_epilogue.h"
+#include "cuda/decode_work_tile.h"
+#include "params.h"
+#include "sm90/accumulator.h"
+#include "sm90/decode/loader.h"
+#include "sm90/panel_tile.h"
+#include "sm90/pipeline.h"
+#include "sm90/products.h"
+#include "sm90/ptx.h"
+#include "sm90/wgmma.h"
+#include "variant/mask.h"
+#include "variant/tree_mask.h"
+
+namespace anyflash::sm90 {
+
+template <class Traits>
+class DecodeWarpgroup {
+  using Element = typename Traits::Element;
+  using Smem = typename Traits::SharedStorage;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kColumns = Traits::kThreadColumns;
+  static constexpr int kWarps = 4;
+
+ public:
+  ANYFLASH_DEVICE DecodeWarpgroup(const DecodeLaunch& params, Smem& smem)
+      : params_(params),
+        block_(smem.block),
+        smem_(smem),
+        warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads)),
+        warp_(uniform(static_cast<int>(threadIdx.x) / 32 % kWarps)),
+        scale_log2_(static_cast<float>(params.attention.softmax_scale) * kLog2E) {
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      maximum_[c] = -INFINITY;
+      sum_[c] = 0.0f;
+    }
+    ANYFLASH_UNROLL
+    for (auto& out : out_) cute::clear(out);
+  }
+
+  // This warpgroup's rows of Q, and what they see. Rows and columns that do not exist become 0.
+  ANYFLASH_DEVICE void load_queries() {
+    const Attention& a = params_.attention;
+    constexpr int kVector = 8;
+    constexpr int kVectors = Traits::TileQ::kColumns / kVector;
+    for (int i = thread(); i < kRows * kVectors; i += kWarpgroupThreads) {
+      const int row = i / kVectors;
+      const int first = i % kVectors * kVector;
+      const int in_tile = warpgroup_ * kRows + row;
+      const bool exists = in_tile < block_.rows;
+      const auto* const source = static_cast<const uint16_t*>(a.q) +
+                                 block_.offset(a.q_stride, exists ? in_tile : 0);
+      const int columns = exists ? a.head_dim : 0;
+      Element* const piece =
+          piece_of<typename Traits::TileQ>(smem_.q[warpgroup_], row, i % kVectors);
+      if (!params_.q_has_vectors) {
+        load_elements<uint16_t>(source, a.q_stride.col, first, columns, piece);
+      } else {  // all on their way at once
+        const auto& from = *reinterpret_cast<const cute::uint128_t*>(source + first);
+        auto& to = *reinterpret_cast<cute::uint128_t*>(piece);
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(from, to, first < columns);
+      }
+    }
+    cute::cp_async_fence();
+    const Mask mask = block_.mask(params_);
+    for (int row = thread(); row < kRows; row += kWarpgroupThreads) {
+      const int in_tile = warpgroup_ * kRows + row;
+      smem_.seen[in_tile] = block_.seen(mask, in_tile);
+    }
+    cute::cp_async_wait<0>();
+    fence_smem_writes();
+    sync();  // Q and what rows see are there
+  }
+
+  // All tiles.
+  ANYFLASH_DEVICE void run() {
+    bool found_nonfinite = false;
+    for (int key = block_.keys.begin; key < block_.keys.end; key += Traits::kBlockN) {
+      const bool partial = block_.hides(key, key + Traits::kBlockN);
+      const int k_stage = wait_tile();
+      typename Traits::Scores scores;
+      issue_transposed<typename Traits::TileK, typename Traits::TileQ, Traits::TileQ::kColumns>(
+          scores, smem_.tiles[k_stage], smem_.q[warpgroup_]);
+      wait_products<0>();
+      pin(scores);
+      if (!Traits::kLatent) release_tile(k_stage);
+      if (partial) hide_keys(scores, key);
+      softmax(scores);
+      store_probabilities(scores);
+      const int v_stage = Traits::kLatent ? k_stage : wait_tile();
+      Element* const values = smem_.tiles[v_stage];
+      if (partial) found_nonfinite |= clear_values(values, key);
+      fence_smem_writes();
+      if (partial) sync_consumers<Traits::kConsumerThreads>();
+      else sync();  // P is there
+      add_values(values);
+      release_tile(v_stage);
+    }
+    if (block_.hides(block_.keys.begin, block_.keys.end) && any_warp(found_nonfinite)) {
+      restore_values();
+    }
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      sum_[c] = over_lanes(sum_[c], [](float a, float b) { return a + b; });
+    }
+    join_warps(sum_, [](float a, float b) { return a + b; });
+  }
+
+  // Some columns of a row of the result.
+  struct RowOfResult {
+    DecodeWarpgroup& warpgroup;
+    int column;     // of accumulators
+    bool is_first;  // for one thread of those that share the row
+
+    // function(column of the result, value)
+    template <class Function>
+    ANYFLASH_DEVICE void for_each(const Function& function) {
+      ANYFLASH_UNROLL
+      for (int block = 0; block < Traits::kOutBlocks; ++block) {
+        ANYFLASH_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          function(warpgroup.out_column(block, half),
+                   element(warpgroup.out_[block], column, half));
+        }
+      }
+    }
+  };
+  // function(row, RowOfResult, largest score, sum of probabilities) for each of this thread's rows.
+  template <class Function>
+  ANYFLASH_DEVICE void for_each_row(const Function& function) {
+    const float unit = scale_log2_ * kLn2;
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      RowOfResult result{*this, c, thread() < 4};
+      function(row(c), result, maximum_[c] * unit, sum_[c]);
+    }
+  }
+
+ private:
+  ANYFLASH_DEVICE static int thread() {
+    return static_cast<int>(threadIdx.x) % kWarpgroupThreads;
+  }
+  ANYFLASH_DEVICE static int lane_row() { return static_cast<int>(threadIdx.x) % 32 / 4; }
+  // The row of Q that this thread's c-th column of accumulators is, of the warpgroup's.
+  ANYFLASH_DEVICE static int column(int c) { return c / 2 * 8 + thread_column() + c % 2; }
+  // The same of the tile's.
+  ANYFLASH_DEVICE int row(int c) const { return warpgroup_ * kRows + column(c); }
+  // Of V, in block `block` of the output.
+  ANYFLASH_DEVICE int out_column(int block, int half) const {
+    return block * kPanelColumns + warp_ * kWarpRows + lane_row() + 8 * half;
+  }
+  // Column c of an accumulator, of the upper or the lower eight of a warp's rows.
+  template <class Acc>
+  ANYFLASH_DEVICE static float& element(Acc& acc, int c, int half) {
+    return acc(c / 2 * 4 + half * 2 + c % 2);
+  }
+  template <class Op>
+  ANYFLASH_DEVICE static float over_lanes(float x, Op op) {  // with the same columns
+    ANYFLASH_UNROLL
+    for (int distance = 4; distance < 32; distance *= 2) {
+      x = op(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    }
+    return x;
+  }
+  ANYFLASH_DEVICE void sync() {
+    sync_named(static_cast<int>(NamedBarrier::kRows) + warpgroup_, kWarpgroupThreads);
+  }
+
+  // Each column's values of all warps, in their order.
+  template <class Op>
+  ANYFLASH_DEVICE void join_warps(float (&values)[kColumns], Op op) {
+    auto& of_warps = smem_.of_warps[warpgroup_];
+    if (lane_row() == 0) {
+      ANYFLASH_UNROLL
+      for (int c = 0; c < kColumns; ++c) of_warps[warp_][column(c)] = values[c];
+    }
+    sync();  // every warp's are there
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      values[c] = of_warps[0][column(c)];
+      ANYFLASH_UNROLL
+      for (int warp = 1; warp < kWarps; ++warp) {
+        values[c] = op(values[c], of_warps[warp][column(c)]);
+      }
+    }
+  }
+
+  // Whether it is so for any thread of all warpgroups.
+  ANYFLASH_DEVICE bool any_warp(bool found) {
+    found = __any_sync(0xffffffffu, found);
+    if (threadIdx.x % 32 == 0) smem_.found_by_warps[threadIdx.x / 32] = found;
+    sync_consumers<Traits::kConsumerThreads>();  // every warp's word is there
+    ANYFLASH_UNROLL
+    for (const bool other : smem_.found_by_warps) found |= other;
+    return found;
+  }
+
+  ANYFLASH_DEVICE int wait_tile() {
+    const int stage = place_.stage();
+    smem_.ring.full[stage].wait(place_.parity());
+    place_.advance();
+    return stage;
+  }
+  ANYFLASH_DEVICE void release_tile(int stage) { release(smem_.ring.empty[stage]); }
+
+  // Of the keys from `first` on.
+  ANYFLASH_DEVICE void hide_keys(typename Traits::Scores& scores, int first) const {
+    const TreeMask tree(params_, block_.batch, block_.sequence);
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      const SplitKeys seen = smem_.seen[row(c)];
+      ANYFLASH_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int key = first + warp_ * kWarpRows + lane_row() + 8 * half;
+        bool keeps = seen.begin <= key && key < seen.end;
+        if (tree.active() && keeps) keeps = tree.keep(block_.query(row(c)), key);
+        if (!keeps) element(scores, c, half) = -INFINITY;
+      }
+    }
+  }
+
+  // Turns scores into probabilities, and rescales sums and output to the new maxima.
+  ANYFLASH_DEVICE void softmax(typename Traits::Scores& scores) {
+    const auto larger = [](float a, float b) { return fmaxf(a, b); };
+    float maxima[kColumns];
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      maxima[c] = over_lanes(fmaxf(element(scores, c, 0), element(scores, c, 1)), larger);
+    }
+    join_warps(maxima, larger);
+    float rescale[kColumns];
+    bool moves = false;
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      const float previous = maximum_[c];
+      maximum_[c] = fmaxf(previous, maxima[c]);
+      // -inf means that nothing was visible yet: P must be 0, not NaN.
+      const float reference = maximum_[c] == -INFINITY ? 0.0f : maximum_[c];
+      const float shift = reference * scale_log2_;
+      rescale[c] = exp2f(previous * scale_log2_ - shift);
+      moves |= previous != maximum_[c];
+      sum_[c] *= rescale[c];
+      ANYFLASH_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float& score = element(scores, c, half);
+        score = exp2f(score * scale_log2_ - shift);
+        sum_[c] += score;
+      }
+    }
+    if (!__any_sync(0xffffffffu, moves)) return;
+    ANYFLASH_UNROLL
+    for (auto& out : out_) {
+      ANYFLASH_UNROLL
+      for (int c = 0; c < kColumns; ++c) {
+        element(out, c, 0) *= rescale[c];
+        element(out, c, 1) *= rescale[c];
+      }
+    }
+  }
+
+  // P, rounded, a row for each of Q's: this warp's sixteen keys.
+  ANYFLASH_DEVICE void store_probabilities(const typename Traits::Scores& scores) {
+    RoundedAccumulator<Element, kRows> rounded;
+    rounded.round(scores);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    ANYFLASH_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+      const int vector = warp_ * 2 + lane / 8 % 2;
+      store_transposed(piece_of<typename Traits::TileP>(smem_.p[warpgroup_],
+                                                        8 * j + lane % 8, vector),
+                       rounded.words[2 * j], rounded.words[2 * j + 1]);
+    }
+  }
+
+  // A masked probability is 0, but 0 * NaN is NaN (common/finite.h): such values of keys that not
+  // all rows see become 0.
+  ANYFLASH_DEVICE bool clear_values(Element* tile, int first_key) {
+    // Latent: both warpgroups have done with the tile as keys.
+    if (Traits::kLatent) sync_consumers<Traits::kConsumerThreads>();
+    constexpr int kVectors = Traits::TileV::kColumns / 8;
+    bool found = false;
+    for (int i = static_cast<int>(threadIdx.x); i < Traits::kBlockN * kVectors;
+         i += Traits::kConsumerThreads) {
+      const int row = i / kVectors;
+      if (!block_.hides(first_key + row, first_key + row + 1)) continue;
+      auto vector = cute::make_tensor(
+          cute::make_smem_ptr(piece_of<typename Traits::TileV>(tile, row, i % kVectors)),
+          cute::Int<8>{});
+      found |= clear_nonfinite(vector);
+    }
+    return found;
+  }
+
+  // Gives what clear_values() took out of V to the rows that see it. Rare: plain loops.
+  ANYFLASH_DEVICE void restore_values() {
+    const TreeMask tree(params_, block_.batch, block_.sequence);
+    const int columns = params_.attention.head_dim_v;
+    for (int key = block_.keys.begin; key < block_.keys.end; ++key) {
+      if (!block_.hides(key, key + 1)) continue;
+      ANYFLASH_UNROLL
+      for (int block = 0; block < Traits::kOutBlocks; ++block) {
+        ANYFLASH_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int x = out_column(block, half);
+          const float lost = x < columns ? cached_value<Traits>(params_, block_, key, x) : 0.0f;
+          if (std::isfinite(lost)) continue;
+          ANYFLASH_UNROLL
+          for (int c = 0; c < kColumns; ++c) {
+            const SplitKeys seen = smem_.seen[row(c)];
+            const bool sees = seen.begin <= key && key < seen.end;
+            if (sees && tree.keep(block_.query(row(c)), key)) element(out_[block], c, half) += lost;
+          }
+        }
+      }
+    }
+  }
+
+  // O^T += V^T P^T
+  ANYFLASH_DEVICE void add_values(const Element* values) {
+    using TileV = typename Traits::TileV;
+    constexpr int kPanel = TileV::kPanelElements * static_cast<int>(sizeof(Element));
+    const OperandDescriptor v(values, kPanel);
+    const OperandDescriptor p(smem_.p[warpgroup_], Traits::TileP::kBytes);
+    ANYFLASH_UNROLL
+    for (auto& out : out_) pin(out);
+    fence_products();
+    ANYFLASH_UNROLL
+    for (int block = 0; block < Traits::kOutBlocks; ++block) {
+      ANYFLASH_UNROLL
+      for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+        Wgmma<Element, kRows>::template with_smem<Major::kMN, Major::kK>(
+            out_[block].data(), v + (block * kPanel + step * 16 * kPanelBytes), p + step * 32, 1);
+      }
+    }
+    commit_products();
+    wait_products<0>();
+    ANYFLASH_UNROLL
+    for (auto& out : out_) pin(out);
+  }
+
+  const DecodeLaunch& params_;
+  const DecodeWorkTile& block_;
+  Smem& smem_;
+  const int warpgroup_;
+  const int warp_;
+  const float scale_log2_;
+  RingPlace<Traits::kBuffers> place_;
+  float maximum_[kColumns];  // of scores so far
+  float sum_[kColumns];      // of this thread's probabilities
+  typename Traits::Scores out_[Traits::kOutBlocks];
+};
+
+}  // namespace anyflash::sm90

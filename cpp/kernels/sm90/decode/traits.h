@@ -1,0 +1,71 @@
+// Types that a Hopper decoding kernel is made of.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/cluster.h"
+#include "cuda/decode_work_tile.h"
+#include "kernel_descriptor.h"
+#include "sm90/accumulator.h"
+#include "sm90/decode/config.h"
+#include "sm90/panel_tile.h"
+#include "sm90/cluster_inbox.h"
+#include "sm90/pipeline.h"
+#include "sm90/wgmma.h"
+
+namespace anyflash::sm90 {
+
+// Rows are queries and heads that share a head of K. Keys are the rows of the products, and these
+// the columns: S^T = K Q^T, O^T = V^T P^T. With two head dims attention is latent: V is the first
+// columns of K, and comes with it.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_>
+struct DecodeTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr bool kLatent = kHeadDim != kHeadDimV;
+  static constexpr bool k8Bit = false;
+  static constexpr DecodeConfig kConfig = decode_config(kHeadDim, kBlockM_);
+  static_assert(kConfig.head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kDecodeKeys;
+  static constexpr int kBuffers = kConfig.buffers;
+  static constexpr int kWarpgroups = kConfig.warpgroups;
+  static constexpr int kRows = kBlockM / kWarpgroups;  // of a warpgroup
+  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kConsumerThreads / 32;
+  static constexpr int kThreads = kConsumerThreads + 32;  // and the loader's warp
+  static constexpr Tile kTile = {kBlockM, kBlockN, kThreads / 32, kConfig.ctas};
+
+  using TileQ = PanelTile<Element, kRows, kHeadDim>;
+  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
+  using TileV = PanelTile<Element, kBlockN, kHeadDimV>;  // latent: the first panels of K's
+  using TileP = PanelTile<Element, kRows, kBlockN>;
+  using Scores = Accumulator<kRows>;  // transposed, as the output
+  static constexpr int kOutBlocks = TileV::kPanels;
+  static constexpr int kThreadColumns = kRows / 4;  // of an accumulator's
+
+  // Where the CTAs of a cluster each join some columns of all splits, by sixteen: a warp's.
+  static constexpr int kSlabs = kHeadDimV / 16;
+  static constexpr bool kJoinsInCluster = kBlockM <= 16;
+  struct Inbox {
+    float parts[kSlabs + kLargestCluster - 1][kBlockM][16];  // own columns of all splits
+    float lse[kLargestCluster][kBlockM];
+    ClusterInbox arrived;
+  };
+  struct NoInbox {};
+
+  struct SharedStorage : std::conditional_t<kJoinsInCluster, Inbox, NoInbox> {
+    alignas(1024) Element tiles[kBuffers][TileK::kSize];
+    alignas(1024) Element q[kWarpgroups][TileQ::kSize];
+    alignas(1024) Element p[kWarpgroups][TileP::kSize];
+    Ring<kBuffers> ring;
+    float of_warps[kWarpgroups][4][kRows];  // maxima or sums of each warp's keys
+    SplitKeys seen[kBlockM];                // by each row, of the split
+    bool found_by_warps[kConsumerWarps];    // NaN or infinity in V
+    DecodeWorkTile block;
+  };
+};
+
+}  // namespace anyflash::sm90
