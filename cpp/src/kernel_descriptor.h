@@ -105,7 +105,9 @@ struct KernelDescriptor {
   unsigned features = kNoFeatures;
   bool latent = false;       // decoding: for values that are the keys' first columns, and no others
   bool prefill = false;      // decoding: for long sequences of packed queries, and no others
-  bool loads_boxes = false;  // prefill: of caches as Problem::cache_in_boxes says, and no others
+  // Decoding and prefill: of caches as Problem::cache_in_boxes says, and no others.
+  bool loads_boxes = false;
+  bool joins_in_cluster = false;  // decoding: splits, where they suit a cluster
   TileConfig tile_config = TileConfig::kDefault;
   Tile tile;
   std::size_t smem_bytes = 0;  // dynamic shared memory of a CTA

@@ -159,8 +159,15 @@ struct KvCachePlan::State : KernelPlan {
     const int64_t blocks = decode_blocks(a, one.tile);
     const int64_t resident = resident_ctas(one, gpu);
     const int64_t multiprocessors = std::max(gpu.multiprocessors, 1);
-    return one.prefill ? prefill_num_splits(ctas, blocks, resident, multiprocessors)
-                       : decode_num_splits(ctas, blocks, resident, multiprocessors);
+    if (one.prefill) return prefill_num_splits(ctas, blocks, resident, multiprocessors);
+    if (!one.loads_boxes) return decode_num_splits(ctas, blocks, resident, multiprocessors);
+    BoxKernel kernel{};
+    kernel.ctas_per_sm = resident;
+    const int columns = one.head_dim + (one.latent ? 0 : one.head_dim_v);
+    kernel.block_bytes = int64_t{2} * one.tile.block_n * columns;
+    kernel.alone = one.tile.block_m < 64 ? 58 : 100;  // tensor cores take as long as memory
+    kernel.joins_in_cluster = one.joins_in_cluster;
+    return box_num_splits(ctas, blocks, multiprocessors, kernel);
   }
 
   // Rows that begin at multiples of 32 bytes, for the kernels that read them.

@@ -184,6 +184,9 @@ struct BackwardParams {
   bool deterministic = false;
 };
 
+// Every GPU that has thread block clusters has room for one of so many CTAs.
+inline constexpr int kLargestCluster = 8;
+
 // Attention to a cache (attention.h: KvCachePlan). k and v are the cache, their strides'
 // `batch` that of a page or of a sequence; seqlen_k is the capacity, a bound of every length.
 // variant/cache.h says where a key lies, and which rows of packed queries are a sequence's.

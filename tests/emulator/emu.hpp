@@ -148,7 +148,7 @@ const void* in_cta(const void* pointer, int rank);
 // st.async to the shared memory of another block of the cluster, which counts the bytes. All that a
 // block expects has come where it waits: at the cluster's barrier.
 void expect_sent(int bytes);
-void send_to_cta(float* to, float value, int rank);
+void send_to_cta(float* to, const float* values, int count, int rank);
 void wait_for_sent(const char* file, int line);
 
 // Announces bytes, and arrives.

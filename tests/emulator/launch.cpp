@@ -158,9 +158,10 @@ class Cluster {
   }
 
   void expect(int bytes) { own().expected += bytes; }
-  void send(float* to, float value, int rank) {
-    *static_cast<float*>(const_cast<void*>(in_cta(to, rank))) = value;
-    members_[rank].sent += sizeof(value);
+  void send(float* to, const float* values, int count, int rank) {
+    auto* const place = static_cast<float*>(const_cast<void*>(in_cta(to, rank)));
+    std::copy(values, values + count, place);
+    members_[rank].sent += count * sizeof(*values);
   }
   void check_sent() {
     const Member& member = own();
@@ -248,9 +249,9 @@ const void* in_cta(const void* pointer, int rank) {
 }
 
 void expect_sent(int bytes) { Cluster::current()->expect(bytes); }
-void send_to_cta(float* to, float value, int rank) {
-  Block::current();
-  Cluster::current()->send(to, value, rank);
+void send_to_cta(float* to, const float* values, int count, int rank) {
+  check_shared("st.async", to, count * sizeof(*values), count * sizeof(*values));
+  Cluster::current()->send(to, values, count, rank);
 }
 void wait_for_sent(const char* file, int line) {
   cluster_sync(file, line);

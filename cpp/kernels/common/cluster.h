@@ -15,9 +15,6 @@
 
 namespace anyflash {
 
-// Every GPU that has clusters has room for one of so many CTAs.
-inline constexpr int kLargestCluster = 8;
-
 // All threads of all CTAs of the cluster are there, and see what the others wrote before.
 ANYFLASH_DEVICE void cluster_sync() {
 #if defined(ANYFLASH_EMULATED)

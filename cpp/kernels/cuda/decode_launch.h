@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <string>
 
-#include "common/cluster.h"
 #include "common/launch.h"
 #include "common/math.h"
 #include "cuda/decode_work_tile.h"
 #include "cuda/packed_tiles.h"
 #include "cuda/partial_results.h"
+#include "grid_heuristics.h"
 #include "kernel_descriptor.h"
 #include "params.h"
 
@@ -33,15 +33,12 @@ int64_t number_of_ctas(const KvCacheParams& params) {
   return row_tiles<kBlockM>(params) * params.attention.heads_k * params.num_splits;
 }
 
-// Whether the CTAs of a tile's splits are one cluster, which joins them: that saves a kernel. But a
-// GPU that clusters fill has its work shared out less evenly, unless they are small.
 template <class Traits, auto kKernel>
 bool splits_in_cluster(const KvCacheParams& params, const LaunchContext& context) {
-  const bool fits = Traits::kJoinsInCluster && 1 < params.num_splits &&
-                    params.num_splits <= kLargestCluster;
-  const bool spares = params.num_splits == 2 ||
-                      number_of_ctas<Traits::kBlockM>(params) <= context.multiprocessors / 2;
-  return fits && spares && has_clusters<kKernel>(context.device);
+  return Traits::kJoinsInCluster &&
+         suits_cluster(number_of_ctas<Traits::kBlockM>(params), params.num_splits,
+                       context.multiprocessors) &&
+         has_clusters<kKernel>(context.device);
 }
 
 template <class Traits, auto kKernel>

@@ -34,7 +34,7 @@ struct DecodeWorkTile {
   // head head_k * group + r % group. So neighbouring rows see nearly the same keys.
   cutlass::FastDivmod by_group;
   int first_row;
-  int rows;  // of the tile that exist; none: nothing to do
+  int rows;         // of the tile that exist; none: nothing to do
   SplitKeys keys;   // of the split that some row sees
   SplitKeys shown;  // of these, those that all rows see
 

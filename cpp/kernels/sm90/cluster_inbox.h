@@ -16,7 +16,8 @@ class ClusterInbox {
   // By one thread, before cluster_arrive() and fence_barrier_init().
   ANYFLASH_DEVICE void expect(int bytes) { expect_sent(&state_, bytes); }
   // After cluster_wait(): `to` is that place of CTA `rank` whose inbox this is.
-  ANYFLASH_DEVICE void send(float* to, float value, int rank) {
+  template <class Number>  // float, float4
+  ANYFLASH_DEVICE void send(float* to, const Number& value, int rank) {
     send_to_cta(to, value, rank, &state_);
   }
   // Until all of it has come.

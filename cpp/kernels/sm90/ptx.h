@@ -88,15 +88,26 @@ ANYFLASH_DEVICE void expect_sent(uint64_t* mbarrier, int bytes) {
   mbarrier_init(mbarrier, 1);
   mbarrier_arrive_expect(mbarrier, bytes);
 }
+ANYFLASH_DEVICE uint32_t address_in_cta(const void* pointer, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(smem_address(pointer)), "r"(rank));
+  return address;
+}
 // Writes to `to` as CTA `rank` has it, and counts the bytes at its `mbarrier`.
 ANYFLASH_DEVICE void send_to_cta(float* to, float value, int rank, const uint64_t* mbarrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   address_in_cta(to, rank)),
+               "f"(value), "r"(address_in_cta(mbarrier, rank))
+               : "memory");
+}
+ANYFLASH_DEVICE void send_to_cta(float* to, const float4& value, int rank,
+                                 const uint64_t* mbarrier) {
   asm volatile(
-      "{\n.reg .b32 place, counter;\n"
-      "mapa.shared::cluster.u32 place, %0, %3;\n"
-      "mapa.shared::cluster.u32 counter, %1, %3;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [place], %2, [counter];\n}\n" ::"r"(
-          smem_address(to)),
-      "r"(smem_address(mbarrier)), "r"(__float_as_uint(value)), "r"(rank)
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address_in_cta(to, rank)),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(address_in_cta(mbarrier, rank))
       : "memory");
 }
 ANYFLASH_DEVICE void wait_for_sent(uint64_t* mbarrier) {
@@ -191,10 +202,10 @@ ANYFLASH_DEVICE void store_matrices(void* row, const uint32_t* words) {
 // Two of them, `upper` with the eight rows above those of `lower`: each is stored transposed. Lanes
 // 0 to 15 name the places of the upper matrix's columns, then of the lower one's.
 ANYFLASH_DEVICE void store_transposed(void* column, uint32_t upper, uint32_t lower) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                   smem_address(column)),
-               "r"(upper), "r"(lower)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(smem_address(column)),
+      "r"(upper), "r"(lower)
+      : "memory");
 }
 
 }  // namespace anyflash::sm90

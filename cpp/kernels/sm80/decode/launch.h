@@ -35,6 +35,7 @@ constexpr KernelDescriptor decode_descriptor(const char* name) {
   d.features = kSoftcap | kLargeSoftcap | kAlibi | (k8Bit ? kQuantizedCache : kNoFeatures);
   d.tile = Traits::kTile;
   d.latent = Traits::kLatent;
+  d.joins_in_cluster = Traits::kJoinsInCluster;
   d.decode = {decode_scratch_bytes<Traits, decode_kernel<Traits>>, launch_decode<Traits>};
   return d;
 }

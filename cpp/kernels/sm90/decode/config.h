@@ -11,9 +11,9 @@ struct DecodeConfig {
   int head_dim = 0;
   int least_rows = 0;  // of their tiles
 
-  int buffers = 2;      // for a tile of K or of V
-  int ctas = 1;         // an SM holds
-  int warpgroups = 1;   // which share tiles of keys, and have rows of their own
+  int buffers = 2;     // for a tile of K or of V
+  int ctas = 1;        // an SM holds
+  int warpgroups = 1;  // which share tiles of keys, and have rows of their own
 };
 
 namespace decode_configs {
@@ -32,9 +32,9 @@ constexpr DecodeConfig config(int head_dim, int least_rows, int buffers, int cta
 // Buffers have 64 KB or more, so that an SM's memory is kept busy while a CTA computes. Latent
 // attention has a tile of 72 KB, which is that of V, too.
 inline constexpr DecodeConfig kTable[] = {
-    config(64, 64, 8, 2),  config(64, 8, 8, 3),  //
-    config(128, 64, 4, 2), config(128, 8, 4, 3), //
-    config(256, 8, 3, 2),                        //
+    config(64, 64, 8, 2),     config(64, 8, 8, 3),   //
+    config(128, 64, 4, 2),    config(128, 8, 4, 3),  //
+    config(256, 64, 5, 1, 2), config(256, 8, 3, 2),  //
     config(576, 64, 2, 1, 2), config(576, 8, 2, 1),
 };
 

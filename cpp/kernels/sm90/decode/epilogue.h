@@ -9,15 +9,16 @@
 #include "common/cluster.h"
 #include "common/element.h"
 #include "common/macros.h"
+#include "common/store.h"
 #include "cuda/combine.h"
 #include "cuda/decode_epilogue.h"
 #include "cuda/decode_work_tile.h"
-#include "params.h"
-#include "sm90/decode/mainloop.h"
+#include "sm90/decode/loader.h"
 
 namespace anyflash::sm90 {
 
-// The factor of a row's output, and its LSE. A sink is one more logit of the denominator.
+// What a row's output has to be multiplied by, and its LSE. A sink is one more logit of the
+// denominator.
 struct RowResult {
   float factor;
   float lse;
@@ -25,16 +26,44 @@ struct RowResult {
   // maximum: in natural units
   ANYFLASH_DEVICE RowResult(float maximum, float sum, float sink) {
     const float reference = fmaxf(maximum, sink);
+    factor = 1.0f;
     if (sink != -INFINITY) {
       factor = exp2f((maximum - reference) * kLog2E);
       sum = sum * factor + exp2f((sink - reference) * kLog2E);
-    } else {
-      factor = 1.0f;
     }
     factor = sum == 0.0f ? 0.0f : factor / sum;
     lse = sum == 0.0f ? -INFINITY : reference + logf(sum);
   }
 };
+
+template <class Traits>
+ANYFLASH_DEVICE RowResult row_result(const typename Traits::SharedStorage& smem, int row,
+                                     float softmax_scale, float sink) {
+  float sum = smem.of_warps[0][row];
+  ANYFLASH_UNROLL
+  for (int warp = 1; warp < 4; ++warp) sum += smem.of_warps[warp][row];
+  return RowResult(smem.maximum[row] * softmax_scale, sum, sink);
+}
+
+// Calls store(row, column, four numbers) for the result, and store_lse(row, lse). A warp a row.
+template <class Traits, class Store, class StoreLse>
+ANYFLASH_DEVICE void for_each_result(const DecodeLaunch& params, const DecodeWorkTile& block,
+                                     const typename Traits::SharedStorage& smem, bool has_sink,
+                                     const Store& store, const StoreLse& store_lse) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto scale = static_cast<float>(params.attention.softmax_scale);
+  for (int row = static_cast<int>(threadIdx.x) / 32; row < block.rows;
+       row += Traits::kConsumerWarps) {
+    const float sink = has_sink ? row_sink(params, block, row) : -INFINITY;
+    const RowResult result = row_result<Traits>(smem, row, scale, sink);
+    for (int x = 4 * lane; x < Traits::kHeadDimV; x += 128) {
+      const auto four = *reinterpret_cast<const float4*>(&smem.result[row][x]);
+      const float f = result.factor;
+      store(row, x, float4{four.x * f, four.y * f, four.z * f, four.w * f});
+    }
+    store_lse(row, result.lse);
+  }
+}
 
 // A split without keys says so and writes nothing else.
 template <class Traits>
@@ -45,18 +74,19 @@ ANYFLASH_DEVICE void store_nothing(const DecodeLaunch& params, const DecodeWorkT
 
 template <class Traits, class Out>
 ANYFLASH_DEVICE void store_result(const DecodeLaunch& params, const DecodeWorkTile& block,
-                                  DecodeWarpgroup<Traits>& warpgroup) {
+                                  const typename Traits::SharedStorage& smem) {
   const int64_t stride = params.out_stride.col;
-  const int columns = params.attention.head_dim_v;
-  warpgroup.for_each_row([&](int row, auto& out, float maximum, float sum) {
-    if (row >= block.rows) return;
-    const RowResult result(maximum, sum, row_sink(params, block, row));
-    Out* const target = result_row<Out>(params, block, row);
-    out.for_each([&](int x, float value) {
-      if (x < columns) target[x * stride] = Out(value * result.factor);
-    });
-    if (out.is_first && params.lse != nullptr) *result_lse(params, block, row) = result.lse;
-  });
+  for_each_result<Traits>(
+      params, block, smem, /*has_sink=*/true,
+      [&](int row, int x, const float4& four) {
+        const float numbers[4] = {four.x, four.y, four.z, four.w};
+        store_four(numbers, result_row<Out>(params, block, row) + x * stride, stride,
+                   params.attention.head_dim_v - x);
+      },
+      [&](int row, float lse) {
+        const bool tells = threadIdx.x % 32 == 0 && params.lse != nullptr;
+        if (tells) *result_lse(params, block, row) = lse;
+      });
 }
 
 // The columns that CTA `rank` of a cluster joins come by slabs of sixteen: rank, rank + splits, ...
@@ -73,23 +103,20 @@ ANYFLASH_DEVICE int inbox_bytes(const DecodeLaunch& params, const DecodeWorkTile
 // This split's part, to the CTAs that join it.
 template <class Traits>
 ANYFLASH_DEVICE void send_result(const DecodeLaunch& params, const DecodeWorkTile& block,
-                                 typename Traits::SharedStorage& smem,
-                                 DecodeWarpgroup<Traits>& warpgroup) {
+                                 typename Traits::SharedStorage& smem) {
   const int splits = params.num_splits;
-  warpgroup.for_each_row([&](int row, auto& out, float maximum, float sum) {
-    if (row >= block.rows) return;
-    const RowResult result(maximum, sum, -INFINITY);
-    out.for_each([&](int x, float value) {
-      int rank = 0;
-      const int slab = params.by_splits.divmod(rank, x / 16);
-      const int place = slab * splits + block.split;
-      smem.arrived.send(&smem.parts[place][row][x % 16], value * result.factor, rank);
-    });
-    if (!out.is_first) return;
-    for (int rank = 0; rank < splits; ++rank) {
-      smem.arrived.send(&smem.lse[block.split][row], result.lse, rank);
-    }
-  });
+  for_each_result<Traits>(
+      params, block, smem, /*has_sink=*/false,
+      [&](int row, int x, const float4& four) {
+        int rank = 0;
+        const int slab = params.by_splits.divmod(rank, x / 16);
+        const int place = slab * splits + block.split;
+        smem.arrived.send(&smem.parts[place][row][x % 16], four, rank);
+      },
+      [&](int row, float lse) {
+        const int rank = static_cast<int>(threadIdx.x) % 32;
+        if (rank < splits) smem.arrived.send(&smem.lse[block.split][row], lse, rank);
+      });
 }
 
 // This CTA's columns of all splits. A thread has one of sixteen columns.

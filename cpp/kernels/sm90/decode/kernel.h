@@ -12,13 +12,13 @@
 #include "sm90/decode/traits.h"
 #include "sm90/pipeline.h"
 #include "sm90/ptx.h"
+#include "sm90/roles.h"
 
 namespace anyflash::sm90 {
 
 // By the loader's warp: the block, which it tells the others, and its tiles.
 template <class Traits>
-ANYFLASH_DEVICE void load_split(const DecodeLaunch& params,
-                                typename Traits::SharedStorage& smem) {
+ANYFLASH_DEVICE void load_split(const DecodeLaunch& params, typename Traits::SharedStorage& smem) {
   const bool leads = threadIdx.x % 32 == 0;
   if (leads) {
     prefetch_tensor_map(params.k_map);
@@ -37,9 +37,11 @@ ANYFLASH_DEVICE void load_split(const DecodeLaunch& params,
     fence_barrier_init();
   }
   __syncwarp();  // the block is in shared memory, and barriers are ready
-  arrive_named(static_cast<int>(NamedBarrier::kBlock), Traits::kThreads);
+  arrive_named(static_cast<int>(NamedBarrier::kBlock), Traits::kConsumerThreads + 32);
   if (params.splits_in_cluster) cluster_arrive();
-  if (block.rows > 0) load_keys_and_values<Traits>(params, block, smem);
+  if (block.rows <= 0) return;
+  load_keys_and_values<Traits>(params, block, smem);
+  if (params.splits_in_cluster) cluster_wait();
 }
 
 // The result of a cluster's splits.
@@ -55,7 +57,7 @@ template <class Traits>
 ANYFLASH_DEVICE void compute_split(const DecodeLaunch& params,
                                    typename Traits::SharedStorage& smem) {
   if (params.splits_in_cluster) cluster_arrive();
-  sync_named(static_cast<int>(NamedBarrier::kBlock), Traits::kThreads);
+  sync_named(static_cast<int>(NamedBarrier::kBlock), Traits::kConsumerThreads + 32);
   const DecodeWorkTile& block = smem.block;
   if (block.rows <= 0) return;
   const bool is_part = params.num_splits > 1 && !params.splits_in_cluster;
@@ -63,18 +65,20 @@ ANYFLASH_DEVICE void compute_split(const DecodeLaunch& params,
     store_nothing<Traits>(params, block);
     return;
   }
-  DecodeWarpgroup<Traits> warpgroup(params, smem);
-  warpgroup.load_queries();
-  warpgroup.run();
+  {
+    DecodeWarpgroup<Traits> warpgroup(params, smem);
+    warpgroup.load_queries();
+    warpgroup.run();
+  }
   if (params.splits_in_cluster) {
     if constexpr (Traits::kJoinsInCluster) {
       cluster_wait();  // all inboxes are ready
-      send_result<Traits>(params, block, smem, warpgroup);
+      send_result<Traits>(params, block, smem);
     }
   } else if (params.out_dtype == DType::kFloat32) {
-    store_result<Traits, float>(params, block, warpgroup);
+    store_result<Traits, float>(params, block, smem);
   } else {
-    store_result<Traits, typename Traits::Element>(params, block, warpgroup);
+    store_result<Traits, typename Traits::Element>(params, block, smem);
   }
 }
 
@@ -83,12 +87,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.ctas)
     decode_kernel(const __grid_constant__ DecodeLaunch params) {
   allow_next_kernel();
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  if (threadIdx.x < Traits::kConsumerThreads) {
-    compute_split<Traits>(params, smem);
-  } else {
-    load_split<Traits>(params, smem);
-    if (params.splits_in_cluster && smem.block.rows > 0) cluster_wait();
-  }
+  const auto load = [&] {
+    if (threadIdx.x / 32 == Traits::kConsumerWarps) load_split<Traits>(params, smem);
+  };
+  const auto compute = [&](int) { compute_split<Traits>(params, smem); };
+  if constexpr (Traits::kHandsRegistersOver) run_roles<Traits>(load, compute);
+  else if (threadIdx.x < Traits::kConsumerThreads) compute(0);
+  else load();
   if constexpr (Traits::kJoinsInCluster) {
     if (params.splits_in_cluster && smem.block.rows > 0) join_cluster<Traits>(params, smem);
   }

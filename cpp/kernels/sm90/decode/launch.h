@@ -27,6 +27,7 @@ constexpr KernelDescriptor decode_descriptor(const char* name) {
   d.tile = Traits::kTile;
   d.latent = Traits::kLatent;
   d.loads_boxes = true;
+  d.joins_in_cluster = Traits::kJoinsInCluster;
   d.decode = {decode_scratch_bytes<Traits, decode_kernel<Traits>>, launch_decode<Traits>};
   return d;
 }

@@ -63,8 +63,8 @@ class DecodeWarpgroup {
       const int first = i % kVectors * kVector;
       const int in_tile = warpgroup_ * kRows + row;
       const bool exists = in_tile < block_.rows;
-      const auto* const source = static_cast<const uint16_t*>(a.q) +
-                                 block_.offset(a.q_stride, exists ? in_tile : 0);
+      const auto* const source =
+          static_cast<const uint16_t*>(a.q) + block_.offset(a.q_stride, exists ? in_tile : 0);
       const int columns = exists ? a.head_dim : 0;
       Element* const piece =
           piece_of<typename Traits::TileQ>(smem_.q[warpgroup_], row, i % kVectors);
@@ -87,7 +87,7 @@ class DecodeWarpgroup {
     sync();  // Q and what rows see are there
   }
 
-  // All tiles.
+  // All tiles. Leaves this warpgroup's rows of the result in shared memory.
   ANYFLASH_DEVICE void run() {
     bool found_nonfinite = false;
     for (int key = block_.keys.begin; key < block_.keys.end; key += Traits::kBlockN) {
@@ -114,47 +114,11 @@ class DecodeWarpgroup {
     if (block_.hides(block_.keys.begin, block_.keys.end) && any_warp(found_nonfinite)) {
       restore_values();
     }
-    ANYFLASH_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      sum_[c] = over_lanes(sum_[c], [](float a, float b) { return a + b; });
-    }
-    join_warps(sum_, [](float a, float b) { return a + b; });
-  }
-
-  // Some columns of a row of the result.
-  struct RowOfResult {
-    DecodeWarpgroup& warpgroup;
-    int column;     // of accumulators
-    bool is_first;  // for one thread of those that share the row
-
-    // function(column of the result, value)
-    template <class Function>
-    ANYFLASH_DEVICE void for_each(const Function& function) {
-      ANYFLASH_UNROLL
-      for (int block = 0; block < Traits::kOutBlocks; ++block) {
-        ANYFLASH_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          function(warpgroup.out_column(block, half),
-                   element(warpgroup.out_[block], column, half));
-        }
-      }
-    }
-  };
-  // function(row, RowOfResult, largest score, sum of probabilities) for each of this thread's rows.
-  template <class Function>
-  ANYFLASH_DEVICE void for_each_row(const Function& function) {
-    const float unit = scale_log2_ * kLn2;
-    ANYFLASH_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      RowOfResult result{*this, c, thread() < 4};
-      function(row(c), result, maximum_[c] * unit, sum_[c]);
-    }
+    stage_result();
   }
 
  private:
-  ANYFLASH_DEVICE static int thread() {
-    return static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-  }
+  ANYFLASH_DEVICE static int thread() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
   ANYFLASH_DEVICE static int lane_row() { return static_cast<int>(threadIdx.x) % 32 / 4; }
   // The row of Q that this thread's c-th column of accumulators is, of the warpgroup's.
   ANYFLASH_DEVICE static int column(int c) { return c / 2 * 8 + thread_column() + c % 2; }
@@ -181,23 +145,11 @@ class DecodeWarpgroup {
     sync_named(static_cast<int>(NamedBarrier::kRows) + warpgroup_, kWarpgroupThreads);
   }
 
-  // Each column's values of all warps, in their order.
-  template <class Op>
-  ANYFLASH_DEVICE void join_warps(float (&values)[kColumns], Op op) {
-    auto& of_warps = smem_.of_warps[warpgroup_];
-    if (lane_row() == 0) {
-      ANYFLASH_UNROLL
-      for (int c = 0; c < kColumns; ++c) of_warps[warp_][column(c)] = values[c];
-    }
-    sync();  // every warp's are there
+  // This warp's values of each row, for the others.
+  ANYFLASH_DEVICE void tell_others(const float (&values)[kColumns]) {
+    if (lane_row() != 0) return;
     ANYFLASH_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      values[c] = of_warps[0][column(c)];
-      ANYFLASH_UNROLL
-      for (int warp = 1; warp < kWarps; ++warp) {
-        values[c] = op(values[c], of_warps[warp][column(c)]);
-      }
-    }
+    for (int c = 0; c < kColumns; ++c) smem_.of_warps[warp_][row(c)] = values[c];
   }
 
   // Whether it is so for any thread of all warpgroups.
@@ -242,13 +194,17 @@ class DecodeWarpgroup {
     for (int c = 0; c < kColumns; ++c) {
       maxima[c] = over_lanes(fmaxf(element(scores, c, 0), element(scores, c, 1)), larger);
     }
-    join_warps(maxima, larger);
+    tell_others(maxima);
+    sync();  // every warp's are there
     float rescale[kColumns];
     bool moves = false;
     ANYFLASH_UNROLL
     for (int c = 0; c < kColumns; ++c) {
       const float previous = maximum_[c];
-      maximum_[c] = fmaxf(previous, maxima[c]);
+      ANYFLASH_UNROLL
+      for (int warp = 0; warp < kWarps; ++warp) {
+        maximum_[c] = fmaxf(maximum_[c], smem_.of_warps[warp][row(c)]);
+      }
       // -inf means that nothing was visible yet: P must be 0, not NaN.
       const float reference = maximum_[c] == -INFINITY ? 0.0f : maximum_[c];
       const float shift = reference * scale_log2_;
@@ -281,9 +237,9 @@ class DecodeWarpgroup {
     ANYFLASH_UNROLL
     for (int j = 0; j < kRows / 8; ++j) {
       const int vector = warp_ * 2 + lane / 8 % 2;
-      store_transposed(piece_of<typename Traits::TileP>(smem_.p[warpgroup_],
-                                                        8 * j + lane % 8, vector),
-                       rounded.words[2 * j], rounded.words[2 * j + 1]);
+      store_transposed(
+          piece_of<typename Traits::TileP>(smem_.p[warpgroup_], 8 * j + lane % 8, vector),
+          rounded.words[2 * j], rounded.words[2 * j + 1]);
     }
   }
 
@@ -328,6 +284,32 @@ class DecodeWarpgroup {
         }
       }
     }
+  }
+
+  // In the place of the tiles: code that stores rows of it, by a loop, is shorter than what would
+  // store each of a thread's accumulators. A CTA runs it once, so that its length counts.
+  ANYFLASH_DEVICE void stage_result() {
+    ANYFLASH_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      sum_[c] = over_lanes(sum_[c], [](float a, float b) { return a + b; });
+    }
+    tell_others(sum_);
+    if (thread() < 4) {
+      ANYFLASH_UNROLL
+      for (int c = 0; c < kColumns; ++c) smem_.maximum[row(c)] = maximum_[c];
+    }
+    sync_consumers<Traits::kConsumerThreads>();  // all have done with the tiles
+    ANYFLASH_UNROLL
+    for (int block = 0; block < Traits::kOutBlocks; ++block) {
+      ANYFLASH_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        ANYFLASH_UNROLL
+        for (int c = 0; c < kColumns; ++c) {
+          smem_.result[row(c)][out_column(block, half)] = element(out_[block], c, half);
+        }
+      }
+    }
+    sync_consumers<Traits::kConsumerThreads>();  // every warp's part is there
   }
 
   // O^T += V^T P^T

@@ -8,10 +8,11 @@
 #include "cuda/decode_work_tile.h"
 #include "kernel_descriptor.h"
 #include "sm90/accumulator.h"
+#include "sm90/cluster_inbox.h"
 #include "sm90/decode/config.h"
 #include "sm90/panel_tile.h"
-#include "sm90/cluster_inbox.h"
 #include "sm90/pipeline.h"
+#include "sm90/roles.h"
 #include "sm90/wgmma.h"
 
 namespace anyflash::sm90 {
@@ -33,9 +34,13 @@ struct DecodeTraits {
   static constexpr int kBuffers = kConfig.buffers;
   static constexpr int kWarpgroups = kConfig.warpgroups;
   static constexpr int kRows = kBlockM / kWarpgroups;  // of a warpgroup
+  static constexpr int kConsumers = kWarpgroups;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
-  static constexpr int kThreads = kConsumerThreads + 32;  // and the loader's warp
+  // The loader is a warp. Beside two warpgroups it has one for itself, which leaves them registers.
+  static constexpr bool kHandsRegistersOver = kWarpgroups > 1;
+  static constexpr RegisterSplit kRegisters = {24, 240};
+  static constexpr int kThreads = kConsumerThreads + (kHandsRegistersOver ? kWarpgroupThreads : 32);
   static constexpr Tile kTile = {kBlockM, kBlockN, kThreads / 32, kConfig.ctas};
 
   using TileQ = PanelTile<Element, kRows, kHeadDim>;
@@ -50,20 +55,27 @@ struct DecodeTraits {
   static constexpr int kSlabs = kHeadDimV / 16;
   static constexpr bool kJoinsInCluster = kBlockM <= 16;
   struct Inbox {
-    float parts[kSlabs + kLargestCluster - 1][kBlockM][16];  // own columns of all splits
+    alignas(
+        16) float parts[kSlabs + kLargestCluster - 1][kBlockM][16];  // own columns of all splits
     float lse[kLargestCluster][kBlockM];
     ClusterInbox arrived;
   };
   struct NoInbox {};
 
+  // Rows of O are padded so that what a warp writes at once lies in different banks.
+  static constexpr int kOutStride = kHeadDimV + 4;
   struct SharedStorage : std::conditional_t<kJoinsInCluster, Inbox, NoInbox> {
-    alignas(1024) Element tiles[kBuffers][TileK::kSize];
+    union {
+      alignas(1024) Element tiles[kBuffers][TileK::kSize];
+      float result[kBlockM][kOutStride];  // after the loop, not yet divided by the sums
+    };
     alignas(1024) Element q[kWarpgroups][TileQ::kSize];
     alignas(1024) Element p[kWarpgroups][TileP::kSize];
     Ring<kBuffers> ring;
-    float of_warps[kWarpgroups][4][kRows];  // maxima or sums of each warp's keys
-    SplitKeys seen[kBlockM];                // by each row, of the split
-    bool found_by_warps[kConsumerWarps];    // NaN or infinity in V
+    float of_warps[4][kBlockM];           // maxima or sums of each warp's keys
+    float maximum[kBlockM];               // of products
+    SplitKeys seen[kBlockM];              // by each row, of the split
+    bool found_by_warps[kConsumerWarps];  // NaN or infinity in V
     DecodeWorkTile block;
   };
 };

@@ -49,7 +49,10 @@ inline void cluster_wait(const char* file = __builtin_FILE(), int line = __built
 }
 inline void expect_sent(uint64_t*, int bytes) { emu::expect_sent(bytes); }
 inline void send_to_cta(float* to, float value, int rank, const uint64_t*) {
-  emu::send_to_cta(to, value, rank);
+  emu::send_to_cta(to, &value, 1, rank);
+}
+inline void send_to_cta(float* to, const float4& value, int rank, const uint64_t*) {
+  emu::send_to_cta(to, &value.x, 4, rank);
 }
 inline void wait_for_sent(uint64_t*, const char* file = __builtin_FILE(),
                           int line = __builtin_LINE()) {
