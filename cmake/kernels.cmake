@@ -158,6 +158,7 @@ set(
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
   "^sm90_prefill_bf16_d(64|128)$"
+  "^sm90_decode_bf16_d(128_m(8|64)|576_512_m(16|64))$"
   "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges|blocks)$"
 )
 set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")

@@ -50,9 +50,9 @@ inline int heads_per_l2_section(const Attention& attention, int multiprocessors,
                         std::min<int64_t>(multiprocessors / 4, std::max<int64_t>(by_keys, 2)));
 }
 
-// Decoding: whether the CTAs of a tile's splits, of `ctas` in all, should be one cluster, which joins
-// them: that saves a kernel. But a GPU that clusters fill has its work shared out less evenly,
-// unless they are small.
+// Decoding: whether the CTAs of a tile's splits, of `ctas` in all, should be one cluster, which
+// joins them: that saves a kernel. But a GPU that clusters fill has its work shared out less
+// evenly, unless they are small.
 inline bool suits_cluster(int64_t ctas, int64_t splits, int64_t multiprocessors) {
   const bool fits = 1 < splits && splits <= kLargestCluster;
   return fits && (splits == 2 || ctas <= multiprocessors / 2);

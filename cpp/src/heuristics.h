@@ -72,10 +72,10 @@ struct BoxKernel {
   bool joins_in_cluster;
 };
 
-// The same for the kernels that load boxes, whose CTA alone uses more of the memory. Time is counted
-// in percent of what memory takes for a block where every SM reads one. An SM's CTAs take 50 each.
-// Joining costs 3 to 4 blocks of 32 KB, or less than one in a cluster. Measured on an H100, head
-// dims 64 to 256 and latent attention, one to 16 sequences of 512 to 131072 keys.
+// The same for the kernels that load boxes, whose CTA alone uses more of the memory. Time is
+// counted in percent of what memory takes for a block where every SM reads one. An SM's CTAs take
+// 50 each. Joining costs 3 to 4 blocks of 32 KB, or less than one in a cluster. Measured on an
+// H100, head dims 64 to 256 and latent attention, one to 16 sequences of 512 to 131072 keys.
 inline int box_num_splits(int64_t ctas, int64_t blocks, int64_t multiprocessors,
                           const BoxKernel& kernel) {
   constexpr int64_t kBytes = 32 * 1024;
@@ -86,11 +86,10 @@ inline int box_num_splits(int64_t ctas, int64_t blocks, int64_t multiprocessors,
     const int64_t all = ctas * splits;
     const int64_t resident = kernel.ctas_per_sm * multiprocessors;
     const int64_t rest = all % resident;
-    const int64_t of_rest = std::max({kernel.alone, 100 * rest / multiprocessors,
-                                      50 * divide(rest, multiprocessors)});
+    const int64_t of_rest =
+        std::max({kernel.alone, 100 * rest / multiprocessors, 50 * divide(rest, multiprocessors)});
     const int64_t block = all / resident * 100 * kernel.ctas_per_sm + (rest == 0 ? 0 : of_rest);
-    const bool in_cluster =
-        kernel.joins_in_cluster && suits_cluster(all, splits, multiprocessors);
+    const bool in_cluster = kernel.joins_in_cluster && suits_cluster(all, splits, multiprocessors);
     const int64_t joining = splits == 1 ? 0 : in_cluster ? 40 : 300 + 5 * splits;
     return block * divide(blocks, splits) + joining * kBytes / kernel.block_bytes;
   };

@@ -103,8 +103,8 @@ struct KernelDescriptor {
   int head_dim_v = 0;
   int least_head_dim = 0;  // smaller ones, of V too, are another family's, which is faster there
   unsigned features = kNoFeatures;
-  bool latent = false;       // decoding: for values that are the keys' first columns, and no others
-  bool prefill = false;      // decoding: for long sequences of packed queries, and no others
+  bool latent = false;   // decoding: for values that are the keys' first columns, and no others
+  bool prefill = false;  // decoding: for long sequences of packed queries, and no others
   // Decoding and prefill: of caches as Problem::cache_in_boxes says, and no others.
   bool loads_boxes = false;
   bool joins_in_cluster = false;  // decoding: splits, where they suit a cluster

@@ -168,6 +168,25 @@ void check_measured() {
   CHECK_EQ(measured_splits(256, 512), 1);  // 32 of 32768: two on nearly every SM
 }
 
+// An H100: the same of Hopper's own kernels, head dim 128.
+int measured_box_splits(int64_t ctas, int blocks) {
+  return anyflash::box_num_splits(ctas, blocks, 132, {3, 32 * 1024, 58, true});
+}
+
+void check_measured_boxes() {
+  CHECK_EQ(measured_box_splits(8, 16), 8);     // one sequence of 1024 keys and 8 heads: a cluster
+  CHECK_EQ(measured_box_splits(8, 256), 8);    // of 16384
+  CHECK_EQ(measured_box_splits(32, 16), 2);    // four of 1024
+  CHECK_EQ(measured_box_splits(128, 64), 1);   // 16 of 4096: a CTA on nearly every SM
+  CHECK_EQ(measured_box_splits(1024, 16), 1);  // 128 of 1024
+  CHECK(measured_box_splits(1, 256) > 32);     // one of 16384 and a single head
+  CHECK_EQ(measured_box_splits(1, 3), 1);      // fewer than four blocks are never split
+  CHECK_EQ(measured_box_splits(0, 100), 1);
+  // Latent attention of 16 sequences of 4096 keys: with 16 heads in clusters, with 128 without.
+  CHECK_EQ(anyflash::box_num_splits(16, 64, 132, {1, 72 * 1024, 58, true}), 4);
+  CHECK_EQ(anyflash::box_num_splits(32, 64, 132, {1, 72 * 1024, 100, false}), 4);
+}
+
 void check_decode_examples() {
   const Tile tile{16, 64, 4};
   // CTAs count, not where they come from: sequences, heads, or rows of a group.
@@ -248,6 +267,7 @@ int main() {
   check_decode();
   check_decode_examples();
   check_measured();
+  check_measured_boxes();
   check_resident_ctas();
   check_windows();
   constexpr int kMax = INT_MAX - 4095;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_cases import PREFILL, decode
+from decode_cases import PREFILL, decode, latent
 from emulated_driver import (
     BACKWARD_FEATURE_CASES,
     BACKWARD_PLAIN_CASES,
@@ -87,6 +87,61 @@ HOPPER_PREFILL_CASES = hopper(*PREFILL) + hopper(
     *decode(Case(seqlen_q=130, seqlen_k=4224, heads=1, causal=1, more="ragged=1 filled=4200")),
     multiprocessors=132,
 )
+
+# Tiles of 8, 16, 32 and 64 rows. The first five are joined by clusters.
+HOPPER_DECODE_RACES = hopper(
+    *decode(
+        Case(
+            batch=2,
+            seqlen_q=1,
+            seqlen_k=704,
+            heads=6,
+            heads_k=2,
+            more="filled=700,170 splits=4 sink=1 page=16 nan=seen left=600",
+        ),
+        Case(batch=3, seqlen_q=5, seqlen_k=320, heads=1, more="filled=300,0,129 split_size=128"),
+        Case(seqlen_q=9, seqlen_k=300, head_dim=40, head_dim_v=32, causal=1,
+             more="splits=3 tree=1 nan=seen"),
+        Case(batch=2, seqlen_q=2, seqlen_k=900, heads=1, more="filled=900,60 splits=8 out=fp32"),
+        Case(batch=2, seqlen_q=1, seqlen_k=130, heads=1, more="filled=130,0 splits=2 nan=seen"),
+        Case(seqlen_q=17, seqlen_k=400, causal=1, more="splits=5 nan=seen"),
+        Case(seqlen_q=40, seqlen_k=700, heads=1, causal=1,
+             more="filled=690 nan=seen page=8 left=650"),
+        Case(seqlen_q=1, seqlen_k=100, more="filled=0 sink=1"),
+    ),
+    multiprocessors=132,
+)  # fmt: skip
+HOPPER_DECODE_CASES = HOPPER_DECODE_RACES + hopper(
+    *decode(
+        Case(batch=2, seqlen_q=40, seqlen_k=320, causal=1,
+             more="filled=300,20 leftpad=7,20 batch_idx=1 splits=5"),
+        Case(batch=2, seqlen_q=5, seqlen_k=320, more="filled=0,300 split_size=64 sink=1 left=20"),
+        Case(batch=2, seqlen_q=3, seqlen_k=704, heads=4, heads_k=1,
+             more="filled=700,70 page=64 splits=7 nan=seen tree=1"),
+        Case(batch=2, seqlen_q=3, seqlen_k=256, heads=4, heads_k=2,
+             more="filled=250,90 new=3 rotary=64 page=16 hole=1 nan=seen"),
+        Case(seqlen_q=25, seqlen_k=130, heads=3, heads_k=1, causal=1, more="sink=1 out=fp32"),
+        Case(seqlen_q=1, seqlen_k=2300, heads=1, scale=1.0, more="split_size=64 sink=1 out=fp32"),
+        Case(batch=3, seqlen_q=5, seqlen_k=320, heads=6, heads_k=2, causal=1,
+             more="ragged=1 filled=300,3,256"),
+        Case(batch=2, seqlen_q=9, seqlen_k=192, heads=4, heads_k=1,
+             more="ragged=1 tree=1 new=9 splits=2"),
+    ),
+    multiprocessors=132,
+)  # fmt: skip
+# Of the last, two warpgroups share tiles.
+HOPPER_LATENT_CASES = hopper(
+    *latent(
+        decode(
+            Case(batch=2, seqlen_q=1, seqlen_k=200, heads=12, heads_k=1,
+                 more="filled=197,70 splits=3 nan=seen sink=1"),
+            Case(seqlen_q=2, seqlen_k=260, heads=10, heads_k=1, causal=1, more="splits=2 page=16"),
+            Case(batch=2, seqlen_q=1, seqlen_k=330, heads=40, heads_k=1,
+                 more="filled=300,60 page=64 nan=seen left=290"),
+        )
+    ),
+    multiprocessors=132,
+)  # fmt: skip
 
 HOPPER_BACKWARD_RACES = hopper(*BACKWARD_RACES[:6])
 HOPPER_BACKWARD_CASES = HOPPER_BACKWARD_RACES + hopper(

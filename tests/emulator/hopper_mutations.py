@@ -15,7 +15,14 @@ from mutations import Mutation
 HOPPER = "sm90_forward_f16_d64"
 HOPPER_RANGES = "sm90_forward_f16_d128"
 HOPPER_PREFILL = "sm90_prefill_f16_d64"
+HOPPER_DECODE = "sm90_decode_f16_d64"
+HOPPER_LATENT = "sm90_decode_f16_d576_512"
 CACHED_BLOCK = "sm90/prefill/cached_block.h"
+CACHE_BOXES = "sm90/cache_boxes.h"
+DECODE_KERNEL = "sm90/decode/kernel.h"
+DECODE_LOADER = "sm90/decode/loader.h"
+DECODE_MAINLOOP = "sm90/decode/mainloop.h"
+DECODE_EPILOGUE = "sm90/decode/epilogue.h"
 PREFILL_LAUNCH = "sm90/prefill/launch.h"
 KERNEL = "sm90/forward/kernel.h"
 LAUNCH = "sm90/forward/launch.h"
@@ -211,14 +218,14 @@ RANGES = (
 
 _of_prefill = partial(Mutation, unit=HOPPER_PREFILL)
 PREFILL = (
-    _of_prefill("hopper-prefill-boxes-in-one-place", CACHED_BLOCK,
-                "static_cast<int>(threadIdx.x) % 32 * params.box_rows", "0"),
-    _of_prefill("hopper-prefill-boxes-behind-the-tile", CACHED_BLOCK,
+    _of_prefill("hopper-prefill-boxes-in-one-place", CACHE_BOXES,
+                "static_cast<int>(threadIdx.x) % 32 * box_rows", "0"),
+    _of_prefill("hopper-prefill-boxes-behind-the-tile", CACHE_BOXES,
                 "if (first >= Tile::kRows) return;"),
     _of_prefill("hopper-prefill-queries-of-a-split", CACHED_BLOCK, "return 0;",
                 "return static_cast<int>(tile.sequence.batch);"),
-    _of_prefill("hopper-prefill-boxes-across-pages", PREFILL_LAUNCH,
-                "std::min(1 << std::min(cache.page_shift, 16), kDivides)", "kDivides"),
+    _of_prefill("hopper-prefill-boxes-across-pages", CACHE_BOXES,
+                "std::min(1 << std::min(cache.page_shift, 16), divides)", "divides"),
     _of_prefill("hopper-prefill-counter-begins-late", PREFILL_LAUNCH, "*params.taken = 0;",
                 "*params.taken = 1;"),
     _of_prefill("hopper-prefill-first-block-alone", PREFILL_LAUNCH,
@@ -226,6 +233,72 @@ PREFILL = (
                 "find_packed_block<kBlockM>(params.cache, 0)"),
 )  # fmt: skip
 
+_of_decode = partial(Mutation, unit=HOPPER_DECODE)
+_of_latent = partial(Mutation, unit=HOPPER_LATENT)
+DECODE = (
+    _of_decode("hopper-decode-before-the-block", DECODE_KERNEL,
+               "sync_named(static_cast<int>(NamedBarrier::kBlock), "
+               "Traits::kConsumerThreads + 32);"),
+    _of_decode("hopper-decode-inbox-not-announced", DECODE_KERNEL,
+               "smem.arrived.expect(inbox_bytes<Traits>(params, block));"),
+    _of_decode("hopper-decode-empty-part-is-computed", DECODE_KERNEL,
+               "store_nothing<Traits>(params, block);"),
+    _of_decode("hopper-decode-no-wait-for-empty", DECODE_LOADER,
+               "smem.ring.empty[stage].wait(place.parity() ^ 1);"),
+    _of_decode("hopper-decode-first-phase", DECODE_LOADER, "place.parity() ^ 1", "place.parity()"),
+    _of_decode("hopper-decode-boxes-behind-the-split", DECODE_LOADER,
+               "key < block.keys.end; key += Traits::kBlockN",
+               "key < block.keys.end - 1; key += Traits::kBlockN"),
+    _of_decode("hopper-decode-boxes-of-the-next-tile", DECODE_LOADER, "box = next;"),
+    _of_decode("hopper-decode-no-wait-for-queries", DECODE_MAINLOOP,
+               "sync(); // Q and what rows see are there"),
+    _of_decode("hopper-decode-queries-on-their-way", DECODE_MAINLOOP,
+               "cute::cp_async_wait<0>();"),
+    _of_decode("hopper-decode-queries-without-fence", DECODE_MAINLOOP, "fence_smem_writes();",
+               after="cute::cp_async_wait<0>();"),
+    _of_decode("hopper-decode-no-wait-for-tile", DECODE_MAINLOOP,
+               "smem_.ring.full[stage].wait(place_.parity());"),
+    _of_decode("hopper-decode-tile-not-released", DECODE_MAINLOOP,
+               "if (!Traits::kLatent) release_tile(k_stage);"),
+    _of_decode("hopper-decode-scores-on-their-way", DECODE_MAINLOOP, "wait_products<0>();",
+               "wait_products<1>();", after="scores, smem_.tiles[k_stage]"),
+    _of_decode("hopper-decode-hidden-keys-seen", DECODE_MAINLOOP,
+               "if (partial) hide_keys(scores, key);"),
+    _of_decode("hopper-decode-hidden-nan-kept", DECODE_MAINLOOP,
+               "if (partial) found_nonfinite |= clear_values(values, key);"),
+    _of_decode("hopper-decode-probabilities-without-fence", DECODE_MAINLOOP, "fence_smem_writes();",
+               after="found_nonfinite |= clear_values(values, key);"),
+    _of_decode("hopper-decode-probabilities-not-waited-for", DECODE_MAINLOOP,
+               "else sync(); // P is there"),
+    _of_decode("hopper-decode-maxima-not-waited-for", DECODE_MAINLOOP,
+               "sync(); // every warp's are there"),
+    _of_decode("hopper-decode-output-not-rescaled", DECODE_MAINLOOP,
+               "element(out, c, 0) *= rescale[c];"),
+    _of_decode("hopper-decode-values-not-restored", DECODE_MAINLOOP, "restore_values();",
+               after="any_warp(found_nonfinite)"),
+    _of_decode("hopper-decode-word-of-own-warp", DECODE_MAINLOOP,
+               "sync_consumers<Traits::kConsumerThreads>(); // every warp's word is there"),
+    _of_decode("hopper-decode-restored-to-all", DECODE_MAINLOOP,
+               "const bool sees = seen.begin <= key && key < seen.end;", "const bool sees = true;"),
+    _of_decode("hopper-decode-tiles-still-read", DECODE_MAINLOOP,
+               "sync_consumers<Traits::kConsumerThreads>(); // all have done with the tiles"),
+    _of_decode("hopper-decode-result-not-waited-for", DECODE_MAINLOOP,
+               "sync_consumers<Traits::kConsumerThreads>(); // every warp's part is there"),
+    _of_decode("hopper-decode-sum-of-one-warp", DECODE_EPILOGUE,
+               "sum += smem.of_warps[warp][row];"),
+    _of_decode("hopper-decode-sink-twice", DECODE_EPILOGUE, "/*has_sink=*/false", "true"),
+    _of_decode("hopper-decode-slabs-in-one-place", DECODE_EPILOGUE, "slab * splits + block.split;",
+               "block.split;"),
+    _of_decode("hopper-decode-inbox-too-small", DECODE_EPILOGUE, "(columns + 1)", "columns"),
+    _of_decode("hopper-decode-join-too-early", DECODE_EPILOGUE, "smem.arrived.wait();"),
+    _of_decode("hopper-decode-join-without-a-split", DECODE_EPILOGUE, "s < splits ? smem.parts",
+               "s < splits - 1 ? smem.parts"),
+    _of_latent("hopper-latent-values-cleared-early", DECODE_MAINLOOP,
+               "if (Traits::kLatent) sync_consumers<Traits::kConsumerThreads>();"),
+    _of_latent("hopper-latent-cleared-by-one-warpgroup", DECODE_MAINLOOP,
+               "if (partial) sync_consumers<Traits::kConsumerThreads>();", "if (partial) sync();"),
+)  # fmt: skip
+
 HOPPER_MUTATIONS = (
-    BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES + PREFILL
+    BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES + PREFILL + DECODE
 )

@@ -24,13 +24,21 @@ from hopper_cases import (
     HOPPER_BACKWARD_FEATURES,
     HOPPER_BLOCK_CASES,
     HOPPER_CASES,
+    HOPPER_DECODE_CASES,
+    HOPPER_LATENT_CASES,
     HOPPER_PREFILL_CASES,
     HOPPER_RACES,
     HOPPER_RANGE_CASES,
     HOPPER_SCORED,
     HOPPER_WIDE_CASES,
 )
-from hopper_mutations import HOPPER, HOPPER_PREFILL, HOPPER_RANGES
+from hopper_mutations import (
+    HOPPER,
+    HOPPER_DECODE,
+    HOPPER_LATENT,
+    HOPPER_PREFILL,
+    HOPPER_RANGES,
+)
 from mutations import CHUNKS, FORWARD, LAZY, ONE_BUFFER, RELOADED_V, SPLIT_KEYS
 from range_mutations import RANGE_BOUNDS_UNIT
 
@@ -67,6 +75,10 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in seeds for case in cases]
     if unit == HOPPER_PREFILL:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_PREFILL_CASES]
+    if unit == HOPPER_DECODE:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_DECODE_CASES]
+    if unit == HOPPER_LATENT:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_LATENT_CASES]
     if unit == HOPPER_RANGES:
         cases = wide(HOPPER_RANGE_CASES + HOPPER_BLOCK_CASES + HOPPER_SCORED)
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in cases]

@@ -1,6 +1,6 @@
-// The end of a decoding CTA: its accumulators are the result or, where the keys are split, a part of
-// it. Parts are joined by combine.cu or, where the CTAs of all splits are a cluster, by these: each
-// joins some columns. Both add up the same numbers in the same order.
+// The end of a decoding CTA: what it has staged is the result or, where the keys are split, a part
+// of it. Parts are joined by combine.cu or, where the CTAs of all splits are a cluster, by these:
+// each joins some columns. Both add up the same numbers in the same order.
 #pragma once
 
 #include <cmath>

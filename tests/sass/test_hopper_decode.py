@@ -1,0 +1,79 @@
+"""What ptxas makes of Hopper's decoding kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine_code.cuobjdump import Disassembler
+from test_hopper import ARCH, DTYPES, Code, kernels, products, read, spills
+
+import anyflash
+
+PATTERN = re.compile(
+    r"sm9013decode_kernelINS0_12DecodeTraitsIN7cutlass\d+(half_t|bfloat16_t)"
+    r"ELi(\d+)ELi(\d+)ELi(\d+)E"
+)
+KEYS = 64  # of a tile
+# Beside the loop that a CTA runs for each tile: what it spills once, by head dim and rows.
+SPILLS = {(576, 64): 90}
+
+
+@cache
+def codes() -> dict[tuple[str, int, int], Code]:
+    """By dtype, head dim and rows."""
+    installed = Path(anyflash.__file__).parent / "lib" / "libanyflash.so"
+    disassembler = Disassembler(Path(os.environ.get("ANYFLASH_LIBRARY", installed)), ARCH)
+    names = {name: found for name in disassembler.resources() if (found := PATTERN.search(name))}
+    result = {}
+    for name, code in disassembler.code(names).items():
+        element, head_dim, _, rows = names[name].groups()
+        result[DTYPES[element], int(head_dim), int(rows)] = read(code)
+    return result
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "row" in metafunc.fixturenames:
+        absent = pytest.mark.skip(reason=f"a build without kernels for {ARCH}")
+        rows = [pytest.param(row, id=name) for name, row in kernels("decode").items()]
+        metafunc.parametrize("row", rows or [pytest.param({}, id="none", marks=absent)])
+
+
+def code_of(row: dict[str, Any]) -> Code:
+    return codes()[row["dtype"], row["head_dim"], row["block_m"]]
+
+
+def test_ci_compiles_them() -> None:
+    if os.environ.get("ANYFLASH_EXPECT_CUDA") == "1":
+        assert kernels("decode")
+
+
+def test_products(row: dict[str, Any]) -> None:
+    """S^T takes one for each 16 columns of Q; O^T one for each 16 keys and 64 columns of V. The
+    code has them once."""
+    dtype = ".BF16" if row["dtype"] == "bfloat16" else ""
+    warpgroups = 2 if row["block_m"] == 64 and row["head_dim"] >= 128 else 1
+    expected = Counter(
+        {
+            f"HGMMA.64x{row['block_m'] // warpgroups}x16.F32{dtype}": row["head_dim"] // 16
+            + row["head_dim_v"] // 64 * (KEYS // 16)
+        }
+    )
+    assert products(code_of(row).opcodes) == expected
+
+
+def test_products_are_not_serialised(row: dict[str, Any]) -> None:
+    """A fence and a wait for each group: of S and of O."""
+    opcodes = code_of(row).opcodes
+    assert opcodes["WARPGROUP.ARRIVE"] == 2
+    assert opcodes["WARPGROUP.DEPBAR.LE"] == 2
+
+
+def test_spills(row: dict[str, Any]) -> None:
+    allowed = SPILLS.get((row["head_dim"], row["block_m"]), 0)
+    assert spills(code_of(row).opcodes) <= allowed
