@@ -105,8 +105,10 @@ HOPPER_DECODE_RACES = hopper(
         Case(batch=2, seqlen_q=2, seqlen_k=900, heads=1, more="filled=900,60 splits=8 out=fp32"),
         Case(batch=2, seqlen_q=1, seqlen_k=130, heads=1, more="filled=130,0 splits=2 nan=seen"),
         Case(seqlen_q=17, seqlen_k=400, causal=1, more="splits=5 nan=seen"),
-        Case(seqlen_q=40, seqlen_k=700, heads=1, causal=1,
+        Case(seqlen_q=40, seqlen_k=704, heads=1, causal=1,
              more="filled=690 nan=seen page=8 left=650"),
+        # The result takes the place of the only tile of V.
+        Case(seqlen_q=50, seqlen_k=60, heads=1),
         Case(seqlen_q=1, seqlen_k=100, more="filled=0 sink=1"),
     ),
     multiprocessors=132,
@@ -129,15 +131,17 @@ HOPPER_DECODE_CASES = HOPPER_DECODE_RACES + hopper(
     ),
     multiprocessors=132,
 )  # fmt: skip
-# Of the last, two warpgroups share tiles.
+# Of the last two, two warpgroups share tiles.
 HOPPER_LATENT_CASES = hopper(
     *latent(
         decode(
             Case(batch=2, seqlen_q=1, seqlen_k=200, heads=12, heads_k=1,
                  more="filled=197,70 splits=3 nan=seen sink=1"),
-            Case(seqlen_q=2, seqlen_k=260, heads=10, heads_k=1, causal=1, more="splits=2 page=16"),
-            Case(batch=2, seqlen_q=1, seqlen_k=330, heads=40, heads_k=1,
+            Case(seqlen_q=2, seqlen_k=272, heads=10, heads_k=1, causal=1, more="splits=2 page=16"),
+            Case(batch=2, seqlen_q=1, seqlen_k=384, heads=40, heads_k=1,
                  more="filled=300,60 page=64 nan=seen left=290"),
+            # Keys that rows of one warpgroup alone see are not finite.
+            Case(seqlen_q=40, seqlen_k=130, heads=1, heads_k=1, causal=1, more="nan=seen"),
         )
     ),
     multiprocessors=132,

@@ -106,8 +106,7 @@ class DecodeWarpgroup {
       Element* const values = smem_.tiles[v_stage];
       if (partial) found_nonfinite |= clear_values(values, key);
       fence_smem_writes();
-      if (partial) sync_consumers<Traits::kConsumerThreads>();
-      else sync();  // P is there
+      sync_for_values(partial);  // P is there
       add_values(values);
       release_tile(v_stage);
     }
@@ -143,6 +142,12 @@ class DecodeWarpgroup {
   }
   ANYFLASH_DEVICE void sync() {
     sync_named(static_cast<int>(NamedBarrier::kRows) + warpgroup_, kWarpgroupThreads);
+  }
+
+  // Where all have to have cleared a tile of V, all wait.
+  ANYFLASH_DEVICE void sync_for_values(bool cleared) {
+    if (cleared) sync_consumers<Traits::kConsumerThreads>();
+    else sync();
   }
 
   // This warp's values of each row, for the others.

@@ -39,7 +39,7 @@ struct DecodeTraits {
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
   // The loader is a warp. Beside two warpgroups it has one for itself, which leaves them registers.
   static constexpr bool kHandsRegistersOver = kWarpgroups > 1;
-  static constexpr RegisterSplit kRegisters = {48, 232};
+  static constexpr RegisterSplit kRegisters = {40, 232};
   static constexpr int kThreads = kConsumerThreads + (kHandsRegistersOver ? kWarpgroupThreads : 32);
   static constexpr Tile kTile = {kBlockM, kBlockN, kThreads / 32, kConfig.ctas};
 
