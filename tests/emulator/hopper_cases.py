@@ -108,7 +108,7 @@ HOPPER_DECODE_RACES = hopper(
         Case(seqlen_q=40, seqlen_k=704, heads=1, causal=1,
              more="filled=690 nan=seen page=8 left=650"),
         # The result takes the place of the only tile of V.
-        Case(seqlen_q=50, seqlen_k=60, heads=1),
+        Case(seqlen_q=50, seqlen_k=64, heads=1),
         Case(seqlen_q=1, seqlen_k=100, more="filled=0 sink=1"),
     ),
     multiprocessors=132,
@@ -131,7 +131,7 @@ HOPPER_DECODE_CASES = HOPPER_DECODE_RACES + hopper(
     ),
     multiprocessors=132,
 )  # fmt: skip
-# Of the last two, two warpgroups share tiles.
+# Of the last three, two warpgroups share tiles.
 HOPPER_LATENT_CASES = hopper(
     *latent(
         decode(
@@ -141,7 +141,8 @@ HOPPER_LATENT_CASES = hopper(
             Case(batch=2, seqlen_q=1, seqlen_k=384, heads=40, heads_k=1,
                  more="filled=300,60 page=64 nan=seen left=290"),
             # Keys that rows of one warpgroup alone see are not finite.
-            Case(seqlen_q=40, seqlen_k=130, heads=1, heads_k=1, causal=1, more="nan=seen"),
+            Case(seqlen_q=40, seqlen_k=64, heads=1, heads_k=1, causal=1, more="nan=seen"),
+            Case(seqlen_q=64, seqlen_k=64, heads=1, heads_k=1, causal=1, more="nan=seen"),
         )
     ),
     multiprocessors=132,

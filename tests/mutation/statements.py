@@ -29,6 +29,7 @@ FUNCTIONS = (
     *("fence_products", "commit_products", "wait_products"),
     *("commit_stores", "wait_stores_read", "wait_stores"),
     *("fence_barrier_init", "fence_smem_writes", "fence_all_writes"),
+    *("cluster_arrive", "cluster_wait", "wait_for_sent"),
     *("release", "allow_next_kernel", "wait_previous_kernel"),
 )
 # Waits that also take what they waited for. Those that only wait are found (is_wrapper()).
@@ -42,6 +43,7 @@ OTHERS = (
     *("smem_address", "elect_lane", "release_registers", "acquire_registers", "init", "state"),
     *("mbarrier_init", "mbarrier_arrive", "mbarrier_arrive_expect", "mbarrier_try_wait"),
     *("prefetch_tensor_map", "load_box", "load_bytes", "add_floats", "store_box"),
+    *("address_in_cta", "expect_sent", "send_to_cta", "store_transposed"),
     *("store_matrices", "with_smem", "with_registers", "pin_registers", "address"),
     *("stage", "parity", "count", "advance"),
 )

@@ -12,7 +12,7 @@ struct DecodeConfig {
   int least_rows = 0;  // of their tiles
 
   int buffers = 2;     // for a tile of K or of V
-  int ctas = 1;        // an SM holds
+  int ctas = 1;        // for which an SM has registers
   int warpgroups = 1;  // which share tiles of keys, and have rows of their own
 };
 
@@ -32,10 +32,10 @@ constexpr DecodeConfig config(int head_dim, int least_rows, int buffers, int cta
 // Buffers have 64 KB or more, so that an SM's memory is kept busy while a CTA computes. Latent
 // attention has a tile of 72 KB, which is that of V, too.
 inline constexpr DecodeConfig kTable[] = {
-    config(64, 64, 8, 2),      config(64, 8, 8, 3),   //
-    config(128, 64, 10, 1, 2), config(128, 8, 4, 3),  //
-    config(256, 64, 5, 1, 2),  config(256, 8, 3, 2),  //
-    config(576, 64, 2, 1, 2),  config(576, 8, 2, 1),
+    config(64, 64, 8, 2),     config(64, 8, 8, 3),   //
+    config(128, 64, 4, 2),    config(128, 8, 4, 3),  //
+    config(256, 64, 5, 1, 2), config(256, 8, 3, 2),  //
+    config(576, 64, 2, 1, 2), config(576, 8, 2, 1),
 };
 
 }  // namespace decode_configs
