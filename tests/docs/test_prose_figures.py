@@ -71,9 +71,9 @@ def test_a_share_needs_the_bandwidth() -> None:
 
 def test_a_wrong_figure_is_written_anew(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    begin = "It has <!-- bench h200-decode.json lowest share larger=256 cache='pages of 16' -->"
+    begin = "It has <!-- bench h100-decode.json lowest share larger=256 cache='pages of 16' -->"
     page.write_text(f"{begin}99<!-- end --> %.\n")
-    assert performance.filled(page) == f"{begin}72<!-- end --> %.\n"
+    assert performance.filled(page) == f"{begin}74<!-- end --> %.\n"
 
 
 @pytest.mark.parametrize("page", performance.PAGES, ids=lambda page: page.name)

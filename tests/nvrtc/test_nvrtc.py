@@ -25,6 +25,7 @@ TEMPLATES = [
     "sm90_backward_bf16_d64",
     "sm90_forward_bf16_d64",
     "sm90_prefill_bf16_d64",
+    "sm90_decode_bf16_d64",
 ]
 # Of these units one kernel alone.
 ONE_KERNEL = {
