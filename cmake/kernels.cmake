@@ -129,7 +129,7 @@ anyflash_kernels(
   FAMILY sm90
   OP decode
   HEAD_DIMS 64 128 256 576_512
-  KERNELS "64,128,256:_m8:8" "*:_m16:16" "*:_m32:32" "*:_m64:64"
+  KERNELS "*:_m16:16" "*:_m32:32" "*:_m64:64"
 )
 anyflash_kernels(
   FAMILY sm90
@@ -158,7 +158,7 @@ set(
   "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
   "^sm90_backward_bf16_d(64|128|256)$"
   "^sm90_prefill_bf16_d(64|128)$"
-  "^sm90_decode_bf16_d(128_m(8|64)|576_512_m(16|64))$"
+  "^sm90_decode_bf16_d(128|576_512)_m(16|64)$"
   "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges|blocks)$"
 )
 set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")

@@ -51,7 +51,7 @@ struct KvCachePlan::State : KernelPlan {
     const bool packed = params.attention.cu_seqlens_q != nullptr;
     Problem problem = problem_of(t.q, params, options.cpu_isa);
     if (packed) problem.rows = params.attention.heads / params.attention.heads_k;
-    set_boxes(problem, t);
+    problem.cache_in_boxes = lies_in_boxes(t);
     select(problem, options);
     if (!reads_cache(t, *kernel)) {
       problem.cache_in_boxes = false;
@@ -127,20 +127,18 @@ struct KvCachePlan::State : KernelPlan {
     const KvCacheParams& params = append.cache;
     problem.prefill = params.cache_dtype == t.q.dtype && !params.latent &&
                       params.tree_mask.data == nullptr && fits_cache(t, *kernel);
-    set_boxes(problem, t);
     const KernelDescriptor& chosen = select_kernel(problem);
     if (reads_cache(t, chosen)) return chosen;
     problem.cache_in_boxes = false;
     return select_kernel(problem);
   }
   // The first axis is asked however long it is: bits must not depend on that.
-  void set_boxes(Problem& problem, const KvCacheTensors& t) const {
+  bool lies_in_boxes(const KvCacheTensors& t) const {
     constexpr int kLeastBoxShift = 3;  // boxes have at least 8 rows
     const KvCacheParams& params = append.cache;
-    problem.cache_in_boxes =
-        t.k_cache.stride[0] > 0 && (params.latent || t.v_cache.stride[0] > 0) &&
-        (params.block_table == nullptr ||
-         (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr));
+    return t.k_cache.stride[0] > 0 && (params.latent || t.v_cache.stride[0] > 0) &&
+           (params.block_table == nullptr ||
+            (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr));
   }
   // What loads boxes takes tensors as its family says, and what decodes otherwise takes any.
   bool reads_cache(const KvCacheTensors& t, const KernelDescriptor& one) const {

@@ -170,7 +170,7 @@ void check_measured() {
 
 // An H100: the same of Hopper's own kernels, head dim 128.
 int measured_box_splits(int64_t ctas, int blocks) {
-  return anyflash::box_num_splits(ctas, blocks, 132, {3, 32 * 1024, 58, true});
+  return anyflash::box_num_splits(ctas, blocks, 132, {2, 32 * 1024, 58, true});
 }
 
 void check_measured_boxes() {

@@ -88,7 +88,7 @@ HOPPER_PREFILL_CASES = hopper(*PREFILL) + hopper(
     multiprocessors=132,
 )
 
-# Tiles of 8, 16, 32 and 64 rows. The first five are joined by clusters.
+# Tiles of 16, 32 and 64 rows. The first five are joined by clusters.
 HOPPER_DECODE_RACES = hopper(
     *decode(
         Case(

@@ -241,7 +241,7 @@ DECODE = (
                "sync_named(static_cast<int>(NamedBarrier::kBlock), "
                "Traits::kConsumerThreads + 32);"),
     _of_decode("hopper-decode-inbox-not-announced", DECODE_KERNEL,
-               "smem.arrived.expect(inbox_bytes<Traits>(params, block));"),
+               "smem.inbox.arrived.expect(inbox_bytes<Traits>(params, block));"),
     _of_decode("hopper-decode-empty-part-is-computed", DECODE_KERNEL,
                "store_nothing<Traits>(params, block);"),
     _of_decode("hopper-decode-no-wait-for-empty", DECODE_LOADER,
@@ -289,7 +289,7 @@ DECODE = (
     _of_decode("hopper-decode-slabs-in-one-place", DECODE_EPILOGUE, "slab * splits + block.split",
                "block.split", after="params.by_splits.divmod(rank"),
     _of_decode("hopper-decode-inbox-too-small", DECODE_EPILOGUE, "(columns + 1)", "columns"),
-    _of_decode("hopper-decode-join-too-early", DECODE_EPILOGUE, "smem.arrived.wait();"),
+    _of_decode("hopper-decode-join-too-early", DECODE_EPILOGUE, "smem.inbox.arrived.wait();"),
     _of_decode("hopper-decode-join-of-one-split", DECODE_EPILOGUE, "slab * splits + s",
                "slab * splits"),
     _of_latent("hopper-latent-values-cleared-early", DECODE_MAINLOOP,

@@ -2,9 +2,9 @@
 // weigh in them.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
-#include "common/cluster.h"
 #include "common/dequantize.h"
 #include "common/element.h"
 #include "common/macros.h"

@@ -41,13 +41,12 @@ ANYFLASH_DEVICE CacheBox find_box(const KvCacheParams& cache, const CachedSequen
 // By a warp.
 template <class Tile>
 ANYFLASH_DEVICE void load_boxes(typename Tile::Element* to, const CUtensorMap& map, int head,
-                                CacheBox box, int box_rows, Mbarrier& full) {
+                                CacheBox box, int box_rows, Mbarrier& full, L2Hint hint) {
   if (threadIdx.x % 32 == 0) full.arrive_expect(Tile::kBytes);
   __syncwarp();  // the barrier knows of the bytes before they come
   const int first = first_row_of_box(box_rows);
   if (first >= Tile::kRows) return;
-  load_panels<Tile>(to + first * kPanelColumns, map, {0, box.row, head, box.slot}, full,
-                    L2Hint::kEvictLast);
+  load_panels<Tile>(to + first * kPanelColumns, map, {0, box.row, head, box.slot}, full, hint);
 }
 
 // Maps of K and V in a cache, for tiles of so many keys. Rows of a box are neighbours: those of a

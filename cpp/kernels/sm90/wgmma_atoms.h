@@ -21,7 +21,6 @@ struct Wgmma;
 // clang-format off
 #define ANYFLASH_8P(a, b, c, d, e, f, g, h) \
   "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define ANYFLASH_P4 "%0,%1,%2,%3"
 #define ANYFLASH_P8 ANYFLASH_8P(0, 1, 2, 3, 4, 5, 6, 7)
 #define ANYFLASH_P16 ANYFLASH_P8 "," ANYFLASH_8P(8, 9, 10, 11, 12, 13, 14, 15)
 #define ANYFLASH_P24 ANYFLASH_P16 "," ANYFLASH_8P(16, 17, 18, 19, 20, 21, 22, 23)
@@ -43,7 +42,6 @@ struct Wgmma;
 
 #define ANYFLASH_8D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define ANYFLASH_D4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define ANYFLASH_D8 ANYFLASH_8D(0)
 #define ANYFLASH_D16 ANYFLASH_D8, ANYFLASH_8D(8)
 #define ANYFLASH_D24 ANYFLASH_D16, ANYFLASH_8D(16)
@@ -89,7 +87,6 @@ struct Wgmma;
   ANYFLASH_WGMMA_OF(cutlass::bfloat16_t, "bf16", N, D, I0, I1, I2, I3, I4, I5, I6) \
   ANYFLASH_WGMMA_OF(cutlass::half_t, "f16", N, D, I0, I1, I2, I3, I4, I5, I6)
 
-ANYFLASH_WGMMA(8, 4, 4, 5, 6, 7, 8, 9, 10)
 ANYFLASH_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
 ANYFLASH_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 ANYFLASH_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
@@ -113,7 +110,6 @@ ANYFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef ANYFLASH_D24
 #undef ANYFLASH_D16
 #undef ANYFLASH_D8
-#undef ANYFLASH_D4
 #undef ANYFLASH_8D
 #undef ANYFLASH_P128
 #undef ANYFLASH_P96
@@ -125,7 +121,6 @@ ANYFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef ANYFLASH_P24
 #undef ANYFLASH_P16
 #undef ANYFLASH_P8
-#undef ANYFLASH_P4
 #undef ANYFLASH_8P
 
 // Before a group: what this thread wrote to registers is there for it.

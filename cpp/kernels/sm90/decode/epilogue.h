@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "common/cluster.h"
 #include "common/element.h"
 #include "common/macros.h"
 #include "common/store.h"
@@ -111,11 +110,11 @@ ANYFLASH_DEVICE void send_result(const DecodeLaunch& params, const DecodeWorkTil
         int rank = 0;
         const int slab = params.by_splits.divmod(rank, x / 16);
         const int place = slab * splits + block.split;
-        smem.arrived.send(&smem.parts[place][row][x % 16], four, rank);
+        smem.inbox.arrived.send(&smem.inbox.parts[place][row][x % 16], four, rank);
       },
       [&](int row, float lse) {
         const int rank = static_cast<int>(threadIdx.x) % 32;
-        if (rank < splits) smem.arrived.send(&smem.lse[block.split][row], lse, rank);
+        if (rank < splits) smem.inbox.arrived.send(&smem.inbox.lse[block.split][row], lse, rank);
       });
 }
 
@@ -126,19 +125,20 @@ ANYFLASH_DEVICE void join_splits(const DecodeLaunch& params, const DecodeWorkTil
   const int splits = params.num_splits;
   const int x = static_cast<int>(threadIdx.x) % 16;
   const int slabs = slabs_of<Traits>(block.split, splits);
-  smem.arrived.wait();
+  smem.inbox.arrived.wait();
   for (int row = static_cast<int>(threadIdx.x) / 16; row < block.rows;
        row += Traits::kThreads / 16) {
     float lses[kLargestCluster];
     ANYFLASH_UNROLL
-    for (int s = 0; s < kLargestCluster; ++s) lses[s] = s < splits ? smem.lse[s][row] : -INFINITY;
+    for (int s = 0; s < kLargestCluster; ++s)
+      lses[s] = s < splits ? smem.inbox.lse[s][row] : -INFINITY;
     const SplitWeights weights(lses, row_sink(params, block, row));
     Out* const target = result_row<Out>(params, block, row);
     for (int slab = 0; slab < slabs; ++slab) {
       float sums[kPartSums] = {};
       ANYFLASH_UNROLL
       for (int s = 0; s < kLargestCluster; ++s) {
-        const float part = s < splits ? smem.parts[slab * splits + s][row][x] : 0.0f;
+        const float part = s < splits ? smem.inbox.parts[slab * splits + s][row][x] : 0.0f;
         sums[s % kPartSums] += weights.weight[s] * part;
       }
       float joined = sums[0];

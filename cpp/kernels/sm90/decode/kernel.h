@@ -30,7 +30,7 @@ ANYFLASH_DEVICE void load_split(const DecodeLaunch& params, typename Traits::Sha
   if (leads) {
     if constexpr (Traits::kJoinsInCluster) {
       if (params.splits_in_cluster && block.rows > 0) {
-        smem.arrived.expect(inbox_bytes<Traits>(params, block));
+        smem.inbox.arrived.expect(inbox_bytes<Traits>(params, block));
       }
     }
     smem.block = block;

@@ -4,7 +4,6 @@
 #include <cuda.h>
 
 #include "common/macros.h"
-#include "common/math.h"
 #include "cuda/decode_work_tile.h"
 #include "sm90/cache_boxes.h"
 #include "sm90/pipeline.h"
@@ -27,7 +26,7 @@ ANYFLASH_DEVICE void load_keys_and_values(const DecodeLaunch& params, const Deco
     const int stage = place.stage();
     smem.ring.empty[stage].wait(place.parity() ^ 1);
     load_boxes<decltype(tile)>(smem.tiles[stage], map, block.head_k, box, params.box_rows,
-                               smem.ring.full[stage]);
+                               smem.ring.full[stage], L2Hint::kEvictFirst);  // read once
     place.advance();
   };
   const auto find = [&](int key) {

@@ -4,9 +4,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/cluster.h"
+#include "common/math.h"
 #include "cuda/decode_work_tile.h"
 #include "kernel_descriptor.h"
+#include "params.h"
 #include "sm90/accumulator.h"
 #include "sm90/cluster_inbox.h"
 #include "sm90/decode/config.h"
@@ -51,12 +52,20 @@ struct DecodeTraits {
   static constexpr int kOutBlocks = TileV::kPanels;
   static constexpr int kThreadColumns = kRows / 4;  // of an accumulator's
 
-  // Where the CTAs of a cluster each join some columns of all splits, by sixteen: a warp's.
+  // The CTAs of a cluster each join some columns of all splits, by slabs of sixteen: a warp's.
   static constexpr int kSlabs = kHeadDimV / 16;
   static constexpr bool kJoinsInCluster = kBlockM <= 16;
+  // A CTA's own slabs of all splits, at most.
+  static constexpr int kInboxSlabs = [] {
+    int most = 0;
+    for (int splits = 2; splits <= kLargestCluster; ++splits) {
+      const int slabs = ceil_div(kSlabs, splits) * splits;
+      if (slabs > most) most = slabs;
+    }
+    return most;
+  }();
   struct Inbox {
-    alignas(
-        16) float parts[kSlabs + kLargestCluster - 1][kBlockM][16];  // own columns of all splits
+    alignas(16) float parts[kInboxSlabs][kBlockM][16];
     float lse[kLargestCluster][kBlockM];
     ClusterInbox arrived;
   };
@@ -64,13 +73,14 @@ struct DecodeTraits {
 
   // Rows of O are padded so that what a warp writes at once lies in different banks.
   static constexpr int kOutStride = kHeadDimV + 4;
-  struct SharedStorage : std::conditional_t<kJoinsInCluster, Inbox, NoInbox> {
+  struct SharedStorage {
     union {
       alignas(1024) Element tiles[kBuffers][TileK::kSize];
       float result[kBlockM][kOutStride];  // after the loop, not yet divided by the sums
     };
     alignas(1024) Element q[kWarpgroups][TileQ::kSize];
     alignas(1024) Element p[kWarpgroups][TileP::kSize];
+    std::conditional_t<kJoinsInCluster, Inbox, NoInbox> inbox;
     Ring<kBuffers> ring;
     float of_warps[4][kBlockM];           // maxima or sums of each warp's keys
     float maximum[kBlockM];               // of products

@@ -47,7 +47,7 @@ struct CachedBlock : BlockWork {
   template <class Tile>
   ANYFLASH_DEVICE void load(const PrefillLaunch& params, Rows rows, typename Tile::Element* to,
                             const CUtensorMap& map, int, Mbarrier& full) const {
-    load_boxes<Tile>(to, map, tile.head_k, rows, params.box_rows, full);
+    load_boxes<Tile>(to, map, tile.head_k, rows, params.box_rows, full, L2Hint::kEvictLast);
   }
 
   template <class Element>

@@ -52,8 +52,7 @@ def hopper_kernel(case: CacheCase, rows: int) -> str | None:
     dims = next((str(d) for d in (64, 128, 256) if d >= columns), "576_512")
     if not hopper_takes(case) or (dims == "576_512" and not case.latent):
         return None
-    tiles = (16, 32) if dims == "576_512" else (8, 16, 32)
-    tile = next((m for m in tiles if rows <= m), 64)
+    tile = next((m for m in (16, 32) if rows <= m), 64)
     return f"sm90_decode_{case.dtype.replace('fp', 'f')}_d{dims}_m{tile}"
 
 
