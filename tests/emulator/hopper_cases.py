@@ -105,8 +105,10 @@ HOPPER_DECODE_RACES = hopper(
         Case(batch=2, seqlen_q=2, seqlen_k=900, heads=1, more="filled=900,60 splits=8 out=fp32"),
         Case(batch=2, seqlen_q=1, seqlen_k=130, heads=1, more="filled=130,0 splits=2 nan=seen"),
         Case(seqlen_q=17, seqlen_k=400, causal=1, more="splits=5 nan=seen"),
+        # More tiles than the ring has buffers.
         Case(seqlen_q=40, seqlen_k=704, heads=1, causal=1,
-             more="filled=690 nan=seen page=8 left=650"),
+             more="filled=690 splits=1 nan=seen page=8 left=650"),
+        Case(seqlen_q=1, seqlen_k=704, heads=1, more="filled=690 splits=1"),
         # The result takes the place of the only tile of V.
         Case(seqlen_q=50, seqlen_k=64, heads=1),
         Case(seqlen_q=1, seqlen_k=100, more="filled=0 sink=1"),
