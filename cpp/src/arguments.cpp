@@ -1,5 +1,7 @@
 #include "arguments.h"
 
+#include <algorithm>
+
 #include "describe.h"
 
 namespace anyflash {
@@ -90,12 +92,41 @@ void check_dtype(const TensorView& t, const char* argument, DType dtype) {
   invalid_type(std::string(argument) + " is " + name(t.dtype) + "; it must be " + name(dtype));
 }
 
+void check_lse_dtype(const TensorView& t, const char* argument) {
+  const bool may_be_double = t.device.type == DeviceType::kCpu;
+  if (t.dtype == DType::kFloat32 || (may_be_double && t.dtype == DType::kFloat64)) return;
+  invalid_type(std::string(argument) + " is " + name(t.dtype) + "; " + kLsesAllowed);
+}
+
 void check_dtype_or_float32(const TensorView& t, const char* argument, const TensorView& other,
                             const char* other_argument) {
   if (t.dtype == other.dtype || t.dtype == DType::kFloat32) return;
   invalid_type(std::string(argument) + " is " + name(t.dtype) + ", but " + other_argument + " is " +
                name(other.dtype) + "; " + argument + " must have " + other_argument +
                "'s dtype or be float32");
+}
+
+void check_heads(const TensorView& q, const TensorView& k, const char* k_argument) {
+  const int64_t heads = q.shape[q.rank - 2];
+  if (heads == 0 || q.shape[q.rank - 1] == 0) {
+    invalid_value("q has shape " + shape_of(q) + "; heads and head_dim must be at least 1");
+  }
+  const int64_t heads_k = k.shape[k.rank - 2];
+  if (heads_k != 0 && heads % heads_k == 0) return;
+  invalid_value(std::string(k_argument) + " has " + std::to_string(heads_k) +
+                " heads, which does not divide q's " + std::to_string(heads));
+}
+
+void check_lse(const TensorView& t, const char* argument, const TensorView& other,
+               const char* other_argument) {
+  const auto& n = other.shape;
+  if (other.rank == 3) {
+    check_shape(t, argument, {{n[1]}, {n[0]}}, "(heads, total_q), of packed sequences");
+  } else {
+    check_shape(t, argument, {{n[0]}, {n[2]}, {n[1]}}, "(batch, heads, seqlen_q)");
+  }
+  check_device(t, argument, other, other_argument);
+  check_aligned(t, argument);
 }
 
 void check_writable(const TensorView& t, const char* argument) {
@@ -147,9 +178,9 @@ int packed_bound(int64_t given, const char* option, int64_t total) {
   if (given < 0 || given > kMaxExtent) {
     invalid_value(std::string(option) + " is " + std::to_string(given) +
                   "; the length of the longest sequence is expected, 0 to " +
-                  std::to_string(kMaxExtent));
+                  std::to_string(kMaxExtent) + "; 0 stands for the number of rows");
   }
-  return static_cast<int>(std::min(given, total));
+  return static_cast<int>(std::min(longest_of(given, total), total));
 }
 
 void check_threads(int num_threads) {

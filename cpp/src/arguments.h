@@ -45,9 +45,18 @@ void check_like(const TensorView& t, const char* argument, const TensorView& oth
 void check_float(const TensorView& t, const char* argument, bool allow_double = true,
                  const char* also = "");
 void check_dtype(const TensorView& t, const char* argument, DType dtype);
+// float64 is the state of a result that is joined with others.
+void check_lse_dtype(const TensorView& t, const char* argument);
 // The type of `other`, or float32.
 void check_dtype_or_float32(const TensorView& t, const char* argument, const TensorView& other,
                             const char* other_argument);
+
+// q's heads and columns are at least 1, and the number of k's heads divides that of q's.
+void check_heads(const TensorView& q, const TensorView& k, const char* k_argument);
+
+// Rank, shape, address and device of an LSE of the rows of `other`: q, or a result.
+void check_lse(const TensorView& t, const char* argument, const TensorView& other,
+               const char* other_argument);
 
 // A tensor that is written must not hold one address twice.
 void check_writable(const TensorView& t, const char* argument);
@@ -65,13 +74,19 @@ void check_integers(const TensorView& t, const char* argument, DType dtype, cons
 // Where packed sequences begin: (batch + 1,) contiguous int32.
 void check_cu_seqlens(const TensorView& t, const char* argument, const TensorView& q);
 
-// max_seqlen_q or max_seqlen_k; returns what a sequence of a tensor of `total` rows has at most.
+// max_seqlen_q or max_seqlen_k, of a tensor of `total` rows: 0 stands for as many.
+inline int64_t longest_of(int64_t given, int64_t total) { return given == 0 ? total : given; }
+
+// What a sequence has at most, as far as both say.
 int packed_bound(int64_t given, const char* option, int64_t total);
 
 void check_threads(int num_threads);
 
 // Kernels count rows in 32 bits and round up to whole tiles, which must not overflow.
 inline constexpr int64_t kMaxExtent = INT_MAX - 4095;
+
+// The largest number that a position may be; variant/sequence.h has room for their sums.
+inline constexpr int64_t kMaxPosition = int64_t{1} << 30;
 
 int checked_extent(int64_t extent, const char* argument, const char* what);
 

@@ -38,6 +38,16 @@ anyflash_status guarded(const char* name, const Function& function) noexcept {
   }
 }
 
+// Of kernel `index`; of one that there is not, or without memory for the list of kernels: nothing.
+template <class T, class Function>
+T of_kernel(const char* name, std::size_t index, T nothing, const Function& function) noexcept {
+  guarded(name, [&] {
+    const auto& kernels = all_kernels();
+    if (index < kernels.size()) nothing = function(*kernels[index]);
+  });
+  return nothing;
+}
+
 void check_bytes(const std::size_t* bytes) {
   if (bytes == nullptr) throw Error(ErrorCode::kInvalidValue, "bytes is NULL");
 }
@@ -47,9 +57,9 @@ void check_bytes(const std::size_t* bytes) {
 }  // namespace anyflash
 
 using anyflash::BackwardArguments;
+using anyflash::CKvCacheArguments;
 using anyflash::ForwardArguments;
 using anyflash::guarded;
-using anyflash::KvCacheArguments;
 
 extern "C" {
 
@@ -107,7 +117,7 @@ anyflash_status anyflash_forward_with_kvcache_workspace_size(
     const anyflash_kvcache_options* cache_options, size_t* bytes) {
   return guarded("anyflash_forward_with_kvcache_workspace_size", [&] {
     anyflash::check_bytes(bytes);
-    const KvCacheArguments a(q, k_cache, v_cache, out, lse, options, cache_options);
+    const CKvCacheArguments a(q, k_cache, v_cache, out, lse, options, cache_options);
     *bytes = a.plan().workspace_bytes();
   });
 }
@@ -119,7 +129,7 @@ anyflash_status anyflash_forward_with_kvcache(const DLTensor* q, const DLTensor*
                                               const anyflash_kvcache_options* cache_options,
                                               void* workspace, size_t workspace_bytes) {
   return guarded("anyflash_forward_with_kvcache", [&] {
-    const KvCacheArguments a(q, k_cache, v_cache, out, lse, options, cache_options);
+    const CKvCacheArguments a(q, k_cache, v_cache, out, lse, options, cache_options);
     a.plan().run({workspace, workspace_bytes}, a.stream);
   });
 }
@@ -130,9 +140,9 @@ anyflash_status anyflash_merge_states(const DLTensor* out_a, const DLTensor* lse
                                       const anyflash_merge_options* options) {
   using namespace anyflash;
   return guarded("anyflash_merge_states", [&] {
-    const OptionalView lse_view(lse, "lse", kMustBeFloat32);
-    merge_states(view_of(out_a, "out_a"), view_of(lse_a, "lse_a", kMustBeFloat32),
-                 view_of(out_b, "out_b"), view_of(lse_b, "lse_b", kMustBeFloat32),
+    const OptionalView lse_view(lse, "lse", kLsesAllowed);
+    merge_states(view_of(out_a, "out_a"), view_of(lse_a, "lse_a", kLsesAllowed),
+                 view_of(out_b, "out_b"), view_of(lse_b, "lse_b", kLsesAllowed),
                  view_of(out, "out"), lse_view.get(), options_of(options));
   });
 }
@@ -141,16 +151,19 @@ const char* anyflash_last_error(void) { return anyflash::last_error.c_str(); }
 
 const char* anyflash_version(void) { return ANYFLASH_VERSION_STRING; }
 
-size_t anyflash_kernel_count(void) { return anyflash::counted_kernels().size(); }
+size_t anyflash_kernel_count(void) {
+  std::size_t count = 0;
+  guarded("anyflash_kernel_count", [&] { count = anyflash::all_kernels().size(); });
+  return count;
+}
 
 const char* anyflash_kernel_name(size_t index) {
-  const auto kernels = anyflash::counted_kernels();
-  return index < kernels.size() ? kernels[index].kernel->name : nullptr;
+  const auto name_of = [](const anyflash::KernelDescriptor& kernel) { return kernel.name; };
+  return anyflash::of_kernel<const char*>("anyflash_kernel_name", index, nullptr, name_of);
 }
 
 uint64_t anyflash_kernel_launches(size_t index) {
-  const auto kernels = anyflash::counted_kernels();
-  return index < kernels.size() ? kernels[index].launches : 0;
+  return anyflash::of_kernel<uint64_t>("anyflash_kernel_launches", index, 0, anyflash::launches_of);
 }
 
 }  // extern "C"

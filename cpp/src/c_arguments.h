@@ -10,6 +10,7 @@
 #include "anyflash/anyflash.h"
 #include "anyflash/attention.h"
 #include "anyflash/version.h"
+#include "describe.h"
 #include "dlpack.h"
 
 namespace anyflash {
@@ -59,7 +60,9 @@ inline ForwardOptions options_of(const anyflash_forward_options& c) {
   if (c.has_window_left != 0) options.window_left = c.window_left;
   if (c.has_window_right != 0) options.window_right = c.window_right;
   options.softcap = c.softcap;
-  if (c.block_mask != nullptr) options.block_size = {c.block_size[0], c.block_size[1]};
+  for (std::size_t i = 0; i < options.block_size.size(); ++i) {
+    if (c.block_size[i] != 0) options.block_size[i] = c.block_size[i];
+  }
   options.dropout_p = c.dropout_p;
   options.seed = c.seed;
   options.offset = c.offset;
@@ -108,7 +111,7 @@ struct OptionalTensors {
         key_starts(c.key_starts, "key_starts", kMustBeInt32),
         diagonals(c.diagonals, "diagonals", kMustBeInt32),
         prior_out(c.prior_out, "prior_out", nullptr),
-        prior_lse(c.prior_lse, "prior_lse", nullptr),
+        prior_lse(c.prior_lse, "prior_lse", kLsesAllowed),
         key_ranges(c.key_ranges, "key_ranges", kMustBeInt32) {}
 
   void put_into(ForwardOptions& options) const {
@@ -176,7 +179,7 @@ struct ForwardArguments : CommonArguments {
       : CommonArguments(q_, out_, known_options(options_)),
         k(view_of(k_, "k")),
         v(view_of(v_, "v")),
-        lse(lse_, "lse", kMustBeFloat32) {}
+        lse(lse_, "lse", kLsesAllowed) {}
 
   ForwardPlan plan() const {
     ForwardTensors tensors;
@@ -291,22 +294,13 @@ struct CacheTensors {
 inline constexpr char kCacheTypes[] =
     "float64, float32, float16, bfloat16, int8, float8_e4m3fn and float8_e5m2 are allowed";
 
-// Empty where the values are columns of k_cache.
-inline TensorView values_view(const DLTensor* v_cache, int64_t head_dim_v) {
-  if (v_cache != nullptr) return view_of(v_cache, "v_cache", kCacheTypes);
-  if (head_dim_v != 0) return {};
-  throw Error(ErrorCode::kInvalidValue,
-              "v_cache is NULL; it, or head_dim_v, so many columns of k_cache that are the values, "
-              "is needed");
-}
-
-struct KvCacheArguments : CommonArguments {
-  KvCacheArguments(const DLTensor* q_, const DLTensor* k_cache_, const DLTensor* v_cache_,
-                   const DLTensor* out_, const DLTensor* lse_,
-                   const anyflash_forward_options* options_,
-                   const anyflash_kvcache_options* cache_options_)
-      : KvCacheArguments(q_, k_cache_, v_cache_, out_, lse_, known_options(options_),
-                         known_options(cache_options_)) {}
+struct CKvCacheArguments : CommonArguments {
+  CKvCacheArguments(const DLTensor* q_, const DLTensor* k_cache_, const DLTensor* v_cache_,
+                    const DLTensor* out_, const DLTensor* lse_,
+                    const anyflash_forward_options* options_,
+                    const anyflash_kvcache_options* cache_options_)
+      : CKvCacheArguments(q_, k_cache_, v_cache_, out_, lse_, known_options(options_),
+                          known_options(cache_options_)) {}
 
   KvCachePlan plan() const {
     KvCacheTensors tensors;
@@ -324,12 +318,12 @@ struct KvCacheArguments : CommonArguments {
   KvCacheOptions cache_options;
 
  private:
-  KvCacheArguments(const DLTensor* q_, const DLTensor* k_cache_, const DLTensor* v_cache_,
-                   const DLTensor* out_, const DLTensor* lse_,
-                   const anyflash_forward_options& options_, const anyflash_kvcache_options& known)
+  CKvCacheArguments(const DLTensor* q_, const DLTensor* k_cache_, const DLTensor* v_cache_,
+                    const DLTensor* out_, const DLTensor* lse_,
+                    const anyflash_forward_options& options_, const anyflash_kvcache_options& known)
       : CommonArguments(q_, out_, options_),
         k_cache(view_of(k_cache_, "k_cache", kCacheTypes)),
-        v_cache(values_view(v_cache_, known.head_dim_v)),
+        v_cache(v_cache_ == nullptr ? TensorView{} : view_of(v_cache_, "v_cache", kCacheTypes)),
         lse(lse_, "lse", kMustBeFloat32),
         cache_tensors(known) {
     cache_tensors.put_into(cache_options);

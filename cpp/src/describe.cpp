@@ -1,5 +1,7 @@
 #include "describe.h"
 
+#include <cstddef>
+
 namespace anyflash {
 
 const char* name(DType dtype) {
@@ -36,6 +38,14 @@ std::string shape_of(const TensorView& t) {
   std::string text = "(";
   for (int i = 0; i < t.rank; ++i) text += (i == 0 ? "" : ", ") + std::to_string(t.shape[i]);
   return text + (t.rank == 1 ? ",)" : ")");
+}
+
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i];
+  }
+  return text;
 }
 
 int bytes_of(DType dtype) {

@@ -1,6 +1,7 @@
 // Conversion of DLPack's tensor description.
 #include "dlpack.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -104,12 +105,29 @@ std::string text_of(const DLDataType& type) {
          (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
 }
 
+TensorView dense_view(const int64_t* extents, int64_t rank, const char* argument) {
+  if (rank < 0 || rank > kMaxRank) {
+    throw Error(ErrorCode::kInvalidValue, std::string(argument) + " has " + std::to_string(rank) +
+                                              " dimensions; at most " + std::to_string(kMaxRank) +
+                                              " are allowed");
+  }
+  TensorView view;
+  view.rank = static_cast<int>(rank);
+  uint64_t stride = 1;  // may wrap
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.shape[i] = extents[i];
+    view.stride[i] = static_cast<int64_t>(stride);
+    stride *= static_cast<uint64_t>(extents[i]);
+  }
+  return view;
+}
+
 TensorView view_of(const DLTensor* tensor, const char* argument, const char* allowed) {
   const std::string what = argument;
   if (tensor == nullptr) throw Error(ErrorCode::kInvalidValue, what + " is NULL");
-  TensorView view;
-  const bool known = dtype_of(tensor->dtype, view.dtype);
-  if (allowed == nullptr && (!known || !is_float(view.dtype))) {
+  DType dtype{};
+  const bool known = dtype_of(tensor->dtype, dtype);
+  if (allowed == nullptr && (!known || !is_float(dtype))) {
     // Here, where the type still has DLPack's name: bytes may be called bool or uint8.
     throw Error(ErrorCode::kInvalidType,
                 what + " is " + text_of(tensor->dtype) + "; " + kFloatsAllowed);
@@ -117,31 +135,23 @@ TensorView view_of(const DLTensor* tensor, const char* argument, const char* all
   if (!known) {
     throw Error(ErrorCode::kInvalidType, what + " is " + text_of(tensor->dtype) + "; " + allowed);
   }
-  if (!device_of(tensor->device, view.device)) {
+  Device device;
+  if (!device_of(tensor->device, device)) {
     throw Error(ErrorCode::kInvalidType, what + " is on a device of type " +
                                              name_of(tensor->device.device_type) +
                                              "; CPU and CUDA devices are allowed");
   }
-  if (tensor->ndim < 0 || tensor->ndim > kMaxRank) {
-    throw Error(ErrorCode::kInvalidValue, what + " has " + std::to_string(tensor->ndim) +
-                                              " dimensions; at most " + std::to_string(kMaxRank) +
-                                              " are allowed");
-  }
   if (tensor->ndim > 0 && tensor->shape == nullptr) {
     throw Error(ErrorCode::kInvalidValue, what + " has a NULL shape pointer");
   }
-  view.rank = tensor->ndim;
+  TensorView view = dense_view(tensor->shape, tensor->ndim, argument);
+  view.dtype = dtype;
+  view.device = device;
+  if (tensor->strides != nullptr) std::copy_n(tensor->strides, view.rank, view.stride.begin());
   if (tensor->data != nullptr) {
     // As numbers: an offset that no memory is as large as must not be undefined behaviour.
     const auto address = reinterpret_cast<std::uintptr_t>(tensor->data);
     view.data = reinterpret_cast<void*>(address + static_cast<std::uintptr_t>(tensor->byte_offset));
-  }
-  uint64_t contiguous = 1;  // may wrap: the sizes are checked later
-  for (int i = view.rank - 1; i >= 0; --i) {
-    view.shape[i] = tensor->shape[i];
-    view.stride[i] =
-        tensor->strides != nullptr ? tensor->strides[i] : static_cast<int64_t>(contiguous);
-    contiguous *= static_cast<uint64_t>(tensor->shape[i]);
   }
   return view;
 }

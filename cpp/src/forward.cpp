@@ -1,5 +1,6 @@
 // ForwardPlan: validate, plan, and launch. The plan says which kernel runs, what is repacked before
-// and after, and how the workspace is divided; it depends on shapes, strides and alignment only.
+// and after, and how the workspace is divided. It follows from the arguments, of which no element
+// is read, the device, and the process's settings (prefer_kernel.h, OpenMP's threads).
 #include "anyflash/attention.h"
 #include "arguments.h"
 #include "device.h"

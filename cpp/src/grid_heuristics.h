@@ -41,7 +41,7 @@ inline int equal_sections(int64_t pairs, int64_t most) {
 // H200, 512 to 8192 keys, that is 1.00 to 1.17 times as fast as sections whose K and V fit in half
 // of the L2 cache.
 //
-// `most_keys`: of all of a section's heads, though a section has two heads.
+// `most_keys`: a section has so many keys over all its heads at most, but always two heads or more.
 inline int heads_per_l2_section(const Attention& attention, int multiprocessors,
                                 int64_t most_keys = INT64_MAX) {
   if (attention.window.right < 0) return 1;

@@ -68,9 +68,23 @@ inline int decode_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
 struct BoxKernel {
   int64_t ctas_per_sm;
   int64_t block_bytes;  // of K and V
-  int64_t alone;        // what a block takes a CTA at least
+  int64_t alone;        // what a block takes a CTA at least, in percent as below
   bool joins_in_cluster;
 };
+inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_sm) {
+  // Few rows wait for memory alone, of which a CTA then gets more than its share. With 64 rows the
+  // tensor cores take as long for a block as memory does.
+  constexpr int64_t kAloneByMemory = 58;
+  constexpr int64_t kAloneByProducts = 100;
+  constexpr int64_t kElementBytes = 2;  // boxes are of 16-bit caches
+  const int columns = kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
+  BoxKernel box{};
+  box.ctas_per_sm = ctas_per_sm;
+  box.block_bytes = kElementBytes * kernel.tile.block_n * columns;
+  box.alone = kernel.tile.block_m < 64 ? kAloneByMemory : kAloneByProducts;
+  box.joins_in_cluster = kernel.joins_in_cluster;
+  return box;
+}
 
 // The same for the kernels that load boxes, whose CTA alone uses more of the memory. Time is
 // counted in percent of what memory takes for a block where every SM reads one. An SM's CTAs take
@@ -108,12 +122,6 @@ inline int64_t decode_blocks(const Attention& attention, const Tile& tile) {
   return (visible_keys(attention) + tile.block_n - 1) / tile.block_n;
 }
 
-inline int decode_num_splits(const Attention& attention, const Tile& tile, int64_t ctas_per_sm,
-                             int64_t multiprocessors) {
-  return decode_num_splits(row_tiles_of(attention, tile) * attention.heads_k,
-                           decode_blocks(attention, tile), ctas_per_sm, multiprocessors);
-}
-
 // Packed queries: a bound of the tiles of rows, `group` a query, of sequences with at least `least`
 // queries.
 inline int64_t packed_row_tiles(const Attention& attention, int64_t group, int tile_rows,
@@ -138,6 +146,18 @@ inline int prefill_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
     if (turns(splits) * best < turns(best) * splits) best = splits;
   }
   return static_cast<int>(best);
+}
+
+// Into how many splits a GPU's kernel divides the keys, where a launch without splits has `ctas`
+// CTAs.
+inline int splits_on_gpu(const KernelDescriptor& kernel, const DeviceProperties& gpu,
+                         const Attention& attention, int64_t ctas) {
+  const int64_t blocks = decode_blocks(attention, kernel.tile);
+  const int64_t resident = resident_ctas(kernel, gpu);
+  const int64_t multiprocessors = std::max(gpu.multiprocessors, 1);
+  if (kernel.prefill) return prefill_num_splits(ctas, blocks, resident, multiprocessors);
+  if (!kernel.loads_boxes) return decode_num_splits(ctas, blocks, resident, multiprocessors);
+  return box_num_splits(ctas, blocks, multiprocessors, box_kernel_of(kernel, resident));
 }
 
 // Decoding on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not

@@ -50,7 +50,7 @@ BuildInfo build_info() {
 
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> result;
-  for (const auto& [kernel, launches] : counted_kernels()) {
+  for (const KernelDescriptor* kernel : all_kernels()) {
     KernelInfo info;
     info.name = kernel->name;
     info.arch = arch_name(*kernel);
@@ -65,7 +65,7 @@ std::vector<KernelInfo> kernels() {
     info.block_n = kernel->tile.block_n;
     info.warps = kernel->tile.warps;
     info.smem_bytes = kernel->smem_bytes;
-    info.launches = launches;
+    info.launches = launches_of(*kernel);
     result.push_back(std::move(info));
   }
   return result;

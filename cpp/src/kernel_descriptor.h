@@ -63,8 +63,8 @@ struct KernelFamily {
   constexpr bool is_gpu() const { return gpus.first != INT_MAX; }
 };
 
-// Of kernels that do the same: whose shared memory one is made for. Small problems take kCompact,
-// too. The values are each family's (sm80/*/config.h).
+// How much shared memory a kernel's tiles are made for. Small problems take kCompact, too.
+// What a value means is each family's affair (sm80/*/config.h).
 enum class TileConfig : int { kDefault, kCompact, kWide };
 
 struct Tile {

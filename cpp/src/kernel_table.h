@@ -24,18 +24,14 @@ extern const char* const kSpecificArchs[];
 
 // -- registry.cpp: what there is
 
-// Every kernel with its launch counter, in the table's order.
-struct CountedKernel {
-  const KernelDescriptor* kernel;
-  std::uint64_t launches;
-};
-std::vector<CountedKernel> counted_kernels();
-void count_launch(const KernelDescriptor& kernel);
-
+// In the table's order.
 const std::vector<const KernelDescriptor*>& all_kernels();
 // A call looks at those for its operation and type alone: all are many.
 const std::vector<const KernelDescriptor*>& gpu_kernels(Op op, DType dtype);
 const std::vector<const KernelDescriptor*>& cpu_kernels(Op op, DType dtype);
+
+void count_launch(const KernelDescriptor& kernel);
+std::uint64_t launches_of(const KernelDescriptor& kernel);
 
 // The best instruction set that is built and that this machine has.
 CpuIsa best_isa();
@@ -72,7 +68,7 @@ struct Problem {
 Problem problem_of(Op op, const TensorView& q, const Attention& attention, CpuIsa cpu_isa);
 Problem problem_of(const TensorView& q, const KvCacheParams& params, CpuIsa cpu_isa);
 
-// The kernel that runs the problem; throws Error(kUnsupported) that lists what was built.
+// The kernel that runs the problem; throws Error, which says what was built.
 const KernelDescriptor& select_kernel(const Problem& problem);
 const KernelDescriptor& select_cpu_kernel(const Problem& problem);  // select_cpu.cpp
 const KernelDescriptor& select_gpu_kernel(const Problem& problem);  // select_gpu.cpp

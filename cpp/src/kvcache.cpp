@@ -21,7 +21,7 @@ namespace anyflash {
 namespace {
 
 // A tile of prefill has 128 queries of one head, or 192; decoding's has 64 rows of all heads of a
-// group.
+// group. A sequence with fewer queries would leave most of a prefill tile empty.
 constexpr int kPrefillQueries = 64;
 
 // Which sequences a kernel takes, and into how many splits it divides their keys.
@@ -46,7 +46,7 @@ struct DecodeLaunch {
 
 struct KvCachePlan::State : KernelPlan {
   State(const KvCacheTensors& t, const ForwardOptions& options, const KvCacheOptions& cache_options)
-      : append(validate_kvcache(t, options, cache_options)) {
+      : append(validate_kvcache(t, options, cache_options)), max_seqlen_q(options.max_seqlen_q) {
     const KvCacheParams& params = append.cache;
     const bool packed = params.attention.cu_seqlens_q != nullptr;
     Problem problem = problem_of(t.q, params, options.cpu_isa);
@@ -86,36 +86,51 @@ struct KvCachePlan::State : KernelPlan {
   }
 
   // Packed queries. A sequence's own number of them decides how it is done, so that its bits do not
-  // depend on the others. Decoding takes the tile that one query's rows of a head of K fit, as long
-  // as a sequence fits it. Longer sequences are decoded by the largest tile. From kPrefillQueries
-  // on, where tensors allow it, they are done by prefill.
-  // Only as many splits as were chosen here divide the last two, whose parts may be many.
+  // depend on the others.
+  // A given number of splits divides only the first launch. The others store parts for all rows,
+  // which would take too much workspace.
   void plan_by_length(Problem problem, const KvCacheTensors& t) {
-    const KvCacheParams& params = append.cache;
-    const Attention& a = params.attention;
-    const int given = params.num_splits;
-    const int group = a.heads / a.heads_k;
-    const int most = kernel->tile.block_m / group;
-    if (most > 0) {
-      const int splits = given > 0 ? given : splits_for(*kernel, a.batch * a.heads_k);
-      launches[0] = {kernel, 1, most, splits};
-    }
-    if (a.seqlen_q <= most) return;
+    const Attention& a = append.cache.attention;
+    const int most_of_short = kernel->tile.block_m / (a.heads / a.heads_k);
+    if (most_of_short > 0) plan_short(most_of_short);
+    if (a.seqlen_q <= most_of_short) return;
     problem.rows = INT_MAX;
-    const KernelDescriptor& large = select_kernel(problem);
     const KernelDescriptor& prefill = select_prefill(problem, t);
-    const int least_of_prefill = prefill.prefill ? std::max(most + 1, kPrefillQueries) : INT_MAX;
-    if (most + 1 < least_of_prefill) {
-      const int64_t tiles = packed_row_tiles(a, group, large.tile.block_m, most + 1);
-      const int chosen = given == 0 ? splits_for(large, tiles * a.heads_k) : 1;
-      const int splits = given > 0 && most == 0 ? given : chosen;
-      launches[1] = {&large, most + 1, least_of_prefill - 1, splits};
-      launches[1].packed_parts = true;
+    const int least_of_prefill =
+        prefill.prefill ? std::max(most_of_short + 1, kPrefillQueries) : INT_MAX;
+    if (most_of_short + 1 < least_of_prefill) {
+      plan_long(select_kernel(problem), most_of_short + 1, least_of_prefill - 1);
     }
-    if (a.seqlen_q < least_of_prefill) return;
-    const int64_t tiles = packed_row_tiles(a, 1, prefill.tile.block_m, least_of_prefill);
-    const int splits = given == 0 ? splits_for(prefill, tiles * a.heads) : 1;
-    launches[2] = {&prefill, least_of_prefill, INT_MAX, splits};
+    if (a.seqlen_q >= least_of_prefill) plan_prefill(prefill, least_of_prefill, t);
+  }
+
+  // Sequences that fit the tile that one query's rows of a head of K fit.
+  void plan_short(int most_queries) {
+    const KvCacheParams& params = append.cache;
+    const int64_t ctas = params.attention.batch * params.attention.heads_k;
+    const int given = params.num_splits;
+    launches[0] = {kernel, 1, most_queries, given > 0 ? given : splits_for(*kernel, ctas)};
+  }
+
+  // Longer ones, by decoding's largest tile. Where no query fits a tile, they are the first launch.
+  void plan_long(const KernelDescriptor& large, int least_queries, int most_queries) {
+    const Attention& a = append.cache.attention;
+    const int given = append.cache.num_splits;
+    const int group = a.heads / a.heads_k;
+    const int64_t tiles = packed_row_tiles(a, group, large.tile.block_m, least_queries);
+    const int chosen = given == 0 ? splits_for(large, tiles * a.heads_k) : 1;
+    const bool is_first = launches[0].kernel == nullptr;
+    launches[1] = {&large, least_queries, most_queries, is_first && given > 0 ? given : chosen};
+    launches[1].packed_parts = true;
+  }
+
+  // The longest, where tensors allow it.
+  void plan_prefill(const KernelDescriptor& prefill, int least_queries, const KvCacheTensors& t) {
+    const Attention& a = append.cache.attention;
+    const int64_t tiles = packed_row_tiles(a, 1, prefill.tile.block_m, least_queries);
+    const bool chooses = append.cache.num_splits == 0;
+    launches[2] = {&prefill, least_queries, INT_MAX,
+                   chooses ? splits_for(prefill, tiles * a.heads) : 1};
     launches[2].packed_parts = true;
     const InputRules& rules = prefill.family->input_rules;
     if (!rotates_q) q = plan_repack(with_batch(t.q, true), rules, bytes);
@@ -132,11 +147,10 @@ struct KvCachePlan::State : KernelPlan {
     problem.cache_in_boxes = false;
     return select_kernel(problem);
   }
-  // The first axis is asked however long it is: bits must not depend on that.
   bool lies_in_boxes(const KvCacheTensors& t) const {
     constexpr int kLeastBoxShift = 3;  // boxes have at least 8 rows
     const KvCacheParams& params = append.cache;
-    return t.k_cache.stride[0] > 0 && (params.latent || t.v_cache.stride[0] > 0) &&
+    return has_box_slots(t.k_cache) && (params.latent || has_box_slots(t.v_cache)) &&
            (params.block_table == nullptr ||
             (params.page_shift >= kLeastBoxShift && params.cache_leftpad == nullptr));
   }
@@ -150,22 +164,8 @@ struct KvCachePlan::State : KernelPlan {
     return fits_kernel(t.k_cache, rules) && (latent || fits_kernel(t.v_cache, rules));
   }
 
-  // How many splits the keys get, where a launch without splits has `ctas` CTAs.
   int splits_for(const KernelDescriptor& one, int64_t ctas) const {
-    const Attention& a = append.cache.attention;
-    const DeviceProperties& gpu = device_properties(device.index);
-    const int64_t blocks = decode_blocks(a, one.tile);
-    const int64_t resident = resident_ctas(one, gpu);
-    const int64_t multiprocessors = std::max(gpu.multiprocessors, 1);
-    if (one.prefill) return prefill_num_splits(ctas, blocks, resident, multiprocessors);
-    if (!one.loads_boxes) return decode_num_splits(ctas, blocks, resident, multiprocessors);
-    BoxKernel kernel{};
-    kernel.ctas_per_sm = resident;
-    const int columns = one.head_dim + (one.latent ? 0 : one.head_dim_v);
-    kernel.block_bytes = int64_t{2} * one.tile.block_n * columns;
-    kernel.alone = one.tile.block_m < 64 ? 58 : 100;  // tensor cores take as long as memory
-    kernel.joins_in_cluster = one.joins_in_cluster;
-    return box_num_splits(ctas, blocks, multiprocessors, kernel);
+    return splits_on_gpu(one, device_properties(device.index), append.cache.attention, ctas);
   }
 
   // Rows that begin at multiples of 32 bytes, for the kernels that read them.
@@ -208,6 +208,7 @@ struct KvCachePlan::State : KernelPlan {
   }
 
   AppendParams append;
+  int64_t max_seqlen_q;  // as it was given
   KvCacheParams decode;  // with q's strides after the rotation
   std::array<DecodeLaunch, 3> launches;
   Repacked q, out;  // of prefill
@@ -228,7 +229,9 @@ std::size_t KvCachePlan::workspace_bytes() const {
 void KvCachePlan::run(Workspace workspace, void* stream) const {
   const State& state = state_in<State>(state_);
   char* const base = first_piece(workspace, state.bytes);
-  if (state.checks_lengths) check_kvcache_lengths(state.append, state.device, stream);
+  if (state.checks_lengths) {
+    check_kvcache_lengths(state.append, state.max_seqlen_q, state.device, stream);
+  }
 
   const LaunchContext context = state.context(base, stream);
   if (state.on_gpu) {

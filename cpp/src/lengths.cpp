@@ -1,6 +1,6 @@
-// The elements of cu_seqlens_q, cu_seqlens_k, seqused_k, query_starts and key_starts, and those of
-// a cache's integers, cu_seqlens_k_new among them. A GPU's kernels clamp lengths to what the
-// tensors hold (variant/sequence.h, variant/cache.h); here they are refused.
+// The elements of cu_seqlens_q, cu_seqlens_k, seqused_k, query_starts, key_starts and diagonals,
+// and those of a cache's integers, cu_seqlens_k_new among them. A GPU's kernels clamp lengths to
+// what the tensors hold (variant/sequence.h, variant/cache.h); here they are refused.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -15,9 +15,23 @@ namespace anyflash {
 
 namespace {
 
-// What makes "name is value" where it is wanted: a call that is right allocates nothing.
-auto option(const char* name, int64_t value) {
-  return [name, value] { return std::string(name) + " is " + std::to_string(value); };
+// max_seqlen_q or max_seqlen_k: the limit of a sequence of a tensor.
+struct Bound {
+  const char* option;
+  int64_t given;  // 0: not
+  const char* tensor;
+  int64_t rows;  // of the tensor
+
+  int64_t most() const { return longest_of(given, rows); }
+};
+
+// What makes the text where it is wanted: a call that is right allocates nothing.
+auto text_of_limit(const Bound& bound) {
+  return [bound] {
+    const auto& [option, given, tensor, rows] = bound;
+    return given != 0 ? std::string(option) + " is " + std::to_string(given)
+                      : std::string(tensor) + " has " + std::to_string(rows) + " rows";
+  };
 }
 
 std::string at(const char* argument, int64_t index) {
@@ -48,6 +62,11 @@ void check_cumulative(const int32_t* cu, const char* argument, int64_t batch, in
   }
 }
 
+void check_cumulative(const int32_t* cu, const char* argument, int64_t batch, const Bound& bound) {
+  check_cumulative(cu, argument, batch, bound.rows, bound.tensor, bound.most(),
+                   text_of_limit(bound));
+}
+
 void check_used(const int32_t* used, const int32_t* cu_k, int64_t batch, int64_t seqlen_k) {
   for (int64_t i = 0; i < batch; ++i) {
     const int64_t keys = cu_k == nullptr ? seqlen_k : int64_t{cu_k[i + 1]} - cu_k[i];
@@ -57,15 +76,16 @@ void check_used(const int32_t* used, const int32_t* cu_k, int64_t batch, int64_t
   }
 }
 
-// Starts are 0 to 2^30. With dropout, those of keys are multiples of 8.
-void check_starts(const int32_t* starts, const char* argument, int64_t batch, int multiple) {
-  if (starts == nullptr) return;
-  constexpr int32_t kMost = 1 << 30;
+// With dropout, starts of keys are multiples of 8.
+void check_positions(const int32_t* positions, const char* argument, int64_t batch, int64_t least,
+                     int multiple = 1) {
+  if (positions == nullptr) return;
   for (int64_t i = 0; i < batch; ++i) {
-    if (starts[i] >= 0 && starts[i] <= kMost && starts[i] % multiple == 0) continue;
-    invalid_value(at(argument, i) + " is " + std::to_string(starts[i]) + "; 0 to " +
-                  std::to_string(kMost) + (multiple == 1 ? "" : ", with dropout a multiple of 8,") +
-                  " is allowed");
+    const int64_t x = positions[i];
+    if (x >= least && x <= kMaxPosition && x % multiple == 0) continue;
+    invalid_value(at(argument, i) + " is " + std::to_string(x) + "; " + std::to_string(least) +
+                  " to " + std::to_string(kMaxPosition) +
+                  (multiple == 1 ? "" : ", with dropout a multiple of 8,") + " is allowed");
   }
 }
 
@@ -108,7 +128,7 @@ struct UsedRows {
 
 class CacheLengths {
  public:
-  CacheLengths(const AppendParams& params, const Device& device, void* stream)
+  CacheLengths(const AppendParams& params, int64_t max_seqlen_q, const Device& device, void* stream)
       : a_(params),
         p_(params.cache),
         device_(device),
@@ -121,8 +141,8 @@ class CacheLengths {
         cu_new_(p_.cu_seqlens_k_new, p_.attention.batch + 1, device, stream) {
     const Attention& a = p_.attention;
     if (cu_q_.data() != nullptr) {
-      check_cumulative(cu_q_.data(), "cu_seqlens_q", a.batch, a.total_q, "q", a.seqlen_q,
-                       option("max_seqlen_q", a.seqlen_q));
+      check_cumulative(cu_q_.data(), "cu_seqlens_q", a.batch,
+                       {"max_seqlen_q", max_seqlen_q, "q", a.total_q});
     }
     if (cu_new_.data() != nullptr) {
       check_cumulative(cu_new_.data(), cu_new_name(), a.batch, p_.total_new, "k_new", a.seqlen_k,
@@ -256,21 +276,24 @@ void check_lengths(const Attention& attention, const LongestSequences& longest,
   const HostCopy cu_k(attention.cu_seqlens_k, batch + 1, device, stream);
   const HostCopy used(attention.seqused_k, batch, device, stream);
   if (cu_q.data() != nullptr) {
-    check_cumulative(cu_q.data(), "cu_seqlens_q", batch, attention.total_q, "q", longest.q,
-                     option("max_seqlen_q", longest.q));
-    check_cumulative(cu_k.data(), "cu_seqlens_k", batch, attention.total_k, "k", longest.k,
-                     option("max_seqlen_k", longest.k));
+    check_cumulative(cu_q.data(), "cu_seqlens_q", batch,
+                     {"max_seqlen_q", longest.q, "q", attention.total_q});
+    check_cumulative(cu_k.data(), "cu_seqlens_k", batch,
+                     {"max_seqlen_k", longest.k, "k", attention.total_k});
   }
   if (used.data() != nullptr) check_used(used.data(), cu_k.data(), batch, attention.seqlen_k);
   const Part& part = attention.part;
   const HostCopy queries(part.query_start.array, batch, device, stream);
   const HostCopy keys(part.key_start.array, batch, device, stream);
-  check_starts(queries.data(), "query_starts", batch, 1);
-  check_starts(keys.data(), "key_starts", batch, attention.dropout_threshold != 0 ? 8 : 1);
+  const HostCopy diagonals(part.diagonal.array, batch, device, stream);
+  check_positions(queries.data(), "query_starts", batch, 0);
+  check_positions(keys.data(), "key_starts", batch, 0, attention.dropout_threshold != 0 ? 8 : 1);
+  check_positions(diagonals.data(), "diagonals", batch, -kMaxPosition);
 }
 
-void check_kvcache_lengths(const AppendParams& params, const Device& device, void* stream) {
-  const CacheLengths lengths(params, device, stream);
+void check_kvcache_lengths(const AppendParams& params, int64_t max_seqlen_q, const Device& device,
+                           void* stream) {
+  const CacheLengths lengths(params, max_seqlen_q, device, stream);
   for (int64_t i = 0; i < params.cache.attention.batch; ++i) lengths.check(i);
 }
 

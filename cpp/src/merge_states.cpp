@@ -16,35 +16,15 @@ namespace {
 
 constexpr char kLayout[] =
     "(batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) for packed sequences";
-constexpr char kLayoutOfA[] =
-    "as out_a, (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) for packed "
-    "sequences";
-
 void check_out(const TensorView& t, const char* argument, const TensorView& out_a) {
   check_float(t, argument, out_a.device.type == DeviceType::kCpu);
-  check_device(t, argument, out_a, "out_a");
+  check_like(t, argument, out_a, "out_a");
   check_aligned(t, argument);
-  check_rank(t, argument, out_a.rank, kLayoutOfA);
-  for (int i = 0; i < t.rank; ++i) {
-    if (t.shape[i] != out_a.shape[i]) {
-      invalid_value(std::string(argument) + " has shape " + shape_of(t) + "; expected " +
-                    shape_of(out_a) + ", as out_a");
-    }
-  }
 }
 
-void check_lse(const TensorView& t, const char* argument, const TensorView& out_a) {
-  const bool wide = t.dtype == DType::kFloat64 && out_a.device.type == DeviceType::kCpu;
-  if (!wide) check_dtype(t, argument, DType::kFloat32);
-  check_device(t, argument, out_a, "out_a");
-  check_aligned(t, argument);
-  const auto& n = out_a.shape;
-  if (out_a.rank == 3) {
-    check_shape(t, argument, {{n[1]}, {n[0]}}, "(heads, total_q)", ": (heads, total_q)");
-  } else {
-    check_shape(t, argument, {{n[0]}, {n[2]}, {n[1]}}, "(batch, heads, seqlen_q)",
-                ": (batch, heads, seqlen_q)");
-  }
+void check_part_lse(const TensorView& t, const char* argument, const TensorView& out_a) {
+  check_lse_dtype(t, argument);
+  check_lse(t, argument, out_a, "out_a");
 }
 
 MergeParams validate_merge(const TensorView& out_a, const TensorView& lse_a,
@@ -59,8 +39,8 @@ MergeParams validate_merge(const TensorView& out_a, const TensorView& lse_a,
     invalid_type(std::string("out_b is ") + name(out_b.dtype) + ", but out_a is " +
                  name(out_a.dtype) + "; both must have one dtype");
   }
-  check_lse(lse_a, "lse_a", out_a);
-  check_lse(lse_b, "lse_b", out_a);
+  check_part_lse(lse_a, "lse_a", out_a);
+  check_part_lse(lse_b, "lse_b", out_a);
   if (lse_b.dtype != lse_a.dtype) {
     invalid_type(std::string("lse_b is ") + name(lse_b.dtype) + ", but lse_a is " +
                  name(lse_a.dtype) + "; both must have one dtype");
@@ -70,7 +50,7 @@ MergeParams validate_merge(const TensorView& out_a, const TensorView& lse_a,
 
   MergeParams params;
   if (lse != nullptr) {
-    check_lse(*lse, "lse", out_a);
+    check_part_lse(*lse, "lse", out_a);
     check_writable(*lse, "lse");
     params.lse = lse->data;
     params.lse_out_dtype = lse->dtype;

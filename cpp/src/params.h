@@ -68,8 +68,8 @@ constexpr double softmax_scale_on_gpu(double scale) {
 
 struct IntervalBounds;
 
-// What every operation is told: the tensors it reads, their shape, and how scores are made, hidden
-// and dropped. Decoding leaves packed sequences, block map and dropout at their defaults.
+// What every operation is told: the tensors it reads, their shape,
+// and how scores are made, hidden and dropped.
 struct Attention {
   const void* q = nullptr;
   const void* k = nullptr;
@@ -89,7 +89,7 @@ struct Attention {
   // Packed sequences (variant/sequence.h); null where there are none.
   const int32_t* cu_seqlens_q = nullptr;
   const int32_t* cu_seqlens_k = nullptr;
-  const int32_t* seqused_k = nullptr;
+  const int32_t* seqused_k = nullptr;  // also of sequences that are not packed
   int64_t total_q = 0;
   int64_t total_k = 0;
 
@@ -204,8 +204,8 @@ struct KvCacheParams {
   Strides lse_stride;  // (batch, row, head)
 
   DType cache_dtype = DType::kFloat32;  // q's, or is_quantized()
-  // Said apart: of three cases of one number the compiler makes a jump through a table, in the
-  // decoding loop.
+  // Whether that is float8_e5m2. Of a choice between three values of cache_dtype the compiler would
+  // make a jump through a table, in the decoding loop.
   bool cache_is_e5m2 = false;
   int64_t slots = 0;                         // extent of the cache's first axis
   const int32_t* cache_seqlens = nullptr;    // null: the capacity

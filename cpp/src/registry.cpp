@@ -52,17 +52,12 @@ const std::vector<const KernelDescriptor*>& find_kernels(const KernelsByProblem&
 
 }  // namespace
 
-std::vector<CountedKernel> counted_kernels() {
-  const Registry& r = registry();
-  std::vector<CountedKernel> counted;
-  for (const KernelDescriptor* kernel : r.kernels) {
-    counted.push_back({kernel, r.launches.at(kernel).load(std::memory_order_relaxed)});
-  }
-  return counted;
-}
-
 void count_launch(const KernelDescriptor& kernel) {
   registry().launches.at(&kernel).fetch_add(1, std::memory_order_relaxed);
+}
+
+std::uint64_t launches_of(const KernelDescriptor& kernel) {
+  return registry().launches.at(&kernel).load(std::memory_order_relaxed);
 }
 
 const std::vector<const KernelDescriptor*>& all_kernels() { return registry().kernels; }

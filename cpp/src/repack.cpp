@@ -51,6 +51,12 @@ bool fits_kernel(const TensorView& t, const InputRules& rules) {
   return true;
 }
 
+bool has_box_slots(const TensorView& cache) {
+  constexpr int64_t kAlignment = 16;  // bytes
+  const int64_t elements = kAlignment / bytes_of(cache.dtype);
+  return cache.stride[0] > 0 && cache.stride[0] % elements == 0;
+}
+
 Repacked plan_repack(const TensorView& tensor, const InputRules& rules, std::size_t& total) {
   Repacked repacked;
   if (fits_kernel(tensor, rules)) return repacked;

@@ -22,6 +22,10 @@ struct Repacked {
 // Whether kernels with these rules can read or write the tensor where it lies.
 bool fits_kernel(const TensorView& t, const InputRules& rules);
 
+// Whether TMA's boxes can begin in every slot of a cache. The first axis is asked however long it
+// is: bits must not depend on that.
+bool has_box_slots(const TensorView& cache);
+
 // Plans a copy of a tensor with_batch() at the end of a workspace of `total` bytes, if the kernel's
 // rules ask for one.
 Repacked plan_repack(const TensorView& tensor, const InputRules& rules, std::size_t& total);

@@ -1,10 +1,28 @@
 // Which CPU kernel runs a problem.
+#include <algorithm>
+#include <string>
+#include <vector>
+
 #include "anyflash/error.h"
 #include "cpu_features.h"
 #include "describe.h"
 #include "kernel_table.h"
 
 namespace anyflash {
+
+namespace {
+
+// Instruction sets that have a kernel.
+std::vector<std::string> built_isas(const Problem& problem) {
+  std::vector<std::string> names;
+  for (const KernelDescriptor* kernel : cpu_kernels(problem.op, problem.dtype)) {
+    const std::string isa = name(kernel->isa);
+    if (std::find(names.begin(), names.end(), isa) == names.end()) names.push_back(isa);
+  }
+  return names;
+}
+
+}  // namespace
 
 // The best instruction set that has a kernel; AMX has some only, and AVX-512 the others.
 const KernelDescriptor& select_cpu_kernel(const Problem& problem) {
@@ -22,9 +40,11 @@ const KernelDescriptor& select_cpu_kernel(const Problem& problem) {
     if (is_allowed(kernel->isa) && (best == nullptr || kernel->isa > best->isa)) best = kernel;
   }
   if (best != nullptr) return *best;
-  throw Error(ErrorCode::kUnsupported, std::string("cpu_isa is ") + name(wanted) +
-                                           ", for which this build has no CPU " + name(problem.op) +
-                                           " kernels");
+  const std::vector<std::string> built = built_isas(problem);
+  throw Error(ErrorCode::kUnsupported,
+              std::string("cpu_isa is ") + name(wanted) + ", for which this build has no CPU " +
+                  name(problem.op) + " kernels for " + name(problem.dtype) + "; it has those of " +
+                  (built.empty() ? "none" : listed(built)));
 }
 
 }  // namespace anyflash

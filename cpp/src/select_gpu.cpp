@@ -3,7 +3,9 @@
 #include <atomic>
 #include <bitset>
 #include <cstring>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "anyflash/error.h"
 #include "describe.h"
@@ -89,13 +91,23 @@ bool can_run(const KernelDescriptor& kernel, const Problem& problem,
          suffices(kernel, problem, device);
 }
 
+// There is no kernel for the operation and the type.
+[[noreturn]] void refuse_dtype(const Problem& problem) {
+  std::vector<std::string> built;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    if (!gpu_kernels(problem.op, dtype).empty()) built.push_back(name(dtype));
+  }
+  const std::string kernels = std::string("CUDA ") + name(problem.op) + " kernels";
+  const bool could_be_built = problem.dtype == DType::kFloat16 || problem.dtype == DType::kBFloat16;
+  throw Error(could_be_built ? ErrorCode::kUnsupported : ErrorCode::kInvalidType,
+              std::string("q is ") + name(problem.dtype) + "; " +
+                  (built.empty() ? "this build has no " + kernels
+                                 : "the " + kernels + " of this build take " + listed(built)));
+}
+
 [[noreturn]] void refuse(const Problem& problem, const DeviceProperties& device) {
   const auto& kernels = gpu_kernels(problem.op, problem.dtype);
-  if (kernels.empty()) {
-    throw Error(ErrorCode::kInvalidType, std::string("q is ") + name(problem.dtype) +
-                                             "; the CUDA " + name(problem.op) +
-                                             " kernels of this build take float16 and bfloat16");
-  }
+  if (kernels.empty()) refuse_dtype(problem);
   int largest = 0;
   for (const KernelDescriptor* kernel : kernels) {
     if (suffices(*kernel, problem, device)) {
@@ -104,13 +116,16 @@ bool can_run(const KernelDescriptor& kernel, const Problem& problem,
   }
   const char* const v = problem.op == Op::kDecode ? "v_cache" : "v";
   const bool is_q = problem.head_dim >= problem.head_dim_v;
+  const std::string which = std::string(name(problem.op)) + " kernels";
+  const std::string that_fit =
+      std::string(" for ") + name(problem.dtype) + with_features(problem.features) + " that fit " +
+      device.name + "'s " + std::to_string(device.smem_per_block) + " bytes of shared memory";
   throw Error(ErrorCode::kUnsupported,
               std::string(is_q ? "q" : v) + " has head dim " +
-                  std::to_string(is_q ? problem.head_dim : problem.head_dim_v) + "; the " +
-                  name(problem.op) + " kernels of this build for " + name(problem.dtype) +
-                  with_features(problem.features) + " that fit " + device.name + "'s " +
-                  std::to_string(device.smem_per_block) +
-                  " bytes of shared memory take head dims up to " + std::to_string(largest));
+                  std::to_string(is_q ? problem.head_dim : problem.head_dim_v) + "; " +
+                  (largest == 0 ? "this build has no " + which + that_fit
+                                : "the " + which + " of this build" + that_fit +
+                                      " take head dims up to " + std::to_string(largest)));
 }
 
 // Instead of the kernel that the rules chose, a plain one of its family that was measured to be
@@ -141,14 +156,15 @@ const KernelDescriptor& tuned(const Problem& problem, const DeviceProperties& de
   return chosen;
 }
 
-// What prefer_kernel() was told; kNoKernel can run nothing.
-constexpr KernelDescriptor kNoKernel{};
+// What prefer_kernel() was told. kRulesAlone, which is no kernel: the rules choose, without
+// tuned_tiles.cpp.
+constexpr KernelDescriptor kRulesAlone{};
 std::atomic<const KernelDescriptor*> preferred{nullptr};
 
 const KernelDescriptor& choose(const Problem& problem, const DeviceProperties& device,
                                const KernelDescriptor* wanted) {
   check_built_for(problem.device.index);
-  const bool may_run = wanted != nullptr && wanted != &kNoKernel && wanted->op == problem.op &&
+  const bool may_run = wanted != nullptr && wanted != &kRulesAlone && wanted->op == problem.op &&
                        wanted->dtype == problem.dtype;
   if (may_run && can_run(*wanted, problem, device)) return *wanted;
   const KernelDescriptor* best = nullptr;
@@ -158,7 +174,7 @@ const KernelDescriptor& choose(const Problem& problem, const DeviceProperties& d
     if (better && can_run(*kernel, problem, device)) best = kernel;
   }
   if (best == nullptr) refuse(problem, device);
-  return wanted == &kNoKernel ? *best : tuned(problem, device, *best);
+  return wanted == &kRulesAlone ? *best : tuned(problem, device, *best);
 }
 
 // All that a choice depends on.
@@ -174,33 +190,42 @@ struct Choice {
   const KernelDescriptor* kernel = nullptr;
 };
 
+// The last choices of an operation. A call with packed queries and a cache makes up to four.
+struct LastChoices {
+  static constexpr int kCount = 4;
+  Choice choices[kCount];
+  int next = 0;
+};
+
 }  // namespace
 
-// A thread remembers its last choice of each operation: calls of one size follow one another, and
+// A thread remembers its last choices of each operation: calls of one size follow one another, and
 // to compare a hundred kernels takes as long as to launch one.
 const KernelDescriptor& select_gpu_kernel(const Problem& problem) {
   const DeviceProperties& device = device_properties(problem.device.index);
   const KernelDescriptor* const wanted = preferred.load(std::memory_order_relaxed);
   const auto key = key_of(problem, device, wanted);
-  thread_local Choice choices[3];  // by operation
-  Choice& last = choices[static_cast<int>(problem.op)];
-  if (last.kernel == nullptr || last.key != key) {
-    const KernelDescriptor& kernel = choose(problem, device, wanted);
-    last = {key, &kernel};
+  thread_local LastChoices memory[3];  // by operation
+  LastChoices& last = memory[static_cast<int>(problem.op)];
+  for (const Choice& choice : last.choices) {
+    if (choice.kernel != nullptr && choice.key == key) return *choice.kernel;
   }
-  return *last.kernel;
+  const KernelDescriptor& kernel = choose(problem, device, wanted);
+  last.choices[last.next] = {key, &kernel};
+  last.next = (last.next + 1) % LastChoices::kCount;
+  return kernel;
 }
 
 void prefer_kernel(const char* name) {
   const std::string wanted = name == nullptr ? "" : name;
-  const KernelDescriptor* found = name == nullptr ? nullptr : &kNoKernel;
+  const KernelDescriptor* found = name == nullptr ? nullptr : &kRulesAlone;
   std::string names;
   for (const KernelDescriptor* kernel : all_kernels()) {
     if (!kernel->family->is_gpu()) continue;
     if (kernel->name == wanted) found = kernel;
     names += (names.empty() ? "" : ", ") + std::string(kernel->name);
   }
-  if (!wanted.empty() && found == &kNoKernel) {
+  if (!wanted.empty() && found == &kRulesAlone) {
     throw Error(ErrorCode::kInvalidValue, "there is no CUDA kernel \"" + wanted +
                                               "\"; this build has " +
                                               (names.empty() ? std::string("none") : names));

@@ -1,8 +1,6 @@
 // The tensors that every call has: q, k, v, out and lse.
 #include "validate.h"
 
-#include <algorithm>
-#include <cmath>
 #include <string>
 #include <string_view>
 
@@ -21,17 +19,15 @@ struct Axes {
 };
 
 struct Layouts {
-  const char *q, *k, *v, *out, *lse;
+  const char *q, *k, *v, *out;
 };
-constexpr Layouts kBatched = {"(batch, seqlen_q, heads, head_dim)",
-                              "(batch, seqlen_k, heads_k, head_dim)",
-                              "(batch, seqlen_k, heads_k, head_dim_v)",
-                              "(batch, seqlen_q, heads, head_dim_v)", "(batch, heads, seqlen_q)"};
+constexpr Layouts kBatched = {
+    "(batch, seqlen_q, heads, head_dim)", "(batch, seqlen_k, heads_k, head_dim)",
+    "(batch, seqlen_k, heads_k, head_dim_v)", "(batch, seqlen_q, heads, head_dim_v)"};
 constexpr Layouts kPacked = {"(total_q, heads, head_dim) with cu_seqlens_q",
                              "(total_k, heads_k, head_dim) with cu_seqlens_k",
                              "(total_k, heads_k, head_dim_v) with cu_seqlens_k",
-                             "(total_q, heads, head_dim_v) with cu_seqlens_q",
-                             "(heads, total_q) with cu_seqlens_q"};
+                             "(total_q, heads, head_dim_v) with cu_seqlens_q"};
 
 void check_types(const TensorView& q, const TensorView& k, const TensorView& v,
                  const TensorView& out) {
@@ -55,14 +51,8 @@ void check_types(const TensorView& q, const TensorView& k, const TensorView& v,
 void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
                   const TensorView& out, const Layouts& layouts, bool packed) {
   const Axes at(packed);
-  if (q.shape[at.heads] == 0 || q.shape[at.columns] == 0) {
-    invalid_value("q has shape " + shape_of(q) + "; heads and head_dim must be at least 1");
-  }
+  check_heads(q, k, "k");
   const int64_t heads_k = k.shape[at.heads];
-  if (heads_k == 0 || q.shape[at.heads] % heads_k != 0) {
-    invalid_value("k has " + std::to_string(heads_k) + " heads, which does not divide q's " +
-                  std::to_string(q.shape[at.heads]));
-  }
   const int64_t batch = q.shape[0];
   const int64_t rows = q.shape[at.rows];
   const int64_t keys = k.shape[at.rows];
@@ -88,24 +78,6 @@ void check_shapes(const TensorView& q, const TensorView& k, const TensorView& v,
                : ": q's batch, seqlen_q and heads, and v's head_dim");
 }
 
-void check_lse(const TensorView& q, const TensorView& lse, const char* argument, bool packed) {
-  const char* const layout = (packed ? kPacked : kBatched).lse;
-  check_rank(lse, argument, packed ? 2 : 3, layout);
-  check_device(lse, argument, q, "q");
-  check_aligned(lse, argument);
-  if (packed) {
-    check_shape(lse, argument, {{q.shape[1]}, {q.shape[0]}}, layout);
-  } else {
-    check_shape(lse, argument, {{q.shape[0]}, {q.shape[2]}, {q.shape[1]}}, layout);
-  }
-}
-
-// float64 is the state of a result that is joined with others.
-void check_lse_dtype(const TensorView& q, const TensorView& lse, const char* argument) {
-  if (lse.dtype == DType::kFloat64 && q.device.type == DeviceType::kCpu) return;
-  check_dtype(lse, argument, DType::kFloat32);
-}
-
 Prior prior_of(const ForwardTensors& tensors, const ForwardOptions& options, bool packed) {
   check_both(options.prior_out, "prior_out", options.prior_lse, "prior_lse");
   if (options.prior_out == nullptr) return {};
@@ -115,8 +87,8 @@ Prior prior_of(const ForwardTensors& tensors, const ForwardOptions& options, boo
   check_like(out, "prior_out", tensors.out, "out");
   check_dtype(out, "prior_out", q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
   check_aligned(out, "prior_out");
-  check_lse(q, lse, "prior_lse", packed);
-  check_lse_dtype(q, lse, "prior_lse");
+  check_lse(lse, "prior_lse", q, "q");
+  check_lse_dtype(lse, "prior_lse");
   Prior prior;
   prior.out = out.data;
   prior.lse = lse.data;
@@ -143,7 +115,7 @@ Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& o
   check_rank(out, "out", q.rank, layouts.out);
   check_types(q, k, v, out);
   check_shapes(q, k, v, out, layouts, packed);
-  if (lse != nullptr) check_lse(q, *lse, "lse", packed);
+  if (lse != nullptr) check_lse(*lse, "lse", q, "q");
   check_threads(options.num_threads);
 
   a.q = q.data;
@@ -164,7 +136,8 @@ Attention validate_inputs(const ForwardTensors& tensors, const ForwardOptions& o
     a.seqlen_q = packed_bound(options.max_seqlen_q, "max_seqlen_q", a.total_q);
     a.seqlen_k = packed_bound(options.max_seqlen_k, "max_seqlen_k", a.total_k);
     validate_packed(q, options, a);
-    validate_features(q, options, options.max_seqlen_q, options.max_seqlen_k, a);
+    validate_features(q, options, longest_of(options.max_seqlen_q, a.total_q),
+                      longest_of(options.max_seqlen_k, a.total_k), a);
   } else {
     a.batch = q.shape[0];
     validate_features(q, options, a.seqlen_q, a.seqlen_k, a);
@@ -182,7 +155,7 @@ ForwardParams validate_forward(const ForwardTensors& tensors, const ForwardOptio
   params.out_dtype = out.dtype;
   params.out_stride = strides_of(with_batch(out, packed));
   if (lse != nullptr) {
-    check_lse_dtype(q, *lse, "lse");
+    check_lse_dtype(*lse, "lse");
     check_writable(*lse, "lse");
     params.lse = lse->data;
     params.lse_dtype = lse->dtype;

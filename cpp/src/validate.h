@@ -28,20 +28,22 @@ void validate_features(const TensorView& q, const ForwardOptions& options, int64
 // Where packed sequences begin: the tensors' types and shapes. Sets attention.batch.
 void validate_packed(const TensorView& q, const ForwardOptions& options, Attention& attention);
 
-// ForwardOptions::max_seqlen_q and max_seqlen_k.
+// ForwardOptions::max_seqlen_q and max_seqlen_k as they were given, for errors: 0 stands for as
+// many as there are rows.
 struct LongestSequences {
   int64_t q = 0;
   int64_t k = 0;
 };
 
-// The elements of cu_seqlens_q, cu_seqlens_k, seqused_k and the starts. Copies them from a GPU,
-// which waits for the stream.
+// The elements of cu_seqlens_q, cu_seqlens_k, seqused_k, the starts and the diagonals. Copies them
+// from a GPU, which waits for the stream.
 void check_lengths(const Attention& attention, const LongestSequences& longest,
                    const Device& device, void* stream);
 
 // The elements of the cache's integers: lengths, places, the entries of the block table that are
 // used; and that the rotary tables have the rows that these ask for. Waits for a GPU's stream.
-void check_kvcache_lengths(const AppendParams& params, const Device& device, void* stream);
+void check_kvcache_lengths(const AppendParams& params, int64_t max_seqlen_q, const Device& device,
+                           void* stream);
 
 // "k_cache has room for 16 rows of a sequence", for errors.
 inline std::string room_of(bool paged, int64_t rows) {

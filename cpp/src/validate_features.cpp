@@ -42,7 +42,9 @@ double checked_softcap(double softcap, bool wide) {
 }
 
 int64_t checked_window(int64_t width, const char* option) {
-  if (width >= -1) return width;
+  // Sums of it, rows and positions have room then; keys are far fewer.
+  constexpr int64_t kMost = int64_t{1} << 40;
+  if (width >= -1) return std::min(width, kMost);
   invalid_value(std::string(option) + " is " + std::to_string(width) +
                 "; -1 (no bound) or a number of keys is allowed");
 }
@@ -59,9 +61,6 @@ int checked_block(int64_t size, int index) {
   invalid_value("block_size[" + std::to_string(index) + "] is " + std::to_string(size) +
                 "; a positive multiple of 64 below 2^31 is allowed");
 }
-
-// The least and the largest that a position may be; variant/sequence.h has room for their sums.
-constexpr int64_t kMaxPosition = int64_t{1} << 30;
 
 class Features {
  public:
@@ -105,6 +104,11 @@ class Features {
     check_shape(t, "bias",
                 {{a_.batch, true}, {a_.heads, true}, {seqlen_q_, true}, {seqlen_k_, true}}, layout);
     a_.bias = auxiliary_of(t, {&Strides::batch, &Strides::head, &Strides::row, &Strides::col});
+    const int64_t stride = a_.bias.stride.col;
+    if (q_.device.type != DeviceType::kCpu && stride != static_cast<int32_t>(stride)) {
+      throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(stride) +
+                                               " along the keys; on a GPU it must fit 32 bits");
+    }
   }
 
   void block_mask(const TensorView& t) {

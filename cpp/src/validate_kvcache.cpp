@@ -11,26 +11,22 @@ namespace anyflash {
 
 namespace {
 
-struct Layouts {
+struct CacheLayouts {
   const char* q;
   const char* out;
-  const char* lse;
   const char* k_new;
   const char* v_new;
   const char* tree_mask;
 };
-constexpr Layouts kBatched = {"(batch, seqlen_q, heads, head_dim)",
-                              "(batch, seqlen_q, heads, head_dim_v)",
-                              "(batch, heads, seqlen_q)",
-                              "(batch, seqlen_new, heads_k, head_dim)",
-                              "(batch, seqlen_new, heads_k, head_dim_v)",
-                              "(batch or 1, seqlen_q, seqlen_q)"};
-constexpr Layouts kPacked = {"(total_q, heads, head_dim) with cu_seqlens_q",
-                             "(total_q, heads, head_dim_v) with cu_seqlens_q",
-                             "(heads, total_q) with cu_seqlens_q",
-                             "(total_new, heads_k, head_dim) with cu_seqlens_q",
-                             "(total_new, heads_k, head_dim_v) with cu_seqlens_q",
-                             "(total_q, columns) with cu_seqlens_q"};
+constexpr CacheLayouts kBatchedCall = {
+    "(batch, seqlen_q, heads, head_dim)", "(batch, seqlen_q, heads, head_dim_v)",
+    "(batch, seqlen_new, heads_k, head_dim)", "(batch, seqlen_new, heads_k, head_dim_v)",
+    "(batch or 1, seqlen_q, seqlen_q)"};
+constexpr CacheLayouts kPackedCall = {"(total_q, heads, head_dim) with cu_seqlens_q",
+                                      "(total_q, heads, head_dim_v) with cu_seqlens_q",
+                                      "(total_new, heads_k, head_dim) with cu_seqlens_q",
+                                      "(total_new, heads_k, head_dim_v) with cu_seqlens_q",
+                                      "(total_q, columns) with cu_seqlens_q"};
 
 class KvCacheArguments {
  public:
@@ -40,7 +36,7 @@ class KvCacheArguments {
         options_(options),
         c_(cache_options),
         packed_(options.cu_seqlens_q != nullptr),
-        layouts_(packed_ ? kPacked : kBatched) {}
+        layouts_(packed_ ? kPackedCall : kBatchedCall) {}
 
   AppendParams validate() {
     refuse_options(options_);
@@ -95,13 +91,7 @@ class KvCacheArguments {
     const TensorView q = with_batch(t_.q, packed_);
     const auto& n = q.shape;
     const auto& k = t_.k_cache.shape;
-    if (n[2] == 0 || n[3] == 0) {
-      invalid_value("q has shape " + shape_of(t_.q) + "; heads and head_dim must be at least 1");
-    }
-    if (k[2] == 0 || n[2] % k[2] != 0) {
-      invalid_value("k_cache has " + std::to_string(k[2]) + " heads, which does not divide q's " +
-                    std::to_string(n[2]));
-    }
+    check_heads(t_.q, t_.k_cache, "k_cache");
     check_shape(t_.k_cache, "k_cache", {{k[0]}, {k[1]}, {k[2]}, {n[3]}}, "", ", with q's head_dim");
     const char* const layout_v = paged ? "(pages, page_size, heads_k, head_dim_v) with block_table"
                                        : "(cache_batch, capacity, heads_k, head_dim_v)";
@@ -139,7 +129,6 @@ class KvCacheArguments {
     a.batch = cu_seqlens_q.shape[0] - 1;
     a.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.data);
     a.total_q = a.seqlen_q;
-    if (options_.max_seqlen_q == 0) return;
     a.seqlen_q = packed_bound(options_.max_seqlen_q, "max_seqlen_q", a.total_q);
   }
 
@@ -201,12 +190,8 @@ class KvCacheArguments {
     if (t_.lse == nullptr) return;
     const TensorView& lse = *t_.lse;
     check_dtype(lse, "lse", DType::kFloat32);
-    check_device(lse, "lse", t_.q, "q");
-    check_rank(lse, "lse", packed_ ? 2 : 3, layouts_.lse);
-    if (packed_) check_shape(lse, "lse", {{n[1]}, {n[0]}}, layouts_.lse);
-    else check_shape(lse, "lse", {{n[0]}, {n[2]}, {n[1]}}, layouts_.lse);
+    check_lse(lse, "lse", t_.q, "q");
     check_writable(lse, "lse");
-    check_aligned(lse, "lse");
     p_.lse = static_cast<float*>(lse.data);
     p_.lse_stride = lse_strides_of(lse, packed_);
   }
@@ -370,7 +355,7 @@ class KvCacheArguments {
   const ForwardOptions& options_;
   const KvCacheOptions& c_;
   const bool packed_;
-  const Layouts& layouts_;
+  const CacheLayouts& layouts_;
   AppendParams a_;
   KvCacheParams& p_ = a_.cache;
 };

@@ -227,9 +227,6 @@ inline int read(const Signature& signature, const TVMFFIAny* args, int32_t count
     if (read_option(signature, args[i], args[i + 1], call) != 0) return kFailed;
   }
   anyflash_forward_options& forward = call.options.forward;
-  for (int64_t& size : forward.block_size) {
-    if (size == 0) size = 128;
-  }
   const DLDevice device = call.tensors[0]->device;
   if (!is_host(device)) {
     forward.stream = TVMFFIEnvGetStream(device.device_type, device.device_id);

@@ -5,8 +5,10 @@
 #include <optional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "convert.h"
+#include "dlpack.h"
 #include "option_names.h"
 
 namespace anyflash::python {
@@ -97,20 +99,13 @@ struct PythonNumbers {
 // A dense tensor that nobody reads or writes.
 TensorView described(const std::string& argument, const nb::tuple& shape,
                      const std::string& dtype) {
-  TensorView view;
+  const DType type = dtype_named(dtype, argument);
+  std::vector<int64_t> extents;
+  for (const nb::handle extent : shape) extents.push_back(nb::cast<int64_t>(extent));
+  TensorView view =
+      dense_view(extents.data(), static_cast<int64_t>(extents.size()), argument.c_str());
   view.data = reinterpret_cast<void*>(4096);
-  view.dtype = dtype_named(dtype, argument);
-  if (shape.size() > kMaxRank) {
-    throw Error(ErrorCode::kInvalidValue, argument + " has " + std::to_string(shape.size()) +
-                                              " dimensions; at most 4 are allowed");
-  }
-  view.rank = static_cast<int>(shape.size());
-  int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    view.shape[i] = nb::cast<int64_t>(shape[i]);
-    view.stride[i] = stride;
-    stride *= view.shape[i];
-  }
+  view.dtype = type;
   return view;
 }
 

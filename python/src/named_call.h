@@ -38,7 +38,8 @@ class NamedTensors {
 class NamedCall {
  public:
   // function: "forward", "backward" or "forward_with_kvcache". tensors: its arguments and the
-  // tensors of its options; bias and block_mask have 4 dimensions, tree_mask has 3.
+  // tensors of its options; bias and block_mask have 4 dimensions, tree_mask has 3, or 2 with
+  // packed queries.
   NamedCall(std::string_view function, NamedTensors tensors);
   NamedCall(const NamedCall&) = delete;
   NamedCall& operator=(const NamedCall&) = delete;

@@ -13,10 +13,12 @@ namespace anyflash::python {
 // Writes what `given` holds into `options`, which then points into `arrays`. Keys: the names of
 // ForwardOptions' tensors, each a pair (array, it shows floats as unsigned integers), and
 //   window, block_size, max_seqlen: pairs of int;  dropout: (p, seed, offset);
-//   softcap: float;  validate: bool.
+//   part: (query_start, key_start, diagonal, batch_start, head_start, total_heads), of which the
+//   first three may be None;  softcap: float;  validate: bool.
 void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays);
 
-// Likewise, the names of BackwardOptions' tensors and deterministic: bool.
+// Likewise, the names of BackwardOptions' tensors, and deterministic, accumulate_dq and
+// accumulate_dkv: bool.
 void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays);
 
 // Likewise, the names of KvCacheOptions' tensors, rotary_interleaved: bool, num_splits, split_size

@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "anyflash/attention.h"
+#include "dlpack.h"
 #include "memory.h"
 #include "named_call.h"
 
@@ -79,29 +80,16 @@ DType dtype_of(ffi::DataType type, const std::string& name) {
 }
 
 TensorView view_of(const ffi::AnyBuffer& buffer, const std::string& name, const Device& device) {
-  TensorView view;
+  const bool is_state =
+      buffer.element_type() == ffi::U32 && name == "rng_state" && buffer.element_count() == 4;
+  constexpr int64_t kStateExtent = 2;
+  const auto extents = buffer.dimensions();
+  TensorView view =
+      is_state ? dense_view(&kStateExtent, 1, name.c_str())
+               : dense_view(extents.begin(), static_cast<int64_t>(extents.size()), name.c_str());
+  view.dtype = is_state ? DType::kInt64 : dtype_of(buffer.element_type(), name);
   view.data = buffer.untyped_data();
   view.device = device;
-  if (buffer.element_type() == ffi::U32 && name == "rng_state" && buffer.element_count() == 4) {
-    view.dtype = DType::kInt64;
-    view.rank = 1;
-    view.shape[0] = 2;
-    view.stride[0] = 1;
-    return view;
-  }
-  view.dtype = dtype_of(buffer.element_type(), name);
-  const auto extents = buffer.dimensions();
-  if (extents.size() > kMaxRank) {
-    throw Error(ErrorCode::kInvalidValue, name + " has " + std::to_string(extents.size()) +
-                                              " dimensions; at most 4 are allowed");
-  }
-  view.rank = static_cast<int>(extents.size());
-  int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    view.shape[i] = extents[static_cast<std::size_t>(i)];
-    view.stride[i] = stride;
-    stride *= view.shape[i];
-  }
   return view;
 }
 

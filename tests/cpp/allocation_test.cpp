@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "anyflash/anyflash.h"
 #include "backward_problem.h"
 #include "kvcache_problem.h"
 #include "many_threads.h"
@@ -10,9 +11,11 @@
 namespace {
 
 std::atomic<int> allocations{0};
+std::atomic<bool> no_memory{false};
 
 void* counted(std::size_t bytes, std::size_t alignment = alignof(std::max_align_t)) {
   ++allocations;
+  if (no_memory) throw std::bad_alloc();
   const std::size_t size = (bytes + alignment) / alignment * alignment;
   void* const memory = std::aligned_alloc(alignment, size);
   if (memory == nullptr) throw std::bad_alloc();
@@ -61,9 +64,30 @@ void check_decoding() {
   check_call("KvCachePlan", [&] { call.run(memory.workspace()); });
 }
 
+void check_kernels() {
+  check_call("anyflash_kernel_count", [] { anyflash_kernel_count(); });
+  check_call("anyflash_kernel_name", [] { anyflash_kernel_name(0); });
+  check_call("anyflash_kernel_launches", [] { anyflash_kernel_launches(0); });
+  const std::size_t count = anyflash_kernel_count();
+  CHECK(count > 0 && anyflash_kernel_name(0) != nullptr);
+  CHECK(anyflash_kernel_name(count) == nullptr && anyflash_kernel_launches(count) == 0);
+}
+
+// Before the list of kernels has been made. No exception leaves the C ABI.
+void check_no_memory() {
+  no_memory = true;
+  const std::size_t count = anyflash_kernel_count();
+  const char* const name = anyflash_kernel_name(0);
+  const uint64_t launches = anyflash_kernel_launches(0);
+  no_memory = false;
+  CHECK(count == 0 && name == nullptr && launches == 0);
+}
+
 }  // namespace
 
 int main() {
+  check_no_memory();
+  check_kernels();
   const test::ManyThreads many_threads;
   check_forward_and_backward(0);
   check_forward_and_backward(test::kAll & ~test::kPacked);

@@ -40,6 +40,12 @@ constexpr KernelDescriptor sm80_kernel(const char* name, int head_dim, int head_
   return d;
 }
 
+constexpr KernelDescriptor bfloat16_kernel(const char* name) {
+  KernelDescriptor d = sm80_kernel(name, 64, 64, kNoFeatures, 40000);
+  d.dtype = DType::kBFloat16;
+  return d;
+}
+
 constexpr KernelDescriptor sm90_kernel(const char* name, int head_dim, std::size_t smem_bytes) {
   KernelDescriptor d = sm80_kernel(name, head_dim, head_dim, kNoFeatures, smem_bytes);
   d.family = &kSm90Family;

@@ -48,6 +48,8 @@ constexpr KernelDescriptor kRows[] = {
     cpu_kernel("cpu_avx2_f64", Op::kForward, CpuIsa::kAvx2, DType::kFloat64),
     cpu_kernel("cpu_avx512_backward", Op::kBackward, CpuIsa::kAvx512),
     cpu_kernel("cpu_decode", Op::kDecode),
+    cpu_kernel("cpu_avx512_decode", Op::kDecode, CpuIsa::kAvx512),
+    bfloat16_kernel("forward_bf16"),
     decode_kernel("decode_d128_m64_8bit", 128, 64, kScores | kQuantizedCache, 90000),
     decode_kernel("decode_d128_m64", 128, 64, kScores, 90000),
     decode_kernel("decode_d64_m64", 64, 64, kScores, 50000),
@@ -70,7 +72,8 @@ const std::size_t kKernelUnitCount = 1;
 const char* const kCudaArchs[] = {"sm_80", "sm_90", "sm_90a", "sm_101", nullptr};
 const char* const kSpecificArchs[] = {"90a", "103a", nullptr};
 
-const DeviceProperties& device_properties(int) { return gpu; }
+int questions = 0;  // about the GPU
+const DeviceProperties& device_properties(int) { return ++questions, gpu; }
 
 const TunedTile kTunedTiles[] = {{}};
 
@@ -189,9 +192,13 @@ void check_cpu_choice() {
            cpu_has(CpuIsa::kAvx2) ? "cpu_avx2_f64" : "cpu_f64");
   CHECK_EQ(selected_on_cpu(Op::kForward, CpuIsa::kBaseline, DType::kFloat64), "cpu_f64");
   if (cpu_has(CpuIsa::kAvx2)) {  // the table has no kernel for it
-    check_throws([] { return selected_on_cpu(Op::kBackward, CpuIsa::kAvx2, DType::kFloat32); },
-                 ErrorCode::kUnsupported,
-                 "cpu_isa is avx2, for which this build has no CPU backward kernels");
+    check_throws(
+        [] { return selected_on_cpu(Op::kBackward, CpuIsa::kAvx2, DType::kFloat32); },
+        ErrorCode::kUnsupported,
+        "cpu_isa is avx2, for which this build has no CPU backward kernels for float32; it "
+        "has those of baseline and avx512");
+    check_throws([] { return selected_on_cpu(Op::kDecode, CpuIsa::kAvx2, DType::kFloat64); },
+                 ErrorCode::kUnsupported, "kernels for float64; it has those of none");
   }
   if (!cpu_has(CpuIsa::kAmx)) return;
   CHECK_EQ(selected_on_cpu(Op::kBackward, CpuIsa::kAmx, DType::kFloat32), "cpu_avx512_backward");
@@ -337,14 +344,16 @@ void check_errors() {
       "q has head dim 192; the backward kernels of this build for float16 with bias that fit "
       "test GPU's 101376 bytes of shared memory take head dims up to 128",
       Op::kBackward);
+  // Of types that kernels have in another build, another error.
   check_error(64, 0, DType::kFloat32, ErrorCode::kInvalidType,
-              "q is float32; the CUDA backward kernels of this build take float16 and bfloat16",
-              Op::kBackward);
+              "q is float32; the CUDA backward kernels of this build take float16", Op::kBackward);
+  check_error(64, 0, DType::kBFloat16, ErrorCode::kUnsupported,
+              "q is bfloat16; the CUDA backward kernels of this build take float16", Op::kBackward);
   CHECK_EQ(selected(128, 128, kBias), "d128_generic");
   gpu.smem_per_block = 85000;
   check_error(64, kBias | kDropout, DType::kFloat16, ErrorCode::kUnsupported,
-              "for float16 with bias, dropout that fit test GPU's 85000 bytes of shared memory "
-              "take head dims up to 0");
+              "q has head dim 64; this build has no forward kernels for float16 with bias, dropout "
+              "that fit test GPU's 85000 bytes of shared memory");
   CHECK_EQ(selected(64, 64, kSoftcap), "d128_softcap");
   gpu.compute_capability = 75;
   check_error(64, 0, DType::kFloat16, ErrorCode::kUnsupported,
@@ -359,6 +368,17 @@ void check_errors() {
               "build it with ANYFLASH_ARCHS=110, or install a newer release");
 }
 
+// A call with packed queries and a cache makes some choices, and the next one the same, without a
+// question but which GPU it is.
+void check_memory() {
+  gpu = {"test GPU", 80, 108, 163840};
+  for (const bool known : {false, true}) {
+    questions = 0;
+    for (const int64_t rows : {4, 20, 40}) selected_decode(128, rows, 0);
+    CHECK_EQ(questions == 3, known);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -370,6 +390,7 @@ int main() {
   check_bits_groups();
   check_tile_configs();
   check_decode_choice();
+  check_memory();
   check_errors();
   return check::report();
 }

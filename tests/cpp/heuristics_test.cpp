@@ -11,7 +11,6 @@
 using anyflash::Attention;
 using anyflash::backward_heads_per_l2_section;
 using anyflash::backward_heads_per_wave;
-using anyflash::decode_num_splits;
 using anyflash::decode_num_splits_on_cpu;
 using anyflash::DeviceProperties;
 using anyflash::gqa_splits;
@@ -94,8 +93,19 @@ int64_t decode_time(int64_t ctas, int64_t blocks, int64_t splits, int64_t each, 
   return time;
 }
 
+// Of a kernel that decodes, of which an SM holds `each` CTAs.
+int splits_of(const Attention& p, const Tile& tile, int64_t each, int64_t sms) {
+  KernelDescriptor kernel{};
+  kernel.tile = tile;
+  kernel.tile.ctas = static_cast<int>(each);
+  DeviceProperties device;
+  device.multiprocessors = static_cast<int>(sms);
+  device.smem_per_multiprocessor = 167936;
+  return anyflash::splits_on_gpu(kernel, device, p, anyflash::row_tiles_of(p, tile) * p.heads_k);
+}
+
 void check_splits(const Attention& p, const Tile& tile, int64_t each, int64_t sms) {
-  const int splits = decode_num_splits(p, tile, each, sms);
+  const int splits = splits_of(p, tile, each, sms);
   const int64_t ctas = p.batch * p.heads_k * divide(query_rows(p), tile.block_m);
   const int64_t blocks = divide(visible_keys(p), tile.block_n);
   const int64_t most = std::min<int64_t>(blocks / 2, 128);
@@ -104,7 +114,7 @@ void check_splits(const Attention& p, const Tile& tile, int64_t each, int64_t sm
   Attention seen = p;
   seen.seqlen_k = static_cast<int>(visible_keys(p));
   seen.window = {-1, -1};
-  CHECK_EQ(decode_num_splits(seen, tile, each, sms), splits);
+  CHECK_EQ(splits_of(seen, tile, each, sms), splits);
   // Nothing to gain: no rows, or every SM is full, in all waves or in most of them.
   if (ctas % (each * sms) == 0 || ctas > 16 * each * sms) {
     CHECK_EQ(splits, 1);
@@ -156,7 +166,7 @@ void check_resident_ctas() {
 
 // An H200 (132 SMs), head_dim 128: sequences of `blocks` blocks for `ctas` CTAs, three an SM.
 int measured_splits(int64_t ctas, int blocks) {
-  return decode_num_splits(decode_params(ctas, 1, 4, 1, 64 * blocks), {16, 64, 4, 3}, 3, 132);
+  return splits_of(decode_params(ctas, 1, 4, 1, 64 * blocks), {16, 64, 4, 3}, 3, 132);
 }
 
 // What was, or was close to, the fastest there.
@@ -168,9 +178,27 @@ void check_measured() {
   CHECK_EQ(measured_splits(256, 512), 1);  // 32 of 32768: two on nearly every SM
 }
 
-// An H100: the same of Hopper's own kernels, head dim 128.
+// A kernel of Hopper's own, of tiles with 64 keys.
+KernelDescriptor box_kernel(int head_dim, int rows, int ctas_per_sm) {
+  KernelDescriptor kernel{};
+  kernel.loads_boxes = true;
+  kernel.head_dim = kernel.head_dim_v = head_dim;
+  kernel.latent = head_dim > 256;
+  kernel.tile = {rows, 64, 4, ctas_per_sm};
+  kernel.joins_in_cluster = rows == 16;
+  return kernel;
+}
+
+int box_splits(const KernelDescriptor& kernel, int64_t ctas, int blocks) {
+  DeviceProperties h100;
+  h100.multiprocessors = 132;
+  h100.smem_per_multiprocessor = 228 * 1024;
+  return anyflash::splits_on_gpu(kernel, h100, decode_params(1, 1, 1, 1, 64 * blocks), ctas);
+}
+
+// An H100: the same, head dim 128.
 int measured_box_splits(int64_t ctas, int blocks) {
-  return anyflash::box_num_splits(ctas, blocks, 132, {2, 32 * 1024, 58, true});
+  return box_splits(box_kernel(128, 16, 2), ctas, blocks);
 }
 
 void check_measured_boxes() {
@@ -183,20 +211,20 @@ void check_measured_boxes() {
   CHECK_EQ(measured_box_splits(1, 3), 1);      // fewer than four blocks are never split
   CHECK_EQ(measured_box_splits(0, 100), 1);
   // Latent attention of 16 sequences of 4096 keys: with 16 heads in clusters, with 128 without.
-  CHECK_EQ(anyflash::box_num_splits(16, 64, 132, {1, 72 * 1024, 58, true}), 4);
-  CHECK_EQ(anyflash::box_num_splits(32, 64, 132, {1, 72 * 1024, 100, false}), 4);
+  CHECK_EQ(box_splits(box_kernel(576, 16, 1), 16, 64), 4);
+  CHECK_EQ(box_splits(box_kernel(576, 64, 1), 32, 64), 4);
 }
 
 void check_decode_examples() {
   const Tile tile{16, 64, 4};
   // CTAs count, not where they come from: sequences, heads, or rows of a group.
-  const int splits = decode_num_splits(decode_params(24, 1, 1, 1, 8192), tile, 2, 132);
+  const int splits = splits_of(decode_params(24, 1, 1, 1, 8192), tile, 2, 132);
   CHECK(splits > 1);
-  CHECK_EQ(decode_num_splits(decode_params(3, 8, 16, 1, 8192), tile, 2, 132), splits);
-  CHECK_EQ(decode_num_splits(decode_params(1, 8, 3, 16, 8192), tile, 2, 132), splits);
+  CHECK_EQ(splits_of(decode_params(3, 8, 16, 1, 8192), tile, 2, 132), splits);
+  CHECK_EQ(splits_of(decode_params(1, 8, 3, 16, 8192), tile, 2, 132), splits);
   // Fewer than four blocks are never split.
-  CHECK_EQ(decode_num_splits(decode_params(1, 8, 4, 1, 192), tile, 2, 132), 1);
-  CHECK_EQ(decode_num_splits(decode_params(1, 1, 1, 1, 0), tile, 2, 132), 1);
+  CHECK_EQ(splits_of(decode_params(1, 8, 4, 1, 192), tile, 2, 132), 1);
+  CHECK_EQ(splits_of(decode_params(1, 1, 1, 1, 0), tile, 2, 132), 1);
 
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 8, 4, 1, 131072)), 32);
   CHECK_EQ(decode_num_splits_on_cpu(decode_params(1, 1, 4, 1, 131072)), 64);

@@ -309,7 +309,7 @@ const test::CaseOf<Call> kCases[] = {
     {"lse_a's type",
      [](Call& c) { c.lse_a.dtype = DType::kFloat16; },
      kType,
-     {"lse_a is float16; it must be float32"}},
+     {"lse_a is float16; it must be float32 or, on the CPU, float64"}},
     {"one of float64",
      [](Call& c) { c.lse_a.dtype = DType::kFloat64; },
      kType,
@@ -346,6 +346,9 @@ void check_errors() {
   for (TensorView* t : {&gpu.out_a, &gpu.out_b, &gpu.out, &gpu.lse_a, &gpu.lse_b, &gpu.lse}) {
     t->device = {DeviceType::kCuda, 0};
   }
+  gpu.lse_b.dtype = DType::kFloat64;
+  check_throws([&] { gpu.merge(); }, "float64 LSE on a GPU", kType,
+               {"lse_b is float64; it must be float32 or, on the CPU, float64"});
   gpu.out.dtype = DType::kFloat64;
   check_throws([&] { gpu.merge(); }, "float64 on a GPU", kType,
                {"out is float64; on a GPU float32, float16 and bfloat16 are allowed"});

@@ -1,7 +1,9 @@
 // Results that go on from earlier ones: the forward with prior_out and prior_lse, the backward that
 // adds to its gradients.
 #include <cmath>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "backward_problem.h"
 #include "check.h"
@@ -138,8 +140,34 @@ const test::CaseOf<Continued> kCases[] = {
     {"lse type",
      [](Continued& c) { c.state_lse.dtype = DType::kFloat16; },
      kType,
-     {"prior_lse is float16; it must be float32"}},
+     {"prior_lse is float16; it must be float32 or, on the CPU, float64"}},
 };
+
+// The widest windows hide nothing, also where the host knows the positions: a call is not left out.
+void check_bug_widest_windows() {
+  const auto set = [](ForwardOptions& options, bool left) {
+    (left ? options.window_left : options.window_right) = INT64_MAX;
+    (left ? options.key_start : options.query_start) = 8;
+  };
+  for (const bool left : {false, true}) {
+    Continued call;
+    set(call.options, left);
+    call.out = call.state;
+    call.lse = call.state_lse;
+    const std::vector<unsigned char> before = call.state_memory.bytes;
+    CHECK(test::run_exactly(call.plan()));
+    CHECK_MSG(call.state_memory.bytes != before, left ? "left" : "right");
+
+    BackwardProblem p({1, 5, 6, 4, 2, 8, 3}, 0, DType::kFloat32, Layout::kContiguous, 5);
+    set(p.options, left);
+    p.forward();
+    p.backward();
+    const std::vector<unsigned char> once = p.dk->bytes;
+    p.wanted.accumulate_dq = p.wanted.accumulate_dkv = true;
+    p.backward();
+    CHECK_MSG(p.dk->bytes != once, left ? "left" : "right");
+  }
+}
 
 // The second of two calls adds what the first one has written.
 void check_accumulated() {
@@ -179,5 +207,6 @@ int main() {
   test::check_allowed<Continued>();
   for (const auto& test_case : kCases) check_case(test_case);
   check_accumulated();
+  check_bug_widest_windows();
   return check::report();
 }

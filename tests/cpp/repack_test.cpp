@@ -105,6 +105,21 @@ void check_fits() {
   CHECK(!address.fits());
 }
 
+// The first axis is asked also where there is one slot: bits must not depend on their number.
+void check_box_slots() {
+  for (const int64_t slots : {1, 2}) {
+    Contiguous cache;
+    cache.view.shape[0] = slots;
+    CHECK(has_box_slots(cache.view));
+    for (const int64_t stride : {0, -48, 52}) {
+      Contiguous odd;
+      odd.view.shape[0] = slots;
+      odd.view.stride[0] = stride;
+      CHECK(!has_box_slots(odd.view));
+    }
+  }
+}
+
 // 5 of 11 columns, which run backwards; 0xffff lies between the elements.
 struct Odd {
   Odd() {
@@ -225,6 +240,7 @@ void check_workspace() {
 
 int main() {
   check_fits();
+  check_box_slots();
   check_workspace();
   check_input();
   check_output(/*packed=*/false);

@@ -82,9 +82,12 @@ HOPPER_SCORED = hopper(
     Case(batch=2, seqlen_q=130, seqlen_k=290, heads=4, heads_k=2, more="dropout=0.1 nan=seen"),
 )
 
-# The last one's keys are split.
+# The last ones' keys are split.
 HOPPER_PREFILL_CASES = hopper(*PREFILL) + hopper(
-    *decode(Case(seqlen_q=130, seqlen_k=4224, heads=1, causal=1, more="ragged=1 filled=4200")),
+    *decode(
+        Case(seqlen_q=130, seqlen_k=4224, heads=1, causal=1, more="ragged=1 filled=4200"),
+        Case(seqlen_q=130, seqlen_k=4224, heads=1, causal=1, more="ragged=1 filled=4224 page=16"),
+    ),
     multiprocessors=132,
 )
 
@@ -161,6 +164,7 @@ HOPPER_BACKWARD_RANGES = hopper(
         Case(seqlen_q=300, seqlen_k=130, heads=1, more="ranges=65,1 sink=1 nan=q"),
         Case(seqlen_q=200, seqlen_k=210, causal=1, more="ranges=65,1 sink=1 det=1 nan=hidden"),
         Case(seqlen_q=20, seqlen_k=2200, heads=1, more="ranges=100,1 det=1"),
+        Case(batch=2, seqlen_q=330, seqlen_k=400, heads=1, more="ranges=130,2 used=0,300 left=200"),
     ),
     *alone("ranges", BACKWARD_FEATURE_CASES),
 )

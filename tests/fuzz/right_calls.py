@@ -76,7 +76,6 @@ def bases(kind: Kind, module: Any) -> dict[str, dict[str, Any]]:
         "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
         **of_flash_attn(kind),
         **of_flash_attns_helpers(array),
-        "context_parallel_attention": dense | {"context_axis": "cp"},
         "dot_product_attention": {"query": x, "key": x, "value": x},
         "zigzag_order": {"length": 8, "devices": 2},
     }
@@ -215,9 +214,13 @@ def calls(kinds: tuple[str, ...] = tuple(MODULES), device: str = "cpu") -> list[
 
 def of_jax(call: Call) -> list[Call]:
     function, name = call.function, call.name.removeprefix("jax.")
-    if "context_axis" in call.arguments:
-        function = on_a_mesh(function)
     found = [replace(call, function=awaited(function))]
+    if name == "attention":  # also of a sequence that devices share
+        arguments = call.arguments | {"context_axis": "cp"}
+        shared = awaited(on_a_mesh(function))
+        found.append(
+            replace(call, name="jax.shared_attention", function=shared, arguments=arguments)
+        )
     if name in ("attention", "attention_varlen"):
         with_gradients = awaited(differentiated(function))
         found.insert(0, replace(call, name=f"jax.grad_of_{name}", function=with_gradients))

@@ -18,7 +18,7 @@ DEFINITIONS = (
     "sm90/ptx.h",
     "sm90/wgmma_atoms.h",
     "sm90/pipeline.h",
-    "cuda/named_barrier.h",
+    "sm80/named_barrier.h",
     "common/dependent_launch.h",
 )
 # Of these files and of the toolkits.

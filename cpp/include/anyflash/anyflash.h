@@ -70,7 +70,7 @@ typedef struct {
   const DLTensor* alibi_slopes;
   const DLTensor* bias;
   const DLTensor* block_mask;
-  int64_t block_size[2]; /* read if block_mask */
+  int64_t block_size[2]; /* read if block_mask; 0: 128 */
   const DLTensor* sinks;
 
   double dropout_p;
@@ -82,7 +82,7 @@ typedef struct {
 
   const DLTensor* cu_seqlens_q; /* packed sequences */
   const DLTensor* cu_seqlens_k;
-  int64_t max_seqlen_q;
+  int64_t max_seqlen_q; /* these two, 0: as many as there are rows */
   int64_t max_seqlen_k;
   const DLTensor* seqused_k;
   int32_t validate;
@@ -216,7 +216,8 @@ ANYFLASH_API const char* anyflash_last_error(void);
 /* "0.1.0" */
 ANYFLASH_API const char* anyflash_version(void);
 
-/* The kernels of this build, 0 <= index < anyflash_kernel_count(). */
+/* The kernels of this build, 0 <= index < anyflash_kernel_count(). Of another index, and where
+ * there is no memory for their list: 0 or NULL. */
 ANYFLASH_API size_t anyflash_kernel_count(void);
 ANYFLASH_API const char* anyflash_kernel_name(size_t index);
 /* How often this process has launched the kernel. */

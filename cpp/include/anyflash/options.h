@@ -80,7 +80,8 @@ struct ForwardOptions {
   // each; both or none.
   const TensorView* cu_seqlens_q = nullptr;
   const TensorView* cu_seqlens_k = nullptr;
-  // Upper bounds of the sequences' lengths.
+  // Upper bounds of the sequences' lengths; 0: as many as there are rows. Where an option's shape
+  // has max_seqlen_q or max_seqlen_k, that is then total_q or total_k.
   int64_t max_seqlen_q = 0;
   int64_t max_seqlen_k = 0;
   // (batch,) int32: how many of a sequence's keys are used, the first ones. Its queries are aligned
@@ -90,8 +91,8 @@ struct ForwardOptions {
   // its key j is key key_start + j. Row r of the whole is on the diagonal with key r + diagonal. If
   // any of the three is given, also by an array, then
   //   shift = query_start + diagonal - key_start
-  // and the others are 0. All are at most 2^30, and starts at least 0. Dropout counts rows and keys
-  // from the starts. With dropout, key_start is a multiple of 8.
+  // and the others are 0. All are at most 2^30, and starts at least 0. A larger shift counts as
+  // 2^30. Dropout counts rows and keys from the starts. With dropout, key_start is a multiple of 8.
   std::optional<int64_t> query_start;
   std::optional<int64_t> key_start;
   std::optional<int64_t> diagonal;
@@ -150,8 +151,8 @@ struct BackwardOptions {
 //
 // Sequences with different numbers of queries are packed: ForwardOptions::cu_seqlens_q (batch + 1,)
 // says where each begins in q and out (total_q, heads, ...) and lse (heads, total_q). max_seqlen_q
-// is a bound of their lengths that may spare a launch, 0: total_q. Work and workspace follow from
-// shapes and this bound alone.
+// is a bound of their lengths that may spare a launch. Work and workspace follow from shapes and
+// this bound alone.
 struct KvCacheOptions {
   // (batch,) int32: rows of the cache that are filled, before new keys are appended. Null: all.
   const TensorView* cache_seqlens = nullptr;
@@ -205,7 +206,9 @@ struct KvCacheOptions {
 
   // Flash-decoding: the number of CTAs (CPU: tasks) over which the keys of a sequence are split.
   // Their partial results are joined in float32. 0: chosen from the sizes, which include the
-  // batch's. 1, or a split_size, makes a sequence's result independent of the batch.
+  // batch's. 1, or a split_size, makes a sequence's result independent of the batch. With packed
+  // queries on a GPU they divide the keys of sequences with few queries, whose rows of a K/V head
+  // fit the tile of one query. Those of longer ones are only split where the number is chosen.
   int64_t num_splits = 0;
   // Keys of a split, a multiple of 64, in place of num_splits; 0: not used.
   int64_t split_size = 0;

@@ -1,11 +1,10 @@
 // Where the backward's gradients go, and what NaN containment took out of dO.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
-#include "common/finite.h"
 #include "common/macros.h"
+#include "cuda/restore_nonfinite.h"
 #include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
 #include "variant/mask.h"
@@ -91,19 +90,17 @@ ANYFLASH_DEVICE GradientTile<Out> dv_tile(const BackwardScratch& params,
                             params.attention.head_dim_v, params.accumulates_dkv);
 }
 
-// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it. That is enough: a
-// sum with NaN or infinity in it does not depend on its finite terms and weights. It is rare, so
-// these are plain loops over global memory.
+// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it.
 template <class Traits, class Variant, class Out>
-ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const BackwardWorkTile& block,
-                                       const GradientTile<Out>& dv) {
+ANYFLASH_DEVICE void restore_dout(const BackwardScratch& params, const BackwardWorkTile& block,
+                                  const GradientTile<Out>& dv) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr bool kHasBlocks = (Variant::kFeatures & kBlockMask) != 0;
   const Sequence& sequence = block.sequence;
   const Mask mask = Mask(sequence, params.attention.window).up_to_last_row();
   const MRange range = mask.m_range(block.first_key, Traits::kBlockN, kBlockM);
-  const int keys = min(Traits::kBlockN, sequence.seqlen_k - block.first_key);
+  const IndexRange keys{block.first_key, min(block.first_key + Traits::kBlockN, sequence.seqlen_k)};
   const int group = params.attention.heads / params.attention.heads_k;
   for (int head = block.head_k * group; head < (block.head_k + 1) * group; ++head) {
     const Variant variant(params, sequence, block.batch, head,
@@ -117,26 +114,24 @@ ANYFLASH_DEVICE void restore_nonfinite(const BackwardScratch& params, const Back
                            Variant::template needs_masked_loop<kBlockM, Traits::kBlockN>(
                                params, block, head, m * kBlockM);
       if (!cleared) continue;
-      const int end = min((m + 1) * kBlockM, sequence.seqlen_q);
+      const IndexRange rows{m * kBlockM, min((m + 1) * kBlockM, sequence.seqlen_q)};
       if (kHasBlocks && blocks.active() &&
-          !blocks.see(m * kBlockM, end, block.first_key, block.first_key + keys).any) {
+          !blocks.see(rows.begin, rows.end, keys.begin, keys.end).any) {
         continue;
       }
-      for (int x = threadIdx.x; x < params.attention.head_dim_v; x += Traits::kThreads) {
-        for (int row = m * kBlockM; row < end; ++row) {
-          const Element value = dout[row * params.dout_stride.row + x];
-          if (is_finite(value)) continue;
-          for (int i = 0; i < keys; ++i) {
-            const int key = block.first_key + i;
-            if (kHasBlocks && !blocks.keep(row, key)) continue;
-            if (!mask.keep(row, key) || !variant.keep(row, key)) continue;
-            // A dropped probability is 0, and 0 * infinity is NaN.
-            const float term = variant.is_dropped(row, key) ? NAN : static_cast<float>(value);
-            Out& result = dv.data[i * dv.stride.row + x * dv.stride.col];
-            result = Out(static_cast<float>(result) + term);
-          }
-        }
-      }
+      restore_nonfinite<Traits::kThreads>(
+          rows, keys, params.attention.head_dim_v,
+          [&](int row, int x) {
+            return static_cast<float>(dout[row * params.dout_stride.row + x]);
+          },
+          [&](int key, int row) {
+            if (kHasBlocks && !blocks.keep(row, key)) return TermWeight::kHidden;
+            if (!mask.keep(row, key) || !variant.keep(row, key)) return TermWeight::kHidden;
+            return variant.is_dropped(row, key) ? TermWeight::kDropped : TermWeight::kVisible;
+          },
+          [&](int key, int x) -> Out& {
+            return dv.data[(key - block.first_key) * dv.stride.row + x * dv.stride.col];
+          });
     }
   }
 }

@@ -29,7 +29,8 @@ ANYFLASH_DEVICE float* result_lse(const KvCacheParams& params, const DecodeWorkT
   return params.lse + part * lse_stride_of_split(params) + block.offset(params.lse_stride, row);
 }
 
-// One number of a cache of values, 0 if it does not exist. Of 8 bits: 0 if it is finite.
+// One number of a cache of values, 0 if it does not exist. Of a cache of 8 bits it is 0 if it is
+// finite: only NaN and infinity are restored.
 template <class Traits>
 ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWorkTile& block,
                                    int key, int x) {

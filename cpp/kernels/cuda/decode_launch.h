@@ -41,8 +41,26 @@ bool splits_in_cluster(const KvCacheParams& params, const LaunchContext& context
          has_clusters<kKernel>(context.device);
 }
 
+// Most rows of a sequence.
+inline int64_t rows_of_sequence(const Attention& a) {
+  return int64_t{a.seqlen_q} * (a.heads / a.heads_k);
+}
+
+template <int kBlockM>
+void check_decode_grid(const KvCacheParams& params) {
+  const int64_t ctas = number_of_ctas<kBlockM>(params);
+  const int64_t rows = rows_of_sequence(params.attention);
+  if (ctas <= INT32_MAX && rows <= INT32_MAX - kBlockM) return;
+  throw Error(ErrorCode::kUnsupported,
+              "batch * heads_k * num_splits * ceil(seqlen_q * heads / heads_k / " +
+                  std::to_string(kBlockM) + ") is " + std::to_string(ctas) +
+                  "; a CUDA grid holds at most 2147483647 blocks");
+}
+
+// Refuses a grid that is too large, too: a plan asks this before a call appends to the cache.
 template <class Traits, auto kKernel>
 std::size_t decode_scratch_bytes(const KvCacheParams& params, const LaunchContext& context) {
+  check_decode_grid<Traits::kBlockM>(params);
   return splits_in_cluster<Traits, kKernel>(params, context) ? 0 : parts_bytes(params);
 }
 
@@ -53,14 +71,6 @@ inline bool has_vectors(const void* data, const Strides& stride, int columns, in
   return places % 16 == 0 && stride.col == 1;
 }
 
-inline void check_decode_grid(int64_t ctas, int64_t rows, int block_m) {
-  if (ctas <= INT32_MAX && rows <= INT32_MAX - block_m) return;
-  throw Error(ErrorCode::kUnsupported,
-              "batch * heads_k * num_splits * ceil(seqlen_q * heads / heads_k / " +
-                  std::to_string(block_m) + ") is " + std::to_string(ctas) +
-                  "; a CUDA grid holds at most 2147483647 blocks");
-}
-
 // Launches kKernel, whose parameters are a Launch: DecodeParams, and what complete(launch) adds.
 // Then it joins the splits, where these are not a cluster.
 template <class Traits, auto kKernel, class Launch, class Complete>
@@ -68,9 +78,7 @@ void launch_splits(const KvCacheParams& params, const LaunchContext& context,
                    const Complete& complete) {
   const Attention& a = params.attention;
   const int group = a.heads / a.heads_k;
-  const int64_t rows = int64_t{a.seqlen_q} * group;  // of a sequence at most
   const int64_t ctas = number_of_ctas<Traits::kBlockM>(params);
-  check_decode_grid(ctas, rows, Traits::kBlockM);
   const bool in_cluster = splits_in_cluster<Traits, kKernel>(params, context);
   const bool in_parts = params.num_splits > 1 && !in_cluster;
   Launch prepared{};
@@ -78,7 +86,7 @@ void launch_splits(const KvCacheParams& params, const LaunchContext& context,
   prepared.splits_in_cluster = in_cluster;
   prepared.q_has_vectors = has_vectors(a.q, a.q_stride, a.head_dim, 2);
   prepared.by_splits = cutlass::FastDivmod(params.num_splits);
-  const int64_t tiles = std::max<int64_t>(ceil_div(rows, Traits::kBlockM), 1);
+  const int64_t tiles = std::max<int64_t>(ceil_div(rows_of_sequence(a), Traits::kBlockM), 1);
   prepared.by_row_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
   prepared.by_heads_k = cutlass::FastDivmod(a.heads_k);
   prepared.by_group = cutlass::FastDivmod(group);

@@ -136,9 +136,9 @@ ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardWorkTil
 
 // The accumulators as they are, element by element and with any strides.
 template <class Matrix, class Coordinates>
-ANYFLASH_DEVICE void store_float(const ForwardParams& params, const ForwardWorkTile& work_tile,
-                                 const Matrix& out_matrix, const Coordinates& coordinates,
-                                 int rows) {
+ANYFLASH_DEVICE void store_float_rows(const ForwardParams& params, const ForwardWorkTile& work_tile,
+                                      const Matrix& out_matrix, const Coordinates& coordinates,
+                                      int rows) {
   using namespace cute;
   float* const gO = first_of<float>(params.out, params.out_stride, work_tile.sequence,
                                     work_tile.head, work_tile.first_row);

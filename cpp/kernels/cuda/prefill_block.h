@@ -22,7 +22,8 @@ ANYFLASH_DEVICE void take_split(const KvCacheParams& p, int split, int rows,
   const SplitKeys keys =
       split_keys(p, split, mask.first_key(work_tile.first_row), mask.end_key(last_row), kBlockN);
   sequence.first_row += keys.begin;
-  work_tile.sequence.seqlen_k = work_tile.sequence.all_keys = keys.end - keys.begin;
+  sequence.seqlen_k = keys.end - keys.begin;
+  work_tile.sequence.seqlen_k = work_tile.sequence.all_keys = sequence.seqlen_k;
   work_tile.sequence.shift -= keys.begin;
   // Along the splits parts are apart; packed queries have no stride of batches.
   work_tile.sequence.batch = split;

@@ -13,20 +13,24 @@
 namespace anyflash {
 
 // Numbers of blocks of query rows, and of these for all heads and splits (cuda/prefill_block.h).
+// Refuses a grid that is too large. All kernels' scratch_bytes ask this, so that a plan refuses it,
+// before a call appends to the cache.
 template <int kBlockM>
 int64_t packed_blocks(const KvCacheParams& params) {
-  return PackedTiles<kBlockM>(params.attention, 1, params.least_queries).count();
-}
-template <int kBlockM>
-int prefill_blocks(const KvCacheParams& params) {
-  const int64_t blocks =
-      packed_blocks<kBlockM>(params) * params.attention.heads * params.num_splits;
+  const int64_t row_blocks =
+      PackedTiles<kBlockM>(params.attention, 1, params.least_queries).count();
+  const int64_t blocks = row_blocks * params.attention.heads * params.num_splits;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported,
                 "heads * num_splits * blocks of " + std::to_string(kBlockM) + " queries is " +
                     std::to_string(blocks) + "; a CUDA grid holds at most 2147483647 blocks");
   }
-  return static_cast<int>(blocks);
+  return row_blocks;
+}
+template <int kBlockM>
+int prefill_blocks(const KvCacheParams& params) {
+  return static_cast<int>(packed_blocks<kBlockM>(params) * params.attention.heads *
+                          params.num_splits);
 }
 
 // The forward of `cache`, which is `params` or partial_params() of it.

@@ -127,7 +127,7 @@ ANYFLASH_DEVICE void hide(RoundedAccumulator<Element, kColumns>& acc,
 // One lane's value, so that the compiler knows that a warp does not diverge.
 ANYFLASH_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Of two lanes `distance` apart, the first one's `high` and the other one's `low` change places.
+// Lanes that are `distance` apart swap words: the first one's `high` and the other one's `low`.
 ANYFLASH_DEVICE void exchange_words(uint32_t& low, uint32_t& high, int distance) {
   const bool is_high = (threadIdx.x & distance) != 0;
   const uint32_t got = __shfl_xor_sync(0xffffffffu, is_high ? low : high, distance);

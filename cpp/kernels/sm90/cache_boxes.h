@@ -1,7 +1,8 @@
 // Tiles of keys from a cache: TMA boxes of neighbouring rows of a page, or of an unpaged cache.
 //
-// Each lane of the loader's warp looks up one box of a tile and loads it. Keys that the sequence
-// does not have, and those of no page, lie outside of the map, and become zeros.
+// Each lane of the loader's warp looks up one box of a tile and loads it. A box whose first key the
+// sequence does not have, or that has no page, lies outside of the map and becomes zeros. Other
+// keys behind the last one may be anything: masks hide them, and NaN among them is taken out.
 #pragma once
 
 #include <cuda.h>
@@ -62,8 +63,12 @@ void make_cache_maps(Launch& launch, const KvCacheParams& cache, DType dtype, in
     keys.box_rows = std::min(1 << std::min(cache.page_shift, 16), divides);
   }
   launch.box_rows = keys.box_rows;
-  // Of a cache without rows everything lies outside, and its pointers may be anything.
-  if (keys.rows == 0 || keys.batch == 0) a.k = a.v = a.q;
+  // Of a cache without rows everything lies outside, and its pointers may be anything. An address
+  // that a map may have is that of Q, or lies before it: nothing is read there.
+  if (keys.rows == 0 || keys.batch == 0) {
+    constexpr uintptr_t kAlignment = 16;
+    a.k = a.v = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(a.q) & -kAlignment);
+  }
   make_key_maps(launch, keys);
 }
 

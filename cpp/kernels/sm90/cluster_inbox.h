@@ -15,7 +15,8 @@ class ClusterInbox {
  public:
   // By one thread, before cluster_arrive() and fence_barrier_init().
   ANYFLASH_DEVICE void expect(int bytes) { expect_sent(&state_, bytes); }
-  // After cluster_wait(): `to` is that place of CTA `rank` whose inbox this is.
+  // After cluster_wait(). `to` and this inbox are those of this CTA: CTA `rank` gets the number in
+  // the same place of its shared memory.
   template <class Number>  // float, float4
   ANYFLASH_DEVICE void send(float* to, const Number& value, int rank) {
     send_to_cta(to, value, rank, &state_);

@@ -65,7 +65,7 @@ struct Ring {
   Mbarrier full[kStages];
   Mbarrier empty[kStages];
 
-  // One thread fills a buffer, or `producers` warps do; every consumer warp releases it.
+  // A buffer is full after so many arrivals of producers; every consumer warp releases it.
   ANYFLASH_DEVICE void init(int consumer_warps, int producers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
       full[stage].init(producers);

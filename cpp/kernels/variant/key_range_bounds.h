@@ -35,7 +35,8 @@ struct alignas(16) IntervalBounds {
     if (other.least_end < least_end) least_end = other.least_end;
     if (other.largest_end > largest_end) largest_end = other.largest_end;
   }
-  // Whether some of the places [first, last] may be in some of the intervals; all in all of them.
+  // meet(): whether some of the places [first, last] may lie in some interval. hold(): whether all
+  // of them lie in every interval.
   ANYFLASH_HOST_DEVICE bool meet(int first, int last) const {
     return least_begin <= last && first < largest_end;
   }

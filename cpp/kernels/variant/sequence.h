@@ -26,7 +26,7 @@ ANYFLASH_HOST_DEVICE int64_t number_of(const OfEachSequence& number, int64_t ind
   return number.array == nullptr ? number.value : number.array[index];
 }
 
-// Beyond every row and key, and small enough that a row or a key can be added.
+// The farthest that a diagonal may lie; options.h says so. A row or a key can be added to it.
 inline constexpr int64_t kMaxShift = int64_t{1} << 30;
 
 // Of a sequence with these lengths.

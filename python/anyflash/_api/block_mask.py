@@ -111,11 +111,11 @@ def create_block_mask(  # noqa: PLR0917
         raise TypeError(
             f"{name}: predicate is {type(predicate).__name__}; a function of b, h, i, j is allowed"
         )
-    batch = 1 if batch is None else _read(name, "batch", parsing.length, batch)
-    heads = 1 if heads is None else _read(name, "heads", parsing.length, heads)
-    seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
-    seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
-    size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
+    batch = 1 if batch is None else parsing.named(name, "batch", parsing.length, batch)
+    heads = 1 if heads is None else parsing.named(name, "heads", parsing.length, heads)
+    seqlen_q = parsing.named(name, "seqlen_q", parsing.length, seqlen_q)
+    seqlen_k = parsing.named(name, "seqlen_k", parsing.length, seqlen_k)
+    size_q, size_k = parsing.named(name, "block_size", parsing.block_size, block_size)
     result = np.zeros((batch, heads, -(-seqlen_q // size_q), -(-seqlen_k // size_k)), bool)
     columns = max(1, _PIECE // (size_q * size_k))  # blocks of one piece
     rows = max(1, _PIECE // (columns * size_k))
@@ -161,13 +161,6 @@ def _kept(
         ) from None
     any_query: npt.NDArray[np.bool_] = np.logical_or.reduce(sees, axis=0)
     return any_query
-
-
-def _read(name: str, argument: str, function: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return function(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {argument} {error}") from None
 
 
 def _on_cpu(block_mask: Any) -> Any:
@@ -217,10 +210,10 @@ def expand_block_mask(
     """
 
     name = "anyflash.expand_block_mask"
-    seqlen_q = _read(name, "seqlen_q", parsing.length, seqlen_q)
-    seqlen_k = _read(name, "seqlen_k", parsing.length, seqlen_k)
-    size_q, size_k = _read(name, "block_size", parsing.block_size, block_size)
-    mask = _read(name, "block_mask", _on_cpu, block_mask)
+    seqlen_q = parsing.named(name, "seqlen_q", parsing.length, seqlen_q)
+    seqlen_k = parsing.named(name, "seqlen_k", parsing.length, seqlen_k)
+    size_q, size_k = parsing.named(name, "block_size", parsing.block_size, block_size)
+    mask = parsing.named(name, "block_mask", _on_cpu, block_mask)
     if mask.dtype != bool:
         raise TypeError(f"{name}: block_mask is {mask.dtype}; {listed(BOOL)}")
     blocks = (-(-seqlen_q // size_q), -(-seqlen_k // size_k))

@@ -284,7 +284,4 @@ def _lengths(seqlen_q: Any, seqlen_k: Any) -> tuple[int, int]:
 
 
 def _length(argument: str, value: Any) -> int:
-    try:
-        return parsing.length(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{_NAME}: {argument} {error}") from None
+    return parsing.named(_NAME, argument, parsing.length, value)

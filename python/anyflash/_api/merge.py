@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from anyflash import _core
-from anyflash._arrays.base import FLOATS
+from anyflash._arrays.base import FLOATS, Instead
 from anyflash._call import parsing
 from anyflash._call.operands import Operands
 from anyflash._call.results import ArrayT
 
+_INSTEAD = Instead(
+    "the formula in its docstring, written in the framework's functions, has gradients",
+    "inside jax.jit, grad and vmap write the formula of its docstring in jax.numpy",
+)
 _LSE = ("float32", "float64")
 
 
@@ -72,7 +76,7 @@ def merge_states(
     >>> bool(np.allclose(out, anyflash.attention(q, q, q)))
     True
     """
-    operands = Operands("anyflash.merge_states", "out_a", out_a)
+    operands = Operands("anyflash.merge_states", "out_a", out_a, _INSTEAD)
     framework, device = operands.framework, operands.device
     shape, dtype = operands.read("out_a", out_a)
     lse_shape, lse_dtype = operands.read("lse_a", lse_a, _LSE)

@@ -8,6 +8,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anyflash import _core
+from anyflash._call.overlap import Memory
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -49,6 +50,15 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
+
+
+class Instead(NamedTuple):
+    """What a function says of arrays that autograd or a tracer has to see."""
+
+    gradients: str = "anyflash.attention_backward computes the gradients of attention"
+    traced: str = (
+        "use anyflash.jax inside jax.jit, grad or vmap, or anyflash.attention_backward outside"
+    )
 
 
 class Array:
@@ -116,11 +126,11 @@ class Framework:
     as_bits: tuple[str, ...] = ()  # dtypes that ``export`` shows as unsigned integers
     to_int32 = ""  # the method call that converts an array
 
-    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+    def read(self, x: Any, instead: Instead) -> tuple[tuple[int, ...], str, Device]:
         """Shape, the dtype's name and device of an array.
 
-        Raises TypeError or NotImplementedError for one that may not be read. ``gradients`` says how
-        one comes by gradients, if at all.
+        Raises TypeError or NotImplementedError for one that may not be read, with what ``instead``
+        says.
         """
         # An object that is only known to speak DLPack need not have these as attributes.
         device = self.device(x)
@@ -162,6 +172,10 @@ class Framework:
     def check_out(self, x: Any) -> None:
         """Raises TypeError or ValueError for a user's array that may not be written."""
 
+    def memory(self, x: Any) -> Memory | None:
+        """Where x lies, if that can be asked."""
+        return None
+
     def check_cache(self, x: Any) -> None:
         """Likewise for a cache that new keys or values are appended to."""
         self.check_out(x)
@@ -172,7 +186,7 @@ class Framework:
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None, device: Device) -> Any:
         """An uninitialised array; dtype None: like's."""
-        return Array(shape, dtype or self.read(like, "")[1], device)
+        return Array(shape, dtype or self.read(like, Instead())[1], device)
 
     def finish(self, result: Any) -> Any:
         """Turns what ``empty`` gave into the framework's array."""
@@ -224,7 +238,7 @@ class WithAttributes(Framework):
 
     to_int32 = ".astype('int32')"
 
-    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+    def read(self, x: Any, instead: Instead) -> tuple[tuple[int, ...], str, Device]:
         return tuple(x.shape), x.dtype.name, self.device(x)
 
 

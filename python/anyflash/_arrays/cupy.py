@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from anyflash._arrays.base import FLOAT8, Device, WithAttributes, numpy_name
+from anyflash._call.overlap import Memory
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,6 +30,9 @@ class CuPy(WithAttributes):
         if x.dtype.kind not in "iuf":
             x = x.view(f"uint{8 * x.dtype.itemsize}")
         return x.__dlpack__(stream=-1 if stream is None else stream or 1)
+
+    def memory(self, x: Any) -> Memory:
+        return Memory(x.data.ptr, x.shape, x.strides, x.itemsize)
 
     def export_out(self, x: Any, device: Device) -> Any:
         return self.export(x, device, None)

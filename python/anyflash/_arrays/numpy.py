@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays.base import CPU, FLOAT8, Device, WithAttributes, numpy_name
+from anyflash._arrays.base import CPU, FLOAT8, Device, Instead, WithAttributes, numpy_name
+from anyflash._call.overlap import Memory
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,7 +39,7 @@ class NumPy(WithAttributes):
     def device(self, x: Any) -> Device:
         return CPU
 
-    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+    def read(self, x: Any, instead: Instead) -> tuple[tuple[int, ...], str, Device]:
         dtype = x.dtype
         return x.shape, self._names.get(dtype) or self._name(dtype), CPU
 
@@ -63,6 +64,9 @@ class NumPy(WithAttributes):
         if not x.flags.writeable:
             raise ValueError("is read-only")
 
+    def memory(self, x: Any) -> Memory:
+        return Memory(x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize)
+
     def export_out(self, x: Any, device: Device) -> Any:
         # A capsule without a version: `check_out` has seen whether x is read-only.
         return self.export(x, device, None).__dlpack__()
@@ -72,7 +76,7 @@ class NumPy(WithAttributes):
         if dtype is None:
             return numpy.empty(shape, like.dtype)
         result = numpy.empty(shape, numpy_name(dtype))
-        self.read(result, "")  # a dtype that is exported as another one is now known
+        self.read(result, Instead())  # a dtype that is exported as another one is now known
         return result
 
     def draw_seed(self) -> int:

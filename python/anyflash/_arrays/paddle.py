@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays.base import CPU, Device, WithAttributes
+from anyflash._arrays.base import CPU, Device, Instead, WithAttributes
+from anyflash._call.overlap import Memory
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,11 +27,12 @@ class Paddle(WithAttributes):
             raise TypeError(f"is on {place}; CPU and GPU tensors are allowed")
         return Device("cuda", place.gpu_device_id())
 
-    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+    def read(self, x: Any, instead: Instead) -> tuple[tuple[int, ...], str, Device]:
         if not x.stop_gradient and sys.modules["paddle"].is_grad_enabled():
             raise NotImplementedError(
                 "wants a gradient (its stop_gradient is False), and anyflash records nothing for "
-                f"Paddle's autograd; use paddle.no_grad(), or detach() the tensor; {gradients}"
+                "Paddle's autograd; use paddle.no_grad(), or detach() the tensor; "
+                f"{instead.gradients}"
             )
         if x.is_sparse() or x.is_dist():
             raise TypeError("is a sparse or distributed tensor; dense tensors are allowed")
@@ -53,6 +55,11 @@ class Paddle(WithAttributes):
         if device.kind == "cpu":
             return x
         return x.__dlpack__(stream=-1 if stream is None else stream or 1)
+
+    def memory(self, x: Any) -> Memory:
+        size = x.element_size()
+        strides = tuple(stride * size for stride in x.strides)
+        return Memory(x.data_ptr(), tuple(x.shape), strides, size)
 
     def export_out(self, x: Any, device: Device) -> Any:
         return self.export(x, device, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays.base import CPU, FLOAT8, Device, Immutable
+from anyflash._arrays.base import CPU, FLOAT8, Device, Immutable, Instead
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,11 +21,11 @@ class TensorFlow(Immutable):
     as_bits = FLOAT8  # which DLPack export does not know
     to_int32 = ""  # tensors have no such method
 
-    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+    def read(self, x: Any, instead: Instead) -> tuple[tuple[int, ...], str, Device]:
         if _is_recorded(x):
             raise NotImplementedError(
                 "is watched by a tf.GradientTape, and anyflash records nothing on it; use "
-                f"tf.stop_gradient(), or the tape's stop_recording(); {gradients}"
+                f"tf.stop_gradient(), or the tape's stop_recording(); {instead.gradients}"
             )
         if "/device:CPU:" not in x.device:
             # Its stream cannot be had, which results would have to be ordered by.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyflash._arrays.base import CPU, FLOAT8, Device, WithAttributes
+from anyflash._arrays.base import CPU, FLOAT8, Device, Instead, WithAttributes
+from anyflash._call.overlap import Memory
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -33,10 +34,14 @@ class Torch(WithAttributes):
             raise TypeError(f"is on {device}; CPU and CUDA tensors are allowed")
         return Device("cuda", device.index or 0)
 
-    def read(self, x: Any, gradients: str) -> tuple[tuple[int, ...], str, Device]:
+    def read(self, x: Any, instead: Instead) -> tuple[tuple[int, ...], str, Device]:
         torch = sys.modules["torch"]
         if x.requires_grad:
-            _refuse_gradients(gradients)
+            _refuse_gradients(instead.gradients)
+        if x.is_nested:
+            raise TypeError(
+                "is a nested tensor; use anyflash.torch.attention_varlen, with its sequences packed"
+            )
         if x.layout is not torch.strided:
             raise TypeError(f"is a tensor of layout {x.layout}; plain strided tensors are allowed")
         if x.is_conj() or x.is_neg():
@@ -78,6 +83,11 @@ class Torch(WithAttributes):
         # Without synchronisation: the kernels run on torch's own current stream. 3 us less than
         # Tensor.__dlpack__.
         return torch.utils.dlpack.to_dlpack(x)
+
+    def memory(self, x: Any) -> Memory:
+        size = x.element_size()
+        strides = tuple(stride * size for stride in x.stride())
+        return Memory(x.data_ptr(), tuple(x.shape), strides, size)
 
     def export_out(self, x: Any, device: Device) -> Any:
         return self.export(x, device, None)

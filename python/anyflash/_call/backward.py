@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyflash import _core
-from anyflash._arrays.base import FLOATS
+from anyflash._arrays.base import FLOATS, Instead
 from anyflash._call import parsing
 from anyflash._call.call import Call
 from anyflash._call.options import GradientRequest
@@ -18,6 +18,10 @@ _OTHERS = ("bias", "sinks", "alibi_slopes")
 
 class Backward(Call[ArrayT]):
     __slots__ = ()
+    _instead = Instead(
+        "anyflash.torch.attention and anyflash.jax.attention have gradients of gradients",
+        "inside jax.jit, grad and vmap, jax.vjp of anyflash.jax.attention gives gradients",
+    )
 
     def _draw_seed(self) -> int:
         raise ValueError(
@@ -54,6 +58,9 @@ class Backward(Call[ArrayT]):
             for name, wanted in zip(_OTHERS, others_wanted, strict=True)
             if wanted
         }
+        written = {name: x for name, x in given.items() if x is not None}
+        if written:
+            self._check_apart(written, {"dout": dout, "out": out, "lse": lse, "dlse": dlse})
         softmax_scale, stream = self._numbers(request.stream)
         self._export_options(stream)
 
@@ -94,6 +101,13 @@ class Backward(Call[ArrayT]):
             ],
             *[framework.finish(others[name]) if name in others else None for name in _OTHERS],
         )
+
+    def _check_apart(self, written: dict[str, Any], others: dict[str, Any]) -> None:
+        """What is given to be written, from all that is read."""
+        arrays = {name: x for name, (x, _) in self._arrays.items()}
+        read = dict(zip("qkv", self._tensors, strict=True)) | others | arrays
+        inputs = {name: x for name, x in read.items() if x is not None}
+        self._operands.check_apart(written, inputs, {})
 
     def _check_targets(self, given: dict[str, Any], dq: bool, dkv: bool) -> None:
         """What is added to is given."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, Generic
 
-from anyflash._arrays.base import BOOL, CPU, FLOATS, INT32, INT64
+from anyflash._arrays.base import BOOL, FLOATS, INT32, INT64, Instead
 from anyflash._call import parsing
 from anyflash._call.operands import Operands
 from anyflash._call.options import (
@@ -20,13 +21,15 @@ from anyflash._call.options import (
 )
 from anyflash._call.results import ArrayT
 
-_LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
+LAYOUTS = {3: "(total_tokens, heads, head_dim)", 4: "(batch, seqlen, heads, head_dim)"}
 Given = dict[str, tuple[Any, str]]  # name: (array, dtype)
 Allocate = Callable[[int], tuple[Any, int]]
 
 
 class Call(Generic[ArrayT]):
     """Reads everything that is given, but for what `run` takes."""
+
+    _instead = Instead()
 
     __slots__ = (
         "_arrays",
@@ -51,13 +54,13 @@ class Call(Generic[ArrayT]):
         packing: Packing | None = None,
     ) -> None:
         q, k, v = tensors
-        self._operands = operands = Operands(operation, "q", q)
+        self._operands = operands = Operands(operation, "q", q, self._instead)
         shape, dtype = operands.read("q", q)
         k_shape, k_dtype = operands.read("k", k)
         v_shape, v_dtype = operands.read("v", v)
         rank = 4 if packing is None else 3
         if not len(shape) == len(k_shape) == len(v_shape) == rank:
-            self._refuse_rank(_LAYOUTS[rank], rank, q=shape, k=k_shape, v=v_shape)
+            self._refuse_rank(LAYOUTS[rank], rank, q=shape, k=k_shape, v=v_shape)
         if not dtype == k_dtype == v_dtype:
             name, other = ("v", v_dtype) if dtype == k_dtype else ("k", k_dtype)
             raise TypeError(
@@ -148,18 +151,19 @@ class Call(Generic[ArrayT]):
             raise TypeError(
                 f"{operands.operation}: part is {type(part).__name__}; an anyflash.Part is allowed"
             )
-        numbers: dict[str, int | None] = {}
+        values: dict[str, int | None] = {}
         for name, value in zip(Part._fields, part, strict=True):
-            if value is None or isinstance(value, int):
-                numbers[name] = operands.parse(name, parsing.integer, value or 0)
-                if value is None:
-                    numbers[name] = None
-            elif name in Part._fields[:3]:
-                numbers[name] = None
-                self._array(name, value, INT32)
+            argument = f"part.{name}"
+            if value is None:
+                values[name] = None
+            elif name in Part._fields[:3] and not isinstance(value, numbers.Integral):
+                values[name] = None
+                operands.refuse_no_array(argument, value)
+                _, dtype = operands.read(argument, value, INT32)
+                self._arrays[name] = (value, dtype)
             else:
-                numbers[name] = operands.parse(name, parsing.integer, value)
-        self._options["part"] = tuple(numbers.values())
+                values[name] = operands.parse(argument, parsing.integer, value)
+        self._options["part"] = tuple(values.values())
 
     def _read_dropout(self, dropout_p: Any, seed: Any, rng_state: Any) -> None:
         operands = self._operands
@@ -214,7 +218,7 @@ class Call(Generic[ArrayT]):
     def _launch(self, stream: int | None) -> tuple[int, Allocate | None]:
         """The stream that the work goes to, and what gives the binding workspace on a GPU."""
         framework, q, device = self._operands.framework, self._q, self._operands.device
-        if device is CPU:
+        if device.kind == "cpu":
             return 0, None
         return (
             framework.stream(q, device) if stream is None else stream,

@@ -11,6 +11,7 @@ from anyflash._call.options import CAUSAL, OUTPUT_ALONE, PLAIN, OutputRequest
 from anyflash._call.results import ArrayT, AttentionResult, Returned
 
 _LSE = ("float32", "float64")
+_IN_PLACE = {"out": "prior_out", "lse": "prior_lse"}
 _FLAGS = ("causal", *OutputRequest._fields[:4])
 
 
@@ -54,6 +55,8 @@ class Forward(Call[ArrayT]):
             lse = lse_given
         elif return_lse or whole:
             lse = self._new_lse()
+        if out is not None or lse_given is not None:
+            self._check_apart(dict(zip("qkv", self._tensors, strict=True)), out=out, lse=lse_given)
         if lse is not None:
             lse_target = framework.export_out(lse, operands.device)
 
@@ -105,6 +108,12 @@ class Forward(Call[ArrayT]):
             )
         for name, x in zip(("prior_out", "prior_lse"), prior, strict=True):
             self._array(name, x, _LSE)
+
+    def _check_apart(self, inputs: dict[str, Any], **outputs: Any) -> None:
+        """What is given to be written, from the inputs and the options."""
+        inputs |= {name: x for name, (x, _) in self._arrays.items()}
+        given = {name: x for name, x in outputs.items() if x is not None}
+        self._operands.check_apart(given, inputs, _IN_PLACE)
 
     def _out(self, out: Any, out_dtype: Any) -> Any:
         """The array for the result."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyflash import _core
-from anyflash._arrays.base import BOOL, BYTES, CACHES, FLOATS, INT32
+from anyflash._arrays.base import BOOL, BYTES, CACHES, FLOATS, INT32, Instead
 from anyflash._call import parsing
 from anyflash._call.call import Given
 from anyflash._call.forward import Forward
@@ -23,7 +23,11 @@ _LAYOUTS = {
     "heads_k, head_dim_v)",
 }
 _PACKED_LAYOUT = "(total_q, heads, head_dim) with cu_seqlens_q"
-_NO_GRADIENTS = "attention with a KV cache has no backward"
+_INSTEAD = Instead(
+    "attention with a KV cache has no backward",
+    "use anyflash.jax inside jax.jit; attention with a KV cache has no backward",
+)
+_ARGUMENTS = {"k_new": "k", "v_new": "v"}  # where the core has other names
 _FLAGS = ("causal", "return_lse")
 
 
@@ -81,7 +85,7 @@ class KvCacheCall(Forward[ArrayT]):
         workspace: Any = None,
     ) -> None:
         q, k_cache, v_cache = tensors
-        self._operands = operands = Operands(operation, "q", q, _NO_GRADIENTS)
+        self._operands = operands = Operands(operation, "q", q, _INSTEAD)
         check_values(operation, v_cache, cache)
         given = {"q": q, "k_cache": k_cache}
         if v_cache is not None:
@@ -149,6 +153,7 @@ class KvCacheCall(Forward[ArrayT]):
         if type(cache_seqlens) is int or isinstance(cache_seqlens, numbers.Integral):
             self._seqlens = parse("cache_seqlens", parsing.length, cache_seqlens)
             cache_seqlens = None
+        self._operands.refuse_no_array("cache_seqlens", cache_seqlens)
         for name, x, allowed in (
             ("cache_seqlens", cache_seqlens, INT32),
             ("cache_batch_idx", cache.cache_batch_idx, INT32),
@@ -205,6 +210,10 @@ class KvCacheCall(Forward[ArrayT]):
         self._given_out = outputs.out
         self._result = self._out(outputs.out, outputs.out_dtype)
         self._lse = self._new_lse() if return_lse else None
+        if outputs.out is not None:
+            arrays = (self._caches | self._cache_arrays).items()
+            inputs = {_ARGUMENTS.get(name, name): x for name, (x, _) in arrays}
+            self._check_apart(inputs, out=outputs.out)
 
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from anyflash._arrays.base import DLPACK_CODES, FLOATS, INT32, INT64, listed
+from anyflash._arrays.base import DLPACK_CODES, FLOATS, INT32, INT64, Instead, listed
 from anyflash._arrays.registry import framework_of
-from anyflash._call import parsing
+from anyflash._call import overlap, parsing
 
 _T = TypeVar("_T")
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
-_GRADIENTS = "anyflash.attention_backward computes the gradients of attention"
+_INSTEAD = Instead()
 
 
 class Operands:
@@ -23,20 +24,20 @@ class Operands:
         "device",
         "first",
         "framework",
-        "gradients",
+        "instead",
         "operation",
         "sample",
     )
 
-    def __init__(self, operation: str, argument: str, x: Any, gradients: str = _GRADIENTS) -> None:
+    def __init__(self, operation: str, argument: str, x: Any, instead: Instead = _INSTEAD) -> None:
         self.operation = operation
-        self.gradients = gradients  # where to get them, for errors
+        self.instead = instead
         self.first = argument
         self.sample = x
         self._type = type(x)
         try:
             self.framework = framework_of(x)
-            shape, dtype, self.device = self.framework.read(x, gradients)
+            shape, dtype, self.device = self.framework.read(x, instead)
             self._described = shape, dtype
         except _REFUSALS as error:
             raise self.about(argument, error) from None
@@ -79,7 +80,7 @@ class Operands:
                 f"is an array of {other.name} ({type(x).__name__}), but {self.first} is one of "
                 f"{framework.name} ({self._type.__name__}); pass arrays of one framework"
             )
-        shape, dtype, device = framework.read(x, self.gradients)
+        shape, dtype, device = framework.read(x, self.instead)
         if device is not self.device and device != self.device:
             raise ValueError(
                 f"is on {device.kind}:{device.number}, but {self.first} is on "
@@ -92,6 +93,14 @@ class Operands:
             return f"int32 is allowed: pass {argument}{self.framework.to_int32}"
         return listed(allowed)
 
+    def refuse_no_array(self, argument: str, x: Any) -> None:
+        """Where an int or an array of int32 is allowed, and x is no int."""
+        if isinstance(x, (numbers.Number, str, bytes, tuple, list)):
+            raise TypeError(
+                f"{self.operation}: {argument} is {type(x).__name__}; an int or an array of int32 "
+                "is allowed"
+            )
+
     def cache(self, argument: str, x: Any) -> None:
         """Refuses a cache that cannot be appended to."""
         self.parse(argument, self.framework.check_cache, x)
@@ -101,6 +110,23 @@ class Operands:
         _, dtype = self.read(argument, x, allowed)
         self.parse(argument, self.framework.check_out, x)
         return dtype
+
+    def check_apart(
+        self, outputs: dict[str, Any], inputs: dict[str, Any], allowed: dict[str, str]
+    ) -> None:
+        """That a user's arrays that are written share no memory with those that are read. Of an
+        output, ``allowed`` names the input that it may be."""
+        memory = self.framework.memory
+        written, read = (
+            {name: m for name, x in arrays.items() if (m := memory(x)) is not None}
+            for arrays in (outputs, inputs)
+        )
+        found = overlap.of_pairs(written, read, allowed)
+        if found is not None:
+            raise ValueError(
+                f"{self.operation}: {found[0]} and {found[1]} overlap in memory; an array of its "
+                "own is allowed"
+            )
 
     def as_bits(self, dtype: str) -> int:
         """DLPack's code of this dtype, if an exported array of it shows unsigned integers; else
@@ -118,9 +144,12 @@ class Operands:
             raise type(error)(f"{self.operation}: {message}") from None
 
 
+_LIKE = Instead(traced="an array outside of jax.jit, grad and vmap is allowed")
+
+
 def as_like(operation: str, result: Any, like: Any) -> Any:
     """A NumPy array as one of like's framework, on its device. That like wants a gradient is no
     matter: none of its numbers is used."""
     detach = getattr(like, "detach", None)
-    operands = Operands(operation, "like", detach() if callable(detach) else like)
+    operands = Operands(operation, "like", detach() if callable(detach) else like, _LIKE)
     return operands.parse("like", operands.framework.from_numpy, result, like)

@@ -21,15 +21,16 @@ class Part(NamedTuple):
 
     Its query row i is row ``query_start + i`` of the whole, its key j is key ``key_start + j``, and
     row r of the whole is on the diagonal with key ``r + diagonal``. Causal masks, windows and ALiBi
-    count from that diagonal, so that key i + shift is at distance 0 from row i, with ``shift =
-    query_start + diagonal - key_start``. Dropout drops what it drops in the whole.
+    count from that diagonal. So key ``i + query_start + diagonal - key_start`` of the call is at
+    distance 0 from its row i. Dropout drops what it drops in the whole.
 
     Attributes
     ----------
     query_start, key_start, diagonal : int or (batch,) int32, optional
-        At most 2**30; starts are at least 0. An array has a number for each sequence and lies on
-        q's device. What is None is 0, but if all three are None, the diagonal ends at the bottom
-        right of the call's own scores. With dropout, ``key_start`` is a multiple of 8.
+        At most 2**30; starts are at least 0. A larger sum of query_start + diagonal - key_start
+        counts as 2**30. An array has a number for each sequence and lies on q's device. What is
+        None is 0, but if all three are None, the diagonal ends at the bottom right of the call's
+        own scores. With dropout, ``key_start`` is a multiple of 8.
     batch_start, head_start : int
         The whole's numbers of the first sequence and of q's first head. For dropout.
     total_heads : int

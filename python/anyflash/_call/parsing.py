@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from anyflash._arrays.base import listed
 from anyflash._arrays.registry import dtype_name
 
+_T = TypeVar("_T")
 _FAR = 1 << 62  # a window that is wider than any sequence
 _WORDS = 1 << 64  # of a random state
+
+
+def named(operation: str, argument: str, function: Callable[..., _T], *arguments: Any) -> _T:
+    """function(*arguments), its errors with both names in front."""
+    try:
+        return function(*arguments)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{operation}: {argument} {error}") from None
 
 
 def to_float(value: Any) -> float:

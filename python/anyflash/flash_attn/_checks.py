@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anyflash._call.parsing import flags, length
+from anyflash._call.parsing import flags, length, named
 from anyflash.flash_attn._options import check_tensors
 from anyflash.torch._dispatch_state import is_compiling
 
@@ -47,10 +47,7 @@ class Checks:
         self.shape(name, x, x.dim() == 1 and count in {-1, x.shape[0]}, expected)
 
     def size(self, name: str, value: Any) -> None:
-        try:
-            length(value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self.function}: {name} {error}") from None
+        named(self.function, name, length, value)
 
     def below(self, name: str, x: torch.Tensor, end: int, limit: str, verb: str = "holds") -> None:
         """That 0 <= x < end, which is called ``limit``, where nobody has to wait to know it."""

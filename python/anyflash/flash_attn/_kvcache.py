@@ -82,7 +82,9 @@ def flash_attn_with_kvcache(
     )
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     with torch.no_grad():
-        k_cache, v_cache, block_table = split_pages(k_cache, v_cache, block_table)
+        k_cache, v_cache, block_table = split_pages(
+            "anyflash.flash_attn.flash_attn_with_kvcache", k_cache, v_cache, block_table
+        )
         rotary_seqlens = None
         if rotary_cos is not None:
             rotary_seqlens = rows_in_cache(q, cache_seqlens, cache_leftpad)
@@ -132,7 +134,8 @@ def _bounds(
     k_cache: torch.Tensor,
     block_table: torch.Tensor | None,
 ) -> tuple[int, int]:
-    """A bound that no score can meet is none, which is what rotates all queries alike."""
+    """A bound that no score can meet is none, which is what rotates all queries alike. The limits
+    are flash-attn 2's: bounds of at least seqlen_k, which is the cache's capacity, are none."""
     # What is not as it should be, attention_with_kvcache says.
     if not all(is_tensor(x) for x in (q, k_cache)) or not (
         block_table is None or is_tensor(block_table)

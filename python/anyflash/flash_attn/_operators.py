@@ -58,7 +58,9 @@ def register() -> None:
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
     batch, rows, heads, _ = q.shape
-    return _forward_results(q, v, (batch, heads, rows), (batch, rows, k.shape[1]), options[-1])
+    dropout_p, *_, return_softmax = options
+    sizes = (batch, rows, k.shape[1])
+    return _forward_results(q, v, (batch, heads, rows), sizes, return_softmax and dropout_p > 0)
 
 
 def _fake_varlen_forward(
@@ -80,7 +82,8 @@ def _fake_varlen_forward(
     *others: Any,
 ) -> Any:
     sizes = (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k)
-    return _forward_results(q, v, (q.shape[1], q.shape[0]), sizes, return_softmax)
+    lse = (q.shape[1], q.shape[0])
+    return _forward_results(q, v, lse, sizes, return_softmax and dropout_p > 0)
 
 
 def _forward_results(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,21 +65,14 @@ def check_pages(arguments: tuple[Any, ...], dropout_p: Any) -> float:
     block_table."""
     for name, x in zip(("q", "k", "v", *_PACKING, "block_table"), arguments, strict=True):
         if name.startswith("max"):
-            _read(name, parsing.length, x)
+            parsing.named(_NAME, name, parsing.length, x)
         elif not isinstance(x, torch.Tensor):
             raise TypeError(f"{_NAME}: {name} is {type(x).__name__}; a torch.Tensor is allowed")
     return probability(dropout_p)
 
 
 def probability(dropout_p: Any) -> float:
-    return float(_read("dropout_p", parsing.probability, dropout_p))
-
-
-def _read(argument: str, function: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return function(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{_NAME}: {argument} {error}") from None
+    return float(parsing.named(_NAME, "dropout_p", parsing.probability, dropout_p))
 
 
 def softcap_of(softcap: Any) -> float:

@@ -10,7 +10,12 @@ import torch
 
 from anyflash.flash_attn._options import check_tensors, optional
 from anyflash.flash_attn._private import attend, backward
-from anyflash.torch._dispatch_state import autocast_dtype, is_grad_enabled, is_traced
+from anyflash.torch._dispatch_state import (
+    autocast_dtype,
+    is_grad_enabled,
+    is_mapped_backward,
+    is_traced,
+)
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -98,14 +103,17 @@ class _Packed(torch.autograd.Function):
         options, dropout_p, deterministic = ctx.numbers
         packing = (*cu_seqlens, *ctx.max_seqlens)
         nothing = (None,) * 5
-        if is_grad_enabled():  # create_graph=True
+        again_differentiable = is_grad_enabled()  # create_graph=True
+        if again_differentiable or is_mapped_backward():  # autograd maps what knows how
             numbers = (options, dropout_p, deterministic, False, rng_state)
-            again = _by_parts(q, packed, packing, *numbers)
+            with torch.enable_grad():
+                again = _by_parts(q, packed, packing, *numbers)
             pairs = [(y, g) for y, g in zip(again[:2], (dout, dlse), strict=True) if g is not None]
             needed = ctx.needs_input_grad[:2]
             inputs = [x for x, need in zip((q, packed), needed, strict=True) if need]
             outputs, known = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(outputs, inputs, known, create_graph=True))
+            grads = torch.autograd.grad(outputs, inputs, known, create_graph=again_differentiable)
+            found = iter(grads)
             return *[next(found) if need else None for need in needed], *nothing
 
         dpacked = torch.empty_like(packed)

@@ -17,10 +17,18 @@ from anyflash.flash_attn._options import (
     with_positive_infinity,
 )
 from anyflash.flash_attn._s_dmask import round_multiple, s_dmask
-from anyflash.torch import attention, attention_varlen
+from anyflash.flash_attn._varlen import (
+    attend_varlen,
+    backward_varlen,
+    like_rows,
+    lse_like_rows,
+    used_rows,
+)
+from anyflash.torch import attention
 from anyflash.torch._dispatch_state import is_deterministic
 from anyflash.torch._paged import attention_varlen_paged
 
+_VARLEN = "anyflash.flash_attn.flash_attn_varlen_func"
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -40,7 +48,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, the LSE as flash-attn gives it, S_dmask, and the state that dropout was done with."""
     dropped = return_softmax and probability(dropout_p) > 0
-    function: Any = attention_varlen if packing else attention
+    function: Any = attend_varlen if packing else attention
     result = function(
         *(q, k, v, *packing),
         **options,
@@ -66,15 +74,15 @@ def backward(
     dlse: torch.Tensor | None = None,
 ) -> None:
     """tensors: dout, q, k, v, out, softmax_lse; gradients: where dq, dk, dv are written."""
-    function: Any = anyflash.attention_varlen_backward if packing else anyflash.attention_backward
-    function(
-        *(*tensors, *packing),
-        **options,
-        **({"dropout_p": dropout_p, "rng_state": rng_state} if dropout_p > 0 else {}),
-        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
-        dlse=dlse,
-        deterministic=deterministic or is_deterministic(),
-    )
+    options = {**options, "dlse": dlse, "deterministic": deterministic or is_deterministic()}
+    if dropout_p > 0:
+        options |= {"dropout_p": dropout_p, "rng_state": rng_state}
+    if packing:
+        backward_varlen(tensors, packing, gradients, **options)
+    else:
+        targets = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        function: Any = anyflash.attention_backward
+        function(*tensors, **targets, **options)
 
 
 def _with_state(result: tuple[Any, ...], q: torch.Tensor) -> Four:
@@ -133,8 +141,9 @@ def _flash_attn_varlen_forward(
     """Without autograd: (out, softmax_lse, S_dmask, rng_state), of :func:`flash_attn_varlen_func`.
 
     ``seqused_k`` (batch,) int32: of a sequence's keys only so many are used. ``zero_tensors``: rows
-    of q behind the last sequence give 0, and an LSE of -inf; otherwise anything. ``num_splits``: of
-    the keys in pages, as :func:`flash_attn_with_kvcache` has it; packed ones are not split.
+    of q behind the last sequence give 0, and an LSE of -inf; otherwise, on a GPU, anything.
+    ``num_splits``: of the keys in pages, as :func:`flash_attn_with_kvcache` has it; packed ones are
+    not split.
     """
     if leftpad_k is not None:
         raise NotImplementedError(
@@ -173,15 +182,17 @@ def attend_paged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
     if dropout_p > 0:
         raise NotImplementedError(
-            f"anyflash.flash_attn.flash_attn_varlen_func: dropout_p is {dropout_p}, but "
+            f"{_VARLEN}: dropout_p is {dropout_p}, but "
             "block_table is given; with pages only 0 is allowed"
         )
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = packing
     lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     out, lse = attention_varlen_paged(
-        *(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, block_table),
+        *(_VARLEN, used_rows(q, cu_seqlens_q), k, v, cu_seqlens_q),
+        *(lengths, max_seqlen_q, block_table),
         options | {"num_splits": num_splits},
     )
+    out, lse = like_rows(out, q), lse_like_rows(lse, q)
     return out, with_positive_infinity(lse), q.detach().new_empty(0), None
 
 
@@ -256,8 +267,8 @@ def _flash_attn_varlen_backward(
     """Writes dq, dk and dv; gives rowsum(dout * out).
 
     That is softmax_d (heads, total_q + 128 batch), float32: sequence b begins at
-    ``cu_seqlens_q[b] + 128 b``, and 0 is between. ``zero_tensors``: rows behind the last sequence
-    get 0.
+    ``cu_seqlens_q[b] + 128 b``, and 0 is between. Rows behind the last sequence get 0 on the CPU,
+    and on a GPU with ``zero_tensors``.
     """
     window = (window_size_left, window_size_right)
     options = score_options(softmax_scale, causal, window, softcap, alibi_slopes)

@@ -10,6 +10,7 @@ from anyflash.flash_attn._checks import Checks
 
 __all__ = [
     "index_first_axis",
+    "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
     "unpad_input",
@@ -18,6 +19,7 @@ __all__ = [
 
 
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ALLOWED = "bool, uint8 or a signed integer"
 # Which PyTorch has since 2.3, with few operations.
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -40,6 +42,25 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
     checks.integers("indices", indices, "(rows,)")
     checks.below("indices", indices, input.shape[0], "the rows of input")
     return torch.index_select(input, 0, indices)
+
+
+def index_first_axis_residual(
+    input: torch.Tensor, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`index_first_axis`, and the input itself, for a residual connection.
+
+    Parameters
+    ----------
+    input : (n, ...)
+    indices : (rows,) int64 or int32
+
+    Returns
+    -------
+    rows : (rows, ...)
+    residual : (n, ...)
+        In the memory of ``input``. Gradients of both add up in input's.
+    """
+    return index_first_axis(input, indices), input.view_as(input)
 
 
 def index_put_first_axis(
@@ -76,13 +97,17 @@ def _check_rows(
     checks.below("indices", indices, places, limit)
 
 
-def _check_batch(checks: Checks, hidden_states: Any, **masks: Any) -> None:
+def _check_batch(
+    checks: Checks, hidden_states: Any, allow_floats: bool = False, **masks: Any
+) -> None:
     checks.tensors(hidden_states=hidden_states, **masks)
     checks.shape("hidden_states", hidden_states, hidden_states.dim() > 1, "(batch, seqlen, ...)")
     shape = tuple(hidden_states.shape[:2])
     for name, mask in masks.items():
         checks.shape(name, mask, mask.shape == shape, f"{shape}, as hidden_states")
-        checks.dtype(name, mask, mask.dtype in _MASKS, "bool, uint8 or a signed integer")
+        is_right = mask.dtype in _MASKS or (allow_floats and mask.dtype.is_floating_point)
+        allowed = "bool, uint8, a signed integer or a float" if allow_floats else _ALLOWED
+        checks.dtype(name, mask, is_right, allowed)
 
 
 def _longest(seqlens: torch.Tensor) -> int:
@@ -104,9 +129,9 @@ def unpad_input(
     Parameters
     ----------
     hidden_states : (batch, seqlen, ...)
-    attention_mask : (batch, seqlen), bool or int
+    attention_mask : (batch, seqlen), bool, int or float
         1 (True) for tokens.
-    unused_mask : (batch, seqlen), bool or int, optional
+    unused_mask : (batch, seqlen), bool, int or float, optional
         1 (True) for places that are kept too, but not used.
 
     Returns
@@ -136,7 +161,7 @@ def unpad_input(
     """
     masks = {} if unused_mask is None else {"unused_mask": unused_mask}
     checks = Checks("bert_padding.unpad_input")
-    _check_batch(checks, hidden_states, attention_mask=attention_mask, **masks)
+    _check_batch(checks, hidden_states, True, attention_mask=attention_mask, **masks)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqlens = kept.sum(-1, dtype=torch.int32)
     indices = torch.nonzero(kept.flatten()).flatten()

@@ -29,7 +29,8 @@ from anyflash.flash_attn._private import (
     maybe_contiguous,
 )
 from anyflash.flash_attn._s_dmask import _get_block_size_n, round_multiple
-from anyflash.torch import attention, attention_varlen
+from anyflash.flash_attn._varlen import attend_varlen
+from anyflash.torch import attention
 from anyflash.torch._dispatch_state import is_grad_enabled
 
 __all__ = [
@@ -172,7 +173,8 @@ def flash_attn_varlen_func(
     k, v : (total_k, heads_k, head_dim)
         With ``block_table``: (pages, page_size, heads_k, head_dim), any page size.
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
-        Where the sequences begin, and the last one ends.
+        Where the sequences begin, and the last one ends. Rows behind it give 0, an LSE of +inf and
+        gradients of 0; on a GPU anything. A CPU refuses them within ``torch.compile``.
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths.
     block_table : (batch, pages of a sequence) int32, optional
@@ -210,7 +212,7 @@ def flash_attn_varlen_func(
     if return_attn_probs:
         given = (q, k, v, packing, options, dropout_p, True)
         return attend(*given, deterministic=deterministic or None)[:3]
-    return attention_varlen(
+    return attend_varlen(
         *(q, k, v, *packing), **options, dropout_p=dropout_p, deterministic=deterministic or None
     )
 
@@ -379,8 +381,7 @@ def flash_attn_unpadded_qkvpacked_func(
 
 
 class _Applied:
-    """What has ``apply`` like flash-attn's autograd Functions: the arguments of the function, then
-    whether gradients are enabled."""
+    """``apply`` as flash-attn's Functions have it: arguments, and whether gradients are enabled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

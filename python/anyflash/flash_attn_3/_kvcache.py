@@ -119,7 +119,7 @@ def flash_attn_with_kvcache(
             "must have one dtype (anyflash.attention_with_kvcache takes caches of 8 bits)"
         )
     options = score_options(softmax_scale, causal, window_size, softcap, None)
-    k_cache, v_cache, table = split_pages(k_cache, v_cache, page_table)
+    k_cache, v_cache, table = split_pages(_FUNCTION, k_cache, v_cache, page_table)
     new = _NewKeys.of(q, k, v, cu_seqlens_q, cu_seqlens_k_new)
     if rotary_cos is not None:
         options["window_size"] = _bounds(options["window_size"], new, k_cache, table)
@@ -204,7 +204,9 @@ def _ends(x: Tensor) -> Tensor:
 def _bounds(
     window: tuple[int, int], new: _NewKeys, k_cache: Tensor, table: Tensor | None
 ) -> tuple[int, int]:
-    """A bound that no score can meet is none, which is what rotates all queries alike."""
+    """A bound that no score can meet is none, which is what rotates all queries alike. The limits
+    are FlashAttention-3's: a left bound of at least seqlen_k - 1, a right one of at least
+    seqlen_q - 1, are none."""
     # What is not as it should be, attention_with_kvcache says.
     if not all(is_tensor(x) for x in (new.q, k_cache)) or not (table is None or is_tensor(table)):
         return window

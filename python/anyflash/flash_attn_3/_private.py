@@ -11,9 +11,10 @@ import torch
 
 import anyflash
 from anyflash.flash_attn._options import packing_of, read_flags, score_options
+from anyflash.flash_attn._varlen import attend_varlen, backward_varlen
 from anyflash.flash_attn_3._arguments import check_pack_gqa, refuse
 from anyflash.flash_attn_3._kvcache import flash_attn_with_kvcache
-from anyflash.torch import attention, attention_varlen
+from anyflash.torch import attention
 from anyflash.torch._dispatch_state import is_deterministic
 
 Tensor = torch.Tensor
@@ -110,7 +111,7 @@ def _flash_attn_forward(
         options |= {"seqused_k": seqused_k, "return_lse": True}
         if packed:
             packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            out, lse = attention_varlen(q, k, v, *packing, **options)
+            out, lse = attend_varlen(q, k, v, *packing, **options)
         else:
             out, lse = attention(q, k, v, **options)
     if out_ is not None:
@@ -153,18 +154,14 @@ def _flash_attn_backward(
     window = (window_size_left, window_size_right)
     options = score_options(softmax_scale, is_causal, window, softcap, None)
     deterministic = read_flags(deterministic, False)[0] or is_deterministic()
-    packing: tuple[Any, ...] = ()
-    function: Any = anyflash.attention_backward
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        function = anyflash.attention_varlen_backward
+    options |= {"seqused_k": sequed_k, "deterministic": deterministic}
+    tensors = (dout, q, k, v, out, softmax_lse)
     with torch.no_grad():
-        function(
-            *(dout, q, k, v, out, softmax_lse, *packing),
-            **options,
-            **{"dq": dq, "dk": dk, "dv": dv},
-            seqused_k=sequed_k,
-            deterministic=deterministic,
-        )
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            backward_varlen(tensors, packing, (dq, dk, dv), **options)
+        else:
+            function: Any = anyflash.attention_backward
+            function(*tensors, dq=dq, dk=dk, dv=dv, **options)
         products = dout.to(torch.promote_types(dout.dtype, torch.float32)) * out
         return products.sum(-1).float().transpose(-1, -2)

@@ -23,10 +23,11 @@ from anyflash.flash_attn._options import (
     read_flags,
     score_options,
 )
+from anyflash.flash_attn._varlen import attend_varlen
 from anyflash.flash_attn_3._arguments import check_pack_gqa, refuse
 from anyflash.flash_attn_3._kvcache import flash_attn_with_kvcache
 from anyflash.flash_attn_3._private import Applied, _flash_attn_backward, _flash_attn_forward
-from anyflash.torch import attention, attention_varlen
+from anyflash.torch import attention
 
 __all__ = [
     "FlashAttnFunc",
@@ -161,7 +162,9 @@ def flash_attn_varlen_func(
     k : (total_k, heads_k, head_dim)
     v : (total_k, heads_k, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
-        Where the sequences begin, and the last one ends. Both are needed.
+        Where the sequences begin, and the last one ends. Both are needed. Rows behind it give 0, an
+        LSE of -inf and gradients of 0; on a GPU anything. Within ``torch.compile`` the CPU refuses
+        them.
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths.
     seqused_k : (batch,) int32, optional
@@ -195,7 +198,7 @@ def flash_attn_varlen_func(
     options = score_options(softmax_scale, causal, window_size, softcap, None)
     deterministic, return_attn_probs = read_flags(deterministic, return_attn_probs)
     packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attention_varlen(
+    return attend_varlen(
         *(q, k, v, *packing),
         **options,
         seqused_k=seqused_k,

@@ -3,7 +3,7 @@
 The work is done by handlers of XLA's foreign function interface, which this module registers.
 """
 
-from anyflash.jax._attention import attention, context_parallel_attention
+from anyflash.jax._attention import attention
 from anyflash.jax._context_parallel import zigzag_order
 from anyflash.jax._dot_product_attention import dot_product_attention
 from anyflash.jax._kvcache import attention_with_kvcache
@@ -15,7 +15,6 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_with_kvcache",
     "attention_with_kvcache",
-    "context_parallel_attention",
     "dot_product_attention",
     "zigzag_order",
 ]

@@ -274,31 +274,3 @@ def attention(
     )
     context = Context(context_axis, method, layout)
     return attend((q, k, v), options, None, outputs, deterministic, context=context)
-
-
-def context_parallel_attention(
-    q: Any, k: Any, v: Any, *, context_axis: str, **options: Any
-) -> Array | tuple[Array, Array]:
-    """:func:`attention` with a ``context_axis``, by its older name.
-
-    Parameters are those of :func:`attention`.
-
-    Raises
-    ------
-    TypeError, ValueError, NameError, NotImplementedError
-        As :func:`attention`.
-
-    Examples
-    --------
-    >>> import jax
-    >>> import anyflash.jax
-    >>> from jax.sharding import AxisType, PartitionSpec
-    >>> mesh = jax.make_mesh((1,), ("cp",), axis_types=(AxisType.Auto,))
-    >>> rows = PartitionSpec(None, "cp")
-    >>> of_rows = lambda q: anyflash.jax.context_parallel_attention(q, q, q, context_axis="cp")
-    >>> shared = jax.shard_map(of_rows, mesh=mesh, in_specs=rows, out_specs=rows)
-    >>> jax.jit(shared)(jax.random.normal(jax.random.key(0), (2, 64, 4, 8))).shape
-    (2, 64, 4, 8)
-    """
-    result: Array | tuple[Array, Array] = attention(q, k, v, context_axis=context_axis, **options)
-    return result

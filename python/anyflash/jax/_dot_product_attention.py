@@ -50,8 +50,9 @@ def dot_product_attention(
         Added to the scores; broadcast to (batch, heads, seqlen_q, seqlen_k).
     mask : bool, optional
         True keeps a key; broadcast likewise. Best alone: with a bias, both make one new array.
-    scale : number, optional
-        Default: 1 / sqrt(head_dim).
+    scale : number or array of one element, optional
+        Default: 1 / sqrt(head_dim). One that is traced has a gradient, too. It is multiplied with
+        query, in at least float32, and the product is rounded to query's dtype.
     is_causal : bool
     query_seq_lengths, key_value_seq_lengths : (batch,) int32, optional
         Queries and keys from there on are padding: the former give 0, the latter are not seen.
@@ -116,6 +117,8 @@ def dot_product_attention(
             keep = (jnp.arange(columns) < lengths[:, None])[:, None, None]
             mask = keep if mask is None else _cut(mask, rows, columns) & keep
     bias, mask = _cut(bias, rows, columns), _cut(mask, rows, columns)
+    if isinstance(scale, jax.core.Tracer):
+        query, scale = _scaled(query, scale), 1.0
     call = Call(_OPERATION, q=query[:, :rows], k=key[:, :columns], v=value[:, :columns])
     options = AttentionOptions(
         None if scale is None else call.parse("scale", _number, scale),
@@ -169,6 +172,20 @@ def _broadcast(name: str, x: Any, scores: tuple[int, ...]) -> Any:
             "(batch, heads, seqlen_q, seqlen_k)"
         )
     return x
+
+
+def _scaled(query: Any, scale: Any) -> Any:
+    """With a scale that is traced: the kernels take numbers alone."""
+    is_real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    if scale.size != 1 or not is_real:
+        raise TypeError(
+            f"{_OPERATION}: scale is {scale.dtype.name} of shape {scale.shape}; None, a number or "
+            "an array of one is allowed"
+        )
+    # jax.nn multiplies the scores, in float32. Of what can be done before the kernel, one rounding
+    # of the product is nearest to it; a scale of 16 bits would be a second one.
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    return (query.astype(wide) * scale.reshape(()).astype(wide)).astype(query.dtype)
 
 
 def _number(x: Any) -> float:

@@ -41,7 +41,8 @@ def foldable(
 
 def sizes(mapped: int, operands: Arrays) -> tuple[int, ...]:
     """Of the mapped axes, where what all parts share has one element."""
-    return tuple(max(x.shape[i] for x in operands.values()) for i in range(mapped))
+    every = ({x.shape[i] for x in operands.values()} for i in range(mapped))
+    return tuple(0 if 0 in extents else max(extents) for extents in every)
 
 
 def fold(names: tuple[str, ...], mapped: int, operands: Arrays) -> Arrays:

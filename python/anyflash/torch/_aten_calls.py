@@ -144,13 +144,15 @@ def attend_to_pages(
         "num_splits": 0 if num_splits is None else num_splits,
     }
     if cum_seq_q is None:
-        key, value, table = split_pages(key, value, block_table)
+        key, value, table = split_pages(name, key, value, block_table, ("key", "value"))
         result, lse = attention_with_kvcache(
             *(query, key, value), cache_seqlens=lengths, block_table=table, return_lse=True, **given
         )
     else:
         result, lse = attention_varlen_paged(
-            *(query, key, value, cum_seq_q, lengths, int(max_q), block_table), given
+            *(name, query, key, value, cum_seq_q, lengths, int(max_q), block_table),
+            given,
+            ("key", "value"),
         )
     out.copy_(result)
     return lse.contiguous()

@@ -4,6 +4,7 @@ torch.compile see it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def attend(
 ) -> Returned[Tensor]:
     operation = _problem.name(packing is not None)
     check_tensor(operation, tensors[0])
+    check_no_nested(operation, q=tensors[0], k=tensors[1], v=tensors[2])
     tensors = autocast(tensors)
     p, random = _read(operation, tensors, options, packing or _DENSE, deterministic)
     return_lse, return_max_logits, return_dropout_mask, return_result = parsing.flag_values(
@@ -80,12 +82,7 @@ def _read(
     packing: Packing,
     deterministic: Any,
 ) -> tuple[Problem, RandomState]:
-    def parse(argument: str, function: Callable[[Any], Any], value: Any) -> Any:
-        try:
-            return function(value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{operation}: {argument} {error}") from None
-
+    parse: Callable[..., Any] = partial(parsing.named, operation)
     window, block_size, dropout_p = options.window_size, options.block_size, options.dropout_p
     if is_compiling():  # bounds may be symbols; the operator looks at numbers
         left, right = (-1 if bound is None else bound for bound in window)
@@ -149,6 +146,15 @@ def _read(
 def check_tensor(operation: str, q: Any) -> None:
     if not isinstance(q, Tensor):
         raise TypeError(f"{operation}: q is {type(q).__name__}; a torch.Tensor is allowed")
+
+
+def check_no_nested(operation: str, **tensors: Any) -> None:
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.is_nested:
+            raise TypeError(
+                f"{operation}: {name} is a nested tensor; use anyflash.torch.attention_varlen, "
+                "with its sequences packed"
+            )
 
 
 def as_dtype(dtype: Any) -> Any:

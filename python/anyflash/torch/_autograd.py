@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflash.torch import _problem, _recompute, _vmap
-from anyflash.torch._dispatch_state import is_grad_enabled, is_traced
+from anyflash.torch._dispatch_state import is_grad_enabled, is_mapped, is_mapped_backward, is_traced
 from anyflash.torch._problem import DIFFERENTIABLE, SIZE, Problem, RequestedOutputs
 
 Grads = tuple[Tensor | None, ...]
@@ -106,11 +106,18 @@ def gradients_of(ctx: Context, p: Problem, out: Any, lse: Any, grads: Grads) -> 
     if dout is None and dlse is None:
         return NO_GRADS[:DIFFERENTIABLE]
     wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    if is_grad_enabled():
+    if is_mapped_backward() and (is_mapped(dout) or is_mapped(dlse)):
+        function = Gradient.apply if is_grad_enabled() else _backward_of_fields
+        found = _vmap.apply_mapped(function, *p, out, lse, dout, dlse, wanted)
+    elif is_grad_enabled():
         found = apply(Gradient, *p, out, lse, dout, dlse, wanted)
     else:
         found = backward(p, out, lse, dout, dlse, wanted)
     return tuple(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True))
+
+
+def _backward_of_fields(*arguments: Any) -> Grads:
+    return backward(Problem(*arguments[:SIZE]), *arguments[SIZE:])
 
 
 class Gradient(torch.autograd.Function):

@@ -21,13 +21,15 @@ is_deterministic = torch.are_deterministic_algorithms_enabled
 is_grad_enabled = torch.is_grad_enabled
 is_jit_tracing = torch._C._is_tracing
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+_OLDER_VMAP, _OLDER_BATCHED = map(torch._C._dispatch_key_parse, ("VmapMode", "Batched"))
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
 
 def is_plain(*tensors: Any) -> bool:
     """Whether all are tensors, of no subclass, that hold their own numbers."""
     for x in tensors:  # noqa: SIM110 (all() is slower)
-        if type(x) not in PLAIN or x.is_neg():
+        if type(x) not in PLAIN or x.is_neg() or x.is_nested:
             return False
     return True
 
@@ -35,6 +37,17 @@ def is_plain(*tensors: Any) -> bool:
 def autocast_dtype(device: str) -> torch.dtype | None:
     """What torch.autocast casts to on this kind of device; None where it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def is_mapped_backward() -> bool:
+    """Whether autograd maps a backward, as is_grads_batched=True asks for: by PyTorch's older vmap,
+    which no Function sees."""
+    return _is_key_included(_OLDER_VMAP)
+
+
+def is_mapped(x: Any) -> bool:
+    """Whether that vmap maps x."""
+    return isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_OLDER_BATCHED)
 
 
 def is_capturing() -> bool:

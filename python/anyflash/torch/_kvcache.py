@@ -15,8 +15,9 @@ from anyflash._call.options import (
     KvCacheOptions,
     OutputRequest,
 )
-from anyflash.torch._attend import as_dtype, check_tensor
+from anyflash.torch._attend import as_dtype, check_no_nested, check_tensor
 from anyflash.torch._dispatch_state import is_grad_enabled, is_traced
+from anyflash.torch._fake_checks import check
 from anyflash.torch._ops import define, lse_shape, or_empty
 from anyflash.torch._sharding import is_distributed
 
@@ -66,7 +67,23 @@ def _fake(
     columns = head_dim_v if v_cache is None else v_cache.shape[-1]
     out = q.new_empty((*q.shape[:-1], columns), dtype=out_dtype)
     lse = q.new_empty(lse_shape(q), dtype=torch.float32) if return_lse else or_empty(None, q)
+    given = dict(zip(("k_new", "v_new"), others, strict=True)) | {"head_dim_v": head_dim_v}
+    given |= {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+    _check(given | {"lse": lse if return_lse else None} | options)
     return out, lse
+
+
+def _check(given: dict[str, Any]) -> None:
+    """By the core's names, but for an int that stands for all lengths."""
+    packed = given.get("cu_seqlens_q") is not None
+    filled = given.pop("filled")
+    if filled is not None:
+        batch = given["cu_seqlens_q"].shape[0] - 1 if packed else given["q"].shape[0]
+        given["cache_seqlens"] = given["q"].new_empty(batch, dtype=torch.int32)
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    numbers = {name: x for name, x in given.items() if name not in tensors}
+    name = _name(given.get("cu_seqlens_q"))
+    check(name, "forward_with_kvcache", tensors, numbers)
 
 
 def _refuse_gradients(operation: str, arguments: dict[str, Any]) -> None:
@@ -223,6 +240,7 @@ def attend_with_kvcache(
     q, k_cache, v_cache = tensors
     operation = _name(cache.cu_seqlens_q)
     check_tensor(operation, q)
+    check_no_nested(operation, q=q, k_cache=k_cache, v_cache=v_cache)
     outputs = OutputRequest(outputs.return_lse, out_dtype=as_dtype(outputs.out_dtype))
     if not is_traced(q):
         return KvCacheCall(operation, tensors, cache, options, outputs).attend()

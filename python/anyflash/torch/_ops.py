@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anyflash.torch import _autograd, _problem, _vmap
 from anyflash.torch._autograd import Grads
+from anyflash.torch._fake_checks import check_forward, check_ranks
 from anyflash.torch._problem import (
     DIFFERENTIABLE,
     OUTPUTS_SCHEMA,
@@ -23,6 +24,8 @@ from anyflash.torch._problem import (
     RequestedOutputs,
     differentiable,
 )
+
+RESULTS = ("out", "lse", "max_logits", "dropout_mask")
 
 library: Any = torch.library.Library("anyflash", "DEF")  # type: ignore[no-untyped-call]
 
@@ -60,6 +63,7 @@ def _sizes(p: Problem) -> tuple[int, int, int]:
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     p, outputs = Problem(*arguments[:SIZE]), RequestedOutputs(*arguments[SIZE:])
+    check_ranks(p)
     batch, *lengths = _sizes(p)
     heads = p.q.shape[-2]
 
@@ -67,12 +71,16 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
         return p.q.new_empty(shape, dtype=dtype) if given else p.q.new_empty(0)
 
     whole = outputs.max_logits or outputs.dropout_mask
-    return (
+    results = (
         p.q.new_empty((*p.q.shape[:-1], p.v.shape[-1]), dtype=outputs.out_dtype),
         empty(outputs.lse or whole, lse_shape(p.q), torch.float32),
         empty(outputs.max_logits, (batch, heads), torch.float32),
         empty(outputs.dropout_mask, (batch, heads, *lengths), torch.bool),
     )
+    asked = (True, outputs.lse or whole, outputs.max_logits, outputs.dropout_mask)
+    named = zip(RESULTS, results, asked, strict=True)
+    check_forward(p, {name: x for name, x, is_asked in named if is_asked})
+    return results
 
 
 def _forward_backward(ctx: Any, *grads: Tensor | None) -> Grads:

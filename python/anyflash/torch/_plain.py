@@ -31,9 +31,14 @@ def attend(  # noqa: PLR0917 (its callers count time)
     """What :func:`attention` returns without other options; None where q, k and v are traced, cast
     or not direct tensors."""
     if is_plain_eager(q, k, v):  # _fast_path.forward, without its step
-        return _forward(
-            operation, q, k, v, scale, causal, None, return_lse, False, _fast_path.PYTORCH
-        )
+        try:
+            return _forward(
+                operation, q, k, v, scale, causal, None, return_lse, False, _fast_path.PYTORCH
+            )
+        except RuntimeError:
+            if q.is_nested or k.is_nested or v.is_nested:  # which others refuse in a sentence
+                return None
+            raise
     if isinstance(q, Tensor) and isinstance(return_lse, bool) and is_only_recorded(q, k, v):
         if deterministic is None:
             deterministic = is_deterministic()

@@ -62,7 +62,8 @@ def sdpa_routing() -> Iterator[None]:
 
     PyTorch's own function still computes what anyflash does not. These are nested tensors and other
     subclasses, ``is_causal`` with a mask, forward-mode derivatives, and ``torch.jit.trace``; and
-    devices, dtypes and head dims that :func:`attention` does not take. ``torch.jit.script`` belongs
+    devices, dtypes and head dims that :func:`attention` does not take. No heads are such, too, and
+    views like ``z.conj().imag``, which are negated when they are read. ``torch.jit.script`` belongs
     outside.
 
     Examples
@@ -162,8 +163,11 @@ def _is_ours(
         return False
     if is_forward_mode():
         return False
-    if not is_compiling() and is_jit_tracing():
+    if not is_compiling() and (is_jit_tracing() or _is_negated(query, key, value, attn_mask)):
         return False
+    for x in (query, key, value):
+        if x.dim() > 2 and x.shape[-3] == 0:
+            return False
     device = query.device
     kind, dtype = device.type, query.dtype
     if kind not in DTYPES or not query.dim() or not query.shape[-1] or not value.shape[-1]:
@@ -176,6 +180,11 @@ def _is_ours(
     return max(query.shape[-1], value.shape[-1]) <= _CUDA_HEAD_DIM and _is_supported_gpu(
         device.index
     )
+
+
+def _is_negated(*tensors: Any) -> bool:
+    """Whether one is a view whose numbers are negated when they are read."""
+    return any(type(x) in PLAIN and x.is_neg() for x in tensors)
 
 
 def _is_supported_gpu(index: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflash._arrays.base import FLOATS, listed
 from anyflash._call import parsing
 from anyflash._call.options import NO_DROPOUT, UNBOUNDED
 from anyflash._call.parsing import flags
@@ -25,6 +26,7 @@ from anyflash.torch._dispatch_state import (
 
 _NAME = "anyflash.torch.scaled_dot_product_attention"
 Shape = tuple[int, ...]
+_FLOATS = _fast_path.DTYPES["cpu"]
 _LARGE_SCALE = torch.finfo(torch.float32).max / 2
 
 
@@ -148,10 +150,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
 
 
 def _read_scale(scale: Any, query: Any) -> float:
-    try:
-        result = parsing.scale(scale)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{_NAME}: scale {error}") from None
+    result = parsing.named(_NAME, "scale", parsing.scale, scale)
     if abs(result) > _LARGE_SCALE and getattr(query, "dtype", None) != torch.float64:
         raise ValueError(f"{_NAME}: scale is {result}; at most half of float32's range is allowed")
     return result
@@ -172,7 +171,9 @@ def _is_regular(
         and shape_k[2] == shape_v[2]
         and shape[3] == shape_k[3]
         and (shape[1] == shape_k[1] or (enable_gqa and shape[1] % max(shape_k[1], 1) == 0))
+        and 0 not in (shape[1], shape[3], shape_v[3])
         and query.dtype == key.dtype == value.dtype
+        and query.dtype in _FLOATS
         and query.device == key.device == value.device
         and (
             attn_mask is None
@@ -243,6 +244,8 @@ def _refuse(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
             raise RuntimeError(
                 f"{_NAME}: {name} has shape {tuple(x.shape)}; at least 2 axes are needed"
             )
+        if x.dtype not in _FLOATS:
+            raise TypeError(f"{_NAME}: {name} is {x.dtype}; {listed(FLOATS)}")
         if x.dtype != query.dtype and autocast_dtype(x.device.type) is None:
             raise RuntimeError(f"{_NAME}: {name} is {x.dtype}, but query is {query.dtype}")
 
@@ -261,6 +264,8 @@ def _regular(
         raise RuntimeError(
             f"{_NAME}: {given}; (..., L, E), (..., S, E) and (..., S, Ev) are allowed"
         )
+    if 0 in (shape[-3], shape_k[-3], shape_v[-3], shape[-1], shape_v[-1]):
+        raise RuntimeError(f"{_NAME}: {given}; heads and head dims must be at least 1")
     heads = shape[-3]
     if enable_gqa:
         if any(n != heads and (n == 0 or heads % n) for n in (shape_k[-3], shape_v[-3])):

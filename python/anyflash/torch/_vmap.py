@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anyflash.torch._dispatch_state import is_mapped
 from anyflash.torch._problem import SIZE, Problem
 
 Rule = Callable[..., tuple[Any, Any]]
 Mapped = Sequence[int | None]
 _MASKS = ("bias", "block_mask")  # (batch or 1, ...), axes may be missing
+_BROADCAST = (*_MASKS, "key_ranges", "alibi_slopes")  # by the kernels
+_LEVEL = 1  # of PyTorch's older vmap, which autograd does not nest
 
 
 def rule(apply: Callable[..., Any]) -> Rule:
@@ -53,6 +57,21 @@ def rule(apply: Callable[..., Any]) -> Rule:
     return batched
 
 
+def apply_mapped(apply: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+    """What apply(*arguments) gives in a backward that autograd maps (is_grads_batched=True), by the
+    same rule."""
+    mapped = [is_mapped(x) for x in arguments]
+    given = [
+        torch._remove_batch_dim(x, _LEVEL, 1, 0) if is_one else x
+        for x, is_one in zip(arguments, mapped, strict=True)
+    ]
+    info = SimpleNamespace(batch_size=given[mapped.index(True)].shape[0])
+    results, _ = rule(apply)(info, [0 if is_one else None for is_one in mapped], *given)
+    return tuple(
+        torch._add_batch_dim(x, 0, _LEVEL) if isinstance(x, Tensor) else x for x in results
+    )
+
+
 def _folds(arguments: tuple[Any, ...], mapped: list[bool]) -> bool:
     """Whether the mapped axis can be a part of the batch axis."""
     names = {name for name, is_mapped in zip(Problem._fields, mapped, strict=False) if is_mapped}
@@ -75,9 +94,11 @@ def _folded(size: int, arguments: tuple[Any, ...], mapped: list[bool]) -> list[A
             x = x[None]
         rank = 4 if name in _MASKS else 2 if name == "alibi_slopes" else x.dim() - 1
         x = x[(slice(None), *(None,) * (rank + 1 - x.dim()))]
-        if x.shape[:2] == (1, 1):
-            return x[0]  # broadcast by the kernels
-        return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+        if name in _BROADCAST and x.shape[:2] == (1, 1):
+            return x[0]
+        x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+        # Lengths have no strides; of a batch of 1 the axes are joined without a copy.
+        return x.contiguous() if name == "seqused_k" else x
 
     names = (*Problem._fields, *("",) * (len(arguments) - SIZE))
     return [fold(*item) for item in zip(names, arguments, mapped, strict=True)]

@@ -206,7 +206,7 @@ static void check_latent(void) {
   expect_cache(&c, &c.cache, ANYFLASH_INVALID_VALUE, "v_cache is given with head_dim_v");
   c.cache.size = offsetof(anyflash_kvcache_options, head_dim_v); /* an older caller */
   CHECK(run_latent(&c) == ANYFLASH_INVALID_VALUE && untouched(&c.p));
-  CHECK(strstr(anyflash_last_error(), "v_cache is NULL") != NULL);
+  CHECK(strstr(anyflash_last_error(), "v_cache is missing") != NULL);
   CHECK(run_cache(&c, &c.cache) == ANYFLASH_OK);
 }
 
@@ -238,7 +238,8 @@ static void check_errors(void) {
   CacheProblem c;
   size_t bytes = 7;
   const DLTensor* t[4];
-  const char* const names[4] = {"q is NULL", "k_cache is NULL", "v_cache is NULL", "out is NULL"};
+  const char* const names[4] = {"q is NULL", "k_cache is NULL", "v_cache is missing",
+                                "out is NULL"};
   make_cache(&c, 0);
   for (int missing = 0; missing < 4; ++missing) {
     t[0] = &c.p.tensor_q;

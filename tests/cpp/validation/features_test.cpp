@@ -351,6 +351,13 @@ void check_gpu_types() {
   }
   check_throws([&] { call.workspace_size(); }, "float64 bias", kType,
                {"bias is float64; on a GPU bool, float32, float16 and bfloat16 are allowed"});
+  call.bias.view.dtype = DType::kBool;
+  for (const int64_t stride : {int64_t{1} << 31, -(int64_t{1} << 31) - 1}) {
+    call.bias.view.stride[3] = stride;
+    check_throws([&] { call.workspace_size(); }, "stride along the keys",
+                 anyflash::ErrorCode::kUnsupported,
+                 {"bias has stride " + std::to_string(stride) + " along the keys", "32 bits"});
+  }
   call.slopes.view.dtype = DType::kFloat64;
   check_throws([&] { call.workspace_size(); }, "float64 slopes", kType,
                {"alibi_slopes is float64; on a GPU float32, float16 and bfloat16 are allowed"});

@@ -105,7 +105,7 @@ const Case kOtherCases[] = {
     {"lse dtype",
      [](Call& c) { c.lse.dtype = DType::kFloat16; },
      kType,
-     {"lse is float16", "must be float32"}},
+     {"lse is float16; it must be float32 or, on the CPU, float64"}},
     {"k device",
      [](Call& c) { c.k.device = {DeviceType::kCuda, 1}; },
      kValue,

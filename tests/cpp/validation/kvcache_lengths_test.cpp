@@ -196,6 +196,17 @@ const CaseOf<PackedQueries> kPacked[] = {
      [](PackedQueries& c) { c.options.max_seqlen_q = 3; },
      kValue,
      {"sequence 1 of cu_seqlens_q has length 4; max_seqlen_q is 3"}},
+    {"more queries than rows",
+     [](PackedQueries& c) { c.first_queries.assign<int32_t>({0, 7, 6}); },
+     kValue,
+     {"sequence 0 of cu_seqlens_q has length 7; q has 6 rows"}},
+    {"a bound above the rows",
+     [](PackedQueries& c) {
+       c.first_queries.assign<int32_t>({0, 9, 6});
+       c.options.max_seqlen_q = 8;
+     },
+     kValue,
+     {"sequence 0 of cu_seqlens_q has length 9; max_seqlen_q is 8"}},
     // Keys 8 to 8 of sequence 0, queries 8 to 9.
     {"rotary rows for packed queries",
      [](PackedQueries& c) { c.cos.view.shape[0] = c.sin.view.shape[0] = 9; },

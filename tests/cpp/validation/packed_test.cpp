@@ -1,7 +1,9 @@
 // Errors of packed sequences: their tensors, and their lengths, which only run() reads.
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "backward_problem.h"
 #include "check.h"
 #include "tensor.h"
 #include "validation.h"
@@ -200,6 +202,14 @@ const CaseOf<Packed> kLengths[] = {
      },
      kValue,
      {"sequence 0 of cu_seqlens_q has length 3; max_seqlen_q is 2"}},
+    {"longer than there are rows",
+     [](Packed& c) {
+       c.starts_q.assign<int32_t>({0, 9, 9, 5});
+       c.options.max_seqlen_q = 0;
+       c.options.bias = c.options.dropout_mask = nullptr;
+     },
+     kValue,
+     {"sequence 0 of cu_seqlens_q has length 9; q has 5 rows"}},
     {"negative use",
      [](Packed& c) { c.packed_used.data<int32_t>()[1] = -1; },
      kValue,
@@ -220,6 +230,22 @@ const CaseOf<Packed> kLengths[] = {
      },
      kValue,
      {"key_starts[1] is 9; 0 to 1073741824, with dropout a multiple of 8, is allowed"}},
+    {"a diagonal too low",
+     [](Packed& c) {
+       static SmallTensor diagonals(DType::kInt32, {3});
+       diagonals.assign<int32_t>({0, -(1 << 30), -(1 << 30) - 1});
+       c.options.diagonals = &diagonals.view;
+     },
+     kValue,
+     {"diagonals[2] is -1073741825; -1073741824 to 1073741824 is allowed"}},
+    {"a diagonal too high",
+     [](Packed& c) {
+       static SmallTensor diagonals(DType::kInt32, {3});
+       diagonals.assign<int32_t>({(1 << 30) + 1, 0, 0});
+       c.options.diagonals = &diagonals.view;
+     },
+     kValue,
+     {"diagonals[0] is 1073741825; -1073741824 to 1073741824 is allowed"}},
     {"more use than keys",
      [](Packed& c) { c.packed_used.data<int32_t>()[0] = 2; },
      kValue,
@@ -242,6 +268,35 @@ void check_lengths() {
   check_throws([&] { batched.run(memory.workspace()); }, "batched", kValue,
                {"seqused_k[1] is 7", "keys, 6,"});
   CHECK(batched.untouched());
+}
+
+// Bounds that are not given are the numbers of rows: the forward and the backward do the same.
+void check_no_bounds() {
+  Packed call;
+  call.options.bias = call.options.dropout_mask = nullptr;
+  CHECK(test::run_exactly(call.plan()));
+  const std::vector<unsigned char> out = call.out_memory.bytes, lse = call.lse_memory.bytes;
+  std::fill(call.out_memory.bytes.begin(), call.out_memory.bytes.end(), 0xff);
+  call.options.max_seqlen_q = call.options.max_seqlen_k = 0;
+  CHECK(test::run_exactly(call.plan()));
+  CHECK(call.out_memory.bytes == out && call.lse_memory.bytes == lse);
+  // What has the shape of the bounds has that of the rows then.
+  SmallTensor bias(DType::kFloat32, {1, 1, 5, 6}), mask(DType::kBool, {3, 4, 5, 6});
+  call.options.bias = &bias.view;
+  call.options.dropout_mask = &mask.view;
+  CHECK(test::run_exactly(call.plan()));
+  mask.view.shape[2] = 4;
+  check_throws([&] { call.plan(); }, "mask", kValue, {"dropout_mask has shape (3, 4, 4, 6)"});
+
+  test::BackwardProblem p({3, 6, 7, 4, 2, 8, 3}, test::kPacked, DType::kFloat32,
+                          test::Layout::kContiguous, 1);
+  p.forward();
+  p.backward();
+  const std::vector<unsigned char> dq = p.dq->bytes, dk = p.dk->bytes;
+  p.options.max_seqlen_q = p.options.max_seqlen_k = 0;
+  for (auto* t : {&p.dq, &p.dk}) std::fill((*t)->bytes.begin(), (*t)->bytes.end(), 0xff);
+  p.backward();
+  CHECK(p.dq->bytes == dq && p.dk->bytes == dk);
 }
 
 // The address and the strides of what has no second element mean nothing.
@@ -268,6 +323,7 @@ int main() {
   check_allowed<Packed>();
   for (const auto& test_case : kPacked) check_case(test_case);
   check_lengths();
+  check_no_bounds();
   check_no_sequences();
   return check::report();
 }

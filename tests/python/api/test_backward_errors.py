@@ -191,9 +191,27 @@ def test_frameworks_do_not_mix(torch: ModuleType, name: str) -> None:
     refused(anyflash.attention_backward, BACKWARD | more, ({name: x}, TypeError, message))
 
 
+def test_torch_gradients(torch: ModuleType) -> None:
+    """What is said leads to another function."""
+    given = {key: torch.from_numpy(x) for key, x in BACKWARD.items() if key not in FILLED}
+    message = r"backward: dout requires grad.*anyflash\.torch\.attention .* gradients of gradients"
+    with pytest.raises(NotImplementedError, match=message):
+        anyflash.attention_backward(**given | {"dout": given["dout"].requires_grad_()})
+    out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.ones(1, 2, 4)
+    with pytest.raises(NotImplementedError, match=r"out_a requires grad.*formula in its docstr"):
+        anyflash.merge_states(out, lse, out, lse)
+
+
+def test_jax_tracer_of_merge_states(jax: ModuleType) -> None:
+    out, lse = jax.numpy.ones((1, 4, 2, 8)), jax.numpy.ones((1, 2, 4))
+    message = "out_a is a JAX tracer; inside jax.jit.* write the formula of its docstring in jax.n"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.jit(anyflash.merge_states)(out, lse, out, lse)
+
+
 def test_jax_tracer(jax: ModuleType) -> None:
     given = {key: jax.numpy.asarray(x) for key, x in BACKWARD.items() if key not in FILLED}
-    message = r"anyflash\.attention_backward: dout is a JAX tracer"
+    message = r"anyflash\.attention_backward: dout is a JAX tracer; .*jax\.vjp of anyflash\.jax"
     with pytest.raises((NotImplementedError, TypeError), match=message):
         jax.jit(lambda dout: anyflash.attention_backward(**given | {"dout": dout}))(given["dout"])
 

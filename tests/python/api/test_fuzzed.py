@@ -243,12 +243,12 @@ FOUND_JAX: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "jax-new-keys": ("jax.attention_with_kvcache", {"k": 3}, "kvcache: k is int; an array"),
     "jax-ring-values": (
-        "jax.context_parallel_attention",
+        "jax.shared_attention",
         {"v": np.zeros((1, 3, 2, 8), np.float32)},
         "v has shape (1, 3, 2, 8)",
     ),
     "jax-ring-axis": (
-        "jax.context_parallel_attention",
+        "jax.shared_attention",
         {"context_axis": 1},
         "context_axis is int; a str is allowed",
     ),

@@ -107,6 +107,22 @@ def test_wide_lses_are_merged_in_float64() -> None:
     np.testing.assert_allclose(joined, weight * out, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_start": 2.0}, "query_start is float; an int or an array of int32 is allowed"),
+        ({"diagonal": [1]}, "diagonal is list; an int or an array of int32 is allowed"),
+        ({"key_start": np.zeros(1)}, "key_start is float64; int32 is allowed"),
+        ({"key_start": True}, "key_start is bool; an int is allowed"),
+        ({"head_start": 1.5}, "head_start is float; an int is allowed"),
+    ],
+)
+def test_wrong_numbers(changes: dict[str, Any], message: str) -> None:
+    q = np.ones((1, 4, 2, 8), np.float32)
+    with pytest.raises(TypeError, match=rf"^anyflash\.attention: part\.{message}"):
+        anyflash.attention(q, q, q, part=anyflash.Part(**changes))
+
+
 def test_recorded_tensors_are_refused(torch: ModuleType) -> None:
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"anyflash.attention: part is given, but grad"):

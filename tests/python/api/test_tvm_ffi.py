@@ -293,7 +293,7 @@ def test_latent_rows_are_refused(functions: Any) -> None:
     """v_cache may be None, but not without head_dim_v; nor beside it."""
     given = latent(new=0)
     q, cache, out = given["q"], given["k_cache"], np.full((3, 2, 4, 12), 7, np.float32)
-    with pytest.raises(ValueError, match="v_cache is NULL; it, or head_dim_v"):
+    with pytest.raises(ValueError, match="v_cache is missing; it, or head_dim_v"):
         functions.forward_with_kvcache(q, cache, None, out, None)
     with pytest.raises(ValueError, match="v_cache is given with head_dim_v"):
         functions.forward_with_kvcache(q, cache, cache[..., :12], out, None, "head_dim_v", 12)

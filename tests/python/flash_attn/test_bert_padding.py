@@ -20,7 +20,7 @@ def hidden(*shape: int) -> Any:
     return torch.randn(3, 4, *shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int32", "int64"])
+@pytest.mark.parametrize("dtype", ["bool", "int32", "int64", "float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 2, 4)])
 def test_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
     x, mask = hidden(*shape), MASK.to(getattr(torch, dtype))
@@ -39,7 +39,7 @@ def test_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(gradient, torch.where(shown, 3.0, 0.0).expand_as(x).double())
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int64"])
+@pytest.mark.parametrize("dtype", ["bool", "int64", "float16"])
 def test_unused(dtype: str) -> None:
     """Kept, but not counted in seqused."""
     mask, unused = (x.to(getattr(torch, dtype)) for x in (MASK, UNUSED))
@@ -75,6 +75,16 @@ def test_index_and_put(dtype: str) -> None:
     given = (rows.detach().requires_grad_(), indices, 12)
     assert torch.autograd.gradcheck(bert_padding.index_put_first_axis, given)
     assert torch.autograd.gradgradcheck(bert_padding.index_put_first_axis, given)
+
+
+def test_residual() -> None:
+    """The rows, and what they are of; gradients add up."""
+    x, indices = hidden(2).flatten(0, 1), torch.tensor([7, 0, 3])
+    rows, residual = bert_padding.index_first_axis_residual(x, indices)
+    assert torch.equal(rows, x[indices])
+    assert torch.equal(residual, x)
+    assert residual.data_ptr() == x.data_ptr()
+    assert torch.autograd.gradcheck(bert_padding.index_first_axis_residual, (x, indices))
 
 
 def test_no_rows_on_a_device_that_is_not_waited_for() -> None:

@@ -112,6 +112,20 @@ def test_leaf_in_place(name: str, offsets: Any, interleaved: bool, compiled: boo
     torch.testing.assert_close(x.grad, before.grad)
 
 
+def test_applied_functions() -> None:
+    """What has the names and the arguments of flash-attn's autograd Functions."""
+    q = torch.randn(2, 5, 4, 8)
+    found = rotary.ApplyRotaryEmb.apply(q, COS, SIN, True, False, 3, None, None)
+    assert torch.equal(found, rotary.apply_rotary_emb(q, COS, SIN, True, seqlen_offsets=3))
+    qkv, kv = torch.randn(2, 5, 8, 8), torch.randn(2, 5, 2, 4, 8)
+    found = rotary.ApplyRotaryEmbQKV_.apply(qkv.clone(), COS, SIN, None, None, True, 3, 4)
+    options = {"interleaved": True, "seqlen_offsets": 3}
+    right = rotary.apply_rotary_emb_qkv_(qkv.clone(), COS, SIN, num_heads_q=4, **options)
+    assert torch.equal(found, right)
+    found = rotary.ApplyRotaryEmbKV_.apply(kv.clone(), COS, SIN, True, 3)
+    assert torch.equal(found, rotary.apply_rotary_emb_kv_(kv.clone(), COS, SIN, **options))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_packed_leaf_in_place(interleaved: bool) -> None:
     x = torch.randn(5, 2, 8, requires_grad=True)

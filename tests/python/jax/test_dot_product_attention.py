@@ -130,6 +130,52 @@ def test_bfloat16() -> None:
     np.testing.assert_allclose(out.astype("f"), expected.astype("f"), atol=0.05)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_traced_scale(shape: tuple[int, ...], compiled: bool) -> None:
+    """It has jax.nn's gradient, and may be mapped."""
+    given, options = case_of((5, 9), True, None, 1)
+
+    def gradient(function: Any, scale: Any) -> Any:
+        def loss(scale: Any) -> Any:
+            return (function(**given, **options, scale=scale)[:, 1:] ** 2).sum()
+
+        found = jax.value_and_grad(loss)
+        return (jax.jit(found) if compiled else found)(scale)
+
+    ours, theirs = anyflash.jax.dot_product_attention, jax.nn.dot_product_attention
+    for scale in (0.3, -0.7):
+        expected = gradient(theirs, jnp.float32(scale))
+        actual = gradient(ours, jnp.full(shape, scale, jnp.float32))
+        for x, right in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(x.reshape(()), right, rtol=1e-4)
+    scales = jnp.array([0.3, 1.5])
+    mapped = jax.vmap(lambda scale: ours(**given, **options, scale=scale))(scales)
+    for out, scale in zip(mapped, scales, strict=True):
+        right = ours(**given, **options, scale=float(scale))
+        np.testing.assert_allclose(out, right, atol=1e-5)
+
+
+def test_a_traced_scale_of_16_bits() -> None:
+    """What the product's one rounding costs is a part of what query's cost."""
+    given, options = case_of((6, 6), False, None, 0)
+    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in given.items()}
+    exact = anyflash.jax.dot_product_attention(
+        **{name: x.astype("f") for name, x in given.items()}, **options, scale=0.3
+    )
+    function = jax.jit(lambda scale: anyflash.jax.dot_product_attention(**given, scale=scale))
+    out = function(jnp.float32(0.3))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype("f"), exact, atol=0.02)
+
+
+@pytest.mark.parametrize("scale", [np.ones(2, np.float32), np.bool_(True), np.complex64(1)])
+def test_a_traced_scale_that_is_none(scale: Any) -> None:
+    given, _ = case_of((6, 6), False, None, 0)
+    with pytest.raises(TypeError, match=f"scale is {scale.dtype.name} of shape"):
+        jax.jit(lambda x: anyflash.jax.dot_product_attention(**given, scale=x))(scale)
+
+
 def test_the_residual_has_no_gradient() -> None:
     given, _ = case_of((6, 6), True, None, 0)
     attend = anyflash.jax.dot_product_attention

@@ -101,6 +101,21 @@ def test_vmap_of_gradients(name: str) -> None:
         np.testing.assert_allclose(x, right, rtol=1e-4, atol=1e-4 * np.abs(right).max())
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "seed": 3}], ids=str)
+def test_vmap_of_nothing(options: dict[str, Any]) -> None:
+    """An axis of size 0, folded or looped over, with arrays that are not mapped."""
+    given = arrays()
+    q = jnp.zeros((0, *given["q"].shape))
+
+    def loss(q: Any, k: Any) -> Any:
+        return anyflash.jax.attention(q, k, given["v"], **options).sum()
+
+    out = jax.vmap(lambda q: anyflash.jax.attention(q, given["k"], given["v"], **options))(q)
+    assert out.shape == (*q.shape[:-1], given["v"].shape[-1])
+    dq, dk = jax.vmap(jax.grad(loss, (0, 1)), (0, None))(q, given["k"])
+    assert (dq.shape, dk.shape) == (q.shape, (0, *given["k"].shape))
+
+
 def test_nested_vmap() -> None:
     given = arrays()
     q = np.stack([parts(given["q"]), parts(given["q"] + 1)], 2)  # (parts, batch, 2, ...)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from backends import capi
 from backends.capi import Backend
 from backends.tensors import Tensor, empty, place, sparse
-from cases.case import Bias, Case, Features, Packed
-from cases.gradient_case import Call, GradientCase
+from cases.case import VALUES, Bias, Case, Features, Packed
+from cases.gradient_case import Call, GradientCase, make
 from cases.random_cases import random_gradient_cases
 from oracle.attention import Array, Problem, truth
 from oracle.gradients import Given, check_gradients, gradient_bounds
 from oracle.problem import DTYPES
-from run.backward import run_call, supports_backward, verify_backward
+from run.backward import backward, run_call, supports_backward, verify_backward
 from run.forward import run
 
 pytestmark = pytest.mark.hopper
@@ -65,6 +65,32 @@ def test_after_the_forward(backend: Backend, name: str, dtype: str) -> None:
     exact = replace(gradient_case.given(gradient_case.inputs()), out=None, lse=None)
     outputs = {name: tensor.view for name, tensor in call.outputs().items()}
     check_gradients(outputs, gradient_bounds(exact))
+
+
+def infinite_query(q: Array, k: Array, v: Array) -> None:
+    """Row 5's scores of its keys are -inf without a softcap."""
+    q[:, 5, :, 0] = np.inf
+    k[..., 0] = -np.abs(k[..., 0]) - 0.1
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("features", [{"softcap": 2.0}, {"sinks": "normal"}], ids=str)
+def test_infinite_query_with_finite_lse(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, features: dict[str, Any], d: int
+) -> None:
+    """It reaches dk and dv of the keys that it sees alone."""
+    if not any(row.dtype == "fp16" for row in backend.rows("backward")):
+        return
+    monkeypatch.setitem(VALUES, "infinite_query", infinite_query)
+    shape = {"batch": 1, "sq": 150, "sk": 170, "heads": 1, "heads_k": 1, "d": d}
+    case = make(f"infinite-query-{features}", **shape, **features, causal=True,
+                values="infinite_query", deterministic=False)  # fmt: skip
+    if not supports_backward(backend.name, case):
+        return
+    call = backward(backend, case)
+    first_hidden = 5 + (170 - 150) + 1
+    for name in ("dk", "dv"):
+        assert np.isfinite(call.tensors[name].view[:, first_hidden:].astype(np.float32)).all()
 
 
 def call_of(inputs: dict[str, Array], grad_dtype: Any = None) -> tuple[Call, dict[str, Any]]:

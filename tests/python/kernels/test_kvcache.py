@@ -58,6 +58,16 @@ def test_without_lse(backend: Backend) -> None:
     assert bits(call.out.view) == bits(run_cache(backend, case.call()).out.view)
 
 
+def test_cache_without_pages(backend: Backend) -> None:
+    """A map of no memory has an address all the same, which is a multiple of 16."""
+    case = CacheCase("no-pages", lengths=(0, 0), page=16, small_layout="offset_1")
+    call = case.call()
+    nothing = place(call.k_cache.view[:0])
+    run_cache(backend, call._replace(k_cache=nothing, v_cache=nothing))
+    assert not call.out.view.any()
+    assert np.isneginf(call.lse.view).all()
+
+
 def test_null_options_and_compact_strides(backend: Backend) -> None:
     """Null strides are compact ones, and null options the defaults: all rows are keys."""
     case = CacheCase("defaults", lengths=(90, 90), sq=2, seqlens=False)

@@ -105,7 +105,7 @@ def test_batch_does_not_change_bits(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("head_dim_v", "message"),
     [
-        (0, "v_cache is NULL; it, or head_dim_v"),
+        (0, "v_cache is missing; it, or head_dim_v"),
         (65, "head_dim_v is 65; 1 to 64"),
         (-1, "head_dim_v is -1; 1 to 64"),
     ],

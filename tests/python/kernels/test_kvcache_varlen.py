@@ -184,3 +184,20 @@ def test_kernels_by_length(gpu: Backend) -> None:
     run_cache(gpu, call)
     launched = {n: c - old[n] for n, c in gpu.library.launches().items() if c != old[n]}
     assert launched == {expected_kernel(gpu, BASE): 1}
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_cache_without_rows(backend: Backend, page: int) -> None:
+    """Prefill and single tokens that see no key: there is no memory to read."""
+    rows = (Row(0, 130), Row(0, 1))
+    packed = PackedCase("no-rows", rows, replace(BASE, page=page)).call()
+    call, none = packed.call, np.zeros((len(rows), 0), np.int32)
+    slots = slice(0, 0 if page else len(rows))
+    empty_cache = call.k_cache.view[slots, : page or 0]
+    cache: dict[str, Any] = dict(call.cache)
+    if page:
+        cache["block_table"] = place(none, axes="bs")
+    caches = {name: place(np.ascontiguousarray(empty_cache)) for name in ("k_cache", "v_cache")}
+    run_cache(backend, call._replace(cache=cache, **caches))
+    assert not call.out.view.any()
+    assert np.isneginf(call.lse.view).all()

@@ -78,6 +78,26 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nested_tensors(name: str, recorded: bool, layout: Any) -> None:
+    parts = [torch.ones(3, 2, 8), torch.ones(4, 2, 8)]
+    nested = torch.nested.nested_tensor(parts, layout=layout, requires_grad=recorded)
+    given = dict.fromkeys(("q", "k", "v"), torch.ones(2, 4, 2, 8)) | {name: nested}
+    message = (
+        rf"^anyflash[.\w]*: {name}\w* is a nested tensor; use anyflash\.torch\.attention_varlen"
+    )
+    for attend in (attention, anyflash.attention):
+        for options in ({}, {"softcap": 1.0}):
+            with pytest.raises(TypeError, match=message):
+                attend(**given, **options)
+    for decode in (attention_with_kvcache, anyflash.attention_with_kvcache):
+        with torch.no_grad(), pytest.raises(TypeError, match=message):
+            decode(*given.values())
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_arguments(name: str, recorded: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import anyflash
-from anyflash.torch import attention, attention_varlen, attention_with_kvcache
+from anyflash.torch import attention, attention_varlen, attention_with_kvcache, sdpa_routing
 from calls.frameworks import inputs, random
 from calls.torch_calls import TORCH
 from calls.varlen import packed
@@ -215,6 +215,36 @@ def test_jacobians() -> None:
     """Rows are mapped over the backward."""
     for argument in range(3):
         found, right = (torch.func.jacrev(f, argument)(*QKV) for f in (attention, plain))
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [1, 3], ids=["one sequence", "three axes"])
+def test_a_batch_of_one(layout: int) -> None:
+    """The kernels broadcast masks of a batch of 1, and nothing else."""
+    q, k, v = (x[:1] for x in given().values())
+    used = torch.tensor([37], dtype=torch.int32)
+    options = {"seqused_k": used, "bias": tensor(1, 4, 30, 50), "alibi_slopes": tensor(1, 4)}
+    compare(lambda q: attention(q, k, v, **options, return_lse=True), [several(q)], (0,))
+    compare(lambda k: attention(q, k, v, **options, return_lse=True), [several(k)], (0,))
+    compare(
+        torch.func.grad(lambda q, k: attention(q, k, v, seqused_k=used).square().sum(), (0, 1)),
+        [several(q), k],
+        (0, None),
+    )
+    if layout == 1:
+        arguments = [x[:1] for x in QKV]
+        functions = (attention, plain)
+    else:  # as existing code calls it
+        arguments = [x[0].transpose(0, 1) for x in QKV]
+        theirs = torch.nn.functional.scaled_dot_product_attention
+
+        def routed(*x: torch.Tensor) -> torch.Tensor:
+            with sdpa_routing():
+                return torch.nn.functional.scaled_dot_product_attention(*x)
+
+        functions = (routed, theirs)
+    for argument in range(3):
+        found, right = (torch.func.jacrev(f, argument)(*arguments) for f in functions)
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 

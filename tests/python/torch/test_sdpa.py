@@ -257,6 +257,11 @@ ERRORS = {
     "gqa-batch": ({"query": (3, 6, 9, 8), "enable_gqa": True}, "the leading axes must be"),
     "dtype": ({"key": "float16"}, r"key is torch\.float16, but query is torch\.float64"),
     "device": ({"value": "meta"}, "value is on meta, but query is on cpu"),
+    "no-heads": (
+        dict.fromkeys(("query", "key", "value"), (2, 0, 9, 8)) | {"attn_mask": None},
+        r"have shapes \(2, 0, 9, 8\), .*; heads and head dims must be at least 1",
+    ),
+    "no-columns": ({"value": (2, 3, 11, 0)}, r"\(2, 3, 11, 0\); heads and head dims must be"),
     "mask-device": ({"attn_mask": "meta"}, "attn_mask is on meta, but query is on cpu"),
     "mask-dtype": ({"attn_mask": "int32"}, "attn_mask is torch.int32; bool or floats"),
     "mask-shape": ({"attn_mask": (8, 11)}, r"attn_mask has shape \(8, 11\)"),
@@ -286,6 +291,16 @@ def test_what_pytorch_refuses(torch: ModuleType, name: str) -> None:
         arguments[key] = value
     with pytest.raises(RuntimeError, match=NAME + ".*" + message):
         scaled_dot_product_attention(**arguments)
+
+
+@pytest.mark.parametrize("axes", [2, 4])
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_other_dtypes(torch: ModuleType, dtype: str, axes: int) -> None:
+    x = torch.zeros((2, 3, 9, 8)[-axes:], dtype=getattr(torch, dtype))
+    with pytest.raises(
+        TypeError, match=rf"{NAME}query is torch\.{dtype}; float64, float32, float16"
+    ):
+        scaled_dot_product_attention(x, x, x)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])

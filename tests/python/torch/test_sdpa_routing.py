@@ -310,6 +310,11 @@ def test_other_tensors(torch: ModuleType, x: Any) -> None:
     stays(torch, lambda: attend(x.as_subclass(Other)))
     stays(torch, lambda: attend(x.to("meta")))
     stays(torch, lambda: attend(x[..., :0]))
+    stays(torch, lambda: attend(x[:, :0]))
+    negated, mask = (torch.complex(y, y).conj().imag for y in (x, x.new_ones(9, 9)))
+    assert negated.is_neg()
+    stays(torch, lambda: attend(negated))
+    stays(torch, lambda: attend(x, attn_mask=mask))
     stays(torch, lambda: attend(torch.nested.nested_tensor([x[0], x[1, :, :4]])))
     stays(torch, lambda: OWN(x, x, x, x.new_zeros(9, 9).as_subclass(Other)))
 

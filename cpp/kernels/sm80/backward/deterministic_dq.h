@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
               if (params.slope_sums == nullptr) return;
               CUTE_UNROLL
               for (int i = 0; i < size(gradient); ++i) {
-                slope_sum += gradient(i) * variant.slope_factor(row0 + get<0>(places(i)),
-                                                                col0 + get<1>(places(i)));
+                const int row = row0 + get<0>(places(i));
+                if (row >= sequence.seqlen_q) continue;  // it may see NaN that no row sees
+                slope_sum += gradient(i) * variant.slope_factor(row, col0 + get<1>(places(i)));
               }
             }
           });

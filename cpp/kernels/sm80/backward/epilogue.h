@@ -54,7 +54,7 @@ ANYFLASH_DEVICE void store_key_gradients(const BackwardScratch& params,
   store_gradient<typename Traits::TileV, typename Traits::KeyOrder>(dv, mma, acc_dv, smem.v);
   if (nonfinite_dout) {
     __syncthreads();  // dV is there
-    restore_nonfinite<Traits, Variant>(params, block, dv);
+    restore_dout<Traits, Variant>(params, block, dv);
   }
 }
 

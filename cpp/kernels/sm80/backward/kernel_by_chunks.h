@@ -76,7 +76,7 @@ ANYFLASH_DEVICE void write_chunks(const BackwardScratch& params, const BackwardW
     } else {
       const auto dv = dv_tile<Out>(params, block);
       sums.write(dv, Variant::p_scale(params), smem.k);  // dV is there afterwards
-      if (nonfinite_dout) restore_nonfinite<Traits, Variant>(params, block, dv);
+      if (nonfinite_dout) restore_dout<Traits, Variant>(params, block, dv);
     }
   });
 }

@@ -37,7 +37,7 @@ struct WaitsForV {
 //
 // A step takes one tile. The next one arrives during the last product, with two buffers during the
 // last two. smem.nonfinite_dout says afterwards whether NaN or infinity was taken out of a partly
-// hidden tile of dO: restore_nonfinite() then has to follow.
+// hidden tile of dO: restore_dout() then has to follow.
 template <class Traits, class Variant, class AccK, class AccV>
 ANYFLASH_DEVICE void backward_mainloop(const BackwardScratch& params, const BackwardWorkTile& block,
                                        typename Traits::SharedStorage& smem, AccK& acc_dk,

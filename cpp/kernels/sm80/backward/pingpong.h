@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/macros.h"
-#include "cuda/named_barrier.h"
+#include "sm80/named_barrier.h"
 
 namespace anyflash::sm80 {
 

@@ -65,7 +65,7 @@ ANYFLASH_DEVICE void forward_epilogue(const ForwardParams& params, const Forward
   }
   if (params.lse != nullptr) store_lse(params, work_tile, lse, coordinates, rows);
   const bool float_out = params.out_dtype == DType::kFloat32;
-  if (float_out) store_float(params, work_tile, out_matrix, coordinates, rows);
+  if (float_out) store_float_rows(params, work_tile, out_matrix, coordinates, rows);
   else store_rounded<Traits>(params, work_tile, smem, acc_o, tOcO, rows);
 
   if (__syncthreads_or(found_nonfinite)) {  // and the whole tile is in global memory

@@ -60,11 +60,6 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   const Attention& a = params.attention;
   const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
   const int blocks = forward_grid_blocks(a, Traits::kBlockM);
-  const int64_t bias_stride = a.bias.stride.col;
-  if (a.bias.data != nullptr && bias_stride != static_cast<int32_t>(bias_stride)) {
-    throw Error(ErrorCode::kUnsupported, "bias has stride " + std::to_string(bias_stride) +
-                                             " along the keys; the CUDA kernels take 32 bits");
-  }
   ForwardLaunch prepared{params};
   prepared.q_factor = prepare_scale(prepared.attention);
   prepared.attention.key_range_bounds = static_cast<IntervalBounds*>(context.scratch);
@@ -89,7 +84,10 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   }
 }
 
-inline std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchContext&) {
+// A grid that is too large is refused here, before the call has written anything.
+template <class Traits>
+std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchContext&) {
+  forward_grid_blocks(params.attention, Traits::kBlockM);
   return key_range_bounds_bytes(params.attention);
 }
 
@@ -102,7 +100,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   d.features = Variant::kFeatures;
   d.tile = Traits::kTile;
   d.bits_group = Traits::kConfig.bits_group;
-  d.forward = {forward_scratch_bytes, launch_forward<Traits, Variant>};
+  d.forward = {forward_scratch_bytes<Traits>, launch_forward<Traits, Variant>};
   return d;
 }
 

@@ -7,9 +7,9 @@
 #include "common/layout.h"
 #include "common/macros.h"
 #include "common/softmax.h"
-#include "cuda/named_barrier.h"
 #include "sm80/gemm.h"
 #include "sm80/ldmatrix_operand.h"
+#include "sm80/named_barrier.h"
 
 namespace anyflash::sm80 {
 

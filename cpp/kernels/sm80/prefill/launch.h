@@ -30,7 +30,9 @@ void launch_prefill(const KvCacheParams& params, const LaunchContext& context) {
   }
 }
 
-inline std::size_t prefill_scratch_bytes(const KvCacheParams& params, const LaunchContext&) {
+template <class Traits>
+std::size_t prefill_scratch_bytes(const KvCacheParams& params, const LaunchContext&) {
+  packed_blocks<Traits::kBlockM>(params);
   return parts_bytes(params);
 }
 
@@ -44,7 +46,7 @@ constexpr KernelDescriptor prefill_descriptor(const char* name) {
   d.tile = Traits::kTile;
   d.prefill = true;
   d.smem_bytes = sizeof(PrefillStorage<Traits>);
-  d.decode = {prefill_scratch_bytes, launch_prefill<Traits, Variant>};
+  d.decode = {prefill_scratch_bytes<Traits>, launch_prefill<Traits, Variant>};
   return d;
 }
 

@@ -8,11 +8,9 @@ struct BackwardConfig {
   int max_head_dim = 0;
   int max_head_dim_v = 0;
 
-  int block_m = 64;                 // query rows of a step
-  int block_n = 128;                // keys of a CTA, 64 of each consumer warpgroup
-  int stages = 2;                   // buffers of Q and of dO
-  bool stagger = false;             // the second warpgroup begins part of a tile later
-  bool store_ds_before_dv = false;  // dS goes to shared memory before P^T dO is issued
+  int block_m = 64;   // query rows of a step
+  int block_n = 128;  // keys of a CTA, 64 of each consumer warpgroup
+  int stages = 2;     // buffers of Q and of dO
 };
 
 namespace backward_configs {
@@ -21,16 +19,12 @@ constexpr BackwardConfig up_to_64() {
   BackwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 64;
   c.block_m = 128;
-  c.stagger = true;
-  c.store_ds_before_dv = true;
   return c;
 }
 
 constexpr BackwardConfig up_to_128() {
   BackwardConfig c;
   c.max_head_dim = c.max_head_dim_v = 128;
-  c.stagger = true;
-  c.store_ds_before_dv = true;
   return c;
 }
 

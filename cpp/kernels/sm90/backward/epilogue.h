@@ -46,7 +46,7 @@ template <class Traits, class Out>
 ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWorkTile& block) {
   sync_consumers<Traits::kThreads>();
   using Variant = QueryTileVariant<typename Traits::Variant>;
-  restore_nonfinite<Traits, Variant>(params, block, dv_tile<Out>(params, block));
+  restore_dout<Traits, Variant>(params, block, dv_tile<Out>(params, block));
 }
 
 // Gives acc_dk its scale, and writes both in the dtype `Out`.
@@ -56,9 +56,8 @@ ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
                                          typename Traits::AccK& acc_dk,
                                          const typename Traits::AccV& acc_dv) {
   scale(acc_dk, params.ds_scale);
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
-  store_gradient<Out, Traits::kHeadDim>(dk_tile<Out>(params, block), warp_row, acc_dk);
-  store_gradient<Out, Traits::kHeadDimV>(dv_tile<Out>(params, block), warp_row, acc_dv);
+  store_gradient<Out, Traits::kHeadDim>(dk_tile<Out>(params, block), warp_row(), acc_dk);
+  store_gradient<Out, Traits::kHeadDimV>(dv_tile<Out>(params, block), warp_row(), acc_dv);
   if (nonfinite_dout) restore_dv<Traits, Out>(params, block);
 }
 
@@ -67,12 +66,12 @@ template <class Tile>
 ANYFLASH_DEVICE void stage_gradient(StagedRows<Tile> place, const CUtensorMap& map,
                                     const BackwardScratch& params, const BackwardWorkTile& block,
                                     const GradientTile<typename Tile::Element>& target) {
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kStagedRows;
+  const int row = warp_row();
   TileCoordinates to = key_coordinates(block);
-  to.row += warp_row;
+  to.row += row;
   place.store(map, to, params.attention.cu_seqlens_k != nullptr,
-              {target.data + warp_row * target.stride.row, target.stride.row,
-               target.rows - warp_row, target.columns});
+              {target.data + row * target.stride.row, target.stride.row, target.rows - row,
+               target.columns});
 }
 
 // dV goes by way of V of the same keys, which nobody else reads, and dK by way of `rows`: a buffer
@@ -87,11 +86,10 @@ ANYFLASH_DEVICE void stage_key_gradients(const BackwardLaunch& params,
   using Element = typename Traits::Element;
   using TileDK = PanelTile<Element, Traits::kWarpgroupKeys, Traits::kHeadDim>;
   static_assert(TileDK::kSize <= Traits::TileQ::kSize && TileDK::kSize <= Traits::TileDO::kSize);
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kStagedRows;
-  StagedRows<typename Traits::TileV> dv(smem.v.data(), warp_row);
+  StagedRows<typename Traits::TileV> dv(smem.v.data(), warp_row());
   dv.write(acc_dv);
   scale(acc_dk, params.ds_scale);
-  StagedRows<TileDK> dk(rows, warp_row % Traits::kWarpgroupKeys);
+  StagedRows<TileDK> dk(rows, warp_row() % Traits::kWarpgroupKeys);
   dk.write(acc_dk);
   dk.publish();
   stage_gradient(dv, params.dv_map, params, block, dv_tile<Element>(params, block));

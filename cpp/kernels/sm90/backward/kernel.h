@@ -119,11 +119,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const int first_column = Traits::kSplitsDqRows ? 0 : warp / 4 * Traits::kDqPartColumns;
   const int warp_row = (Traits::kSplitsDqRows ? warp : warp % 4) * 16;
   visit_gradient_type<Traits>(params, [&](auto type) {
-    auto target = gradient_tile<decltype(type)>(params.dq, params.dq_stride,
-                                                query_rows(sequence, block.head, block.first_row),
-                                                params.attention.head_dim, params.accumulates_dq);
-    target.data += first_column * target.stride.col;
-    target.columns -= first_column;
+    const auto target =
+        gradient_tile<decltype(type)>(params.dq, params.dq_stride,
+                                      query_rows(sequence, block.head, block.first_row),
+                                      params.attention.head_dim, params.accumulates_dq)
+            .from_column(first_column);
     store_gradient<decltype(type), Traits::kDqPartColumns>(target, warp_row, acc);
   });
 }

@@ -1,14 +1,14 @@
 // Host side of the Hopper backward: one KernelDescriptor per (dtype, head dims).
 //
 //   preprocess_kernel           delta and LSE of every row; dq_accum = 0
-//   backward_kernel             dK, dV; adds to dq_accum
+//   backward_kernel             dK, dV; adds to dq_accum. wide_backward_kernel for wide heads
 //   reduce_gqa_partials_kernel  dK, dV, where the heads of a group come in parts
 //   postprocess_dq_kernel       dQ from dq_accum
 //   dq_by_rows_kernel           dQ without sums in the workspace, instead
 //
-// The main kernel may begin before the first one has ended, and the last one before it. Each CTA
-// waits for the kernel before, also one that has nothing else to do: who waits for a kernel then
-// knows that those before it have ended, too.
+// The main kernel may begin before the first one has ended, and the last one before it. Every CTA
+// waits for the kernel before, even one that has nothing else to do. So a kernel that has ended
+// proves that all before it have.
 #pragma once
 
 #include <cstddef>
@@ -100,7 +100,7 @@ void launch_main_kernel(const BackwardScratch& scratch, void* stream) {
 }
 
 inline int64_t number_of_keys(const Attention& a) {
-  return a.cu_seqlens_k != nullptr ? a.total_k : a.seqlen_k;
+  return a.cu_seqlens_k != nullptr ? a.total_k : a.batch * a.seqlen_k;
 }
 
 template <class Traits>

@@ -122,11 +122,12 @@ class BackwardLoader {
     int flags = QueryTileInfo::kExists;
     // Rows beyond the sequence's end may be another one's.
     if (tiles.needs_mask() || end > seqlen_q) flags |= QueryTileInfo::kNeedsMask;
-    // Such rows are a sequence's first ones and its last ones. A variant that skips tiles may leave
-    // any row without a key: its LSE is not finite, which consumers see, unless there are sinks.
-    const bool by_variant = kSkipsTiles<Variant> && params_.attention.sinks.data != nullptr;
-    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1) || by_variant) {
-      flags |= QueryTileInfo::kHasUnseen;
+    // Rows that see no key are a sequence's first ones and its last ones. Of other rows, consumers
+    // look at LSE and delta. With sinks or a softcap these are finite, though Q may be infinite.
+    // With sinks they also are where key_ranges or a block mask leave a row no key.
+    const bool may_hide = params_.attention.sinks.data != nullptr || kHasSoftcap<Variant>;
+    if (is_unseen(tiles.row()) || is_unseen(min(end, seqlen_q) - 1) || may_hide) {
+      flags |= QueryTileInfo::kMayBeNonfinite;
     }
     return flags;
   }

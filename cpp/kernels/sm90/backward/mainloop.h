@@ -20,7 +20,6 @@ template <class Traits, bool kAddsToDq>
 ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
                                        typename Traits::AccK& acc_dk,
                                        typename Traits::AccV& acc_dv) {
-  constexpr bool kStoresFirst = Traits::kConfig.store_ds_before_dv;
   constexpr bool kDrawsFirst = Traits::kBlockM > 64;  // the products have the registers
   if (stages.wait_rows() && stages.sees_nothing()) stages.template pass_zeros<kAddsToDq>();
   while (stages.wait_rows()) {
@@ -50,12 +49,9 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
     stages.compute_ds(acc_dp, acc_s, numbers);
     ds.round(acc_dp);
     stages.round_p(acc_s, p);
-    if constexpr (kAddsToDq && kStoresFirst) stages.store_ds(ds);
+    if constexpr (kAddsToDq) stages.store_ds(ds);
     stages.issue_dv(acc_dv, p);
-    if constexpr (kAddsToDq) {
-      if constexpr (!kStoresFirst) stages.store_ds(ds);
-      stages.pass_ds();
-    }
+    if constexpr (kAddsToDq) stages.pass_ds();
     if (kAddsToDq && !stages.is_first()) {
       stages.wait_ds();
       stages.clear_keys();

@@ -30,9 +30,10 @@ struct VisibleRows {
 struct QueryTileInfo {
   static constexpr int kExists = 1;     // not after the last one
   static constexpr int kNeedsMask = 2;  // some row may not see some key
-  static constexpr int kHasUnseen = 4;  // some row sees no key at all
-  float* dq;                            // its place in dq_accum
-  int row;                              // its first one, of the sequence
+  // LSE and delta of some row may be finite, or may not count, though its Q or dO is not finite.
+  static constexpr int kMayBeNonfinite = 4;
+  float* dq;  // its place in dq_accum
+  int row;    // its first one, of the sequence
   int flags;
 };
 

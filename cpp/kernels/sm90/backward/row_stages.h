@@ -30,7 +30,9 @@ ANYFLASH_DEVICE void find_visible_rows(const BackwardScratch& params, const Back
   for (int i = threadIdx.x; i < Traits::kBlockN; i += Traits::kThreads) {
     const int key = block.first_key + i;
     const MRange rows = mask.m_range(key, 1, 1);
-    if constexpr (kHasRanges<typename Traits::Variant>) {
+    if (rows.begin >= rows.end) {  // a key that is not used has no ranges either
+      smem.visible[i] = {};
+    } else if constexpr (kHasRanges<typename Traits::Variant>) {
       const KeyRanges ranges(params.attention, block.sequence, block.batch, block.head_k);
       const KeyRanges::Rows seen = ranges.rows_of(key);
       const auto row_at = [&](int place) { return ranges.row_at(place, rows.begin, rows.end); };
@@ -101,7 +103,7 @@ class RowStages {
   }
 
   // Of the tile: which elements are seen. Returns whether Q or dO may hold NaN or infinity: of a
-  // row that sees keys, LSE or delta tells. All warps see the same rows.
+  // row that sees keys, LSE or delta tells, or the loader's flag. All warps see the same rows.
   ANYFLASH_DEVICE bool look_at_rows() {
     hides_any_ = false;
     if (!needs_mask()) return false;
@@ -123,7 +125,7 @@ class RowStages {
       zero = fmaf(lse.x, 0.0f, fmaf(lse.y, 0.0f, zero));
       zero = fmaf(delta.x, 0.0f, fmaf(delta.y, 0.0f, zero));
     }
-    return __any_sync(0xffffffffu, zero != 0.0f) || (flags_ & QueryTileInfo::kHasUnseen) != 0;
+    return __any_sync(0xffffffffu, zero != 0.0f) || (flags_ & QueryTileInfo::kMayBeNonfinite) != 0;
   }
 
   // Which probabilities of the tile dropout keeps, while scores are on their way.

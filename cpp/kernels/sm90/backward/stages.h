@@ -31,7 +31,6 @@ class BackwardStages : public RowStages<Traits> {
   using Rows::smem_;
   using Rows::thread_;
   static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr bool kStagger = Traits::kConfig.stagger;
   static constexpr int kStaggerBarrier = static_cast<int>(NamedBarrier::kStagger);
 
  public:
@@ -128,10 +127,10 @@ class BackwardStages : public RowStages<Traits> {
   // the second one begins when the first one has computed its first P. Whoever is behind stays so,
   // because each waits for the other's dS.
   ANYFLASH_DEVICE void wait_stagger() const {
-    if (kStagger && is_first_ && warpgroup_ == 1) sync_named(kStaggerBarrier, Traits::kThreads);
+    if (is_first_ && warpgroup_ == 1) sync_named(kStaggerBarrier, Traits::kThreads);
   }
   ANYFLASH_DEVICE void pass_stagger() const {
-    if (kStagger && is_first_ && warpgroup_ == 0) arrive_named(kStaggerBarrier, Traits::kThreads);
+    if (is_first_ && warpgroup_ == 0) arrive_named(kStaggerBarrier, Traits::kThreads);
   }
 
   // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a
@@ -170,7 +169,8 @@ class BackwardStages : public RowStages<Traits> {
   }
   // After wait_ds() for that tile: takes NaN and infinity out of K, if the warps have found any.
   // Where a row sees such a key, its LSE is NaN, or the score is -inf: so scores of such keys are
-  // -inf from now on. No product that reads K is under way.
+  // -inf from now on. With a softcap the score of an infinite key is finite, and its sign is lost:
+  // such scores are NaN. No product that reads K is under way.
   ANYFLASH_DEVICE void clear_keys() {
     if (keys_ != KeyState::kReported) return;
     int any = 0;
@@ -208,6 +208,7 @@ class BackwardStages : public RowStages<Traits> {
  private:
   // A thread's keys have their bits in one word: what is rare gets few of the loop's registers.
   ANYFLASH_DEVICE void forbid_nonfinite_keys(AccS& acc_s) const {
+    constexpr float kScore = kHasSoftcap<typename Traits::Variant> ? NAN : -INFINITY;
     const int key = this->thread_key(0);
     const uint32_t bits = smem_.nonfinite_keys[key / 32] >> key % 32;
     CUTE_UNROLL
@@ -215,7 +216,7 @@ class BackwardStages : public RowStages<Traits> {
       if ((bits >> 8 * i & 1) == 0) continue;
       CUTE_UNROLL
       for (int element = 0; element < kBlockM / 4; ++element) {
-        acc_s(element / 2 * 4 + 2 * i + element % 2) = -INFINITY;
+        acc_s(element / 2 * 4 + 2 * i + element % 2) = kScore;
       }
     }
   }

@@ -45,7 +45,8 @@ ANYFLASH_DEVICE bool leads() {
   return !kSkipsTiles<typename Traits::Variant> || threadIdx.x % 32 == 0;
 }
 
-// By which tiles of rows are chosen, and of keys. ALiBi's diagonal needs no other loop here.
+// The variants that say which tiles of rows, or of keys, are visited. ALiBi's diagonal needs no
+// other loop here.
 template <class Variant>
 using QueryTileVariant = std::conditional_t<kHasAlibi<Variant>, PlainBackward, Variant>;
 template <class Variant>

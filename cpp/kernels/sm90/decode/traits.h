@@ -88,6 +88,8 @@ struct DecodeTraits {
     bool found_by_warps[kConsumerWarps];  // NaN or infinity in V
     DecodeWorkTile block;
   };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+  static_assert(kConfig.ctas * (sizeof(SharedStorage) + 1024) <= 228 * 1024, "what an SM has");
 };
 
 }  // namespace anyflash::sm90

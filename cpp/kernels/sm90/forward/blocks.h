@@ -52,14 +52,14 @@ struct TensorBlock : BlockWork {
   ANYFLASH_DEVICE int batch_of_queries() const { return static_cast<int>(tile.sequence.batch); }
 
   // What is looked up of a tile of keys, before its place in shared memory is free.
-  struct Rows {};
+  struct KeyPlace {};
   template <int kBlockN>
-  ANYFLASH_DEVICE Rows find_rows(const ForwardLaunch&, int) const {
+  ANYFLASH_DEVICE KeyPlace find_keys(const ForwardLaunch&, int) const {
     return {};
   }
   // Tile n of the block's keys, or of their values.
   template <class Tile>
-  ANYFLASH_DEVICE void load(const ForwardLaunch&, Rows, typename Tile::Element* to,
+  ANYFLASH_DEVICE void load(const ForwardLaunch&, KeyPlace, typename Tile::Element* to,
                             const CUtensorMap& map, int n, Mbarrier& full) const {
     const int row = static_cast<int>(tile.sequence.first_k) + n * Tile::kRows;
     load_tile<Tile>(to, map, {0, row, tile.head_k, static_cast<int>(tile.sequence.batch)}, full,

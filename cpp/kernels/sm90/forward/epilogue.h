@@ -27,10 +27,9 @@ ANYFLASH_DEVICE void stage_output(const ForwardLaunch& params, const ForwardWork
                                   const typename Traits::AccO& acc_o) {
   using Element = typename Traits::Element;
   static_assert(TileO<Traits>::kSize <= Traits::TileQ::kSize, "O lies where Q was");
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kStagedRows;  // of the block
-  const int row = work_tile.first_row + warp_row;
+  const int row = work_tile.first_row + warp_row();
   const Sequence& sequence = work_tile.sequence;
-  StagedRows<TileO<Traits>> staged(queries, warp_row % Traits::kWarpgroupRows);
+  StagedRows<TileO<Traits>> staged(queries, warp_row() % Traits::kWarpgroupRows);
   staged.write(acc_o);
   staged.publish();
   staged.store(params.out_map,
@@ -79,7 +78,7 @@ ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& para
     reduce_max_logits(params, work_tile, softmax, coordinates, rows);
   }
   if (params.out_dtype == DType::kFloat32) {
-    store_float(params, work_tile, out, coordinates, rows);
+    store_float_rows(params, work_tile, out, coordinates, rows);
   } else if constexpr (Traits::kOutputInQ) {
     stage_output<Traits>(params, work_tile, stages.queries(), acc_o);
   } else {
@@ -87,8 +86,7 @@ ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& para
     store_rows<Element, Traits::kHeadDimV>(
         first_of<Element>(params.out, params.out_stride, work_tile.sequence, work_tile.head,
                           work_tile.first_row),
-        params.out_stride.row, static_cast<int>(threadIdx.x) / 32 * 16, rows,
-        params.attention.head_dim_v, acc_o);
+        params.out_stride.row, warp_row(), rows, params.attention.head_dim_v, acc_o);
   }
   if (params.lse != nullptr) store_lse(params, work_tile, lse, coordinates, rows);
   if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant);

@@ -21,7 +21,7 @@ template <class Traits, class Variant>
 class TileLoader {
   using Block = typename Traits::Block;
   using Launch = typename Block::Launch;
-  using Rows = typename Block::Rows;
+  using KeyPlace = typename Block::KeyPlace;
 
  public:
   static constexpr bool kIsWarp = Variant::kSkipsTiles || Block::kLoadsByWarp;
@@ -63,26 +63,27 @@ class TileLoader {
     Block& block = next_block();
     auto tiles = tiles_of_next_;
     KeyTile tile;
-    Rows rows;
+    KeyPlace place;
     for (int i = 0;; ++i) {
       const KeyTile next = tiles.next(params_.attention, block.tile, block.range);
-      Rows next_rows{};
+      KeyPlace next_place{};
       if (next.exists()) {
-        next_rows = block.template find_rows<Traits::kBlockN>(params_, next.n);
-        load_keys(block, next, next_rows);
+        next_place = block.template find_keys<Traits::kBlockN>(params_, next.n);
+        load_keys(block, next, next_place);
       }
       if (i > 0) {
-        load_values(block, tile, rows);
+        load_values(block, tile, place);
       } else {
         const bool is_left_out = Variant::kSkipsTiles && !next.exists();  // every tile
         if (is_left_out && leads()) block.range = KRange{0, 0, 0, 0};
         load_queries(block);
       }
-      // Consumers have done with what was there: Q's of two later blocks have been released.
+      // It takes the place of block k - 3, if k is the one that is loaded. Consumers have released
+      // Q of block k - 2, and so have done with the one before it.
       if (i == 1 || (i == 0 && !next.exists())) take_next(scheduler);
       if (!next.exists()) return;
       tile = next;
-      rows = next_rows;
+      place = next_place;
     }
   }
 
@@ -95,24 +96,24 @@ class TileLoader {
     }
   }
 
-  ANYFLASH_DEVICE void load_keys(const Block& block, const KeyTile& tile, Rows rows) {
+  ANYFLASH_DEVICE void load_keys(const Block& block, const KeyTile& tile, KeyPlace place) {
     if (!loads_keys()) return;
     const int stage = k_place_.stage();
     smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);
     if (Variant::kSkipsTiles) smem_.key_tiles[stage] = tile.packed();
-    block.template load<typename Traits::TileK>(params_, rows,
+    block.template load<typename Traits::TileK>(params_, place,
                                                 smem_.k.data() + stage * Traits::TileK::kSize,
                                                 params_.k_map, tile.n, smem_.k_ring.full[stage]);
     k_place_.advance();
   }
 
   // Tiles with hidden keys go to the guard first.
-  ANYFLASH_DEVICE void load_values(const Block& block, const KeyTile& tile, Rows rows) {
+  ANYFLASH_DEVICE void load_values(const Block& block, const KeyTile& tile, KeyPlace place) {
     if (!loads_keys()) return;
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
     block.template load<typename Traits::TileV>(
-        params_, rows, smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, tile.n,
+        params_, place, smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, tile.n,
         tile.needs_mask ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]);
     v_place_.advance();
   }

@@ -183,8 +183,8 @@ class ForwardMainloop {
   }
 
   // Where a variant masks tiles anywhere, made anew for each: the loop needs the registers.
-  ANYFLASH_DEVICE VisibleKeys visible() const {
-    return Variant::kMasksTiles ? VisibleKeys(block_) : visible_;
+  ANYFLASH_DEVICE RowBounds visible() const {
+    return Variant::kMasksTiles ? RowBounds(block_) : visible_;
   }
   ANYFLASH_DEVICE FinishedRows finished() const {
     return softmax_.finish(sink_of(params_, block_.tile.head));
@@ -197,7 +197,7 @@ class ForwardMainloop {
   StagedSoftmax& softmax_;
   Tiles tiles_;
   const Variant variant_;
-  const VisibleKeys visible_;
+  const RowBounds visible_;
   typename Traits::AccS acc_s_;
   typename Stages::Probabilities p_;
   uint32_t kept_[kThreadRows];  // of dropout

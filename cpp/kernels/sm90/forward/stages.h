@@ -21,17 +21,17 @@
 
 namespace anyflash::sm90 {
 
-// The bound of row i of a block (BlockWork), of `keys` keys.
+// `bound` is that of row 0, as BlockWork has it. Row i's is i larger, but within [0, keys].
 ANYFLASH_DEVICE int key_of(int bound, int i, int keys) { return max(min(bound, keys - i) + i, 0); }
 
 // The keys that this thread's rows see, and those that all rows of its warp see.
-struct VisibleKeys {
+struct RowBounds {
   int first[kThreadRows];
   int end[kThreadRows];
   int first_of_all;
   int end_of_all;
 
-  ANYFLASH_DEVICE explicit VisibleKeys(const BlockWork& block) {
+  ANYFLASH_DEVICE explicit RowBounds(const BlockWork& block) {
     const int keys = block.tile.sequence.seqlen_k;
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) {
@@ -177,7 +177,7 @@ class ForwardStages {
 
   // -inf over the scores (row, key) that the mask removes.
   template <class Scores>
-  ANYFLASH_DEVICE void mask_scores(Scores& scores, const VisibleKeys& visible, int tile) {
+  ANYFLASH_DEVICE void mask_scores(Scores& scores, const RowBounds& visible, int tile) {
     constexpr int kKeys = 4 * decltype(cute::size<1>(scores))::value;
     const int first_col = tile * Traits::kBlockN;
     const int lane_col = first_col + thread_column();

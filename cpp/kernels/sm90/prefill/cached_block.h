@@ -39,15 +39,15 @@ struct CachedBlock : BlockWork {
   // Queries are packed; what `tile` has for a batch is a split.
   ANYFLASH_DEVICE int batch_of_queries() const { return 0; }
 
-  using Rows = CacheBox;
+  using KeyPlace = CacheBox;
   template <int kBlockN>
-  ANYFLASH_DEVICE Rows find_rows(const PrefillLaunch& params, int n) const {
+  ANYFLASH_DEVICE KeyPlace find_keys(const PrefillLaunch& params, int n) const {
     return find_box(params.cache, sequence, n * kBlockN, params.box_rows);
   }
   template <class Tile>
-  ANYFLASH_DEVICE void load(const PrefillLaunch& params, Rows rows, typename Tile::Element* to,
+  ANYFLASH_DEVICE void load(const PrefillLaunch& params, KeyPlace place, typename Tile::Element* to,
                             const CUtensorMap& map, int, Mbarrier& full) const {
-    load_boxes<Tile>(to, map, tile.head_k, rows, params.box_rows, full, L2Hint::kEvictLast);
+    load_boxes<Tile>(to, map, tile.head_k, place, params.box_rows, full, L2Hint::kEvictLast);
   }
 
   template <class Element>

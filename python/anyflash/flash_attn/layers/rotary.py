@@ -194,6 +194,18 @@ def apply_rotary_emb_kv_(
     return _in_place(kv, cos, sin, None, None, seqlen_offsets, None, 1, None, interleaved)
 
 
+class _Applied:
+    """What has ``apply`` like flash-attn's autograd Functions: with a function's arguments."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self.apply = function
+
+
+ApplyRotaryEmb = _Applied(apply_rotary_emb)
+ApplyRotaryEmbQKV_ = _Applied(apply_rotary_emb_qkv_)
+ApplyRotaryEmbKV_ = _Applied(apply_rotary_emb_kv_)
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding (Su et al., arXiv 2104.09864) whose table of angles grows as needed.
 

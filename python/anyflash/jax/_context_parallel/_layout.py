@@ -93,8 +93,10 @@ class Layout(NamedTuple):
 
 
 def zigzag_order(length: int, devices: int) -> Any:
-    """The order of a sequence's rows in which each device's follow one another, zigzag: of twice as
-    many chunks as devices, device r has chunk r and chunk ``2 devices - 1 - r``.
+    """The order in which a sequence's rows are sharded, zigzag.
+
+    The sequence is cut into twice as many chunks as there are devices. Device r gets chunk r and
+    chunk ``2 devices - 1 - r``.
 
     Parameters
     ----------
@@ -119,10 +121,7 @@ def zigzag_order(length: int, devices: int) -> Any:
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     for name, value in (("length", length), ("devices", devices)):
-        try:
-            parsing.length(value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"anyflash.jax.zigzag_order: {name} {error}") from None
+        parsing.named("anyflash.jax.zigzag_order", name, parsing.length, value)
     if devices < 1 or length % (2 * devices):
         raise ValueError(
             f"anyflash.jax.zigzag_order: length is {length}; a multiple of {2 * devices}, twice "

@@ -41,9 +41,9 @@ class Ring:
         return Keys(*self._apart(packed), self.layout.runs(owner, packed.shape[1]))
 
     def _steps(self, hop: int) -> Sequence[Step] | None:
-        """With zigzag, where a causal mask is all that depends on where rows lie, one launch a hop
-        instead of four: chunks at the same places are like one sequence, and of others every row
-        sees every key, or none."""
+        """With zigzag, one launch a hop instead of four, where a causal mask is all that depends on
+        where rows lie. Chunks at the same places are like one sequence. Of others every row sees
+        every key, or none."""
         whole = self.pieces.whole
         is_causal = whole.window == (-1, 0) and whole.lengths[0] == whole.lengths[1]
         if not (self.layout.zigzag and is_causal) or self.pieces.given or whole.packed:

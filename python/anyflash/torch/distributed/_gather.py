@@ -10,7 +10,14 @@ from torch import Tensor
 
 from anyflash.torch.distributed._layout import Layout, Run
 from anyflash.torch.distributed._pieces import BackwardSums, ForwardSums, Keys, Pieces, Results
-from anyflash.torch.distributed._transport import Axis, Group, all_gather_rows, sum_of_rows
+from anyflash.torch.distributed._transport import (
+    Axis,
+    Group,
+    all_gather_rows,
+    apart,
+    side_by_side,
+    sum_of_rows,
+)
 
 Grads = tuple[Tensor | None, ...]
 
@@ -20,9 +27,9 @@ class Gather:
         self.group, self.pieces = group, pieces
         length = pieces.whole.seqlen_k
         self.axis = Axis(layout, length, 1)
-        joined = torch.cat([k.flatten(2), v.flatten(2)], 2)
+        joined = side_by_side(k, v)
         whole = all_gather_rows(group, "gathering k and v", self.axis, joined)
-        tensors = _apart(whole, (k.shape[2:], v.shape[2:]))
+        tensors = apart(whole, (k.shape[2:], v.shape[2:]))
         runs = (Run(0, length, 0),) if length else ()
         self.keys = Keys(tensors[0], tensors[1], runs)
 
@@ -34,15 +41,7 @@ class Gather:
     def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
         """Of q, k, v, bias, sinks and slopes."""
         sums = BackwardSums(self.pieces, results, wanted)
-        joined = torch.cat([x.flatten(2) for x in sums.add(self.keys)], 2)
+        joined = side_by_side(*sums.add(self.keys))
         own = sum_of_rows(self.group, "summing dk and dv", self.axis, joined)
-        dk, dv = _apart(own, (self.keys.k.shape[2:], self.keys.v.shape[2:]))
+        dk, dv = apart(own, (self.keys.k.shape[2:], self.keys.v.shape[2:]))
         return sums.finish(), dk, dv, sums.dbias, sums.dsinks, sums.dslopes
-
-
-def _apart(joined: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
-    """Two tensors (batch, rows, *shape) that lie side by side in one (batch, rows, columns)."""
-    columns = shapes[0].numel()
-    first, second = joined[..., :columns], joined[..., columns:]
-    rows = joined.shape[:2]
-    return first.reshape(*rows, *shapes[0]), second.reshape(*rows, *shapes[1])

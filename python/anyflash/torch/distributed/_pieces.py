@@ -121,13 +121,16 @@ class ForwardSums:
         dtype = torch.float64 if q.device.type == "cpu" else torch.float32
         self.lse = q.new_empty((batch, heads, rows), dtype=dtype)
         self._is_begun = False
-        self._rounded: tuple[Tensor, slice] | None = None  # the result, and which rows it has
+        # The result, and which rows it has, in order.
+        self._rounded: tuple[Tensor, list[slice]] | None = None
 
     def add(self, keys: Keys, last: torch.dtype | None = None) -> None:
         """``last``: no more keys come, and the result is wanted in this dtype."""
         pieces = list(self._with_sinks(self.pieces.of(keys.runs)))
-        if len(pieces) == 1 and self.pieces.packed is None and last not in {None, self.out.dtype}:
-            self._rounded = torch.empty_like(self.out, dtype=last), pieces[0][0].rows
+        rows = [piece.rows for piece, _ in pieces]
+        apart = all(a.stop <= b.start for a, b in itertools.pairwise(rows))
+        if apart and self.pieces.packed is None and last not in {None, self.out.dtype}:
+            self._rounded = torch.empty_like(self.out, dtype=last), rows
         for piece, sinks in pieces:
             if not self._is_begun and not self.pieces.is_all(piece.rows, self.out.shape[1]):
                 self._begin()
@@ -183,8 +186,9 @@ class ForwardSums:
         if self._rounded is None:
             return self.out.to(dtype)
         result, rows = self._rounded
-        for others in (slice(rows.start), slice(rows.stop, None)):
-            result[:, others] = self.out[:, others]
+        ends = [0, *(end for part in rows for end in (part.start, part.stop)), result.shape[1]]
+        for begin, end in zip(ends[::2], ends[1::2], strict=True):
+            result[:, begin:end] = self.out[:, begin:end]
         return result
 
 

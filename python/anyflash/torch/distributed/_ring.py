@@ -1,21 +1,25 @@
 """Keys and values travel, a hop at a time (Liu et al., "Ring attention", arXiv 2310.01889). In hop
-h a rank has those of the rank h before it, while those of the next hop arrive.
+h a rank has those of the rank h before it, while those of later hops arrive.
 
-They come from their owner directly, not through the ranks between. So one whose rows see none of
-them is left out: windows send and compute no more than they need. Results and gradients are
-joined in the order of the hops, whatever arrives when.
+They come from their owner directly, not through the ranks between. So what no row of a rank sees is
+not sent to it. Windows send and compute no more than they need. With zigzag and a causal mask, an
+earlier rank sends its first chunk alone. Results and gradients are joined in the order of the hops,
+whatever arrives when.
+
+To continue the sums of rows costs as much for few keys as for many, so later hops are joined. The
+keys of one hop are computed while those of the next two arrive, and these while those of four more
+do. A step has a fixed number of bytes at most.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyflash.torch.distributed._layout import Layout
+from anyflash.torch.distributed._layout import Layout, Run
 from anyflash.torch.distributed._pieces import (
     BackwardSums,
     ForwardSums,
@@ -24,120 +28,162 @@ from anyflash.torch.distributed._pieces import (
     Results,
     sum_dtype,
 )
-from anyflash.torch.distributed._transport import Exchange, Group, Message
+from anyflash.torch.distributed._transport import Exchange, Group, Message, apart, side_by_side
 
 # Of q, k, v, bias, sinks and slopes.
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
+_MOST_BYTES = 128 << 20  # of keys and values that are computed together
 
-class _Packed(NamedTuple):
-    """Two tensors in one message."""
 
-    shapes: tuple[torch.Size, torch.Size]
-    data: Tensor
+class _Arrival(NamedTuple):
+    """Keys and values of some hops' owners, which are computed together."""
 
-    @staticmethod
-    def of(a: Tensor, b: Tensor) -> _Packed:
-        return _Packed((a.shape, b.shape), torch.cat([a.flatten(), b.flatten()]))
+    hops: range
+    exchanges: list[Exchange]
+    places: list[slice]  # rows of each hop among `keys`
+    keys: Keys
 
-    def unpacked(self) -> tuple[Tensor, Tensor]:
-        size = self.shapes[0].numel()
-        return self.data[:size].view(self.shapes[0]), self.data[size:].view(self.shapes[1])
+
+class _Return(NamedTuple):
+    """Gradients of some of this rank's keys on their way to it."""
+
+    exchange: Exchange
+    rows: slice
 
 
 class Ring:
     def __init__(self, group: Group, layout: Layout, pieces: Pieces, k: Tensor, v: Tensor) -> None:
-        self.group, self.layout, self.pieces = group, layout, pieces
+        self.group, self.pieces = group, pieces
         self.k, self.v = k, v
         whole = pieces.whole
         self.rows = [layout.runs(rank, whole.seqlen_q) for rank in range(group.size)]
         self.keys = [layout.runs(rank, whole.seqlen_k) for rank in range(group.size)]
+        self.steps = list(self._steps(max(layout.all_rows(whole.seqlen_k))))
 
-    def needs(self, reader: int, owner: int) -> bool:
-        """Whether a rank's rows see another's keys."""
-        pairs = itertools.product(self.rows[reader], self.keys[owner])
-        return any(self.pieces.sees(rows, keys) for rows, keys in pairs)
+    def _steps(self, rows: int) -> Iterator[range]:
+        """Hops whose keys are computed together, the same on all ranks, which have at most so many
+        rows."""
+        row = sum(x.element_size() * x.shape[0] * x.shape[2:].numel() for x in (self.k, self.v))
+        most = max(1, _MOST_BYTES // max(rows * row, 1))
+        hop, hops = 1, 1
+        while hop < self.group.size:
+            yield range(hop, min(hop + hops, self.group.size))
+            hop += hops
+            hops = min(2 * hops, most)
 
-    def _empty(self, rank: int, dtype: torch.dtype) -> _Packed:
-        """Room for a rank's keys and values, or gradients of them."""
-        n = self.layout.rows(rank, self.pieces.whole.seqlen_k)
-        shapes = [torch.Size((x.shape[0], n, *x.shape[2:])) for x in (self.k, self.v)]
-        size = sum(shape.numel() for shape in shapes)
-        return _Packed((shapes[0], shapes[1]), self.k.new_empty(size, dtype=dtype))
+    def _seen(self, reader: int, owner: int) -> slice:
+        """Of a rank's keys, from the first to the last run that another's rows see."""
+        seen = [
+            keys.own
+            for keys in self.keys[owner]
+            if any(self.pieces.sees(rows, keys) for rows in self.rows[reader])
+        ]
+        return slice(seen[0].start, seen[-1].stop) if seen else slice(0, 0)
 
-    def _what(self, hop: int, what: str) -> str:
-        return f"hop {hop} of {self.group.size - 1}: {what}"
+    def _exchange(
+        self, hop: int, what: str, tag: int, send: Message | None, receive: Message | None
+    ) -> Exchange:
+        what = f"hop {hop} of {self.group.size - 1}: {what}"
+        return Exchange(self.group, what, tag, send, receive)
 
-    def _hop(self, hop: int, own: _Packed) -> tuple[Exchange, _Packed] | None:
-        """Begins to exchange what is wanted in a hop; None after the last."""
+    def _apart(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, or their gradients, of (rows, batch, columns)."""
+        k, v = apart(joined, (self.k.shape[2:], self.v.shape[2:]))
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def _begin(self, hops: range, own: Tensor) -> _Arrival:
+        """Begins to exchange what is wanted in some hops. ``own``: this rank's, (rows, batch,
+        columns)."""
         group = self.group
-        if hop >= group.size:
-            return None
-        owner, reader = group.peer(-hop), group.peer(hop)
-        wanted = self._empty(owner, self.k.dtype)
-        receive = Message(wanted.data, owner) if self.needs(group.rank, owner) else None
-        send = Message(own.data, reader) if self.needs(reader, group.rank) else None
-        return Exchange(group, self._what(hop, "k and v"), 2 * hop, send, receive), wanted
+        places: list[slice] = []
+        runs: list[Run] = []
+        end = 0
+        for hop in hops:
+            owner = group.peer(-hop)
+            wanted = self._seen(group.rank, owner)
+            of_hop = [run for run in self.keys[owner] if wanted.start <= run.at < wanted.stop]
+            runs += [run._replace(at=run.at - wanted.start + end) for run in of_hop]
+            places.append(slice(end, end + wanted.stop - wanted.start))
+            end = places[-1].stop
+        joined = own.new_empty((end, *own.shape[1:]))
+        exchanges = []
+        for hop, place in zip(hops, places, strict=True):
+            reader = group.peer(hop)
+            send = _message(own[self._seen(reader, group.rank)], reader)
+            receive = _message(joined[place], group.peer(-hop))
+            exchanges.append(self._exchange(hop, "k and v", 2 * hop, send, receive))
+        return _Arrival(hops, exchanges, places, Keys(*self._apart(joined), runs))
+
+    def _arrivals(self) -> Iterator[_Arrival]:
+        """This rank's own keys, as hop 0, and those of each step, while the next one's travel."""
+        of_this_rank = _Arrival(range(1), [], [], Keys(self.k, self.v, self.keys[self.group.rank]))
+        if not self.steps:
+            yield of_this_rank
+            return
+        own = side_by_side(self.k.transpose(0, 1), self.v.transpose(0, 1))
+        coming = self._begin(self.steps[0], own)
+        yield of_this_rank
+        for hops in (*self.steps[1:], None):
+            arrival = coming
+            if hops is not None:
+                coming = self._begin(hops, own)
+            for exchange in arrival.exchanges:
+                exchange.wait()
+            yield arrival
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         alone = self.group.size == 1  # no row gets a second piece
         sums = ForwardSums(self.pieces, self.v.shape[-1], dtype if alone else None)
-        own = _Packed.of(self.k, self.v)
-        coming = self._hop(1, own)
         last = self._last_hop()
-        sums.add(Keys(self.k, self.v, self.keys[self.group.rank]), dtype if last == 0 else None)
-        hop = 1
-        while coming is not None:
-            exchange, arrived = coming
-            coming = self._hop(hop + 1, own)
-            if exchange.wait() is not None:
-                keys = Keys(*arrived.unpacked(), self.keys[self.group.peer(-hop)])
-                sums.add(keys, dtype if hop == last else None)
-            hop += 1
+        for arrival in self._arrivals():
+            sums.add(arrival.keys, dtype if last in arrival.hops else None)
         return sums.finish(dtype)
 
     def _last_hop(self) -> int:
         """That brings keys which this rank's rows see; 0: there is none."""
-        group = self.group
-        return max(h for h in range(group.size) if h == 0 or self.needs(group.rank, group.peer(-h)))
+        rank, group = self.group.rank, self.group
+        seen = [self._seen(rank, group.peer(-hop)) for hop in range(group.size)]
+        return max(hop for hop, rows in enumerate(seen) if hop == 0 or rows.stop > rows.start)
 
     def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
         """Parts of dk and dv go back to the keys' owner."""
-        group = self.group
         sums = BackwardSums(self.pieces, results, wanted)
-        own = _Packed.of(self.k, self.v)
-        coming = self._hop(1, own)
-        dk, dv = sums.add(Keys(self.k, self.v, self.keys[group.rank]))
-        returning: tuple[Exchange, _Packed] | None = None
-        for hop in range(1, group.size):
-            assert coming is not None
-            exchange, arrived = coming
-            coming = self._hop(hop + 1, own)
-            found = None
-            if exchange.wait() is not None:
-                owner = group.peer(-hop)
-                found = self._empty(owner, sum_dtype(self.k))
-                keys = Keys(*arrived.unpacked(), self.keys[owner])
-                sums.add(keys, found.unpacked())
+        arrivals = self._arrivals()
+        dk, dv = sums.add(next(arrivals).keys)
+        returning: list[_Return] = []
+        for arrival in arrivals:
+            rows, batch = arrival.keys.k.shape[1], self.k.shape[0]
+            columns = self.k.shape[2:].numel() + self.v.shape[2:].numel()
+            found = self.k.new_empty((rows, batch, columns), dtype=sum_dtype(self.k))
+            sums.add(arrival.keys, self._apart(found))
             self._add(returning, dk, dv)
-            returning = self._return(hop, found)
+            returning = self._return(arrival, found)
         self._add(returning, dk, dv)
         return sums.finish(), dk, dv, sums.dbias, sums.dsinks, sums.dslopes
 
-    def _return(self, hop: int, found: _Packed | None) -> tuple[Exchange, _Packed]:
+    def _return(self, arrival: _Arrival, found: Tensor) -> list[_Return]:
+        """Begins to send gradients to the owners of keys, and to get those of this rank's."""
         group = self.group
-        owner, reader = group.peer(-hop), group.peer(hop)
-        wanted = self._empty(group.rank, sum_dtype(self.k))
-        receive = Message(wanted.data, reader) if self.needs(reader, group.rank) else None
-        send = None if found is None else Message(found.data, owner)
-        return Exchange(group, self._what(hop, "dk and dv"), 2 * hop + 1, send, receive), wanted
+        returns = []
+        for hop, place in zip(arrival.hops, arrival.places, strict=True):
+            reader = group.peer(hop)
+            rows = self._seen(reader, group.rank)
+            wanted = found.new_empty((rows.stop - rows.start, *found.shape[1:]))
+            send = _message(found[place], group.peer(-hop))
+            receive = _message(wanted, reader)
+            exchange = self._exchange(hop, "dk and dv", 2 * hop + 1, send, receive)
+            returns.append(_Return(exchange, rows))
+        return returns
 
-    @staticmethod
-    def _add(returning: tuple[Exchange, _Packed] | None, dk: Tensor, dv: Tensor) -> None:
-        if returning is None:
-            return
-        exchange, arrived = returning
-        if exchange.wait() is not None:
-            more_dk, more_dv = arrived.unpacked()
-            dk += more_dk
-            dv += more_dv
+    def _add(self, returning: Sequence[_Return], dk: Tensor, dv: Tensor) -> None:
+        for exchange, rows in returning:
+            arrived = exchange.wait()
+            if arrived is not None:
+                more_dk, more_dv = self._apart(arrived)
+                dk[:, rows] += more_dk
+                dv[:, rows] += more_dv
+
+
+def _message(rows: Tensor, rank: int) -> Message | None:
+    return Message(rows, rank) if rows.shape[0] > 0 else None

@@ -123,6 +123,19 @@ def all_to_all(
     return list(torch.split(received, list(sizes)))
 
 
+def side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """Two tensors (a, b, *shape) in one (a, b, columns)."""
+    return torch.cat([k.flatten(2), v.flatten(2)], 2)
+
+
+def apart(joined: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+    """The tensors (a, b, *shape) that lie side by side in one; views of it."""
+    columns = shapes[0].numel()
+    first, second = joined[..., :columns], joined[..., columns:]
+    rows = joined.shape[:2]
+    return first.view(*rows, *shapes[0]), second.view(*rows, *shapes[1])
+
+
 class Axis(NamedTuple):
     """An axis that is shared among ranks, and its length in the whole."""
 

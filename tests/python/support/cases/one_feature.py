@@ -55,6 +55,9 @@ def one_feature() -> Iterator[GradientCase]:
         }.items():
             sizes = {"packed": packed, "window": (100, 30), "heads": 1}
             yield make(f"one-{feature}-{name}", **fields, **sizes, **changes)
+    for feature, deterministic in itertools.product(({"alibi": "h"}, {}), (False, True)):
+        changes = {"sinks": "normal", "deterministic": deterministic, **feature}
+        yield make(f"one-batch0-{len(changes)}-{deterministic}", batch=0, sq=5, sk=7, **changes)
     for softcap in (1e-3, 250.0, 256.5, 3000.0):
         yield make(f"one-softcap{softcap}", softcap=softcap, sq=150, sk=170, values="large")
         yield make(f"one-softcap{softcap}-row-pass", softcap=softcap, deterministic=True, d=128)

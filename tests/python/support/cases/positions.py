@@ -22,6 +22,10 @@ def positions() -> Iterator[GradientCase]:
         part = Part(max(shift, 0), max(-shift, 0))
         changes = {"alibi": "h", "part": part, "sq": 150, "sk": 140, "causal": dtype == "fp32"}
         yield make(f"part-alibi-shift{shift}-{dtype}", dtype=dtype, **changes)
+    for dtype in ("bf16", "fp16", "fp32"):
+        # NaN is in keys that only rows behind the last one would see.
+        changes = {"alibi": "h", "part": Part(0, 12), "sq": 150, "sk": 140, "causal": True}
+        yield make(f"part-alibi-unseen-{dtype}", dtype=dtype, **changes)
     for dtype, key in itertools.product(("bf16", "fp32"), (0, 8, 72)):
         changes = {"part": Part(1000, (key, 0), 0, 7, 2, 3), "dropout_p": 0.3, "seed": 77}
         shape = {"batch": 2, "sq": 90, "sk": 150, "heads": 4, "heads_k": 2}

@@ -1,0 +1,93 @@
+"""Whether an array that is written shares memory with one that is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Memory(NamedTuple):
+    """Where an array's elements lie; numbers of bytes."""
+
+    address: int  # of the element with index 0
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def ends(self) -> tuple[int, int]:
+        """Of the first byte, and of that behind the last one."""
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        first = self.address + sum(step for step in steps if step < 0)
+        return first, self.address + sum(step for step in steps if step > 0) + self.itemsize
+
+    def is_dense(self) -> bool:
+        """Whether the elements lie one behind the other, in any order of the axes."""
+        expected = self.itemsize
+        for stride, n in sorted(zip(map(abs, self.strides), self.shape, strict=True)):
+            if n > 1 and stride != expected:
+                return False
+            expected *= n
+        return True
+
+
+def overlap(a: Memory, b: Memory) -> bool:
+    """Whether the two certainly share an element. Views of one array may lie between one another
+    without sharing any: those with the same strides are told apart."""
+    if math.prod(a.shape) == 0 or math.prod(b.shape) == 0:
+        return False
+    (first_a, end_a), (first_b, end_b) = a.ends(), b.ends()
+    if end_a <= first_b or end_b <= first_a:
+        return False
+    axes = _common_axes(a, b)
+    if axes is not None:
+        return any(
+            -b.itemsize < apart < a.itemsize for apart in _distances(b.address - a.address, axes)
+        )
+    # Where one lies, no gaps are; the other's first byte and last one are of elements.
+    if a.is_dense() and (first_a <= first_b or end_b <= end_a):
+        return True
+    if b.is_dense() and (first_b <= first_a or end_a <= end_b):
+        return True
+    return a.address == b.address
+
+
+Axis = tuple[int, int, int]  # a stride, and how many elements of either array are along it
+
+
+def _common_axes(a: Memory, b: Memory) -> list[Axis] | None:
+    """From the widest stride to the narrowest; None where the strides differ."""
+    if len(a.shape) != len(b.shape):
+        return None
+    axes: list[Axis] = []
+    for of_a, of_b, n, m in zip(a.strides, b.strides, a.shape, b.shape, strict=True):
+        if n > 1 and m > 1 and of_a != of_b:
+            return None
+        if n > 1 or m > 1:
+            axes.append((of_a if n > 1 else of_b, n, m))
+    return sorted(axes, key=lambda axis: -abs(axis[0]))
+
+
+def _distances(apart: int, axes: list[Axis]) -> Iterator[int]:
+    """How far elements of b lie behind elements of a, of those pairs that may be the nearest: along
+    an axis, the others reach less far than a step."""
+    if not axes:
+        yield apart
+        return
+    (stride, n, m), *others = axes
+    near = -apart // stride if stride else 0
+    for steps in (near, near + 1):
+        if -n < steps < m:
+            yield from _distances(apart + steps * stride, others)
+
+
+def of_pairs(
+    outputs: dict[str, Memory], inputs: dict[str, Memory], allowed: dict[str, str]
+) -> tuple[str, str] | None:
+    """The names of an output and an input that overlap. ``allowed``: of an output the input that it
+    may be."""
+    for output, written in outputs.items():
+        for name, read in inputs.items():
+            if overlap(written, read) and not (allowed.get(output) == name and written == read):
+                return output, name
+    return None

@@ -1,0 +1,89 @@
+"""A ring's steps of several hops, and its last call, which writes 16-bit results itself: they are
+what rounding the sums gives."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from anyflash._call.options import AttentionOptions, Part
+from anyflash.bench._cases import Case
+
+ranks_of_one_process: Any = importlib.import_module("anyflash.bench._ranks")
+pieces: Any = importlib.import_module("anyflash.torch.distributed._pieces")
+ring: Any = importlib.import_module("anyflash.torch.distributed._ring")
+problem: Any = importlib.import_module("anyflash.torch.distributed._problem")
+transport: Any = importlib.import_module("anyflash.torch.distributed._transport")
+layouts: Any = importlib.import_module("anyflash.torch.distributed._layout")
+arguments: Any = importlib.import_module("anyflash.torch.distributed._arguments")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_same_bits(
+    torch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: str, causal: bool, ranks: int
+) -> None:
+    written = []
+
+    def finish(sums: Any, dtype: Any) -> Any:
+        rows = None if sums._rounded is None else sums._rounded[1]
+        written.append(rows)
+        return finished(sums, dtype)
+
+    finished = pieces.ForwardSums.finish
+    monkeypatch.setattr(pieces.ForwardSums, "finish", finish)
+    case = Case(
+        *("forward", 1, ranks * 128, 4, 16, dtype),
+        **{"heads_k": 2, "causal": causal, "method": "ring", "ranks": ranks, "transport": "alone"},
+    )
+    for rank in range(ranks):
+        torch.manual_seed(rank)
+        call = ranks_of_one_process._virtual_call(case, rank, torch.device("cpu"))
+        out = call()
+        assert out.dtype == getattr(torch, dtype)
+        with monkeypatch.context() as without:
+            without.setattr(ring.Ring, "_last_hop", lambda self: -1)
+            assert torch.equal(out, call())
+    rows, unrounded = written[::2], written[1::2]
+    assert unrounded == [None] * ranks
+    assert rows == _last_rows(ranks, causal)
+
+
+def _last_rows(ranks: int, causal: bool) -> list[list[slice]]:
+    """Of each rank, those that the last step's keys are seen by. Three or fewer ranks have steps of
+    one hop, which brings the next rank's keys; of four, the last two hops are one step."""
+    first, second, both = slice(0, 64), slice(64, 128), slice(0, 128)
+    if not causal:
+        return [[both]] * ranks
+    # Behind a causal mask both chunks of rows see the first chunk of an earlier rank. Those of a
+    # later rank are seen by the second one alone.
+    if ranks == 4:
+        return [[second], [second], [first, second], [both]]
+    return [[second]] * (ranks - 1) + [[both]]
+
+
+@pytest.mark.parametrize(
+    ("heads_k", "steps"),
+    [
+        (2, [[1], [2, 3], [4, 5, 6, 7]]),
+        (8, [[1], [2, 3], [4, 5, 6], [7]]),  # 40 MiB a rank
+        (32, [[1], [2], [3], [4], [5], [6], [7]]),
+    ],
+)
+def test_steps_double_up_to_their_bytes(
+    torch: ModuleType, heads_k: int, steps: list[list[int]]
+) -> None:
+    ranks, rows = 8, 10240
+    k = torch.empty(1, rows, heads_k, 128, dtype=torch.bfloat16, device="meta")
+    whole = arguments.read_whole(AttentionOptions(causal=True), (ranks * rows, ranks * rows), False)
+    for rank in range(ranks):
+        group, layout = transport.Group(None, rank, ranks), layouts.Layout("zigzag", ranks, 64)
+        of_rank = pieces.Pieces(
+            whole, problem.Given(), None, Part(), (k, layout.runs(rank, ranks * rows))
+        )
+        found = ring.Ring(group, layout, of_rank, k, k).steps
+        assert [list(hops) for hops in found] == steps
