@@ -141,6 +141,8 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     dtypes = dtypes_of(arguments.dtype, backend, preset)
     if arguments.cold and backend != "cuda":
         raise ValueError("--cold: only a GPU's L2 cache is emptied")
+    if PRESETS[preset].shared and (arguments.cold or arguments.seconds is not None):
+        raise ValueError(f"--cold, --seconds: the preset {preset} takes neither")
     peers = chosen_peers(arguments.peers, arrays, PRESETS[preset].peers, arguments.quick)
     wanted = Wanted(backend, dtypes, arguments.quick, arrays.devices())
     cases = cases_of(preset, wanted, _only(arguments.only))

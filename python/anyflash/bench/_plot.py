@@ -70,7 +70,8 @@ def _figure(document: dict[str, Any], entries: list[Entry], title: str, target: 
                                    f"{e['labels']['heads']}, d {e['d']}"}]  # fmt: skip
             axes = grid[i][j]
             _panel(axes, document, here, names, palette | FIXED_COLOURS)
-            words = [column if preset.column == "heads" else f"head dim {column}"]
+            named = {"heads": column, "d": f"head dim {column}"}
+            words = [named.get(preset.column, f"{preset.column} {column}")]
             words += [row if preset.row == "mask" else f"{preset.row} {row}"] if row else []
             axes.set_title(", ".join(words), fontsize=10)
             if i == len(rows) - 1:

@@ -290,6 +290,7 @@ PRESETS = {
     "context-parallel": Preset(
         "a sequence shared by several GPUs, or by ranks that one GPU computes in turn",
         context_parallel,
+        figure=("op", "transport"),
         row="method",
         column="ranks",
         rooflines=(),

@@ -47,12 +47,19 @@ def measured(cases: Sequence[Case], backend: str) -> Iterator[dict[str, Any]]:
 
 def sent_bytes(case: Case) -> int:
     """The most that a rank's ring sends in a call: keys and values to every other rank, and in a
-    backward gradients of theirs in float32. The last rank's keys are seen by all ranks."""
+    backward these again, and gradients of others' keys. Of a causal mask, by zigzag, the last rank
+    sends all of its keys and half of the gradients, and the first one the reverse."""
     if case.method != "ring":
         return 0
     elements = case.batch * case.seqlen // case.ranks * case.kv_heads * (case.d + case.value_dim)
     item = ITEM_SIZES[case.dtype]
-    each = item if case.op == "forward" else 2 * item + max(item, 4)
+    gradient = max(item, 4)
+    if case.op == "forward":
+        each = item
+    elif case.causal:
+        each = max(2 * item + gradient // 2, item + gradient)
+    else:
+        each = 2 * item + gradient
     return (case.ranks - 1) * elements * each
 
 

@@ -278,8 +278,12 @@ def test_ranks_that_share_a_sequence(transport):
         assert _report.value(entry, "anyflash") > 0
     one, two = (replace(small, op="both", method="ring", ranks=n) for n in (1, 2))
     assert two.flop == one.flop / 2
-    # Keys and values of 128 tokens, twice, and their gradients, of 2 heads of k and 2 of v.
-    assert _ranks.sent_bytes(two) == 3 * 4 * 128 * 2 * (TINY.d + TINY.d)
+    # Keys and values of 128 tokens, twice, of 2 heads of k and 2 of v. Of the other rank's keys,
+    # the last rank sees half.
+    whole = 4 * 128 * 2 * (TINY.d + TINY.d)
+    assert _ranks.sent_bytes(two) == 2.5 * whole
+    assert _ranks.sent_bytes(replace(two, causal=False)) == 3 * whole
+    assert _ranks.sent_bytes(replace(two, op="forward")) == whole
     assert _ranks.sent_bytes(one) == 0
 
 

@@ -41,6 +41,12 @@ def group_of(name: str, group: Any) -> Group:
         raise NotImplementedError(
             f"{name}: group is a mesh of two axes, which this version of PyTorch cannot join"
         )
+    ranks = group.mesh.flatten().tolist()
+    if ranks != sorted(ranks):  # the joined group's ranks are numbered in ascending order
+        raise ValueError(
+            f"{name}: group is a mesh of the ranks {group.mesh.tolist()}; along both of its axes "
+            "in turn they must be ascending"
+        )
     axes = Group.of(group.get_group(0)), Group.of(group.get_group(1))
     return Group.of(group._flatten().get_group())._replace(axes=axes)
 
@@ -104,6 +110,34 @@ def check_ranks(q: Any, k: Any, v: Any, rank: int) -> None:
             raise TypeError(f"{NAME}: {name} is {type(x).__name__}; a torch.Tensor is allowed")
         if x.ndim != rank:
             raise ValueError(f"{NAME}: {name} has shape {tuple(x.shape)}; expected {layout}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """(batch, rows, heads, head_dim) each. What the kernels would refuse is refused before anything
+    travels: an error would leave messages under way."""
+    batch, _, heads, columns = q.shape
+    _, keys, heads_k, columns_v = *k.shape[:3], v.shape[3]
+    shapes = (
+        ("k", k, (batch, keys, heads_k, columns)),
+        ("v", v, (batch, keys, heads_k, columns_v)),
+    )
+    for name, x, expected in shapes:
+        if tuple(x.shape) != expected:
+            raise ValueError(
+                f"{NAME}: {name} has shape {tuple(x.shape)}; expected {expected}, with q of shape "
+                f"{tuple(q.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(
+                f"{NAME}: {name} is {str(x.dtype)[6:]} on {x.device}; expected "
+                f"{str(q.dtype)[6:]} on {q.device}, as q"
+            )
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"{NAME}: q is {str(q.dtype)[6:]}; floating-point numbers are allowed")
+    if heads != 0 if heads_k == 0 else heads % heads_k != 0:
+        raise ValueError(
+            f"{NAME}: q has {heads} heads, and k {heads_k}; a multiple of k's heads is allowed"
+        )
 
 
 def refuse_outputs(outputs: OutputRequest) -> None:

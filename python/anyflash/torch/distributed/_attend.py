@@ -16,6 +16,7 @@ from anyflash.torch._random import draw
 from anyflash.torch.distributed import _ulysses
 from anyflash.torch.distributed._arguments import (
     check,
+    check_tensors,
     four_axes,
     parse,
     read_part,
@@ -66,6 +67,7 @@ def attend(
     seqlen, packed, deterministic, part, placed = others
     refuse_outputs(outputs)
     tensors = autocast(tensors)
+    check_tensors(*tensors)
     q, k, _ = tensors
     lengths = _whole_lengths(ranks, (q.shape[1], k.shape[1]), seqlen, q.device)
     whole = read_whole(options, lengths, deterministic)

@@ -41,10 +41,10 @@ class ContextParallel:
         The ranks that share sequences; default: all. With two axes, ``mesh["ring", "ulysses"]``,
         there is a ring along the first and Ulysses along the second, whose ranks divide the heads.
     method : "ring", "gather", "ulysses" or "auto"
-        Ring: keys and values travel from rank to rank, behind the computation; memory is linear in
-        a rank's rows. Gather: every rank gets all keys and values. Ulysses: rows are exchanged for
-        heads, which the ranks must divide. Auto: ulysses where the ranks divide heads and heads_k,
-        else gather where all keys and values are at most 64 MiB, else ring.
+        Ring: keys and values come from each rank in turn, behind the computation; memory is linear
+        in a rank's rows. Gather: every rank gets all keys and values. Ulysses: rows are exchanged
+        for heads, which the ranks must divide. Auto: ulysses where the ranks divide heads and
+        heads_k, else gather where all keys and values are at most 64 MiB, else ring.
     layout : "zigzag" or "contiguous"
         Which rows a rank has: with zigzag one chunk from the front and one from the back, so that
         all have the same work under a causal mask.
@@ -244,7 +244,8 @@ class ContextParallel:
         NotImplementedError
             ``return_dropout_mask``.
         RuntimeError
-            A rank did not send what this one waited for, within the group's timeout.
+            A rank did not send what this one waited for, within the group's timeout (gloo; over
+            NCCL, PyTorch ends the process).
         """
         options = AttentionOptions(
             softmax_scale,

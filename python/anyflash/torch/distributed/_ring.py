@@ -1,5 +1,5 @@
-"""Keys and values travel, a hop at a time (Liu et al., "Ring attention", arXiv 2310.01889). In hop
-h a rank has those of the rank h before it, while those of later hops arrive.
+"""Keys and values travel, hop after hop (Liu et al., "Ring attention", arXiv 2310.01889). In hop h
+a rank gets those of the rank h before it, while it computes with those of earlier hops.
 
 They come from their owner directly, not through the ranks between. So what no row of a rank sees is
 not sent to it. Windows send and compute no more than they need. With zigzag and a causal mask, an
@@ -59,6 +59,11 @@ class Ring:
         whole = pieces.whole
         self.rows = [layout.runs(rank, whole.seqlen_q) for rank in range(group.size)]
         self.keys = [layout.runs(rank, whole.seqlen_k) for rank in range(group.size)]
+        # By hops: which of its owner's keys this rank's rows see, and which of this rank's keys
+        # are seen by the rank that gets them.
+        peers = [(group.peer(-hop), group.peer(hop)) for hop in range(group.size)]
+        self.wanted = [self._seen(group.rank, owner) for owner, _ in peers]
+        self.given = [self._seen(reader, group.rank) for _, reader in peers]
         self.steps = list(self._steps(max(layout.all_rows(whole.seqlen_k))))
 
     def _steps(self, rows: int) -> Iterator[range]:
@@ -100,17 +105,16 @@ class Ring:
         runs: list[Run] = []
         end = 0
         for hop in hops:
-            owner = group.peer(-hop)
-            wanted = self._seen(group.rank, owner)
-            of_hop = [run for run in self.keys[owner] if wanted.start <= run.at < wanted.stop]
+            wanted = self.wanted[hop]
+            keys = self.keys[group.peer(-hop)]
+            of_hop = [run for run in keys if wanted.start <= run.at < wanted.stop]
             runs += [run._replace(at=run.at - wanted.start + end) for run in of_hop]
             places.append(slice(end, end + wanted.stop - wanted.start))
             end = places[-1].stop
         joined = own.new_empty((end, *own.shape[1:]))
         exchanges = []
         for hop, place in zip(hops, places, strict=True):
-            reader = group.peer(hop)
-            send = _message(own[self._seen(reader, group.rank)], reader)
+            send = _message(own[self.given[hop]], group.peer(hop))
             receive = _message(joined[place], group.peer(-hop))
             exchanges.append(self._exchange(hop, "k and v", 2 * hop, send, receive))
         return _Arrival(hops, exchanges, places, Keys(*self._apart(joined), runs))
@@ -142,9 +146,9 @@ class Ring:
 
     def _last_hop(self) -> int:
         """That brings keys which this rank's rows see; 0: there is none."""
-        rank, group = self.group.rank, self.group
-        seen = [self._seen(rank, group.peer(-hop)) for hop in range(group.size)]
-        return max(hop for hop, rows in enumerate(seen) if hop == 0 or rows.stop > rows.start)
+        return max(
+            hop for hop, rows in enumerate(self.wanted) if hop == 0 or rows.stop > rows.start
+        )
 
     def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
         """Parts of dk and dv go back to the keys' owner."""
@@ -167,11 +171,10 @@ class Ring:
         group = self.group
         returns = []
         for hop, place in zip(arrival.hops, arrival.places, strict=True):
-            reader = group.peer(hop)
-            rows = self._seen(reader, group.rank)
+            rows = self.given[hop]
             wanted = found.new_empty((rows.stop - rows.start, *found.shape[1:]))
             send = _message(found[place], group.peer(-hop))
-            receive = _message(wanted, reader)
+            receive = _message(wanted, group.peer(hop))
             exchange = self._exchange(hop, "dk and dv", 2 * hop + 1, send, receive)
             returns.append(_Return(exchange, rows))
         return returns

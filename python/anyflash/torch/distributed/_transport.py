@@ -87,7 +87,7 @@ class Exchange:
         names = [f"to rank {group.global_rank(send.rank)}"] if send else []
         names += [f"from rank {group.global_rank(receive.rank)}"] if receive else []
         self._what = f"{what} {' and '.join(names)}"
-        self._group, self._send, self.receive = group, send, receive
+        self._group, self._send, self._receive = group, send, receive
         operations = [
             dist.P2POp(
                 operation, message.data, group.global_rank(message.rank), group.handle, tag=tag
@@ -104,7 +104,7 @@ class Exchange:
             for work in self._works:
                 work.wait()
         self._send = None
-        return None if self.receive is None else self.receive.data
+        return None if self._receive is None else self._receive.data
 
 
 def all_to_all(
