@@ -28,6 +28,10 @@ set(ANYFLASH_ORIN_ARCH 87-real)
 set(ANYFLASH_THOR_ARCH 110-real)
 set(ANYFLASH_THOR_ARCH_CUDA_12 101-real)
 
+# nvcc's: to build at all, and for what came with Blackwell.
+set(ANYFLASH_OLDEST_NVCC 12.4)
+set(ANYFLASH_OLDEST_NVCC_FOR_100 12.8)
+
 # nvcc from the PyPI packages nvidia-cuda-nvcc etc. (13.x) of the build environment.
 function(anyflash_find_pypi_nvcc output)
   execute_process(
@@ -39,6 +43,24 @@ function(anyflash_find_pypi_nvcc output)
     ERROR_QUIET
   )
   set(${output} "${nvcc}" PARENT_SCOPE)
+endfunction()
+
+# Sets ${output} to ON if nvcc is new enough. One that is not is an error only where CUDA is wanted.
+function(anyflash_check_nvcc output)
+  set(${output} ON PARENT_SCOPE)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS ANYFLASH_OLDEST_NVCC)
+    set(kind FATAL_ERROR)
+    if(ANYFLASH_CUDA STREQUAL "AUTO")
+      set(kind WARNING)
+      set(${output} OFF PARENT_SCOPE)
+    endif()
+    message(
+      ${kind}
+      "anyflash: no CUDA kernels can be built with nvcc ${CMAKE_CUDA_COMPILER_VERSION} "
+      "(${CMAKE_CUDA_COMPILER}); ${ANYFLASH_OLDEST_NVCC} and later are allowed. Name a newer one by "
+      "CMAKE_CUDA_COMPILER, or build for the CPU alone by ANYFLASH_CUDA=OFF"
+    )
+  endif()
 endfunction()
 
 # Sets ANYFLASH_HAS_CUDA and enables the language. A macro: enable_language needs directory scope.
@@ -71,15 +93,15 @@ macro(anyflash_setup_cuda)
     endif()
     if(CMAKE_CUDA_COMPILER OR DEFINED ENV{CUDACXX})
       set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-      if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-        set(CMAKE_CUDA_ARCHITECTURES OFF) # -gencode options are given below
-      endif()
+      # -gencode options are given below. What a parent project or the command line says is not ours.
+      set(CMAKE_CUDA_ARCHITECTURES OFF)
       enable_language(CUDA)
-      set(ANYFLASH_HAS_CUDA ON)
+      anyflash_check_nvcc(ANYFLASH_HAS_CUDA)
     elseif(NOT ANYFLASH_CUDA STREQUAL "AUTO")
       message(
         FATAL_ERROR
-        "ANYFLASH_CUDA is ON but no nvcc was found. Install a CUDA toolkit (12.4 or later) and put "
+        "ANYFLASH_CUDA is ON but no nvcc was found. Install a CUDA toolkit "
+        "(${ANYFLASH_OLDEST_NVCC} or later) and put "
         "nvcc on PATH, set CUDACXX, or run: pip install nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm "
         "nvidia-cuda-runtime nvidia-cuda-cccl"
       )
@@ -143,6 +165,18 @@ function(anyflash_requested_archs output)
         FATAL_ERROR
         "ANYFLASH_ARCHS has '${arch}'; 'release', or 80 and later are allowed, these alone or with "
         "-real or -virtual, and ${specific}"
+      )
+    endif()
+    if(
+      CMAKE_CUDA_COMPILER_VERSION
+      AND number GREATER_EQUAL 100
+      AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS ANYFLASH_OLDEST_NVCC_FOR_100
+    )
+      message(
+        FATAL_ERROR
+        "anyflash: GPU code for '${arch}' needs nvcc ${ANYFLASH_OLDEST_NVCC_FOR_100} or later; this "
+        "one is ${CMAKE_CUDA_COMPILER_VERSION}. Name a newer one by CMAKE_CUDA_COMPILER, or give "
+        "ANYFLASH_ARCHS numbers below 100 (what is asked for: ${requested})"
       )
     endif()
   endforeach()
@@ -230,8 +264,15 @@ function(anyflash_cuda_archs archs)
   set(${archs}_FAMILIES ${families} PARENT_SCOPE)
 endfunction()
 
-# nvcc takes up to 5 GB a job: as many jobs as memory holds.
+# nvcc takes up to 5 GB a job: as many jobs as memory holds. Pools are Ninja's.
 function(anyflash_define_nvcc_pool)
+  if(NOT CMAKE_GENERATOR MATCHES "Ninja")
+    message(
+      STATUS
+      "anyflash: ${CMAKE_GENERATOR} does not limit the jobs of nvcc, which take up to 5 GB each; "
+      "cmake -G Ninja does"
+    )
+  endif()
   cmake_host_system_information(RESULT memory QUERY TOTAL_PHYSICAL_MEMORY) # MiB
   math(EXPR jobs "${memory} / 5120")
   if(jobs LESS 1)
@@ -249,5 +290,5 @@ function(anyflash_compile_cuda target gencode_options)
       # -ftz: exp2 is one MUFU instead of four instructions; denormal probabilities become 0.
       "$<$<COMPILE_LANGUAGE:CUDA>:${gencode_options};-ftz=true;--expt-relaxed-constexpr>"
   )
-  set_target_properties(${target} PROPERTIES JOB_POOL_COMPILE anyflash_nvcc)
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF JOB_POOL_COMPILE anyflash_nvcc)
 endfunction()

@@ -166,44 +166,7 @@ set(ANYFLASH_KERNEL_SET_minimal "_bf16_d64(_|$)")
 set(ANYFLASH_ELEMENT_f16 cutlass::half_t)
 set(ANYFLASH_ELEMENT_bf16 cutlass::bfloat16_t)
 
-include(CheckCXXCompilerFlag)
-
-# Instruction sets of the CPU kernels and the flags of their units.
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|i686)$" AND NOT MSVC)
-  set(cpu_isas baseline avx2 avx512)
-  check_cxx_compiler_flag(-mamx-bf16 ANYFLASH_COMPILER_KNOWS_AMX)
-  if(ANYFLASH_COMPILER_KNOWS_AMX AND CMAKE_SIZEOF_VOID_P EQUAL 8)
-    list(APPEND cpu_isas amx)
-  endif()
-elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
-  set(cpu_isas neon)
-else()
-  set(cpu_isas baseline)
-endif()
-if(ANYFLASH_KERNEL_SET STREQUAL "minimal")
-  list(GET cpu_isas 0 cpu_isas)
-endif()
-set(ANYFLASH_CPU_ISAS "${cpu_isas}" CACHE STRING "Instruction sets of the CPU kernels")
-set(ANYFLASH_CPU_FLAGS_baseline "")
-set(ANYFLASH_CPU_FLAGS_neon "")
-set(ANYFLASH_CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
-set(
-  ANYFLASH_CPU_FLAGS_avx512
-  ${ANYFLASH_CPU_FLAGS_avx2}
-  -mavx512f
-  -mavx512bw
-  -mavx512vl
-  -mavx512dq
-  -mprefer-vector-width=512
-)
-set(ANYFLASH_CPU_FLAGS_amx ${ANYFLASH_CPU_FLAGS_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
-set(ANYFLASH_CPU_ENUM_baseline kBaseline)
-set(ANYFLASH_CPU_ENUM_avx2 kAvx2)
-set(ANYFLASH_CPU_ENUM_avx512 kAvx512)
-set(ANYFLASH_CPU_ENUM_neon kNeon)
-set(ANYFLASH_CPU_ENUM_amx kAmx)
-set(ANYFLASH_CPU_OPS forward backward decode)
-set(ANYFLASH_CPU_OPS_amx forward backward) # what else there is runs as for AVX-512
+include("${CMAKE_CURRENT_LIST_DIR}/cpu.cmake")
 
 # Whether the name of a kernel matches one of the regular expressions.
 function(anyflash_matches_any output name patterns)

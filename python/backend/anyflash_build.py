@@ -9,16 +9,24 @@ adds
 * pip where XLA's headers will be downloaded (third_party/xla.cmake): an isolated environment has
   none.
 
-The settings are read where CMake reads them: ``cmake.define.ANYFLASH_CUDA`` and ``_JAX`` among the
-config settings, ON, OFF or AUTO, or the environment variable
-``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON;ANYFLASH_JAX=OFF"``.
+The settings ANYFLASH_CUDA and ANYFLASH_JAX, ON, OFF or AUTO, are read where scikit-build-core reads
+what it gives CMake. The last of these wins:
+
+* ``cmake.define.ANYFLASH_CUDA=ON`` among the config settings,
+* ``SKBUILD_CMAKE_DEFINE="ANYFLASH_CUDA=ON;ANYFLASH_JAX=OFF"`` in the environment,
+* ``-DANYFLASH_CUDA=ON`` in ``SKBUILD_CMAKE_ARGS``, or else in the config setting ``cmake.args``,
+* ``-DANYFLASH_CUDA=ON`` in ``CMAKE_ARGS``.
+
+A config setting may begin with ``skbuild.``.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from scikit_build_core.build import (
@@ -66,15 +74,30 @@ TOOLKIT = [
 ]
 
 
+def of_arguments(arguments: Iterable[str]) -> dict[str, str]:
+    """What CMake's arguments define: -DNAME=VALUE, -DNAME:TYPE=VALUE, also in two words."""
+    text = "\0".join(["", *arguments])
+    return dict(re.findall(r"\0-D\0?([^\0:=]+)(?::[^\0=]*)?=([^\0]*)", text))
+
+
+def definitions(settings: Settings | None) -> dict[str, str]:
+    """What CMake will be given, by name."""
+    given = {name.removeprefix("skbuild."): value for name, value in (settings or {}).items()}
+    found = {
+        name.removeprefix("cmake.define."): value if isinstance(value, str) else value[-1]
+        for name, value in given.items()
+        if name.startswith("cmake.define.")
+    }
+    words = os.environ.get("SKBUILD_CMAKE_DEFINE", "").split(";")
+    found |= dict(word.split("=", 1) for word in words if "=" in word)
+    arguments = os.environ.get("SKBUILD_CMAKE_ARGS", given.get("cmake.args", ""))
+    found |= of_arguments(arguments.split(";") if isinstance(arguments, str) else arguments)
+    return found | of_arguments(shlex.split(os.environ.get("CMAKE_ARGS", "")))
+
+
 def setting(name: str, settings: Settings | None) -> str:
     """What ANYFLASH_CUDA or ANYFLASH_JAX will be: 'ON', 'OFF' or 'AUTO'."""
-    defines = dict(
-        item.split("=", 1)
-        for item in os.environ.get("SKBUILD_CMAKE_DEFINE", "").split(";")
-        if "=" in item
-    )
-    given = (settings or {}).get(f"cmake.define.{name}", defines.get(name, "AUTO"))
-    value = (given if isinstance(given, str) else given[-1]).upper()
+    value = definitions(settings).get(name, "AUTO").upper()
     names = {"1": "ON", "TRUE": "ON", "YES": "ON", "0": "OFF", "FALSE": "OFF", "NO": "OFF"}
     return names.get(value, value)
 

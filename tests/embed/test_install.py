@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,39 @@ def test_what_is_found(tmp_path: Path, prefix: Path) -> None:
     facts = {line for line in printed.splitlines() if "=" in line}
     assert {"0.1=1", "0.2=0", "1=0", "kind=SHARED_LIBRARY"} <= facts
     assert "add CXX to the languages" in " ".join(printed.split())
+
+
+def test_one_kind_in_a_directory(tmp_path: Path, prefix: Path) -> None:
+    """The other one is not found after it; the same one, or any, is."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(p LANGUAGES CXX)\n"
+        "foreach(kinds IN ITEMS shared static static shared)\n"
+        "  find_package(anyflash CONFIG COMPONENTS ${kinds})\n"
+        '  message("${kinds}=${anyflash_FOUND}")\nendforeach()\n'
+        'find_package(anyflash CONFIG)\nmessage("any=${anyflash_FOUND}")\n'
+    )
+    options = ["-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    printed = output_of(["cmake", "-S", tmp_path, *options])
+    facts = [line for line in printed.splitlines() if re.fullmatch(r"\w+=\w+", line)]
+    assert facts == ["shared=1", "static=0", "static=0", "shared=1", "any=1"]
+    assert "the static library is asked for" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("language", ["C", "CXX"])
+def test_the_headers_ask_for_their_standard(tmp_path: Path, prefix: Path, language: str) -> None:
+    """Of a project of an older one; a project without C++ is asked for nothing."""
+    (tmp_path / "main.c").write_text("int main(void) { return 0; }\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"cmake_minimum_required(VERSION 3.24)\nproject(p LANGUAGES {language})\n"
+        "set(CMAKE_CXX_STANDARD 14)\nfind_package(anyflash CONFIG REQUIRED)\n"
+        f"set_source_files_properties(main.c PROPERTIES LANGUAGE {language})\n"
+        "add_executable(p main.c)\ntarget_link_libraries(p PRIVATE anyflash::anyflash)\n"
+    )
+    options = ["-B", tmp_path / "build", "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    output_of(["cmake", "-S", tmp_path, *options])
+    # The compiler's own standard is newer, or it is given one.
+    found = re.findall(r"-std=\S+", (tmp_path / "build" / "build.ninja").read_text())
+    assert found in ([], ["-std=gnu++17"])
 
 
 def test_rust_program(tmp_path: Path, library: Path) -> None:

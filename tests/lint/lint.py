@@ -32,8 +32,8 @@ def commands() -> dict[str, list[str]]:
     return {
         "clang-format": ["clang-format", "--dry-run", "-Werror", *cpp],
         "gersemi": ["gersemi", "--check", "--no-cache", "--quiet", *cmake],
-        "ruff check": ["ruff", "check", "--no-cache", "."],
-        "ruff format": ["ruff", "format", "--check", "--no-cache", "."],
+        "ruff check": ["ruff", "check", "--quiet", "--no-cache", "."],
+        "ruff format": ["ruff", "format", "--quiet", "--check", "--no-cache", "."],
         "mypy": ["mypy", "--strict", "python/anyflash", "tests/lint/expected_types.py"],
         "includes": [sys.executable, "tests/lint/check_includes.py"],
         "functions": [sys.executable, "tests/lint/check_functions.py"],
@@ -59,7 +59,9 @@ def run(name: str, command: list[str]) -> bool:
         text=True,
     )
     if done.returncode == 0:
-        print(f"{name}: ok", flush=True)
+        # What could not be checked is said, too.
+        said = f", {done.stdout.strip()}" if done.stdout.strip() else ""
+        print(f"{name}: ok{said}", flush=True)
         return True
     print(f"{name}: FAILED\n{done.stdout}", flush=True)
     return False

@@ -62,6 +62,7 @@ RULES = [
     Rule("python -m pip wheel --no-deps -w dist", "", "needs Windows"),
     Rule("actions/checkout", "", "the working tree is here"),
     Rule("actions/setup-python", "", "the Python of this script is used, and no other"),
+    Rule("GITHUB_REF_NAME", "", "there is no tag here"),
     Rule("actions/upload-artifact", "", "files stay where they are"),
     Rule("actions/download-artifact", "", "files stay where they are"),
     Rule("SOURCE_DATE_EPOCH=", "", "this script sets it for every command"),

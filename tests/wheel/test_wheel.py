@@ -109,6 +109,9 @@ def test_says_what_it_holds(unpacked: Path) -> None:
     }
     assert versions.keys() >= {"DLPack", "nanobind", "libstdc++"}
     assert all(versions.values()), versions
+    for name in versions:  # with the terms of each
+        text = f"anyflash-*.dist-info/licenses/third_party/licenses/{name.replace(' ', '_')}.txt"
+        assert list(unpacked.glob(text)), name
     (library,) = unpacked.glob("anyflash/lib/libanyflash.so*")
     has_gpu_code = b".nv_fatbin" in library.read_bytes()
     assert versions.keys() >= {"CUTLASS", "CUDA"} or not has_gpu_code
