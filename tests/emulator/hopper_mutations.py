@@ -71,7 +71,7 @@ LOADS = (
         LOAD,
         "stage * Traits::TileV::kSize",
         "0",
-        after="void load_values(const Block& block, const KeyTile& tile, Rows rows) {",
+        after="void load_values(const Block& block, const KeyTile& tile, KeyPlace place) {",
     ),
     _mutation("hopper-end-is-not-told", LOAD, "ring.full[q_place_.stage()].arrive();"),
 )
