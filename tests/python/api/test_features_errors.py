@@ -111,7 +111,7 @@ ATTENTION: dict[str, Wrong] = {
     "part-float": (
         {"part": anyflash.Part(query_start=1.0)},
         TypeError,
-        "query_start is float; arrays",
+        r"part\.query_start is float; an int or an array of int32 is allowed",
     ),
     "part-negative": (
         {"part": anyflash.Part(query_start=-1)},
@@ -126,7 +126,7 @@ ATTENTION: dict[str, Wrong] = {
     "part-int64": (
         {"part": anyflash.Part(key_start=np.zeros(2, np.int64))},
         TypeError,
-        r"key_start is int64; int32 is allowed: pass key_start\.astype\('int32'\)",
+        r"part\.key_start is int64; int32 is allowed: pass part\.key_start\.astype\('int32'\)",
     ),
     "part-shape": (
         {"part": anyflash.Part(query_start=ends(1))},
@@ -156,7 +156,7 @@ ATTENTION: dict[str, Wrong] = {
     "part-batch-array": (
         {"part": anyflash.Part(batch_start=ends(1, 2))},
         TypeError,
-        "batch_start is ndarray; an int is allowed",
+        r"part\.batch_start is ndarray; an int is allowed",
     ),
     "rank": ({"q": ones(5, 8, 16)}, ValueError, "q has 3 dimensions, shape .*; expected 4"),
 }
