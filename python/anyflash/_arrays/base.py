@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from array import array
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anyflash import _core
@@ -175,6 +176,20 @@ class Framework:
     def memory(self, x: Any) -> Memory | None:
         """Where x lies, if that can be asked."""
         return None
+
+    def lie_apart(self, written: Collection[Any], read: Collection[Any]) -> bool:
+        """Whether a quick look shows that no two of these share memory; else `memory` tells."""
+        ends_of_read = [self.ends(x) for x in read]
+        for x in written:
+            first, end = self.ends(x)
+            if any(first < other_end and other < end for other, other_end in ends_of_read):
+                return False
+        return True
+
+    def ends(self, x: Any) -> tuple[int, int]:
+        """The addresses of x's first byte and of the one behind its last; (0, 0) if unknown."""
+        memory = self.memory(x)
+        return (0, 0) if memory is None else memory.ends()
 
     def check_cache(self, x: Any) -> None:
         """Likewise for a cache that new keys or values are appended to."""

@@ -34,6 +34,12 @@ class CuPy(WithAttributes):
     def memory(self, x: Any) -> Memory:
         return Memory(x.data.ptr, x.shape, x.strides, x.itemsize)
 
+    def ends(self, x: Any) -> tuple[int, int]:
+        if not x.flags.c_contiguous:
+            return super().ends(x)
+        first = x.data.ptr
+        return first, first + x.nbytes
+
     def export_out(self, x: Any, device: Device) -> Any:
         return self.export(x, device, None)
 

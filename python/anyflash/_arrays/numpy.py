@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from anyflash._arrays.base import CPU, FLOAT8, Device, Instead, WithAttributes, numpy_name
@@ -66,6 +67,10 @@ class NumPy(WithAttributes):
 
     def memory(self, x: Any) -> Memory:
         return Memory(x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize)
+
+    def lie_apart(self, written: Collection[Any], read: Collection[Any]) -> bool:
+        may_share = sys.modules["numpy"].may_share_memory
+        return not any(may_share(x, y) for x in written for y in read)
 
     def export_out(self, x: Any, device: Device) -> Any:
         # A capsule without a version: `check_out` has seen whether x is read-only.

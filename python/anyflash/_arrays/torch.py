@@ -89,6 +89,12 @@ class Torch(WithAttributes):
         strides = tuple(stride * size for stride in x.stride())
         return Memory(x.data_ptr(), tuple(x.shape), strides, size)
 
+    def ends(self, x: Any) -> tuple[int, int]:
+        if not x.is_contiguous():
+            return super().ends(x)
+        first = x.data_ptr()
+        return first, first + x.nbytes
+
     def export_out(self, x: Any, device: Device) -> Any:
         return self.export(x, device, None)
 

@@ -116,6 +116,8 @@ class Operands:
     ) -> None:
         """That a user's arrays that are written share no memory with those that are read. Of an
         output, ``allowed`` names the input that it may be."""
+        if self.framework.lie_apart(outputs.values(), inputs.values()):
+            return
         memory = self.framework.memory
         written, read = (
             {name: m for name, x in arrays.items() if (m := memory(x)) is not None}
