@@ -85,7 +85,7 @@ void check_threads(int num_threads);
 // Kernels count rows in 32 bits and round up to whole tiles, which must not overflow.
 inline constexpr int64_t kMaxExtent = INT_MAX - 4095;
 
-// The largest number that a position may be; variant/sequence.h has room for their sums.
+// The largest number that a position may be; variant/sequence.h clamps their sum to it.
 inline constexpr int64_t kMaxPosition = int64_t{1} << 30;
 
 int checked_extent(int64_t extent, const char* argument, const char* what);
