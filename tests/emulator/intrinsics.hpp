@@ -129,6 +129,9 @@ template <class T>
 T atomicAdd(T* address, emu::SameType<T> value) {
   return emu::atomic_update(address, [=](T old) { return static_cast<T>(old + value); });
 }
+inline void atomicAdd(float4* address, const float4& value) {
+  for (int i = 0; i < 4; ++i) atomicAdd(&address->x + i, (&value.x)[i]);
+}
 template <class T>
 T atomicMax(T* address, emu::SameType<T> value) {
   return emu::atomic_update(address, [=](T old) { return old < value ? value : old; });

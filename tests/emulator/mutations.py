@@ -43,6 +43,7 @@ RESTORE_NONFINITE = "cuda/restore_nonfinite.h"
 VARIANTS = "variant/forward_variants.h"
 EPILOGUE = "sm80/forward/epilogue.h"
 CUDA_EPILOGUE = "cuda/epilogue.h"
+FLOAT_ROWS = "cuda/float_rows.h"
 KERNEL = "sm80/forward/kernel.h"
 OPERAND = "sm80/ldmatrix_operand.h"
 PIECES = "sm80/tile_pieces.h"
@@ -190,9 +191,9 @@ BOUNDS = (
     Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[panel]", "row_ok"),
     Mutation(
         "float-output-not-guarded",
-        CUDA_EPILOGUE,
-        "i < rows && x < params.attention.head_dim_v",
-        "i < rows",
+        FLOAT_ROWS,
+        "if (exists && column < count) *reinterpret_cast<float4*>",
+        "if (column < count) *reinterpret_cast<float4*>",
         "asan",
     ),
     Mutation(
@@ -315,9 +316,34 @@ STORES = (
 )
 # The result over other keys.
 PRIOR = (
-    Mutation("prior-lse-not-joined", CUDA_EPILOGUE, "lse(row) = merge.lse();", ""),
-    Mutation("prior-rows-past-end", CUDA_EPILOGUE, "if (i >= rows) continue;", ";", "asan"),
-    Mutation("prior-columns-past-end", CUDA_EPILOGUE, "x < prior.columns", "true", "asan"),
+    Mutation(
+        "prior-lse-not-joined",
+        CUDA_EPILOGUE,
+        "if (first + kChunk == kColumns) lse_of_rows(row) = merge.lse();",
+        "",
+    ),
+    Mutation(
+        "prior-rows-past-end",
+        FLOAT_ROWS,
+        "if (exists && column < count) values",
+        "if (column < count) values",
+        "asan",
+    ),
+    Mutation(
+        "prior-columns-past-end",
+        FLOAT_ROWS,
+        "return exists && column < count",
+        "return exists",
+        "asan",
+    ),
+    Mutation("float32-columns-not-exchanged", FLOAT_ROWS, "second - 2 : first", "second : first"),
+    Mutation(
+        "unaligned-float32-rows",
+        FLOAT_ROWS,
+        "stride.col == 1 && stride.row % 4 == 0",
+        "true",
+        "asan",
+    ),
     Mutation(
         "no-barrier-after-prior",
         EPILOGUE,

@@ -3,7 +3,7 @@
 //   ANYFLASH_CPU_ISA_ENUM  kAvx2             of CpuIsa
 //   ANYFLASH_UNIT          cpu_forward_avx2  the object that dispatch lists
 //   ANYFLASH_SHARED_NAMESPACE  anyflash::cpu::avx2  of what is shared with other kernels
-// and includes cpu/forward/kernels.h or cpu/backward/kernels.h, which define that object.
+// and includes kernels.h of cpu/forward, cpu/backward or cpu/decode, which defines that object.
 #pragma once
 
 #include "kernel_descriptor.h"

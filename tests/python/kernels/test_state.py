@@ -11,7 +11,7 @@ import pytest
 from backends.capi import Backend
 from backends.tensors import Tensor, empty, place
 from cases.case import Case, Features, Packed, Tensors
-from cases.gradient_case import GradientCase
+from cases.gradient_case import GradientCase, GradientLayouts
 from oracle.attention import DTYPES, Array
 from run.backward import run_call, supports_backward
 from run.forward import bits, run, supports
@@ -37,7 +37,9 @@ def case_of(name: str, dtype: str) -> Case:
     return Case(f"state-{name}-{dtype}", dtype, **{**base, **SHAPES[name]})
 
 
-def prior_of(case: Case, dtype: str, lse_dtype: str = "fp32") -> tuple[Tensor, Tensor]:
+def prior_of(
+    case: Case, dtype: str, lse_dtype: str = "fp32", layout: str = "rows_odd"
+) -> tuple[Tensor, Tensor]:
     """A result over other keys, which some rows have not seen any of; what these hold is NaN."""
     _, _, _, out, lse = case.tensors()
     random = np.random.default_rng(5)
@@ -47,7 +49,7 @@ def prior_of(case: Case, dtype: str, lse_dtype: str = "fp32") -> tuple[Tensor, T
     values[np.isinf(lses).swapaxes(-1, -2)] = np.nan
     axes = "shd" if case.features.packed else "bshd"
     return (
-        place(values, "rows_odd", axes),
+        place(values, layout, axes),
         place(lses.astype(DTYPES[lse_dtype]), "contiguous", "hs" if axes == "shd" else "bhs"),
     )
 
@@ -70,9 +72,16 @@ def joined(prior: tuple[Tensor, Tensor], now: Tensors) -> tuple[Array, Array]:
 TOLERANCES = {"fp64": 1e-6, "fp32": 2e-6, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
 
+# Where four columns can be read and written together, and where they cannot.
+LAYOUTS = ("contiguous", "rows_odd", "step_d", "offset_1")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, "contiguous") for name in SHAPES] + [("causal", layout) for layout in LAYOUTS[1:]],
+)
 @pytest.mark.parametrize("out_dtype", ["", "fp32"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_forward_continues(backend: Backend, name: str, out_dtype: str) -> None:
+def test_forward_continues(backend: Backend, name: str, layout: str, out_dtype: str) -> None:
     """As merge_states joins the result with the one before."""
     for dtype in sorted({row.dtype for row in backend.rows()}):
         state_dtype = "fp64" if dtype == "fp64" else "fp32"
@@ -80,9 +89,10 @@ def test_forward_continues(backend: Backend, name: str, out_dtype: str) -> None:
         if not supports(backend.name, case) or (out_dtype and dtype == "fp64"):
             continue
         now = run(backend, replace(case, out_dtype=state_dtype))
-        prior = prior_of(case, state_dtype)
+        prior = prior_of(case, state_dtype, layout=layout)
         expected, lse = joined(prior, now)
-        asked = replace(case, out_dtype=out_dtype)
+        layouts = case.layouts._replace(out=layout if out_dtype else "contiguous")
+        asked = replace(case, out_dtype=out_dtype, layouts=layouts)
         found = run(backend, asked, prior_out=prior[0], prior_lse=prior[1])
         tolerance = TOLERANCES[out_dtype or dtype]
         np.testing.assert_allclose(
@@ -93,14 +103,15 @@ def test_forward_continues(backend: Backend, name: str, out_dtype: str) -> None:
             tensor.check_canaries(dtype)
 
 
-def test_a_state_is_continued_in_place(backend: Backend) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_is_continued_in_place(backend: Backend, layout: str) -> None:
     """The bits are those that another place would get."""
     for dtype in sorted({row.dtype for row in backend.rows()}):
         state_dtype = "fp64" if dtype == "fp64" else "fp32"
         case = replace(case_of("causal", dtype), out_dtype=state_dtype)
         if not supports(backend.name, case):
             continue
-        out, lse = prior_of(case, state_dtype)
+        out, lse = prior_of(case, state_dtype, layout=layout)
         apart = run(backend, case, prior_out=out, prior_lse=lse)
         backend.forward(
             *case.tensors()[:3], out, lse, prior_out=out, prior_lse=lse, **case.options()
@@ -132,13 +143,24 @@ def test_a_float64_lse_is_continued(backend: Backend) -> None:
 
 @pytest.mark.parametrize("which", ["dq", "dkv"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "nonfinite"])
-def test_gradients_are_added(backend: Backend, name: str, deterministic: bool, which: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, "contiguous") for name in SHAPES if name != "nonfinite"]
+    + [("causal", layout) for layout in LAYOUTS[1:]],
+)
+def test_gradients_are_added(
+    backend: Backend, name: str, layout: str, deterministic: bool, which: str
+) -> None:
     """Only to those that are asked for."""
     for dtype in sorted({row.dtype for row in backend.rows("backward")}):
         forward = replace(case_of(name, dtype), sq=70, sk=min(90, case_of(name, dtype).sk))
         grad_dtype = "fp64" if dtype == "fp64" else "fp32"
-        case = GradientCase(forward, grad_dtype=grad_dtype, deterministic=deterministic)
+        case = GradientCase(
+            forward,
+            grad_dtype=grad_dtype,
+            deterministic=deterministic,
+            layouts=GradientLayouts(dq=layout, dk=layout, dv=layout),
+        )
         if not supports_backward(backend.name, case):
             continue
         alone, call = case.call(), case.call()

@@ -26,10 +26,11 @@ from anyflash.torch.distributed._pieces import (
     Keys,
     Pieces,
     Results,
-    sum_dtype,
 )
-from anyflash.torch.distributed._transport import Exchange, Group, Message, apart, side_by_side
+from anyflash.torch.distributed._transport import Exchange, Group, Message
 
+# Keys and values, or their gradients, (rows, batch, heads, columns): some rows are one piece.
+Pair = tuple[Tensor, Tensor]
 # Of q, k, v, bias, sinks and slopes.
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -92,14 +93,8 @@ class Ring:
         what = f"hop {hop} of {self.group.size - 1}: {what}"
         return Exchange(self.group, what, tag, send, receive)
 
-    def _apart(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, or their gradients, of (rows, batch, columns)."""
-        k, v = apart(joined, (self.k.shape[2:], self.v.shape[2:]))
-        return k.transpose(0, 1), v.transpose(0, 1)
-
-    def _begin(self, hops: range, own: Tensor) -> _Arrival:
-        """Begins to exchange what is wanted in some hops. ``own``: this rank's, (rows, batch,
-        columns)."""
+    def _begin(self, hops: range, own: Pair) -> _Arrival:
+        """Begins to exchange what is wanted in some hops. ``own``: this rank's."""
         group = self.group
         places: list[slice] = []
         runs: list[Run] = []
@@ -111,13 +106,13 @@ class Ring:
             runs += [run._replace(at=run.at - wanted.start + end) for run in of_hop]
             places.append(slice(end, end + wanted.stop - wanted.start))
             end = places[-1].stop
-        joined = own.new_empty((end, *own.shape[1:]))
+        arriving = _of_rows(own, end)
         exchanges = []
         for hop, place in zip(hops, places, strict=True):
-            send = _message(own[self.given[hop]], group.peer(hop))
-            receive = _message(joined[place], group.peer(-hop))
-            exchanges.append(self._exchange(hop, "k and v", 2 * hop, send, receive))
-        return _Arrival(hops, exchanges, places, Keys(*self._apart(joined), runs))
+            send = _message(own, self.given[hop], group.peer(hop))
+            receive = _message(arriving, place, group.peer(-hop))
+            exchanges.append(self._exchange(hop, "k and v", 4 * hop, send, receive))
+        return _Arrival(hops, exchanges, places, Keys(*_batch_first(arriving), runs))
 
     def _arrivals(self) -> Iterator[_Arrival]:
         """This rank's own keys, as hop 0, and those of each step, while the next one's travel."""
@@ -125,7 +120,7 @@ class Ring:
         if not self.steps:
             yield of_this_rank
             return
-        own = side_by_side(self.k.transpose(0, 1), self.v.transpose(0, 1))
+        own = self.k.transpose(0, 1).contiguous(), self.v.transpose(0, 1).contiguous()
         coming = self._begin(self.steps[0], own)
         yield of_this_rank
         for hops in (*self.steps[1:], None):
@@ -157,25 +152,23 @@ class Ring:
         dk, dv = sums.add(next(arrivals).keys)
         returning: list[_Return] = []
         for arrival in arrivals:
-            rows, batch = arrival.keys.k.shape[1], self.k.shape[0]
-            columns = self.k.shape[2:].numel() + self.v.shape[2:].numel()
-            found = self.k.new_empty((rows, batch, columns), dtype=sum_dtype(self.k))
-            sums.add(arrival.keys, self._apart(found))
+            found = _of_rows(_batch_first((dk, dv)), arrival.keys.k.shape[1])
+            sums.add(arrival.keys, _batch_first(found))
             self._add(returning, dk, dv)
             returning = self._return(arrival, found)
         self._add(returning, dk, dv)
         return sums.finish(), dk, dv, sums.dbias, sums.dsinks, sums.dslopes
 
-    def _return(self, arrival: _Arrival, found: Tensor) -> list[_Return]:
+    def _return(self, arrival: _Arrival, found: Pair) -> list[_Return]:
         """Begins to send gradients to the owners of keys, and to get those of this rank's."""
         group = self.group
         returns = []
         for hop, place in zip(arrival.hops, arrival.places, strict=True):
             rows = self.given[hop]
-            wanted = found.new_empty((rows.stop - rows.start, *found.shape[1:]))
-            send = _message(found[place], group.peer(-hop))
-            receive = _message(wanted, group.peer(hop))
-            exchange = self._exchange(hop, "dk and dv", 2 * hop + 1, send, receive)
+            wanted = slice(0, rows.stop - rows.start)
+            send = _message(found, place, group.peer(-hop))
+            receive = _message(_of_rows(found, wanted.stop), wanted, group.peer(hop))
+            exchange = self._exchange(hop, "dk and dv", 4 * hop + 2, send, receive)
             returns.append(_Return(exchange, rows))
         return returns
 
@@ -183,10 +176,21 @@ class Ring:
         for exchange, rows in returning:
             arrived = exchange.wait()
             if arrived is not None:
-                more_dk, more_dv = self._apart(arrived)
-                dk[:, rows] += more_dk
-                dv[:, rows] += more_dv
+                more_dk, more_dv = arrived
+                dk[:, rows] += more_dk.transpose(0, 1)
+                dv[:, rows] += more_dv.transpose(0, 1)
 
 
-def _message(rows: Tensor, rank: int) -> Message | None:
-    return Message(rows, rank) if rows.shape[0] > 0 else None
+def _of_rows(like: Pair, rows: int) -> Pair:
+    """Room for so many rows."""
+    keys, values = (x.new_empty((rows, *x.shape[1:])) for x in like)
+    return keys, values
+
+
+def _batch_first(pair: Pair) -> Pair:
+    return pair[0].transpose(0, 1), pair[1].transpose(0, 1)
+
+
+def _message(pair: Pair, rows: slice, rank: int) -> Message | None:
+    keys, values = pair[0][rows], pair[1][rows]
+    return Message((keys, values), rank) if keys.shape[0] > 0 else None

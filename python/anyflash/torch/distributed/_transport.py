@@ -74,12 +74,13 @@ def of_all(group: Group, what: str) -> Iterator[None]:
 
 
 class Message(NamedTuple):
-    data: Tensor
+    data: tuple[Tensor, ...]  # contiguous
     rank: int  # of the group
 
 
 class Exchange:
-    """A message to a rank and one from a rank, either of which may be missing, under way."""
+    """A message to a rank and one from a rank, either of which may be missing, under way. Their
+    tensors have ``tag`` and the numbers after it."""
 
     def __init__(
         self, group: Group, what: str, tag: int, send: Message | None, receive: Message | None
@@ -89,16 +90,15 @@ class Exchange:
         self._what = f"{what} {' and '.join(names)}"
         self._group, self._send, self._receive = group, send, receive
         operations = [
-            dist.P2POp(
-                operation, message.data, group.global_rank(message.rank), group.handle, tag=tag
-            )
+            dist.P2POp(operation, x, group.global_rank(message.rank), group.handle, tag=tag + i)
             for operation, message in ((dist.isend, send), (dist.irecv, receive))
             if message is not None
+            for i, x in enumerate(message.data)
         ]
         with named(group, self._what):
             self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> tuple[Tensor, ...] | None:
         """What was received. On a GPU the current stream waits, not the host."""
         with named(self._group, self._what):
             for work in self._works:

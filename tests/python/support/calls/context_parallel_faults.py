@@ -86,24 +86,24 @@ def work(layout: str = "contiguous", **options: Any) -> dict[str, Any]:
     multiple = 64 if layout == "contiguous" else 32
     cp = ContextParallel(method="ring", layout=layout, multiple=multiple)
     given = tensors(cp, torch.bfloat16)
-    counts: dict[int, list[int]] = {}  # by tag
+    counts: dict[int, list[int]] = {}  # by exchange: two tags, of keys and of values
 
     def count(operations: list[dist.P2POp]) -> None:
         for operation in operations:
-            sizes = counts.setdefault(operation.tag, [0, 0])
+            sizes = counts.setdefault(operation.tag // 2, [0, 0])
             tensor = operation.tensor
             sizes[operation.op is not dist.isend] += tensor.numel() * tensor.element_size()
 
-    def counted(function: Callable[[], Any], tags: list[int]) -> tuple[list[Any], int, Any]:
+    def counted(function: Callable[[], Any], exchanges: list[int]) -> tuple[list[Any], int, Any]:
         counts.clear()
         with before("batch_isend_irecv", count):
             launched, result = launches(function)
-        found = [counts.pop(tag, [0, 0]) for tag in tags]
+        found = [counts.pop(exchange, [0, 0]) for exchange in exchanges]
         assert not counts
         return found, launched, result
 
     keys = [2 * hop for hop in HOPS]
-    gradients = [tag + 1 for tag in keys]
+    gradients = [exchange + 1 for exchange in keys]
     sizes, forward, out = counted(lambda: cp.attention(*given, seqlen=ROWS, **options), keys)
     back, backward, _ = counted(lambda: torch.autograd.grad(out.sum(), given), keys + gradients)
     return {
