@@ -83,6 +83,11 @@ class Case:
         return self.seqlen_k or self.seqlen
 
     @property
+    def rows(self) -> int:
+        """Of a sequence, or of all that are packed together."""
+        return sum(self.lengths) if self.lengths else self.seqlen
+
+    @property
     def value_dim(self) -> int:
         return self.d_v or self.d
 
@@ -112,6 +117,7 @@ class Case:
             "timing": "" if self.timing == "events" else self.timing,
             "batch": str(self.batch),
             "seqlen": str(self.seqlen),
+            "tokens": str(self.rows) if self.method and self.lengths else "",
             "context": str(self.seqlen_k) if self.seqlen_k else "",
         }
         if self.op == "decode":

@@ -82,7 +82,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--cold", action="store_true", help="empty the L2 cache before each call")
     parser.add_argument(
         "--json", type=Path, nargs="?", const=STDOUT, default=argparse.SUPPRESS, metavar="FILE",
-        help="write everything there; without FILE, or to -, print it in place of the tables",
+        help="write everything there, after each case; without FILE, or to -, print it in place of "
+        "the tables",
     )  # fmt: skip
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write plots: .svg, .png, .pdf")
@@ -162,12 +163,13 @@ def measured(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str,
     if limit is None and arguments.quick:
         limit = max(0.0, QUICK_SECONDS - (time.monotonic() - began))
     if PRESETS[preset].shared:
-        entries = _ranks.measured(cases, backend)
+        entries = _ranks.measured(cases, backend, peers)
     else:
         entries = run(cases, Bench(arrays, peers, timers, budget, monitor), limit)
     try:
         for entry in entries:
             document["cells"].append(entry)
+            _keep(document, arguments.json, len(cases))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     if len(document["cells"]) < len(cases):
@@ -180,6 +182,15 @@ def _as_json(document: dict[str, Any]) -> str:
     text = json.dumps({**document, "cells": []}, indent=1)
     cases = ",\n".join(f"  {json.dumps(entry)}" for entry in document["cells"])
     return text.replace('"cells": []', f'"cells": [\n{cases}\n ]') + "\n"
+
+
+def _keep(document: dict[str, Any], path: Path | None, cases: int) -> None:
+    """Write what there is so far, for a run that may be killed. A pipe or a terminal gets it once,
+    at the end."""
+    if path is None or path == STDOUT or (path.exists() and not path.is_file()):
+        return
+    about = {**document["about"], "cells_left_out": cases - len(document["cells"])}
+    path.write_text(_as_json({**document, "about": about}))
 
 
 def _loaded(path: Path) -> dict[str, Any]:

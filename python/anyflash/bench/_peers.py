@@ -193,6 +193,15 @@ PEERS = {
     "math": Peer("PyTorch's with whole matrices", "torch", sdpa("MATH"), BOTH),
     "varlen": Peer("torch.nn.attention.varlen", "torch.nn.attention.varlen", _torch_peers.varlen),
     "flex": Peer("torch.compile of flex_attention", "torch", _torch_peers.flex, slow_to_start=True),
+    "torch-cp": Peer(
+        "PyTorch's context_parallel, flash backend",
+        "torch",
+        _torch_peers.context_parallel,
+        wanted=False,
+    ),
+    "torch-cp-cudnn": Peer(
+        "the same, cuDNN backend", "torch", _torch_peers.context_parallel, wanted=False
+    ),
     "standard": Peer(
         "softmax(Q K^T) V with whole matrices", "numpy", _torch_peers.standard, BOTH, wanted=False
     ),

@@ -53,8 +53,8 @@ class Wanted:
 @dataclass(frozen=True)
 class Preset:
     """Cases; the labels that make figures, their rows, columns and x axes ("": no plot); rooflines
-    to measure. The peers are those to run if none are asked for; (): all that are found. They have
-    no part in cases that several devices share."""
+    to measure. The peers are those to run if none are asked for; (): all that are found. In cases
+    that several devices share, only those of _torch_context_parallel.py have a part."""
 
     about: str
     cases: Callable[[Wanted], Iterable[Case]]
@@ -223,8 +223,16 @@ def overhead(wanted: Wanted) -> Iterator[Case]:
         yield Case("call", 1, 1, 1, 8, dtype, framework=framework, unit="us")
 
 
+def documents(rows: int) -> tuple[int, ...]:
+    """Lengths of four that share so many rows: 5, 1, 7 and 3 sixteenths. None of their ends but the
+    last is a multiple of a tile's rows."""
+    ends = [rows * sixteenths // 16 + 13 for sixteenths in (5, 6, 13)]
+    return tuple(b - a for a, b in itertools.pairwise((0, *ends, rows)))
+
+
 def context_parallel(wanted: Wanted) -> Iterator[Case]:
-    """Ranks on GPUs of their own as far as there are any; on the CPU two, to try the command."""
+    """Ranks on GPUs of their own as far as there are any; on the CPU two, to try the command.
+    Packed documents are measured with the ring."""
     on_gpu = wanted.backend == "cuda"
     heads, heads_k, d = (32, 8, 128) if on_gpu else (4, 2, 64)
     lengths = (8192, 32768, 131072) if on_gpu else (512, 1024)
@@ -237,10 +245,17 @@ def context_parallel(wanted: Wanted) -> Iterator[Case]:
     for (ranks, transport, method), op, dtype, rows in axes:
         if ranks * rows > (LONGEST_ALONE if transport == "alone" else LONGEST_SEQUENCE):
             continue
-        yield Case(
+        case = Case(
             op, 1, ranks * rows, heads, d, dtype, heads_k=heads_k, causal=True, method=method,
             ranks=ranks, transport=transport,
         )  # fmt: skip
+        yield case
+        if method == "ring" and transport != "alone" and rows in lengths[:2]:
+            packed = documents(ranks * rows)
+            yield replace(
+                case, batch=len(packed), seqlen=max(packed), lengths=packed,
+                packing=f"{len(packed)} documents",
+            )  # fmt: skip
 
 
 PRESETS = {
@@ -290,10 +305,11 @@ PRESETS = {
     "context-parallel": Preset(
         "a sequence shared by several GPUs, or by ranks that one GPU computes in turn",
         context_parallel,
-        figure=("op", "transport"),
+        figure=("op", "transport", "packing"),
         row="method",
         column="ranks",
         rooflines=(),
+        peers=("torch-cp", "torch-cp-cudnn"),
         shared=True,
     ),
     "overhead": Preset(

@@ -2,12 +2,14 @@
 
 Ranks are processes, one on each GPU over NCCL, or on the CPU over gloo. Where there are fewer GPUs
 than ranks, the ring's work is timed on one GPU, rank after rank, with all hops and nothing sent
-("alone"). "one device" is the whole sequence on a single device, by the number of ranks.
+("alone"). "one device" is the whole sequence on a single device, by the number of ranks. PyTorch's
+own context parallelism runs on the same ranks.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -19,44 +21,56 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anyflash.bench import _torch_context_parallel
 from anyflash.bench._cases import ITEM_SIZES, Case
-from anyflash.bench._measure import summary
+from anyflash.bench._measure import OWN, summary
 from anyflash.bench._timing import Budget
+from anyflash.bench._torch_context_parallel import KERNELS, Shared
 
 ONE_DEVICE = "one device"
 _TIMEOUT_SECONDS = 120.0
 _BUDGET = Budget(fewest=3, most=10)
 _LONG_SECONDS = 0.5  # a call that needs no second warm-up
+_POLL_SECONDS = 0.2  # how often the ranks' results are looked for
 
 
-def measured(cases: Sequence[Case], backend: str) -> Iterator[dict[str, Any]]:
-    """Entries of the cases as the benchmark has them, by ranks and transport."""
+def measured(
+    cases: Sequence[Case], backend: str, peers: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Entries of the cases as they come, by ranks and transport. Peers are those that ranks can
+    run; others are left out."""
+    peers = [name for name in peers if name in KERNELS]
     groups: dict[tuple[int, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.ranks, case.transport), []).append(case)
     for (ranks, transport), group in groups.items():
-        given = group, backend
-        found = _alone(*given) if transport == "alone" else _together(ranks, *given)
+        if transport == "alone":
+            found = _alone(group, backend)
+        else:
+            found = _together(_Group(ranks, group, backend, peers))
         for case, results in zip(group, found, strict=True):
             sizes = {name: value for name, value in asdict(case).items() if name != "lengths"}
+            lengths = {"lengths": list(case.lengths)} if case.lengths else {}
             yield {
                 "key": case.key, "labels": case.labels, **sizes, "flop": case.flop, "bytes": 0,
-                "sent_bytes": sent_bytes(case), "results": results,
+                **lengths, "sent_bytes": sent_bytes(case), "results": results,
             }  # fmt: skip
 
 
 def sent_bytes(case: Case) -> int:
     """The most that a rank's ring sends in a call: keys and values to every other rank, and in a
     backward these again, and gradients of others' keys. Of a causal mask, by zigzag, the last rank
-    sends all of its keys and half of the gradients, and the first one the reverse."""
+    sends all of its keys and half of the gradients, and the first one the reverse. Of packed
+    sequences on a GPU all is sent, since the host does not know their lengths."""
     if case.method != "ring":
         return 0
-    elements = case.batch * case.seqlen // case.ranks * case.kv_heads * (case.d + case.value_dim)
+    rows = case.rows if case.lengths else case.batch * case.rows
+    elements = rows // case.ranks * case.kv_heads * (case.d + case.value_dim)
     item = ITEM_SIZES[case.dtype]
     gradient = max(item, 4)
     if case.op == "forward":
         each = item
-    elif case.causal:
+    elif case.causal and not case.lengths:
         each = max(2 * item + gradient // 2, item + gradient)
     else:
         each = 2 * item + gradient
@@ -72,7 +86,7 @@ def _alone(cases: Sequence[Case], backend: str) -> Iterator[dict[str, Any]]:
         whole = [s / case.ranks for s in _seconds(_whole_call(case, device))]
         total = sum(statistics.median(s) for s in samples)
         results = {
-            "anyflash": summary(slowest) | {"all_ranks_seconds": total},
+            OWN: summary(slowest) | {"all_ranks_seconds": total},
             ONE_DEVICE: summary(whole),
         }
         _tell("alone", case, results)
@@ -119,39 +133,68 @@ def _virtual_call(case: Case, rank: int, device: Any) -> Callable[[], Any]:
 
 
 # -- ranks
-def _together(ranks: int, cases: Sequence[Case], backend: str) -> list[dict[str, Any]]:
+class _Group(NamedTuple):
+    """Ranks, and what they measure."""
+
+    ranks: int
+    cases: list[Case]
+    backend: str
+    peers: list[str]
+
+
+def _together(group: _Group) -> Iterator[dict[str, Any]]:
+    """Results as they come. What came before a rank failed comes, too."""
     mp: Any = importlib.import_module("torch.multiprocessing")
+    failure: Exception | None = None
+    ended, count = False, 0
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, folder, list(cases), backend), nprocs=ranks)
-        found: list[dict[str, Any]] = json.loads((Path(folder) / "results").read_text())
-    return found
+        running = mp.spawn(_rank, (folder, group), nprocs=group.ranks, join=False)
+        try:
+            while not ended:
+                try:
+                    ended = running.join(_POLL_SECONDS)
+                except Exception as error:
+                    failure, ended = error, True
+                while (path := _result_path(folder, count)).exists():
+                    yield json.loads(path.read_text())
+                    count += 1
+        finally:
+            for process in running.processes:
+                process.kill()  # those that ended are not touched
+    if failure is not None:
+        raise failure
 
 
-def _rank(rank: int, ranks: int, folder: str, cases: list[Case], backend: str) -> None:
+def _result_path(folder: str, number: int) -> Path:
+    return Path(folder) / f"{number}.json"
+
+
+def _rank(rank: int, folder: str, group: _Group) -> None:
     """A process's part."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    device = _device(rank, backend)
+    cases = group.cases
+    device = _device(rank, group.backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         cases[0].transport,
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=ranks,
+        world_size=group.ranks,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
         device_id=device if device.type == "cuda" else None,
     )
-    results = []
-    for number, case in enumerate(cases, 1):
-        results.append(_rank_results(case, rank, device))
+    for number, case in enumerate(cases):
+        results = rank_results(case, rank, device, group.peers)
         if rank == 0:
-            _tell(f"{number}/{len(cases)}", case, results[-1])
-    if rank == 0:
-        (Path(folder) / "results").write_text(json.dumps(results))
+            _tell(f"{number + 1}/{len(cases)}", case, results)
+            unfinished = Path(folder) / "unfinished"
+            unfinished.write_text(json.dumps(results))
+            unfinished.replace(_result_path(folder, number))
     dist.barrier()
     dist.destroy_process_group()
     if device.type == "cpu":
@@ -160,41 +203,63 @@ def _rank(rank: int, ranks: int, folder: str, cases: list[Case], backend: str) -
         os._exit(0)
 
 
-def _rank_results(case: Case, rank: int, device: Any) -> dict[str, Any]:
-    import torch
+def rank_results(
+    case: Case, rank: int, device: Any, peers: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Of this rank, in the default process group; the first one's are the case's."""
     import torch.distributed as dist
 
     from anyflash.torch.distributed import ContextParallel
 
     cp = ContextParallel(method=case.method, layout="zigzag")
-    rows = cp.positions(case.seqlen).numel()
-    tensors = _tensors(case, rows, device)
+    positions = cp.positions(case.rows, device)
+    tensors = _tensors(case, positions.numel(), device)
+    call = _call(case, _attention(case, cp, device, seqlen=case.rows), tensors)
 
-    def attention(*x: Any) -> Any:
-        return cp.attention(*x, causal=case.causal, seqlen=case.seqlen)
+    def figures(call: Callable[[], Any]) -> dict[str, Any]:
+        def slowest(value: float) -> float:
+            return _largest(value, device)
 
-    def slowest(value: float) -> float:
-        largest = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.item()
+        peak = slowest(_peak_bytes(call, device))
+        return summary(_seconds(call, slowest)) | {"peak_bytes": int(peak)}
 
-    call = _call(case, attention, tensors)
-    peak = slowest(_peak_bytes(call, device))
-    ours = summary(_seconds(call, slowest)) | {"peak_bytes": int(peak)}
+    ours = {OWN: figures(call)}
+    beside = {}
+    if peers:
+        first = call()
+        outputs = first if isinstance(first, tuple) else (first,)
+        shared = Shared(case, tensors, positions, outputs, device)
+        for name in peers:
+            _release(device)
+            beside[name] = _torch_context_parallel.result(name, shared, figures)
+        del first, outputs, shared
     del tensors, call
     _release(device)
-    results = {"anyflash": ours}
     if rank == 0:
         whole = [s / case.ranks for s in _seconds(_whole_call(case, device))]
-        results[ONE_DEVICE] = summary(whole)
+        ours[ONE_DEVICE] = summary(whole)
     _release(device)
     dist.barrier()
-    return results
+    return ours | beside
+
+
+def _largest(value: float, device: Any) -> float:
+    """Of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 # -- both
 def _tell(where: str, case: Case, results: dict[str, Any]) -> None:
-    told = ", ".join(f"{name} {1e3 * found['seconds']:.3g} ms" for name, found in results.items())
+    told = ", ".join(
+        f"{name} {1e3 * found['seconds']:.3g} ms" if "seconds" in found else f"{name} -"
+        for name, found in results.items()
+        if "unsupported" not in found
+    )
     print(f"{where} {case.key}: {told}", file=sys.stderr, flush=True)
 
 
@@ -208,10 +273,11 @@ def _tensors(case: Case, rows: int, device: Any) -> list[Any]:
     """q, k, v and dout of so many rows."""
     import torch
 
+    lead = (rows,) if case.lengths else (case.batch, rows)
     heads = case.heads, case.kv_heads, case.kv_heads, case.heads
     dims = case.d, case.d, case.value_dim, case.value_dim
     return [
-        torch.randn(case.batch, rows, h, d, dtype=getattr(torch, case.dtype), device=device)
+        torch.randn(*lead, h, d, dtype=getattr(torch, case.dtype), device=device)
         for h, d in zip(heads, dims, strict=True)
     ]
 
@@ -226,13 +292,23 @@ def _call(case: Case, attention: Callable[..., Any], tensors: list[Any]) -> Call
     return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
 
 
+def _attention(case: Case, functions: Any, device: Any, **options: Any) -> Callable[..., Any]:
+    """`attention` of some functions, or `attention_varlen` where sequences are packed."""
+    import torch
+
+    if not case.lengths:
+        return lambda *x: functions.attention(*x, causal=case.causal, **options)
+    ends = [0, *itertools.accumulate(case.lengths)]
+    starts = torch.tensor(ends, dtype=torch.int32, device=device)
+    packing = starts, starts, case.seqlen, case.seqlen
+    return lambda *x: functions.attention_varlen(*x, *packing, causal=case.causal, **options)
+
+
 def _whole_call(case: Case, device: Any) -> Callable[[], Any]:
     import anyflash.torch
 
-    def attention(*x: Any) -> Any:
-        return anyflash.torch.attention(*x, causal=case.causal)
-
-    return _call(case, attention, _tensors(case, case.seqlen, device))
+    attention = _attention(case, anyflash.torch, device)
+    return _call(case, attention, _tensors(case, case.rows, device))
 
 
 def _release(device: Any) -> None:

@@ -105,9 +105,11 @@ def _extra_columns(document: dict[str, Any], entries: list[Entry]) -> dict[str, 
     if any(entry.get("sent_bytes") for entry in entries):
         sent = [(entry["sent_bytes"], cost(entry, OWN)) for entry in entries]
         columns["GB/s sent"] = [number(b / s / 1e9) if b and s else "" for b, s in sent]
-    peaks = [entry["results"].get(OWN, {}).get("peak_bytes") for entry in entries]
-    if any(peaks):
-        columns["peak MiB"] = [number(b / MIB) if b else "" for b in peaks]
+    for name in names_of(entries):
+        peaks = [entry["results"].get(name, {}).get("peak_bytes") for entry in entries]
+        if any(peaks):
+            title = "peak MiB" if name == OWN else f"peak MiB, {name}"
+            columns[title] = [number(b / MIB) if b else "" for b in peaks]
     if any(entry["bytes"] for entry in entries):
         seconds = [cost(entry, OWN) for entry in entries]
         pairs = list(zip(entries, seconds, strict=True))
@@ -137,6 +139,10 @@ def _notes(entries: list[Entry], names: list[str], others: list[str]) -> list[st
                 f"{len(ratios)} cases, {min(ratios):.2f} to {max(ratios):.2f}, {below} below 1"
             )
     notes += _refusals(entries, names)
+    for name in others:
+        repeated = sum("repeated_keys" in e["results"].get(name, {}) for e in entries)
+        if repeated:
+            notes.append(f"{name}: keys and values are repeated for it in {repeated} cases")
     clocks = [entry["gpu"] for entry in entries if "sm_mhz" in entry.get("gpu", {})]
     if clocks:
         mhz = [clock["sm_mhz"] for clock in clocks]

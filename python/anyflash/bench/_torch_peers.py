@@ -180,6 +180,11 @@ def flex(problem: Problem) -> Call:
     )
 
 
+def context_parallel(problem: Problem) -> Call:
+    """See _torch_context_parallel.py, which runs it on ranks."""
+    raise Unsupported("only sequences that several devices share")
+
+
 def standard(problem: Problem) -> Call:
     """softmax(scale * Q K^T) V with whole matrices, in PyTorch or NumPy."""
     case = problem.case

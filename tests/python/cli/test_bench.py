@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from anyflash import __main__ as command_line
-from anyflash.bench import _calls, _measure, _peers, _presets, _ranks, _report
+from anyflash.bench import _calls, _measure, _peers, _presets, _report
 from anyflash.bench._anyflash_calls import Call
 from anyflash.bench._array_libraries import NumpyArrays, TorchArrays, Unsupported
 from anyflash.bench._cases import CACHE_DTYPES, KEY_RANGES, Case, visible_pairs
@@ -261,30 +261,6 @@ def test_flash_attention_by_the_registry(monkeypatch):
             assert [name for name, _ in _calls.framework_calls(row, undo)] == [name]
             assert done == (["anyflash"] if name == "adapter" else [])
     assert done == ["anyflash", restore]
-
-
-@pytest.mark.parametrize("transport", ["gloo", "alone"])
-def test_ranks_that_share_a_sequence(transport):
-    pytest.importorskip("torch.distributed")
-    small = replace(TINY, heads=4, heads_k=2, causal=True, seqlen=256, ranks=2, transport=transport)
-    ways = ("forward", "ring"), ("both", "ring"), ("both", "ulysses")
-    cases = [replace(small, op=op, method=method) for op, method in ways]
-    if transport == "alone":  # the ring alone can be
-        cases = cases[:2]
-    for entry in _ranks.measured(cases, "cpu"):
-        results = entry["results"]
-        assert set(results) == {"anyflash", "one device"}
-        assert all(found["seconds"] > 0 for found in results.values())
-        assert _report.value(entry, "anyflash") > 0
-    one, two = (replace(small, op="both", method="ring", ranks=n) for n in (1, 2))
-    assert two.flop == one.flop / 2
-    # Keys and values of 128 tokens, twice, of 2 heads of k and 2 of v. Of the other rank's keys,
-    # the last rank sees half.
-    whole = 4 * 128 * 2 * (TINY.d + TINY.d)
-    assert _ranks.sent_bytes(two) == 2.5 * whole
-    assert _ranks.sent_bytes(replace(two, causal=False)) == 3 * whole
-    assert _ranks.sent_bytes(replace(two, op="forward")) == whole
-    assert _ranks.sent_bytes(one) == 0
 
 
 def test_bad_peers_are_reported_and_stop_nothing(monkeypatch):
