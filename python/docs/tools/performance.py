@@ -48,6 +48,8 @@ NAMES = {
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
     "one device": "one GPU, by ranks",
+    "torch-cp": "PyTorch's, flash",
+    "torch-cp-cudnn": "PyTorch's, cuDNN",
 }
 # Of the host's calls: ways to call, not libraries.
 WAYS = {

@@ -26,10 +26,22 @@ def piece_of(rows: Run, keys: Run) -> Piece:
     return Piece(rows.own, keys.own, (rows, keys))
 
 
+def ascending(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups in the order of the whole. In such a group the parts of a packed sequence are
+    neighbours; keys of several hops are not in that order."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        if not groups or run.start < groups[-1][-1].stop:
+            groups.append([])
+        groups[-1].append(run)
+    return groups
+
+
 def joined_pieces(whole: Whole, rows: Sequence[Run], keys: Sequence[Run]) -> list[Piece] | None:
-    """Pieces of an attention that depends on where rows lie by its masks alone; None where runs
-    cannot be joined. With zigzag and a causal mask one piece remains in every hop. Runs at the same
-    places are like one sequence; in all other pairs of runs every row sees every key, or none."""
+    """Pieces of an attention that depends on where rows lie by its masks alone, in one sequence or
+    in packed ones; None where runs cannot be joined. With zigzag and a causal mask one piece
+    remains in every hop. Runs at the same places are like one sequence; in all other pairs of runs
+    every row sees every key, or none."""
     if not rows or not keys:
         return []
     if whole.only_causal and [run[:2] for run in rows] == [run[:2] for run in keys]:

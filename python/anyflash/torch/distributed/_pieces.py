@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflash._call.backward import Backward
 from anyflash._call.forward import Forward
 from anyflash._call.options import GradientRequest, OutputRequest, Part
-from anyflash.torch.distributed._joined import Piece, joined_pieces, piece_of
+from anyflash.torch.distributed._joined import Piece, ascending, joined_pieces, piece_of
 from anyflash.torch.distributed._layout import Run
 from anyflash.torch.distributed._problem import (
     Given,
@@ -65,31 +65,35 @@ class Pieces:
 
     def of(self, runs: Sequence[Run]) -> Sequence[Piece]:
         """The pieces of this rank's rows and of some keys."""
-        joined = joined_pieces(self.whole, self.rows, runs) if self._only_masked else None
-        if joined is not None:
-            return joined
+        if self._only_masked:
+            groups = [runs] if self.packed is None else ascending(runs)
+            joined = [joined_pieces(self.whole, self.rows, group) for group in groups]
+            if None not in joined:
+                return [piece for pieces in joined for piece in pieces or ()]
         pairs = itertools.product(self.rows, runs)
         return [piece_of(rows, keys) for rows, keys in pairs if self.sees(rows, keys)]
 
     @property
     def _only_masked(self) -> bool:
-        """Whether a causal mask and a window are all that depends on where rows and keys lie."""
+        """Whether a causal mask and a window are all that depends on where rows and keys lie, in
+        the whole."""
         others = self.given._replace(sinks=None)
-        return (
-            self.packed is None
-            and self.whole.dropout_p == 0
-            and not any(x is not None for x in others)
-        )
+        packed = self.packed
+        in_whole = packed is None or packed.are_alike(self.whole) or not self.whole.has_masks
+        return in_whole and self.whole.dropout_p == 0 and not any(x is not None for x in others)
 
     def arguments(self, keys: Keys, piece: Piece) -> Any:
         """Tensors, options and packing of a piece's calls."""
         tensors = self.q[:, piece.rows], keys.k[:, piece.keys], keys.v[:, piece.keys]
         if piece.runs is None:
-            return tensors, unplaced_options(self.whole, piece.causal), None
-        options = placed_options(self.whole, self.given, self.packed, self.part, piece.runs)
+            options = unplaced_options(self.whole, piece.causal)
+            runs = _within(self.rows, piece.rows), _within(keys.runs, piece.keys)
+        else:
+            options = placed_options(self.whole, self.given, self.packed, self.part, piece.runs)
+            runs = piece.runs[:1], piece.runs[1:]
         if self.packed is None:
             return tensors, options, None
-        return tuple(x[0] for x in tensors), options, self.packed.of_piece(*piece.runs)
+        return tuple(x[0] for x in tensors), options, self.packed.of_runs(*runs)
 
     def is_all(self, part: slice, length: int) -> bool:
         """Whether a piece's call writes all rows, or keys. Those of no packed sequence it does
@@ -103,6 +107,10 @@ class Pieces:
 
 def _is_within(part: slice, whole: slice) -> bool:
     return bool(whole.start <= part.start and part.stop <= whole.stop)
+
+
+def _within(runs: Sequence[Run], whole: slice) -> tuple[Run, ...]:
+    return tuple(run for run in runs if _is_within(run.own, whole))
 
 
 class ForwardSums:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +47,10 @@ class Whole(NamedTuple):
         return left < 0 or keys.stop > rows.start + first - left
 
     @property
+    def has_masks(self) -> bool:
+        return self.causal or self.window != UNBOUNDED
+
+    @property
     def only_causal(self) -> bool:
         """Whether the mask is a causal one, that ends at the last row and the last key alike."""
         return self.causal and self.window == UNBOUNDED and self.seqlen_q == self.seqlen_k
@@ -73,7 +79,8 @@ class Given(NamedTuple):
     rng_state: Any = None
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True)
+class Packed:
     """Packed sequences: where they begin in the whole rows and keys, the last end included."""
 
     cu_seqlens_q: Tensor
@@ -82,21 +89,53 @@ class Packed(NamedTuple):
     max_seqlen_k: int
     # The same numbers where the host has them.
     ends: tuple[list[int], list[int]] | None
+    # What is computed once, for all pieces of a forward and its backward: by whether it is of keys,
+    # and by runs.
+    _parts: dict[tuple[bool, Run], _Parts] = field(default_factory=dict)
+    _joined: dict[tuple[bool, tuple[Run, ...]], Tensor] = field(default_factory=dict)
 
-    def of_piece(self, rows: Run, keys: Run) -> Packing:
-        """The sequences' parts in some rows and keys."""
+    @functools.cached_property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Of the sequences, by rows and by keys."""
+        return self.cu_seqlens_q.diff(), self.cu_seqlens_k.diff()
+
+    def are_alike(self, whole: Whole) -> bool:
+        """Whether rows and keys are known to be packed alike. Then a row and a key of a sequence
+        are as far apart in the whole as in the sequence."""
+        if whole.seqlen_q != whole.seqlen_k:
+            return False
+        if self.ends is not None:
+            return self.ends[0] == self.ends[1]
+        return self.cu_seqlens_q is self.cu_seqlens_k
+
+    def parts_of(self, are_keys: bool, run: Run) -> _Parts:
+        if (are_keys, run) not in self._parts:
+            shifted = (self.cu_seqlens_k if are_keys else self.cu_seqlens_q) - run.start
+            start = (-shifted[:-1]).clamp_(0)
+            self._parts[are_keys, run] = _Parts(shifted.clamp_(0, run.rows), start)
+        return self._parts[are_keys, run]
+
+    def of_runs(self, rows: tuple[Run, ...], keys: tuple[Run, ...]) -> Packing:
+        """The sequences' parts in some rows and keys, which are neighbours in memory, in the order
+        of the whole. So the parts of a sequence are neighbours, too."""
         return Packing(
-            _cut(self.cu_seqlens_q, rows),
-            _cut(self.cu_seqlens_k, keys),
-            min(self.max_seqlen_q, rows.rows),
-            min(self.max_seqlen_k, keys.rows),
+            self._cu_seqlens_of(False, rows),
+            self._cu_seqlens_of(True, keys),
+            min(self.max_seqlen_q, sum(run.rows for run in rows)),
+            min(self.max_seqlen_k, sum(run.rows for run in keys)),
             False,
         )
+
+    def _cu_seqlens_of(self, are_keys: bool, runs: tuple[Run, ...]) -> Tensor:
+        if (are_keys, runs) not in self._joined:
+            first, *others = (self.parts_of(are_keys, run).cu_seqlens for run in runs)
+            self._joined[are_keys, runs] = sum(others, first)
+        return self._joined[are_keys, runs]
 
     def see(self, whole: Whole, rows: Run, keys: Run, seqused: bool) -> bool:
         """As `Whole.sees`; where the host does not know the lengths, it may be."""
         if self.ends is None:
-            return True
+            return not self.are_alike(whole) or whole.sees(rows, keys, seqused)
         for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, self.ends), strict=True):
             own_rows = Run(max(rows.start, q0) - q0, min(rows.stop, q1) - q0, 0)
             own_keys = Run(max(keys.start, k0) - k0, min(keys.stop, k1) - k0, 0)
@@ -107,8 +146,11 @@ class Packed(NamedTuple):
         return False
 
 
-def _cut(ends: Tensor, run: Run) -> Tensor:
-    return (ends - run.start).clamp(0, run.rows)
+class _Parts(NamedTuple):
+    """Of each packed sequence what lies in some rows, or keys."""
+
+    cu_seqlens: Tensor  # (batch + 1,)
+    start: Tensor  # (batch,): how many of the sequence's rows lie before
 
 
 def bias_of(bias: Tensor, rows: Run, keys: Run) -> Tensor:
@@ -141,14 +183,12 @@ def _place(whole: Whole, given: Given, packed: Packed | None, rows: Run, keys: R
             diagonal = used - whole.seqlen_q
             used = (used - keys.start).clamp(0, keys.rows)
         return _Place(rows.start, keys.start, diagonal, used)
-    first_q, first_k = packed.cu_seqlens_q[:-1], packed.cu_seqlens_k[:-1]
-    query_start, key_start = (rows.start - first_q).clamp(0), (keys.start - first_k).clamp(0)
-    lengths_k = packed.cu_seqlens_k.diff()
+    own_rows, own_keys = packed.parts_of(False, rows), packed.parts_of(True, keys)
+    lengths_q, lengths_k = packed.lengths
     if used is not None:
         lengths_k = used
-        own = _cut(packed.cu_seqlens_k, keys).diff()
-        used = torch.minimum((used - key_start).clamp(0), own)
-    return _Place(query_start, key_start, lengths_k - packed.cu_seqlens_q.diff(), used)
+        used = torch.minimum((used - own_keys.start).clamp(0), own_keys.cu_seqlens.diff())
+    return _Place(own_rows.start, own_keys.start, lengths_k - lengths_q, used)
 
 
 def unplaced_options(whole: Whole, causal: bool) -> AttentionOptions:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import anyflash.torch
+from anyflash.torch.distributed import _arguments
+from anyflash.torch.distributed._problem import Packed
 from calls.context_parallel import (
     DEVICE,
     HEADS,
@@ -49,16 +52,27 @@ class PackedCase(NamedTuple):
     lengths: str
     options: str
     dtype: torch.dtype = torch.float64
+    # Otherwise as on a GPU, with one tensor of both rows' and keys' ends.
+    host_knows: bool = True
 
     @property
     def id(self) -> str:
-        return f"packed, {self.method}, {self.layout}: {self.lengths}, {self.options}"
+        known = "" if self.host_knows else ", unknown to the host"
+        return f"packed, {self.method}, {self.layout}: {self.lengths}, {self.options}{known}"
 
 
 def packed_cases() -> Iterator[PackedCase]:
     for way, lengths, options in itertools.product(ways(), LENGTHS, PACKED):
         if options != "dropout" or way[0] not in ("ring", MESH):
-            yield PackedCase(*way, lengths, options)
+            case = PackedCase(*way, lengths, options)
+            yield case
+            if way[0] == "ring" and lengths == "alike":
+                yield case._replace(host_knows=False)
+
+
+def without_host(*args: Any) -> Packed:
+    *tensors, _ = args
+    return Packed(*tensors, None)
 
 
 def check_packed(case: PackedCase) -> None:
@@ -81,6 +95,8 @@ def check_packed(case: PackedCase) -> None:
             whole[name] = randn(*shape)
     whole = {name: x.to(case.dtype).requires_grad_() for name, x in whole.items()}
     ends = [torch.tensor([0, *itertools.accumulate(x)]).int() for x in (lengths_q, lengths_k)]
+    if not case.host_knows:
+        ends = [ends[0], ends[0]]
     packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     options |= packing | {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
     dout, dlse = randn(total_q, heads, 12), randn(heads, total_q)
@@ -96,7 +112,9 @@ def check_packed(case: PackedCase) -> None:
         for name, x in whole.items()
     }
     options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    mine, my_lse = cp.attention_varlen(**local, **options, return_lse=True)
+    constructor = Packed if case.host_knows else without_host
+    with mock.patch.object(_arguments, "Packed", constructor):
+        mine, my_lse = cp.attention_varlen(**local, **options, return_lse=True)
     found = differentiate(local, mine, my_lse, *on_device(cp.shard(dout, 0), cp.shard(dlse, 1)))
     for name, grad in found.items():
         if name not in "qkv":
