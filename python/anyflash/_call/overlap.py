@@ -86,8 +86,12 @@ def of_pairs(
 ) -> tuple[str, str] | None:
     """The names of an output and an input that overlap. ``allowed``: of an output the input that it
     may be."""
+    ends = {name: read.ends() for name, read in inputs.items()}  # most lie apart as a whole
     for output, written in outputs.items():
+        first, end = written.ends()
         for name, read in inputs.items():
+            if end <= ends[name][0] or ends[name][1] <= first:
+                continue
             if overlap(written, read) and not (allowed.get(output) == name and written == read):
                 return output, name
     return None

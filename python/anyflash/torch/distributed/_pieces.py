@@ -85,20 +85,23 @@ class Pieces:
     def arguments(self, keys: Keys, piece: Piece) -> Any:
         """Tensors, options and packing of a piece's calls."""
         tensors = self.q[:, piece.rows], keys.k[:, piece.keys], keys.v[:, piece.keys]
+        whole, packed = self.whole, self.packed
+        packing = None
         if piece.runs is None:
-            options = unplaced_options(self.whole, piece.causal)
-            runs = _within(self.rows, piece.rows), _within(keys.runs, piece.keys)
+            options = unplaced_options(whole, piece.causal)
+            if packed is not None:
+                runs = _within(self.rows, piece.rows), _within(keys.runs, piece.keys)
+                packing = packed.of_runs(whole, *runs)
         else:
-            options = placed_options(self.whole, self.given, self.packed, self.part, piece.runs)
-            runs = piece.runs[:1], piece.runs[1:]
-        if self.packed is None:
-            return tensors, options, None
-        return tuple(x[0] for x in tensors), options, self.packed.of_runs(*runs)
+            options = placed_options(whole, self.given, packed, self.part, piece.runs)
+            if packed is not None:
+                packing = packed.of_piece(*piece.runs)
+        return tuple(map(self.given_rows, tensors)), options, packing
 
-    def is_all(self, part: slice, length: int) -> bool:
-        """Whether a piece's call writes all rows, or keys. Those of no packed sequence it does
-        not."""
-        return self.packed is None and part == slice(0, length)
+    def writes_all(self, piece: Piece) -> bool:
+        """Whether a piece's call writes all its rows and keys. Where they are placed, it does not
+        write those of no packed sequence."""
+        return self.packed is None or piece.runs is None
 
     def given_rows(self, x: Tensor) -> Tensor:
         """What a piece's calls take of a tensor with a batch axis."""
@@ -137,10 +140,12 @@ class ForwardSums:
         pieces = list(self._with_sinks(self.pieces.of(keys.runs)))
         rows = [piece.rows for piece, _ in pieces]
         apart = all(a.stop <= b.start for a, b in itertools.pairwise(rows))
-        if apart and self.pieces.packed is None and last not in {None, self.out.dtype}:
+        write_all = all(self.pieces.writes_all(piece) for piece, _ in pieces)
+        if apart and write_all and last not in {None, self.out.dtype}:
             self._rounded = torch.empty_like(self.out, dtype=last), rows
         for piece, sinks in pieces:
-            if not self._is_begun and not self.pieces.is_all(piece.rows, self.out.shape[1]):
+            covers = self.pieces.writes_all(piece) and piece.rows == slice(0, self.out.shape[1])
+            if not self._is_begun and not covers:
                 self._begin()
             self._add_piece(keys, piece, sinks)
             self._is_begun = True
@@ -148,7 +153,7 @@ class ForwardSums:
     def _add_piece(self, keys: Keys, piece: Piece, sinks: Tensor | None) -> None:
         given = self.pieces.given_rows
         state = given(self.out[:, piece.rows]), given(self.lse[..., piece.rows])
-        out = state[0] if self._rounded is None else self._rounded[0][:, piece.rows]
+        out = state[0] if self._rounded is None else given(self._rounded[0][:, piece.rows])
         prior = state if self._is_begun and self._continues else None
         tensors, options, packing = self.pieces.arguments(keys, piece)
         call = Forward(NAME, tensors, options._replace(sinks=sinks), packing)
@@ -158,7 +163,9 @@ class ForwardSums:
         )
         found: Any = call.run(request)
         if maxima is not None:
-            torch.maximum(maxima, found.max_logits, out=maxima)
+            # Joined packed pieces have two sequences more on either side.
+            of_call = found.max_logits[2:-2] if packing and piece.runs is None else found.max_logits
+            torch.maximum(maxima, of_call, out=maxima)
 
     def _with_sinks(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor | None]]:
         """Each piece with the sinks, or None where its rows have them; cut where some have."""
@@ -234,7 +241,7 @@ class BackwardSums:
             dtype = self.dq.dtype
             into = torch.empty_like(keys.k, dtype=dtype), torch.empty_like(keys.v, dtype=dtype)
         pieces = self.pieces.of(keys.runs)
-        adds_dkv = self.pieces.packed is not None
+        adds_dkv = not all(map(self.pieces.writes_all, pieces))
         written = slice(0, 0) if adds_dkv or not pieces else pieces[0].keys
         for gradient in into:
             for others in (slice(written.start), slice(written.stop, None)):
@@ -248,7 +255,8 @@ class BackwardSums:
         self, keys: Keys, piece: Piece, into: tuple[Tensor, Tensor], adds_dkv: bool
     ) -> None:
         given, rows = self.pieces.given_rows, piece.rows
-        if not self._is_begun and not self.pieces.is_all(rows, self.dq.shape[1]):
+        covers = self.pieces.writes_all(piece) and rows == slice(0, self.dq.shape[1])
+        if not self._is_begun and not covers:
             self._begin()
         dk, dv = (given(gradient[:, piece.keys]) for gradient in into)
         request = GradientRequest(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from anyflash._call.options import (
     Part,
 )
 from anyflash.torch.distributed._layout import Run
+
+_T = TypeVar("_T")
 
 
 class Whole(NamedTuple):
@@ -89,15 +91,19 @@ class Packed:
     max_seqlen_k: int
     # The same numbers where the host has them.
     ends: tuple[list[int], list[int]] | None
-    # What is computed once, for all pieces of a forward and its backward: by whether it is of keys,
-    # and by runs.
-    _parts: dict[tuple[bool, Run], _Parts] = field(default_factory=dict)
-    _joined: dict[tuple[bool, tuple[Run, ...]], Tensor] = field(default_factory=dict)
+    # What is computed once, for all pieces of a forward and its backward: by names and runs.
+    _known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    @functools.cached_property
+    def _once(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        key = function, *arguments
+        if key not in self._known:
+            self._known[key] = function(self, *arguments)
+        known: _T = self._known[key]
+        return known
+
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Of the sequences, by rows and by keys."""
-        return self.cu_seqlens_q.diff(), self.cu_seqlens_k.diff()
+        return self._once(_lengths)
 
     def are_alike(self, whole: Whole) -> bool:
         """Whether rows and keys are known to be packed alike. Then a row and a key of a sequence
@@ -108,29 +114,28 @@ class Packed:
             return self.ends[0] == self.ends[1]
         return self.cu_seqlens_q is self.cu_seqlens_k
 
-    def parts_of(self, are_keys: bool, run: Run) -> _Parts:
-        if (are_keys, run) not in self._parts:
-            shifted = (self.cu_seqlens_k if are_keys else self.cu_seqlens_q) - run.start
-            start = (-shifted[:-1]).clamp_(0)
-            self._parts[are_keys, run] = _Parts(shifted.clamp_(0, run.rows), start)
-        return self._parts[are_keys, run]
+    def of_piece(self, rows: Run, keys: Run) -> Packing:
+        """The sequences' parts in some rows and keys."""
+        ends = self._once(_ends_in, False, rows), self._once(_ends_in, True, keys)
+        return self._packing(ends, rows.rows, keys.rows)
 
-    def of_runs(self, rows: tuple[Run, ...], keys: tuple[Run, ...]) -> Packing:
+    def starts_of(self, rows: Run, keys: Run) -> tuple[Tensor, Tensor]:
+        """How many rows and keys of each sequence lie before these."""
+        return self._once(_starts_in, False, rows), self._once(_starts_in, True, keys)
+
+    def of_runs(self, whole: Whole, rows: tuple[Run, ...], keys: tuple[Run, ...]) -> Packing:
         """The sequences' parts in some rows and keys, which are neighbours in memory, in the order
-        of the whole. So the parts of a sequence are neighbours, too."""
-        return Packing(
-            self._cu_seqlens_of(False, rows),
-            self._cu_seqlens_of(True, keys),
-            min(self.max_seqlen_q, sum(run.rows for run in rows)),
-            min(self.max_seqlen_k, sum(run.rows for run in keys)),
-            False,
+        of the whole. So the parts of a sequence are neighbours, too. Rows and keys of no sequence
+        are sequences without keys, or without rows: all rows and keys have results."""
+        ends = (
+            self._once(_all_ends_in, False, whole.seqlen_q, rows),
+            self._once(_all_ends_in, True, whole.seqlen_k, keys),
         )
+        return self._packing(ends, sum(run.rows for run in rows), sum(run.rows for run in keys))
 
-    def _cu_seqlens_of(self, are_keys: bool, runs: tuple[Run, ...]) -> Tensor:
-        if (are_keys, runs) not in self._joined:
-            first, *others = (self.parts_of(are_keys, run).cu_seqlens for run in runs)
-            self._joined[are_keys, runs] = sum(others, first)
-        return self._joined[are_keys, runs]
+    def _packing(self, ends: tuple[Tensor, Tensor], rows: int, keys: int) -> Packing:
+        longest = min(self.max_seqlen_q, rows), min(self.max_seqlen_k, keys)
+        return Packing(*ends, *longest, False)
 
     def see(self, whole: Whole, rows: Run, keys: Run, seqused: bool) -> bool:
         """As `Whole.sees`; where the host does not know the lengths, it may be."""
@@ -146,11 +151,31 @@ class Packed:
         return False
 
 
-class _Parts(NamedTuple):
-    """Of each packed sequence what lies in some rows, or keys."""
+def _lengths(packed: Packed) -> tuple[Tensor, Tensor]:
+    return packed.cu_seqlens_q.diff(), packed.cu_seqlens_k.diff()
 
-    cu_seqlens: Tensor  # (batch + 1,)
-    start: Tensor  # (batch,): how many of the sequence's rows lie before
+
+def _ends(packed: Packed, are_keys: bool) -> Tensor:
+    return packed.cu_seqlens_k if are_keys else packed.cu_seqlens_q
+
+
+def _ends_in(packed: Packed, are_keys: bool, run: Run) -> Tensor:
+    return (_ends(packed, are_keys) - run.start).clamp_(0, run.rows)
+
+
+def _starts_in(packed: Packed, are_keys: bool, run: Run) -> Tensor:
+    return (run.start - _ends(packed, are_keys)[:-1]).clamp_(0)
+
+
+def _all_ends_in(packed: Packed, are_keys: bool, length: int, runs: tuple[Run, ...]) -> Tensor:
+    """Of the sequences, and of four more: rows before and behind all of them, and such keys."""
+    ends = _ends(packed, are_keys)
+    first, last = ends[:1], ends[-1:]
+    zero, end = ends.new_zeros(1), ends.new_full((1,), length)
+    more = (zero, zero, ends, last, end) if are_keys else (zero, first, ends, end, end)
+    whole = torch.cat(more)
+    own, *others = ((whole - run.start).clamp_(0, run.rows) for run in runs)
+    return sum(others, own)
 
 
 def bias_of(bias: Tensor, rows: Run, keys: Run) -> Tensor:
@@ -183,12 +208,13 @@ def _place(whole: Whole, given: Given, packed: Packed | None, rows: Run, keys: R
             diagonal = used - whole.seqlen_q
             used = (used - keys.start).clamp(0, keys.rows)
         return _Place(rows.start, keys.start, diagonal, used)
-    own_rows, own_keys = packed.parts_of(False, rows), packed.parts_of(True, keys)
-    lengths_q, lengths_k = packed.lengths
+    starts = packed.starts_of(rows, keys)
+    lengths_q, lengths_k = packed.lengths()
     if used is not None:
         lengths_k = used
-        used = torch.minimum((used - own_keys.start).clamp(0), own_keys.cu_seqlens.diff())
-    return _Place(own_rows.start, own_keys.start, lengths_k - lengths_q, used)
+        own = packed.of_piece(rows, keys).cu_seqlens_k.diff()
+        used = torch.minimum((used - starts[1]).clamp(0), own)
+    return _Place(*starts, lengths_k - lengths_q, used)
 
 
 def unplaced_options(whole: Whole, causal: bool) -> AttentionOptions:

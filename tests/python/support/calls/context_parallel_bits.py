@@ -81,14 +81,15 @@ def largest_scores() -> None:
     """The largest of all ranks, which all of them have."""
     q, k = randn(2, 90, HEADS, 8), randn(2, 150, HEADS // 2, 8)
     ends = [torch.tensor(x).int() for x in ((0, 20, 20, 90), (0, 9, 40, 150))]
-    options = {"window_size": (20, 5), "return_max_logits": True}
-    right = anyflash.torch.attention(q, k, k, **options)
-    right_packed = anyflash.torch.attention_varlen(q[0], k[0], k[0], *ends, 70, 110, **options)
-    for way in ways():
-        cp = context_parallel(*way, 8)
-        keys = cp.shard(k)
-        found = cp.attention(cp.shard(q), keys, keys, **options)
-        assert torch.equal(found.max_logits, right.max_logits), way
-        found = cp.attention_varlen(cp.shard(q[0], 0), keys[0], keys[0], *ends, 70, 110, **options)
-        assert torch.equal(found.max_logits, right_packed.max_logits), way
+    for window in ((20, 5), (-1, -1)):
+        options = {"window_size": window, "return_max_logits": True}
+        right = anyflash.torch.attention(q, k, k, **options)
+        right_packed = anyflash.torch.attention_varlen(q[0], k[0], k[0], *ends, 70, 110, **options)
+        for way in ways():
+            cp = context_parallel(*way, 8)
+            rows, keys = cp.shard(q), cp.shard(k)
+            found = cp.attention(rows, keys, keys, **options)
+            assert torch.equal(found.max_logits, right.max_logits), way
+            found = cp.attention_varlen(rows[0], keys[0], keys[0], *ends, 70, 110, **options)
+            assert torch.equal(found.max_logits, right_packed.max_logits), way
     assert right_packed.max_logits[1].isinf().all()  # no row sees a key

@@ -58,7 +58,8 @@ class PackedCase(NamedTuple):
     @property
     def id(self) -> str:
         known = "" if self.host_knows else ", unknown to the host"
-        return f"packed, {self.method}, {self.layout}: {self.lengths}, {self.options}{known}"
+        name = f"packed, {self.method}, {self.layout}: {self.lengths}, {self.options}{known}"
+        return f"{name}, {str(self.dtype)[6:]}"
 
 
 def packed_cases() -> Iterator[PackedCase]:
@@ -68,6 +69,7 @@ def packed_cases() -> Iterator[PackedCase]:
             yield case
             if way[0] == "ring" and lengths == "alike":
                 yield case._replace(host_knows=False)
+                yield case._replace(dtype=torch.bfloat16)
 
 
 def without_host(*args: Any) -> Packed:
