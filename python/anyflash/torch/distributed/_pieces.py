@@ -91,17 +91,12 @@ class Pieces:
             options = unplaced_options(whole, piece.causal)
             if packed is not None:
                 runs = _within(self.rows, piece.rows), _within(keys.runs, piece.keys)
-                packing = packed.of_runs(whole, *runs)
+                packing = packed.of_runs(*runs)
         else:
             options = placed_options(whole, self.given, packed, self.part, piece.runs)
             if packed is not None:
                 packing = packed.of_piece(*piece.runs)
         return tuple(map(self.given_rows, tensors)), options, packing
-
-    def writes_all(self, piece: Piece) -> bool:
-        """Whether a piece's call writes all its rows and keys. Where they are placed, it does not
-        write those of no packed sequence."""
-        return self.packed is None or piece.runs is None
 
     def given_rows(self, x: Tensor) -> Tensor:
         """What a piece's calls take of a tensor with a batch axis."""
@@ -140,12 +135,10 @@ class ForwardSums:
         pieces = list(self._with_sinks(self.pieces.of(keys.runs)))
         rows = [piece.rows for piece, _ in pieces]
         apart = all(a.stop <= b.start for a, b in itertools.pairwise(rows))
-        write_all = all(self.pieces.writes_all(piece) for piece, _ in pieces)
-        if apart and write_all and last not in {None, self.out.dtype}:
+        if apart and last not in {None, self.out.dtype}:
             self._rounded = torch.empty_like(self.out, dtype=last), rows
         for piece, sinks in pieces:
-            covers = self.pieces.writes_all(piece) and piece.rows == slice(0, self.out.shape[1])
-            if not self._is_begun and not covers:
+            if not self._is_begun and piece.rows != slice(0, self.out.shape[1]):
                 self._begin()
             self._add_piece(keys, piece, sinks)
             self._is_begun = True
@@ -163,9 +156,7 @@ class ForwardSums:
         )
         found: Any = call.run(request)
         if maxima is not None:
-            # Joined packed pieces have two sequences more on either side.
-            of_call = found.max_logits[2:-2] if packing and piece.runs is None else found.max_logits
-            torch.maximum(maxima, of_call, out=maxima)
+            torch.maximum(maxima, found.max_logits, out=maxima)
 
     def _with_sinks(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor | None]]:
         """Each piece with the sinks, or None where its rows have them; cut where some have."""
@@ -241,8 +232,8 @@ class BackwardSums:
             dtype = self.dq.dtype
             into = torch.empty_like(keys.k, dtype=dtype), torch.empty_like(keys.v, dtype=dtype)
         pieces = self.pieces.of(keys.runs)
-        adds_dkv = not all(map(self.pieces.writes_all, pieces))
-        written = slice(0, 0) if adds_dkv or not pieces else pieces[0].keys
+        adds_dkv = False
+        written = pieces[0].keys if pieces else slice(0, 0)
         for gradient in into:
             for others in (slice(written.start), slice(written.stop, None)):
                 gradient[:, others].zero_()
@@ -255,8 +246,7 @@ class BackwardSums:
         self, keys: Keys, piece: Piece, into: tuple[Tensor, Tensor], adds_dkv: bool
     ) -> None:
         given, rows = self.pieces.given_rows, piece.rows
-        covers = self.pieces.writes_all(piece) and rows == slice(0, self.dq.shape[1])
-        if not self._is_begun and not covers:
+        if not self._is_begun and rows != slice(0, self.dq.shape[1]):
             self._begin()
         dk, dv = (given(gradient[:, piece.keys]) for gradient in into)
         request = GradientRequest(

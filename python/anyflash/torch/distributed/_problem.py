@@ -91,10 +91,11 @@ class Packed:
     max_seqlen_k: int
     # The same numbers where the host has them.
     ends: tuple[list[int], list[int]] | None
-    # What is computed once, for all pieces of a forward and its backward: by names and runs.
+    # By functions and arguments.
     _known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def _once(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    def once(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """function(self, *arguments), for all pieces of a forward and its backward."""
         key = function, *arguments
         if key not in self._known:
             self._known[key] = function(self, *arguments)
@@ -103,7 +104,7 @@ class Packed:
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Of the sequences, by rows and by keys."""
-        return self._once(_lengths)
+        return self.once(_lengths)
 
     def are_alike(self, whole: Whole) -> bool:
         """Whether rows and keys are known to be packed alike. Then a row and a key of a sequence
@@ -116,21 +117,17 @@ class Packed:
 
     def of_piece(self, rows: Run, keys: Run) -> Packing:
         """The sequences' parts in some rows and keys."""
-        ends = self._once(_ends_in, False, rows), self._once(_ends_in, True, keys)
+        ends = self.once(_ends_in, False, rows), self.once(_ends_in, True, keys)
         return self._packing(ends, rows.rows, keys.rows)
 
     def starts_of(self, rows: Run, keys: Run) -> tuple[Tensor, Tensor]:
         """How many rows and keys of each sequence lie before these."""
-        return self._once(_starts_in, False, rows), self._once(_starts_in, True, keys)
+        return self.once(_starts_in, False, rows), self.once(_starts_in, True, keys)
 
-    def of_runs(self, whole: Whole, rows: tuple[Run, ...], keys: tuple[Run, ...]) -> Packing:
+    def of_runs(self, rows: tuple[Run, ...], keys: tuple[Run, ...]) -> Packing:
         """The sequences' parts in some rows and keys, which are neighbours in memory, in the order
-        of the whole. So the parts of a sequence are neighbours, too. Rows and keys of no sequence
-        are sequences without keys, or without rows: all rows and keys have results."""
-        ends = (
-            self._once(_all_ends_in, False, whole.seqlen_q, rows),
-            self._once(_all_ends_in, True, whole.seqlen_k, keys),
-        )
+        of the whole. So the parts of a sequence are neighbours, too."""
+        ends = self.once(_ends_in_all, False, rows), self.once(_ends_in_all, True, keys)
         return self._packing(ends, sum(run.rows for run in rows), sum(run.rows for run in keys))
 
     def _packing(self, ends: tuple[Tensor, Tensor], rows: int, keys: int) -> Packing:
@@ -167,14 +164,8 @@ def _starts_in(packed: Packed, are_keys: bool, run: Run) -> Tensor:
     return (run.start - _ends(packed, are_keys)[:-1]).clamp_(0)
 
 
-def _all_ends_in(packed: Packed, are_keys: bool, length: int, runs: tuple[Run, ...]) -> Tensor:
-    """Of the sequences, and of four more: rows before and behind all of them, and such keys."""
-    ends = _ends(packed, are_keys)
-    first, last = ends[:1], ends[-1:]
-    zero, end = ends.new_zeros(1), ends.new_full((1,), length)
-    more = (zero, zero, ends, last, end) if are_keys else (zero, first, ends, end, end)
-    whole = torch.cat(more)
-    own, *others = ((whole - run.start).clamp_(0, run.rows) for run in runs)
+def _ends_in_all(packed: Packed, are_keys: bool, runs: tuple[Run, ...]) -> Tensor:
+    own, *others = (packed.once(_ends_in, are_keys, run) for run in runs)
     return sum(others, own)
 
 
