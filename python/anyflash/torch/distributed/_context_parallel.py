@@ -311,10 +311,9 @@ class ContextParallel:
         """:func:`anyflash.torch.attention_varlen` of all packed rows, for this rank's.
 
         The packed rows as a whole are shared among the ranks: chunks may cut sequences. Lengths on
-        a GPU are not read by the host. So there no chunk is left out, except where one tensor is
-        both ``cu_seqlens_q`` and ``cu_seqlens_k``, on all ranks: a causal mask or a window then
-        leaves out what it leaves out of a single sequence. Parameters that are not listed are those
-        of :meth:`attention`.
+        a GPU are not read by the host, so that there no chunk is left out. Where one tensor is both
+        ``cu_seqlens_q`` and ``cu_seqlens_k``, on all ranks, a mask leaves out what it leaves out of
+        a single sequence. Parameters that are not listed are those of :meth:`attention`.
 
         Parameters
         ----------
