@@ -209,13 +209,7 @@ BOUNDS = (
         STORED.replace("row < rows", "true"),
         "asan",
     ),
-    Mutation(
-        "float-gradient-columns",
-        FLOAT_ROWS,
-        "if (first + 1 < count) visit",
-        "visit",
-        "asan",
-    ),
+    Mutation("float-gradient-columns", FLOAT_ROWS, "first + 1 < count", "true", "asan"),
     Mutation(
         "dbias-past-end", DBIAS, "(!where.one_row && row >= params.dbias_rows)", "false", "asan"
     ),

@@ -54,6 +54,8 @@ PLAIN_CASES = (
     Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, more="out=fp32"),
     Case(seqlen_q=150, seqlen_k=203, heads=1, causal=1, more="split=90 out=fp32 nan=hidden"),
     Case(seqlen_q=40, seqlen_k=70, head_dim=40, head_dim_v=24, more="split=30 out=fp32"),
+    # The rows of one head are as far apart as four columns want, and there are fewer columns.
+    Case(seqlen_q=40, seqlen_k=70, heads=4, head_dim=40, head_dim_v=51, more="split=30 out=fp32"),
     Case(batch=3, seqlen_q=65, seqlen_k=150, heads=1, more="used=150,0,70 nan=hidden left=100"),
 )
 

@@ -44,6 +44,7 @@ VARIANTS = "variant/forward_variants.h"
 EPILOGUE = "sm80/forward/epilogue.h"
 CUDA_EPILOGUE = "cuda/epilogue.h"
 FLOAT_ROWS = "cuda/float_rows.h"
+FLOATS_EXIST = "exists && column < count"
 KERNEL = "sm80/forward/kernel.h"
 OPERAND = "sm80/ldmatrix_operand.h"
 PIECES = "sm80/tile_pieces.h"
@@ -192,9 +193,10 @@ BOUNDS = (
     Mutation(
         "float-output-not-guarded",
         FLOAT_ROWS,
-        "if (exists && column < count) *reinterpret_cast<float4*>",
-        "if (column < count) *reinterpret_cast<float4*>",
+        FLOATS_EXIST,
+        "column < count",
         "asan",
+        after="ANYFLASH_DEVICE void store(",
     ),
     Mutation(
         "bias-row-past-end",
@@ -325,25 +327,21 @@ PRIOR = (
     Mutation(
         "prior-rows-past-end",
         FLOAT_ROWS,
-        "if (exists && column < count) values",
-        "if (column < count) values",
+        FLOATS_EXIST,
+        "column < count",
         "asan",
+        after="float4 values{};",
     ),
     Mutation(
         "prior-columns-past-end",
         FLOAT_ROWS,
-        "return exists && column < count",
-        "return exists",
+        FLOATS_EXIST,
+        "exists",
         "asan",
+        after="const auto one = [&](int column)",
     ),
-    Mutation("float32-columns-not-exchanged", FLOAT_ROWS, "second - 2 : first", "second : first"),
-    Mutation(
-        "unaligned-float32-rows",
-        FLOAT_ROWS,
-        "stride.col == 1 && stride.row % 4 == 0",
-        "true",
-        "asan",
-    ),
+    Mutation("float32-columns-not-exchanged", FLOAT_ROWS, "second - 2", "second"),
+    Mutation("unaligned-float32-rows", FLOAT_ROWS, "columns % 4 == 0", "true"),
     Mutation(
         "no-barrier-after-prior",
         EPILOGUE,
