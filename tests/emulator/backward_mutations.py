@@ -23,7 +23,6 @@ MAINLOOP = "sm80/backward/mainloop.h"
 STAGES = "sm80/backward/stages.h"
 LOADS = "sm80/backward/load.h"
 CUDA_EPILOGUE = "cuda/backward_epilogue.h"
-FLOAT_ROWS = "cuda/float_rows.h"
 CUDA_PARTS = "cuda/gqa_partials.h"
 VISITS = "cuda/query_tile_iterator.h"
 KERNEL = "sm80/backward/kernel.h"
@@ -35,8 +34,7 @@ DBIAS = "sm80/backward/dbias.h"
 SCORE_GRADIENT_TILE = "sm80/backward/score_gradient_tile.h"
 ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
-ADDED = "existing.add<kWide>(target, row < rows, first, second, values);"
-STORED = "existing.store<kWide>(target, row < rows, first, second, values);"
+ADDED = "atomicAdd(target, value);"
 HIDDEN = "!mask.keep(row, key) || !variant.keep(row, key)"
 OWN_PART = "first_part<Traits>(params, block) + block.gqa_split"
 CLEAR_DO = "if (dout_.clear_nonfinite()) atomicMax(&smem_.nonfinite_dout, 1);"
@@ -187,10 +185,7 @@ POSITIONS = (
         "order-of-gradient", PIECES, "Order{}(first_row + i * kPass)", "first_row + i * kPass"
     ),
     Mutation(
-        "order-of-float32-gradient",
-        EPILOGUE,
-        "Order{}(get<0>(coordinates(row, 0)))",
-        "get<0>(coordinates(row, 0))",
+        "order-of-float32-gradient", EPILOGUE, "Order{}(get<0>(places(i)))", "get<0>(places(i))"
     ),
 )
 
@@ -205,11 +200,17 @@ BOUNDS = (
     Mutation(
         "float-gradient-past-end",
         CUDA_EPILOGUE,
-        STORED,
-        STORED.replace("row < rows", "true"),
+        "row >= rows || col >= columns",
+        "col >= columns",
         "asan",
     ),
-    Mutation("float-gradient-columns", FLOAT_ROWS, "first + 1 < count", "true", "asan"),
+    Mutation(
+        "float-gradient-columns",
+        CUDA_EPILOGUE,
+        "row >= rows || col >= columns",
+        "row >= rows",
+        "asan",
+    ),
     Mutation(
         "dbias-past-end", DBIAS, "(!where.one_row && row >= params.dbias_rows)", "false", "asan"
     ),
@@ -229,7 +230,7 @@ ARITHMETIC = (
     ),
     Mutation("restored-where-mask-hides", CUDA_EPILOGUE, HIDDEN, "!variant.keep(row, key)"),
     Mutation("restored-where-bias-hides", CUDA_EPILOGUE, HIDDEN, "!mask.keep(row, key)"),
-    Mutation("gradient-not-added-to", CUDA_EPILOGUE, ADDED, STORED),
+    Mutation("gradient-not-added-to", CUDA_EPILOGUE, ADDED, "*target = value;"),
     Mutation("dropped-infinity-restored", CUDA_EPILOGUE, "variant.is_dropped(row, key)", "false"),
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),

@@ -23,6 +23,7 @@ STAGES = "sm90/backward/stages.h"
 WIDE = "sm90/backward/wide_mainloop.h"
 MAINLOOP = "sm90/backward/mainloop.h"
 STAGED_ROWS = "sm90/staged_rows.h"
+EPILOGUE = "sm90/backward/epilogue.h"
 DQ = "sm90/backward/dq_by_rows.h"
 DQ_STAGES = "sm90/backward/dq_stages.h"
 KEPT = "sm90/kept_elements.h"
@@ -73,6 +74,8 @@ HIDDEN = (
               "if (clears_rows) stages.clear_rows();"),
     _mutation("hopper-backward-keys-not-cleared", STAGES, "keys_ != KeyState::kNotLookedAt",
               "true"),
+    _mutation("hopper-dq-not-added", EPILOGUE, "columns.add(to, four);",
+              "columns.store(to, four);"),
     _mutation("hopper-dq-keys-not-cleared", DQ, "stages.clear_keys();"),
     _mutation("hopper-dq-not-hidden", DQ_STAGES, "hide(acc_dp, seen);"),
     _mutation("hopper-dq-no-fence-after-clearing", DQ_STAGES, "fence_smem_writes();"),

@@ -36,6 +36,7 @@ MAINLOOP = "sm90/forward/mainloop.h"
 SOFTMAX = "sm90/forward/softmax.h"
 EPILOGUE = "sm90/forward/epilogue.h"
 STAGED_ROWS = "sm90/staged_rows.h"
+FLOAT_ROWS = "sm90/float_rows.h"
 VISITED = "sm90/visited_tiles.h"
 
 _mutation = partial(Mutation, unit=HOPPER)
@@ -169,6 +170,12 @@ ARITHMETIC = (
 OUTPUT = (
     _mutation("hopper-prior-lse-overwritten", EPILOGUE,
               "__syncwarp(); // all lanes have read the LSE"),
+    _mutation("hopper-float32-not-exchanged", FLOAT_ROWS, "first + 6", "first + 8"),
+    _mutation("hopper-float32-rows-past-end", FLOAT_ROWS, "exists && column_ < count",
+              "column_ < count"),
+    _mutation("hopper-unaligned-float32", FLOAT_ROWS, "columns % 4 == 0", "true"),
+    _mutation("hopper-prior-lse-not-joined", EPILOGUE,
+              "if (first + kChunk == kColumns) lse(row) = merge.lse();"),
     _mutation("hopper-output-without-fence", STAGED_ROWS, "fence_smem_writes();"),
     _mutation("hopper-output-overwritten", STAGES,
               "if (threadIdx.x % 32 == 0) wait_stores_read();"),

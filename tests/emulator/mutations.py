@@ -43,8 +43,6 @@ RESTORE_NONFINITE = "cuda/restore_nonfinite.h"
 VARIANTS = "variant/forward_variants.h"
 EPILOGUE = "sm80/forward/epilogue.h"
 CUDA_EPILOGUE = "cuda/epilogue.h"
-FLOAT_ROWS = "cuda/float_rows.h"
-FLOATS_EXIST = "exists && column < count"
 KERNEL = "sm80/forward/kernel.h"
 OPERAND = "sm80/ldmatrix_operand.h"
 PIECES = "sm80/tile_pieces.h"
@@ -192,11 +190,10 @@ BOUNDS = (
     Mutation("columns-not-guarded", "sm80/copy.h", "row_ok && columns.ok[panel]", "row_ok"),
     Mutation(
         "float-output-not-guarded",
-        FLOAT_ROWS,
-        FLOATS_EXIST,
-        "column < count",
+        CUDA_EPILOGUE,
+        "i < rows && x < params.attention.head_dim_v",
+        "i < rows",
         "asan",
-        after="ANYFLASH_DEVICE void store(",
     ),
     Mutation(
         "bias-row-past-end",
@@ -318,30 +315,9 @@ STORES = (
 )
 # The result over other keys.
 PRIOR = (
-    Mutation(
-        "prior-lse-not-joined",
-        CUDA_EPILOGUE,
-        "if (first + kChunk == kColumns) lse_of_rows(row) = merge.lse();",
-        "",
-    ),
-    Mutation(
-        "prior-rows-past-end",
-        FLOAT_ROWS,
-        FLOATS_EXIST,
-        "column < count",
-        "asan",
-        after="float4 values{};",
-    ),
-    Mutation(
-        "prior-columns-past-end",
-        FLOAT_ROWS,
-        FLOATS_EXIST,
-        "exists",
-        "asan",
-        after="const auto one = [&](int column)",
-    ),
-    Mutation("float32-columns-not-exchanged", FLOAT_ROWS, "second - 2", "second"),
-    Mutation("unaligned-float32-rows", FLOAT_ROWS, "columns % 4 == 0", "true"),
+    Mutation("prior-lse-not-joined", CUDA_EPILOGUE, "lse(row) = merge.lse();", ""),
+    Mutation("prior-rows-past-end", CUDA_EPILOGUE, "if (i >= rows) continue;", ";", "asan"),
+    Mutation("prior-columns-past-end", CUDA_EPILOGUE, "x < prior.columns", "true", "asan"),
     Mutation(
         "no-barrier-after-prior",
         EPILOGUE,

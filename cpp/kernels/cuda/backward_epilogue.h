@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "common/macros.h"
-#include "cuda/float_rows.h"
 #include "cuda/restore_nonfinite.h"
 #include "variant/backward_scratch.h"
 #include "variant/block_mask.h"
@@ -45,19 +44,13 @@ struct GradientTile {
     return tile;
   }
 
-  // A thread's columns of a row, as FloatColumns has them.
-  ANYFLASH_DEVICE void store(int row, int first, int second, const float4& values) const {
-    if (has_wide_columns(data, stride, columns)) store_as<true>(row, first, second, values);
-    else store_as<false>(row, first, second, values);
-  }
-
- private:
-  template <bool kWide>
-  ANYFLASH_DEVICE void store_as(int row, int first, int second, const float4& values) const {
-    const FloatColumns existing{stride.col, columns};
-    float* const target = data + row * stride.row;
-    if (accumulates) existing.add<kWide>(target, row < rows, first, second, values);
-    else existing.store<kWide>(target, row < rows, first, second, values);
+  // Element by element, as float32 goes. No other thread has the element: the atomic addition is
+  // there because nothing waits for it.
+  ANYFLASH_DEVICE void store(int row, int col, float value) const {
+    if (row >= rows || col >= columns) return;
+    float* const target = data + row * stride.row + col * stride.col;
+    if (accumulates) atomicAdd(target, value);
+    else *target = value;
   }
 };
 

@@ -5,11 +5,9 @@
 
 #include <cmath>
 #include <cute/tensor.hpp>
-#include <type_traits>
 
 #include "common/macros.h"
 #include "common/merge.h"
-#include "cuda/float_rows.h"
 #include "cuda/restore_nonfinite.h"
 #include "params.h"
 #include "variant/mask.h"
@@ -56,67 +54,40 @@ ANYFLASH_DEVICE void restore_values(const ForwardParams& params, const ForwardWo
   }
 }
 
-// Of join_prior(): kWide says how rows of `out` are read.
-template <bool kWide, class Matrix, class Lse, class Coordinates>
-ANYFLASH_DEVICE void join_rows(const Prior& prior, const float* out, const float* lse,
-                               Matrix& out_matrix, Lse& lse_of_rows, const Coordinates& coordinates,
-                               int rows) {
-  constexpr int kRows = decltype(cute::size<0>(out_matrix))::value;
-  constexpr int kColumns = decltype(cute::size<1>(out_matrix))::value;
-  constexpr int kChunk = kRows == 2 && kColumns % 16 == 0 ? 16 : 8;  // of each row under way
-  static_assert(kColumns % kChunk == 0);
-  const FloatColumns columns{prior.out_stride.col, prior.columns};
-  float before_lse[kRows];
-  CUTE_UNROLL
-  for (int row = 0; row < kRows; ++row) {
-    const int i = cute::get<0>(coordinates(row, 0));
-    before_lse[row] = i < rows ? lse[i * prior.lse_stride.row] : -INFINITY;
-  }
-  CUTE_UNROLL
-  for (int first = 0; first < kColumns; first += kChunk) {
-    float4 before[kRows][kChunk / 4];
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      const int i = cute::get<0>(coordinates(row, 0));
-      CUTE_UNROLL
-      for (int col = 0; col < kChunk; col += 4) {
-        before[row][col / 4] = columns.load<kWide>(out + i * prior.out_stride.row, i < rows,
-                                                   cute::get<1>(coordinates(row, first + col)),
-                                                   cute::get<1>(coordinates(row, first + col + 2)));
-      }
-    }
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      const Merge<float> merge(before_lse[row], lse_of_rows(row));
-      CUTE_UNROLL
-      for (int col = 0; col < kChunk; col += 4) {
-        const float4& a = before[row][col / 4];
-        const auto b = [&](int i) -> float& { return out_matrix(row, first + col + i); };
-        b(0) = merge.out(a.x, b(0));
-        b(1) = merge.out(a.y, b(1));
-        b(2) = merge.out(a.z, b(2));
-        b(3) = merge.out(a.w, b(3));
-      }
-      if (first + kChunk == kColumns) lse_of_rows(row) = merge.lse();
-    }
-  }
-}
-
 // Joins the rows' results with those over other keys, some columns at a time, whose loads are under
 // way together. Before anything is written where these are, all threads of a row have to get here.
 template <class Matrix, class Lse, class Coordinates>
 ANYFLASH_DEVICE void join_prior(const ForwardParams& params, const ForwardWorkTile& work_tile,
                                 Matrix& out_matrix, Lse& lse, const Coordinates& coordinates,
                                 int rows) {
+  constexpr int kColumns = decltype(cute::size<1>(out_matrix))::value;
+  constexpr int kChunk = kColumns % 16 == 0 ? 16 : 8;
+  static_assert(kColumns % kChunk == 0);
   const Prior& prior = params.prior;
   const auto* const prior_out = first_of<const float>(
       prior.out, prior.out_stride, work_tile.sequence, work_tile.head, work_tile.first_row);
   const auto* const prior_lse = first_of<const float>(
       prior.lse, prior.lse_stride, work_tile.sequence, work_tile.head, work_tile.first_row);
-  if (has_wide_columns(prior_out, prior.out_stride, prior.columns)) {
-    join_rows<true>(prior, prior_out, prior_lse, out_matrix, lse, coordinates, rows);
-  } else {
-    join_rows<false>(prior, prior_out, prior_lse, out_matrix, lse, coordinates, rows);
+  CUTE_UNROLL
+  for (int row = 0; row < cute::size<0>(out_matrix); ++row) {
+    const int i = cute::get<0>(coordinates(row, 0));
+    if (i >= rows) continue;
+    const Merge<float> merge(prior_lse[i * prior.lse_stride.row], lse(row));
+    const float* const of_row = prior_out + i * prior.out_stride.row;
+    CUTE_UNROLL
+    for (int first = 0; first < kColumns; first += kChunk) {
+      float before[kChunk];
+      CUTE_UNROLL
+      for (int col = 0; col < kChunk; ++col) {
+        const int x = cute::get<1>(coordinates(row, first + col));
+        before[col] = x < prior.columns ? of_row[x * prior.out_stride.col] : 0.0f;
+      }
+      CUTE_UNROLL
+      for (int col = 0; col < kChunk; ++col) {
+        out_matrix(row, first + col) = merge.out(before[col], out_matrix(row, first + col));
+      }
+    }
+    lse(row) = merge.lse();
   }
 }
 
@@ -163,31 +134,25 @@ ANYFLASH_DEVICE void store_lse(const ForwardParams& params, const ForwardWorkTil
   }
 }
 
-// The accumulators as they are, with any strides.
+// The accumulators as they are, element by element and with any strides.
 template <class Matrix, class Coordinates>
 ANYFLASH_DEVICE void store_float_rows(const ForwardParams& params, const ForwardWorkTile& work_tile,
                                       const Matrix& out_matrix, const Coordinates& coordinates,
                                       int rows) {
   using namespace cute;
-  float* const first = first_of<float>(params.out, params.out_stride, work_tile.sequence,
-                                       work_tile.head, work_tile.first_row);
-  const FloatColumns columns{params.out_stride.col, params.attention.head_dim_v};
-  const auto store = [&](auto wide) ANYFLASH_INLINE_LAMBDA {
+  float* const gO = first_of<float>(params.out, params.out_stride, work_tile.sequence,
+                                    work_tile.head, work_tile.first_row);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(out_matrix); ++row) {
+    const int i = get<0>(coordinates(row, 0));
     CUTE_UNROLL
-    for (int row = 0; row < size<0>(out_matrix); ++row) {
-      const int i = get<0>(coordinates(row, 0));
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(out_matrix); col += 4) {
-        columns.template store<wide>(first + i * params.out_stride.row, i < rows,
-                                     get<1>(coordinates(row, col)),
-                                     get<1>(coordinates(row, col + 2)),
-                                     {out_matrix(row, col), out_matrix(row, col + 1),
-                                      out_matrix(row, col + 2), out_matrix(row, col + 3)});
+    for (int col = 0; col < size<1>(out_matrix); ++col) {
+      const int x = get<1>(coordinates(row, col));
+      if (i < rows && x < params.attention.head_dim_v) {
+        gO[i * params.out_stride.row + x * params.out_stride.col] = out_matrix(row, col);
       }
     }
-  };
-  if (has_wide_columns(first, params.out_stride, columns.count)) store(std::true_type{});
-  else store(std::false_type{});
+  }
 }
 
 }  // namespace anyflash

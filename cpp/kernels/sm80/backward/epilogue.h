@@ -18,8 +18,8 @@
 namespace anyflash::sm80 {
 
 // Writes an accumulator of `mma` whose row r is row Order(r) of the tile; the order is its own
-// inverse. In the inputs' type through `smem`, by 16 bytes a thread, else as FloatColumns has it.
-// All threads of the CTA take part, and have done with what `smem` held.
+// inverse. In the inputs' type through `smem`, by 16 bytes a thread, else element by element. All
+// threads of the CTA take part, and have done with what `smem` held.
 template <class Tile, class Order, class Out, class Mma, class Acc, class Smem>
 ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, const Mma& mma, const Acc& acc,
                                     Smem& smem) {
@@ -34,18 +34,9 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, const Mma& 
     store_pieces<Tile, Order>(target.data, static_cast<int>(target.stride.row), target.rows,
                               target.columns, smem.data(), thread);
   } else {
-    const auto values = as_matrix(acc);
-    const auto coordinates = as_matrix(places);
-    static_assert(decltype(size<1>(values))::value % 4 == 0);
     CUTE_UNROLL
-    for (int row = 0; row < size<0>(values); ++row) {
-      const int i = Order{}(get<0>(coordinates(row, 0)));
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(values); col += 4) {
-        target.store(
-            i, get<1>(coordinates(row, col)), get<1>(coordinates(row, col + 2)),
-            {values(row, col), values(row, col + 1), values(row, col + 2), values(row, col + 3)});
-      }
+    for (int i = 0; i < size(acc); ++i) {
+      target.store(Order{}(get<0>(places(i))), get<1>(places(i)), acc(i));
     }
   }
 }

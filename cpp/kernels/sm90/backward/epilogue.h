@@ -8,6 +8,7 @@
 #include "sm90/accumulator.h"
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/variants.h"
+#include "sm90/float_rows.h"
 #include "sm90/pipeline.h"
 #include "sm90/ptx.h"
 #include "sm90/staged_rows.h"
@@ -18,7 +19,7 @@
 namespace anyflash::sm90 {
 
 // The warp's 16 rows from `warp_row` of the target on, as far as they exist: in 16 bits by rows, in
-// float32 as FloatColumns has it.
+// float32 element by element.
 template <class Out, int kColumns>
 ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, int warp_row,
                                     const Accumulator<kColumns>& acc) {
@@ -26,19 +27,40 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, int warp_ro
     store_rows<Out, kColumns>(target.data, target.stride.row, warp_row, target.rows, target.columns,
                               acc);
   } else {
-    const auto values = as_matrix(acc);
     CUTE_UNROLL
-    for (int row = 0; row < kThreadRows; ++row) {
-      const int i = warp_row + static_cast<int>(threadIdx.x % 32 / 4) + 8 * row;
-      CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(values); col += 4) {
-        const int column = col / 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2;
-        target.store(
-            i, column, column + 8,
-            {values(row, col), values(row, col + 1), values(row, col + 2), values(row, col + 3)});
-      }
+    for (int i = 0; i < cute::size(acc); ++i) {
+      const int row = warp_row + static_cast<int>(threadIdx.x % 32 / 4) + i / 2 % 2 * 8;
+      const int col = i / 4 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + i % 2;
+      target.store(row, col, acc(i));
     }
   }
+}
+
+// The same, in float32 four columns at a time where the target allows, for kernels with registers to
+// spare.
+template <class Out, int kColumns>
+ANYFLASH_DEVICE void store_sums(const GradientTile<Out>& target, int warp_row,
+                                const Accumulator<kColumns>& acc) {
+  if constexpr (sizeof(Out) == sizeof(float)) {
+    if (has_wide_columns(target.data, target.stride, target.columns)) {
+      const auto values = as_matrix(acc);
+      CUTE_UNROLL
+      for (int row = 0; row < kThreadRows; ++row) {
+        const int i = warp_row + static_cast<int>(threadIdx.x % 32 / 4) + 8 * row;
+        CUTE_UNROLL
+        for (int col = 0; col < cute::size<1>(values); col += 4) {
+          const WideColumns columns(i < target.rows, 4 * col + thread_column(), target.columns);
+          float* const to = target.data + i * target.stride.row;
+          const float4 four{values(row, col), values(row, col + 1), values(row, col + 2),
+                            values(row, col + 3)};
+          if (target.accumulates) columns.add(to, four);
+          else columns.store(to, four);
+        }
+      }
+      return;
+    }
+  }
+  store_gradient<Out, kColumns>(target, warp_row, acc);
 }
 
 template <class Acc>

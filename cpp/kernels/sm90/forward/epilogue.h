@@ -4,8 +4,11 @@
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
+#include "common/merge.h"
 #include "cuda/epilogue.h"
 #include "params.h"
+#include "sm90/accumulator.h"
+#include "sm90/float_rows.h"
 #include "sm90/forward/launch_params.h"
 #include "sm90/forward/softmax.h"
 #include "sm90/forward/stages.h"
@@ -58,6 +61,87 @@ ANYFLASH_DEVICE void restore_block(const typename Traits::Block::Launch& params,
   }
 }
 
+// join_prior(), where rows of the results over other keys have wide columns.
+template <class Matrix, class Lse>
+ANYFLASH_DEVICE void join_wide_prior(const Prior& prior, const float* prior_out,
+                                     const float* prior_lse, Matrix& out, Lse& lse, int rows) {
+  constexpr int kColumns = decltype(cute::size<1>(out))::value;
+  constexpr int kChunk = 16;  // columns of each row under way
+  static_assert(kColumns % kChunk == 0);
+  float before_lse[kThreadRows];
+  CUTE_UNROLL
+  for (int row = 0; row < kThreadRows; ++row) {
+    const int i = thread_row() + 8 * row;
+    before_lse[row] = i < rows ? prior_lse[i * prior.lse_stride.row] : -INFINITY;
+  }
+  CUTE_UNROLL
+  for (int first = 0; first < kColumns; first += kChunk) {
+    float4 before[kThreadRows][kChunk / 4];
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) {
+      const int i = thread_row() + 8 * row;
+      CUTE_UNROLL
+      for (int col = 0; col < kChunk; col += 4) {
+        const WideColumns columns(i < rows, 4 * (first + col) + thread_column(), prior.columns);
+        before[row][col / 4] = columns.load(prior_out + i * prior.out_stride.row);
+      }
+    }
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) {
+      const Merge<float> merge(before_lse[row], lse(row));
+      CUTE_UNROLL
+      for (int col = 0; col < kChunk; col += 4) {
+        const float4& a = before[row][col / 4];
+        const auto b = [&](int i) -> float& { return out(row, first + col + i); };
+        b(0) = merge.out(a.x, b(0));
+        b(1) = merge.out(a.y, b(1));
+        b(2) = merge.out(a.z, b(2));
+        b(3) = merge.out(a.w, b(3));
+      }
+      if (first + kChunk == kColumns) lse(row) = merge.lse();
+    }
+  }
+}
+
+template <class Matrix, class Lse, class Coordinates>
+ANYFLASH_DEVICE void join_state(const ForwardParams& params, const ForwardWorkTile& work_tile,
+                                Matrix& out, Lse& lse, const Coordinates& coordinates, int rows) {
+  const Prior& prior = params.prior;
+  const auto first = [&](const void* data, const Strides& stride) {
+    return first_of<const float>(data, stride, work_tile.sequence, work_tile.head,
+                                 work_tile.first_row);
+  };
+  const float* const prior_out = first(prior.out, prior.out_stride);
+  if (has_wide_columns(prior_out, prior.out_stride, prior.columns)) {
+    join_wide_prior(prior, prior_out, first(prior.lse, prior.lse_stride), out, lse, rows);
+  } else {
+    join_prior(params, work_tile, out, lse, coordinates, rows);
+  }
+}
+
+template <class Matrix, class Coordinates>
+ANYFLASH_DEVICE void store_float_output(const ForwardParams& params,
+                                        const ForwardWorkTile& work_tile, const Matrix& out,
+                                        const Coordinates& coordinates, int rows) {
+  float* const first = first_of<float>(params.out, params.out_stride, work_tile.sequence,
+                                       work_tile.head, work_tile.first_row);
+  const int columns = params.attention.head_dim_v;
+  if (!has_wide_columns(first, params.out_stride, columns)) {
+    store_float_rows(params, work_tile, out, coordinates, rows);
+    return;
+  }
+  CUTE_UNROLL
+  for (int row = 0; row < kThreadRows; ++row) {
+    const int i = thread_row() + 8 * row;
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(out); col += 4) {
+      WideColumns(i < rows, 4 * col + thread_column(), columns)
+          .store(first + i * params.out_stride.row,
+                 {out(row, col), out(row, col + 1), out(row, col + 2), out(row, col + 3)});
+    }
+  }
+}
+
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& params,
                                       const typename Traits::Block& block,
@@ -71,14 +155,14 @@ ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& para
   auto lse = finished.lse;
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
   if (params.prior.out != nullptr) {
-    join_prior(params, work_tile, out, lse, coordinates, rows);
+    join_state(params, work_tile, out, lse, coordinates, rows);
     __syncwarp();  // all lanes have read the LSE
   }
   if (params.max_logits != nullptr) {
     reduce_max_logits(params, work_tile, softmax, coordinates, rows);
   }
   if (params.out_dtype == DType::kFloat32) {
-    store_float_rows(params, work_tile, out, coordinates, rows);
+    store_float_output(params, work_tile, out, coordinates, rows);
   } else if constexpr (Traits::kOutputInQ) {
     stage_output<Traits>(params, work_tile, stages.queries(), acc_o);
   } else {
