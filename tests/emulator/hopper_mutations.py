@@ -171,8 +171,6 @@ OUTPUT = (
     _mutation("hopper-prior-lse-overwritten", EPILOGUE,
               "__syncwarp(); // all lanes have read the LSE"),
     _mutation("hopper-float32-not-exchanged", FLOAT_ROWS, "first + 6", "first + 8"),
-    _mutation("hopper-float32-rows-past-end", FLOAT_ROWS, "exists && column_ < count",
-              "column_ < count"),
     _mutation("hopper-unaligned-float32", FLOAT_ROWS, "columns % 4 == 0", "true"),
     _mutation("hopper-prior-lse-not-joined", EPILOGUE,
               "if (first + kChunk == kColumns) lse(row) = merge.lse();"),

@@ -36,8 +36,8 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, int warp_ro
   }
 }
 
-// The same, in float32 four columns at a time where the target allows, for kernels with registers to
-// spare.
+// The same, in float32 four columns at a time where the target allows. For kernels with registers
+// to spare.
 template <class Out, int kColumns>
 ANYFLASH_DEVICE void store_sums(const GradientTile<Out>& target, int warp_row,
                                 const Accumulator<kColumns>& acc) {
