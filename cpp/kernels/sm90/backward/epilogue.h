@@ -39,8 +39,8 @@ ANYFLASH_DEVICE void store_gradient(const GradientTile<Out>& target, int warp_ro
 // The same, in float32 four columns at a time where the target allows. For kernels with registers
 // to spare.
 template <class Out, int kColumns>
-ANYFLASH_DEVICE void store_sums(const GradientTile<Out>& target, int warp_row,
-                                const Accumulator<kColumns>& acc) {
+ANYFLASH_DEVICE void store_dq(const GradientTile<Out>& target, int warp_row,
+                              const Accumulator<kColumns>& acc) {
   if constexpr (sizeof(Out) == sizeof(float)) {
     if (has_wide_columns(target.data, target.stride, target.columns)) {
       const auto values = as_matrix(acc);

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
                                       query_rows(sequence, block.head, block.first_row),
                                       params.attention.head_dim, params.accumulates_dq)
             .from_column(first_column);
-    store_sums<decltype(type), Traits::kDqPartColumns>(target, warp_row, acc);
+    store_dq<decltype(type), Traits::kDqPartColumns>(target, warp_row, acc);
   });
 }
 
