@@ -66,7 +66,7 @@ template <class Matrix, class Lse>
 ANYFLASH_DEVICE void join_wide_prior(const Prior& prior, const float* prior_out,
                                      const float* prior_lse, Matrix& out, Lse& lse, int rows) {
   constexpr int kColumns = decltype(cute::size<1>(out))::value;
-  constexpr int kChunk = 16;  // columns of each row under way
+  constexpr int kChunk = kColumns % 16 == 0 ? 16 : 8;  // columns of each row under way
   static_assert(kColumns % kChunk == 0);
   float before_lse[kThreadRows];
   CUTE_UNROLL
