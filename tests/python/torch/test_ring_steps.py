@@ -87,3 +87,27 @@ def test_steps_double_up_to_their_bytes(
         )
         found = ring.Ring(group, layout, of_rank, k, k).steps
         assert [list(hops) for hops in found] == steps
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_packed_sequences_take_one_call_a_hop(torch: ModuleType, alike: bool) -> None:
+    """Where the host does not know the lengths: of rows and keys that are packed alike. Otherwise
+    one for each pair of chunks."""
+    ranks, rows = 4, 128
+    length = ranks * rows
+    ends = torch.tensor([0, 100, 130, 400, length], dtype=torch.int32)
+    packed = problem.Packed(ends, ends if alike else ends.clone(), 270, 270, None)
+    whole = arguments.read_whole(AttentionOptions(causal=True), (length, length), False)
+    layout = layouts.Layout("zigzag", ranks, 64)
+    q = torch.empty(1, rows, 1, 8)
+    for rank in range(ranks):
+        of_rank = pieces.Pieces(
+            whole, problem.Given(), packed, Part(), (q, layout.runs(rank, length))
+        )
+        group = transport.Group(None, rank, ranks)
+        hops = ring.Ring(group, layout, of_rank, q, q)
+        for hop in range(ranks):
+            owner, wanted = hops.keys[group.peer(-hop)], hops.wanted[hop]
+            runs = [run for run in owner if wanted.start <= run.at < wanted.stop]
+            pairs = len(hops.rows[rank]) * len(runs)
+            assert len(of_rank.of(runs)) == (1 if alike else pairs)
