@@ -36,6 +36,7 @@ ROWS_SOURCE = "cuda/backward_preprocess.cu"
 
 ADDED = "atomicAdd(target, value);"
 HIDDEN = "!mask.keep(row, key) || !variant.keep(row, key)"
+DLSE = "p.dlse == nullptr ? 0.0f : *row_of<float>(p.dlse, p.dlse_stride, tile, row)"
 OWN_PART = "first_part<Traits>(params, block) + block.gqa_split"
 CLEAR_DO = "if (dout_.clear_nonfinite()) atomicMax(&smem_.nonfinite_dout, 1);"
 LOAD_TILE = (
@@ -54,6 +55,7 @@ END_MAINLOOP = "backward_mainloop<Traits, Variant>(params, block, smem, acc_dk, 
 SYNCHRONISATION = (
     Mutation("no-barrier-for-tile", MAINLOOP, TILE_THERE),
     Mutation("no-barrier-for-p", MAINLOOP, "__syncthreads(); // P and dS are there"),
+    Mutation("no-barrier-for-finite-k", MAINLOOP, "__syncthreads(); // all of K has been looked"),
     Mutation("no-barrier-for-cleared-k", MAINLOOP, "__syncthreads(); // K without NaN"),
     Mutation(
         "no-barrier-for-restored-k", MAINLOOP, "__syncthreads(); // every warp has done with that K"
@@ -235,7 +237,13 @@ ARITHMETIC = (
     Mutation("nan-of-hidden-dp", SCORES, "kMasked && is_hidden(p(i))", "false"),
     Mutation("hidden-p-like-others", SCORES, "__float_as_uint(p) == 0x80000000u", "false"),
     Mutation("mask-of-first-part", STAGES, "whole.col0 + kKey", "whole.col0"),
-    Mutation("rows-that-round-up-see-all", MASK, "seqlen_q_ + last_", "kFar"),
+    Mutation("rows-that-round-up-see-infinity", SCORES, "of_row.lse >= kFarLse", "false"),
+    Mutation(
+        "last-rows-not-masked",
+        VISITS,
+        "min(range_.unmasked_end, range_.end - 1)",
+        "range_.unmasked_end",
+    ),
     Mutation(
         "edge-everywhere", VISITS, "begins_on_diagonal_ && m_ == range_.begin", "m_ == range_.begin"
     ),
@@ -318,7 +326,8 @@ OF_ROWS = (
         "keyless-rows-with-lse", ROWS_SOURCE, "return {INFINITY, 0.0f};", "return {0.0f, 0.0f};"
     ),
     Mutation("keyless-lse-kept", ROWS_SOURCE, "fabsf(lse) == INFINITY", "false"),
-    Mutation("dlse-forgotten", ROWS_SOURCE, "p.dlse == nullptr", "true"),
+    Mutation("nan-of-rows-without-keys", ROWS_SOURCE, "std::isnan(delta)", "false"),
+    Mutation("dlse-forgotten", ROWS_SOURCE, DLSE, "0.0f"),
     Mutation("delta-of-unrounded-dout", ROWS_SOURCE, "dout[i] = to_float(rounded.x[i]);"),
     Mutation(
         "slope-of-the-first-head",

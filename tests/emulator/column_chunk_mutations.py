@@ -22,6 +22,9 @@ CHUNK_MUTATIONS = (
     ),
     Mutation("dout-not-noted", MAINLOOP, "kStep / Products::kChunks == 1", "false"),
     Mutation("keys-keep-nan", MAINLOOP, "loader.clear_nonfinite_k();"),
+    Mutation(
+        "no-barrier-for-finite-keys", MAINLOOP, "__syncthreads(); // all of K has been looked"
+    ),
     Mutation("no-barrier-for-cleared-keys", MAINLOOP, "__syncthreads(); // K without NaN"),
     Mutation("dv-of-dk-columns", CHUNKS_KERNEL, "chunk * Traits::kChunkColumns", "0"),
     Mutation(

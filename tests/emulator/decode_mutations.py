@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutations import MASK, Mutation
+from mutations import MASK, SOFTMAX, Mutation
 
 # Units.
 DECODE = "sm80_decode_f16_d64"
@@ -104,9 +104,13 @@ IN_KERNEL = of(
     Mutation("key-beyond-last", LOADER, ENTRY_EXISTS, "key(i) <= end_", "asan", after=ASKS_TABLE),
     Mutation("row-of-no-key", LOADER, ENTRY_EXISTS, "true", "asan", after=ROW_BY_ROW),
     Mutation("key-of-sequence-beyond-last", MASK, "clamp(row + last_ + 1)", "clamp(row + last_)"),
-    Mutation("unit-not-kept", SCORES, "unit = largest;"),
+    Mutation("unit-not-kept", SCORES, "units.set(powers);"),
+    Mutation("unit-of-other-row", SCORES, "unit / powers[row]", "units.of_row(0) / powers[row]"),
+    Mutation("unit-of-other-row-at-end", SOFTMAX, "factors[row]", "factors[0]"),
     Mutation("unit-not-applied", SCORES, SCALE + " * inverse", SCALE),
-    Mutation("hidden-scale-as-unit", SCORES, "weighs ? scale : 0.0f", "scale"),
+    Mutation(
+        "hidden-scale-as-unit", SCORES, "probabilities(row, col) != 0.0f ? scale : 0.0f", "scale"
+    ),
     Mutation(
         "hidden-scale-counts", SCORES, "p = p == 0.0f ? 0.0f : p * factor;", "p = p * factor;"
     ),
@@ -192,7 +196,7 @@ IN_COMBINE = of(
     Mutation("no-barrier-for-sums", COMBINE_SOURCE, "sync(); // every warp's sums are"),
     Mutation("empty-splits-count", COMBINE_SOURCE, "part != -INFINITY", "true"),
     Mutation(
-        "sink-not-in-combined-sum", COMBINE_SOURCE, "exp2f((sink - reference) * kLog2E)", "0.0f"
+        "sink-not-in-combined-sum", COMBINE_SOURCE, "sink_term(sink, reference)", "0.0f"
     ),
 )
 

@@ -153,6 +153,8 @@ BACKWARD_PLAIN_CASES = backward(
     Case(seqlen_q=300, seqlen_k=200, more="left=30 right=10 nan=k"),
     Case(seqlen_q=150, seqlen_k=200, more="left=30 right=10 nan=k det=1"),
     Case(seqlen_q=300, seqlen_k=200, causal=1, more="nan=dout"),
+    # Scores of rows that do not exist are NaN.
+    Case(seqlen_q=150, seqlen_k=200, heads=1, more="nan=hiding"),
     # Groups in two and three parts.
     Case(seqlen_q=40, seqlen_k=150, heads=12, heads_k=2, more="grad=fp32 dlse=1"),
     Case(
@@ -308,6 +310,7 @@ CHUNK_CASES = tuple(
         ("", BACKWARD_RACES[:6]),
         ("smem=232448", BACKWARD_RACES[:6]),
         ("", backward(Case(seqlen_q=70, seqlen_k=70, heads=1, more="left=30 right=10 nan=k"))),
+        ("", backward(Case(seqlen_q=70, seqlen_k=70, heads=1, more="nan=hiding"))),
     )
     for case in wide(cases, 512)
 )
@@ -326,6 +329,7 @@ PINGPONG_CASES = tuple(
             Case(seqlen_q=60, seqlen_k=70, heads=1, heads_k=1, more="nan=hidden left=20 right=10"),
             Case(seqlen_q=100, seqlen_k=40, heads=6, heads_k=1, more="left=30 right=10 nan=dout"),
             Case(seqlen_q=270, seqlen_k=129, heads=1, heads_k=1, more="grad=fp32"),
+            Case(seqlen_q=270, seqlen_k=90, heads=1, heads_k=1, more="nan=hiding"),
             Case(
                 seqlen_q=266,
                 seqlen_k=205,

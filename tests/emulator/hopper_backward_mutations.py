@@ -2,7 +2,8 @@
 
 Tried, and noticed by no case: the loader's wait for an empty buffer of dO, which that for Q
 implies; consumers' waits for K, V and the first dO, which have landed by then on the emulated
-GPU; and what pytest's table of cases has instead: NaN in rows that see no key beside a sink, and
+GPU; rows that only round up a tile and see all keys (up_to_last_row()), whose P is 0; and what
+pytest's table of cases has instead: NaN in rows that see no key beside a sink, and
 behind the end of a packed sequence.
 """
 

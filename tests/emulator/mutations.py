@@ -223,7 +223,7 @@ ARITHMETIC = (
     Mutation("maxima-not-exchanged", SOFTMAX, "all_reduce_pair(maxima);", "", unit=SPLIT_KEYS),
     Mutation("sums-not-exchanged", SOFTMAX, "all_reduce_pair(sum_);", "", unit=SPLIT_KEYS),
     Mutation("nan-of-hidden-rows", SOFTMAX, NO_MAXIMUM, "max_(row)"),
-    Mutation("sink-not-counted", SOFTMAX, "exp2f((sink - larger) * kLog2E)", "0.0f"),
+    Mutation("sink-not-counted", SOFTMAX, "sink_term(sink, larger)", "0.0f"),
     Mutation("output-not-rescaled-for-sink", SOFTMAX, "return rescale;", "return 1.0f;"),
     Mutation("sign-of-scale-lost", QUERY_TILE, "(factor != 1.0f)", "false"),
     Mutation("tile-in-part-taken-whole", MAINLOOP, "Variant::kMasksTiles && !sees_all_", "false"),

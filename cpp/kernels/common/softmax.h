@@ -17,6 +17,7 @@
 
 #include "common/element.h"
 #include "common/macros.h"
+#include "common/sink.h"
 
 namespace anyflash {
 
@@ -108,16 +109,16 @@ class OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) sum_(row) *= 0.25f;  // finish() adds four lanes'
   }
 
-  // Normalises `out`, times `factor`, and returns each row's log-sum-exp; rows that saw nothing
-  // give 0 and -inf. `sink` is one more logit of the denominator, -inf if there is none.
+  // Normalises `out`, rows times their factors, and returns each row's log-sum-exp; rows that saw
+  // nothing give 0 and -inf. `sink` is one more logit of the denominator, -inf if there is none.
   template <class Out>
-  ANYFLASH_DEVICE auto finish(Out& out, float sink, float factor) {
+  ANYFLASH_DEVICE auto finish(Out& out, float sink, const float (&factors)[kRows]) {
     auto lse = cute::make_tensor<float>(cute::Int<kRows>{});
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float sum = quad_reduce(sum_(row), [](float a, float b) { return a + b; });
       float reference = max_(row) * unit_;
-      float scale = factor;
+      float scale = factors[row];
       if (sink != -INFINITY) scale *= add_sink(sink, reference, sum);
       lse(row) = sum == 0.0f ? -INFINITY : reference + logf(sum);
       if (sum != 0.0f) scale /= sum;
@@ -127,6 +128,13 @@ class OnlineSoftmax {
       }
     }
     return lse;
+  }
+  template <class Out>
+  ANYFLASH_DEVICE auto finish(Out& out, float sink, float factor) {
+    float factors[kRows];
+    CUTE_UNROLL
+    for (float& of_row : factors) of_row = factor;
+    return finish(out, sink, factors);
   }
 
   // The largest score of a row, natural units, or lazily a reference; -inf if it saw nothing.
@@ -138,7 +146,7 @@ class OnlineSoftmax {
     // The larger of both is the new reference, so that neither term overflows.
     const float larger = fmaxf(reference, sink);
     const float rescale = exp2f((reference - larger) * kLog2E);
-    sum = sum * rescale + exp2f((sink - larger) * kLog2E);
+    sum = sum * rescale + sink_term(sink, larger);
     reference = larger;
     return rescale;
   }

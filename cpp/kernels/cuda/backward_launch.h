@@ -97,6 +97,7 @@ inline void use_rounded_dout(BackwardScratch& p) {
   const int64_t columns = rounded_dout_columns(a);
   const int64_t rows = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
   p.dout = p.dout_rounded;
+  p.dout_dtype = p.dtype;
   p.dout_stride = Strides{a.heads * rows * columns, columns, rows * columns, 1};
 }
 

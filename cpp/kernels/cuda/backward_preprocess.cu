@@ -209,6 +209,24 @@ __global__ void __launch_bounds__(kThreads, kHasFloat ? 1 : 4)
   }
 }
 
+// Delta of a row, without what dout holds where out is 0. With a sink, the LSE of a row that sees
+// no key is finite: its out is 0, and its dout may be anything.
+ANYFLASH_DEVICE float delta_where_out_counts(const BackwardScratch& p, const Sequence& sequence,
+                                             int head, int row) {
+  const auto place = [&](const Strides& stride) {
+    return sequence.batch * stride.batch + head * stride.head +
+           (sequence.first_q + row) * stride.row;
+  };
+  const BroadcastTensor dout{p.dout, p.dout_dtype, p.dout_stride};
+  const BroadcastTensor out{p.out, p.out_dtype, p.out_stride};
+  float sum = 0.0f;
+  for (int col = 0; col < p.attention.head_dim_v; ++col) {
+    const float x = load_float(out, place(out.stride) + col * out.stride.col);
+    if (x != 0.0f) sum += x * load_float(dout, place(dout.stride) + col * dout.stride.col);
+  }
+  return p.dlse == nullptr ? sum : sum - p.dlse[place(p.dlse_stride)];
+}
+
 // One CTA a head.
 __global__ void __launch_bounds__(kThreads)
     sum_dsinks_kernel(const __grid_constant__ BackwardScratch p) {
@@ -219,9 +237,10 @@ __global__ void __launch_bounds__(kThreads)
     const Sequence sequence = sequence_of(p.attention, batch);
     const int64_t first = p.first_row(sequence, batch, head);
     for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
-      const LseAndDelta lse_and_delta = p.lse_and_delta_of(first + row);
-      const float probability = expf(sink - lse_and_delta.lse / p.lse_unit);
-      if (lse_and_delta.lse != INFINITY) sum -= probability * lse_and_delta.delta;
+      auto [lse, delta] = p.lse_and_delta_of(first + row);
+      if (lse == INFINITY) continue;
+      if (std::isnan(delta)) delta = delta_where_out_counts(p, sequence, head, row);
+      sum -= expf(sink - lse / p.lse_unit) * delta;
     }
   }
   sum = block_sum<kThreads>(sum, reinterpret_cast<float*>(anyflash_smem));

@@ -8,6 +8,7 @@
 #include "common/dependent_launch.h"
 #include "common/element.h"
 #include "common/launch.h"
+#include "common/sink.h"
 #include "common/store.h"
 #include "cuda/combine.h"
 #include "variant/broadcast_tensor.h"
@@ -68,7 +69,7 @@ class RowCombiner {
       sum += exp2f((lse(s, row) - reference) * kLog2E);
     }
     sum = reduce(sum, [](float a, float b) { return a + b; });
-    if (sink != -INFINITY) sum += exp2f((sink - reference) * kLog2E);
+    sum += sink_term(sink, reference);
     if (thread_ == 0 && first_column == 0 && p_.lse != nullptr) {
       const Strides& stride = p_.lse_stride;
       p_.lse[batch * stride.batch + head * stride.head + query * stride.row] =

@@ -8,6 +8,7 @@
 #include "common/dequantize.h"
 #include "common/element.h"
 #include "common/macros.h"
+#include "common/sink.h"
 #include "cuda/combine.h"
 #include "cuda/decode_work_tile.h"
 #include "params.h"
@@ -76,7 +77,7 @@ struct SplitWeights {
       for (int s = 0; s < distance; ++s) terms[s] += terms[s + distance];
     }
     float sum = terms[0];
-    if (sink != -INFINITY) sum += exp2f((sink - reference) * kLog2E);
+    sum += sink_term(sink, reference);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     ANYFLASH_UNROLL
     for (int s = 0; s < kLargestCluster; ++s) weight[s] *= inverse;

@@ -45,6 +45,13 @@ class QueryTileIterator {
     skip_hidden();
   }
 
+  // From now on a tile with rows that do not exist needs a mask.
+  ANYFLASH_DEVICE void mask_rows_beyond(int seqlen_q) {
+    if (range_.end * kBlockM > seqlen_q && range_.unmasked_begin < range_.unmasked_end) {
+      range_.unmasked_end = min(range_.unmasked_end, range_.end - 1);
+    }
+  }
+
   ANYFLASH_DEVICE bool valid() const { return head_ < end_head_; }
   ANYFLASH_DEVICE bool needs_mask() const {
     return range_.needs_mask(m_) ||

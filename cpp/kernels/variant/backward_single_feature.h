@@ -73,7 +73,7 @@ class AlibiBackward : public OneFeatureBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const RowBounds seen = tile.row_bounds<kMasked>(i);
+      const RowBounds seen = tile.row_bounds<kMasked>(i, lse_and_delta(row));
       const float row_offset = static_cast<float>(get<0>(coordinates(row, 0)) - first_row);
       const float distance = diagonal + row_offset;  // row_offset and offset are constants
       const float at_first = -lse_and_delta(row).lse - distance * slope;
@@ -148,7 +148,7 @@ class SoftcapBackward : public OneFeatureBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const RowBounds seen = tile.row_bounds<kMasked>(i);
+      const RowBounds seen = tile.row_bounds<kMasked>(i, lse_and_delta(row));
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); col += 2) {
         float both[2];

@@ -61,10 +61,15 @@ struct ScoreTile {
   int col0;
   bool sees_all;  // each row each key, masks by position apart
 
-  // What row i of the problem sees of the tile, where that may not be all.
+  // What row i of the problem sees of the tile, where that may not be all. A row that does not
+  // exist sees nothing: its scores are 0, but NaN where a key is infinite. (Written in another way,
+  // nvcc 13.0 gives the loops without masks other registers, and more instructions.)
   template <bool kMasked>
-  ANYFLASH_DEVICE RowBounds row_bounds(int i) const {
-    return kMasked ? mask.row_bounds(i, col0) : RowBounds{};
+  ANYFLASH_DEVICE RowBounds row_bounds(int i, const LseAndDelta& of_row) const {
+    if (!kMasked) return RowBounds{};
+    RowBounds seen = mask.row_bounds(i, col0);
+    if (of_row.lse >= kFarLse) seen.end = 0;
+    return seen;
   }
 };
 
@@ -124,7 +129,7 @@ class PlainBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const RowBounds seen = tile.row_bounds<kMasked>(i);
+      const RowBounds seen = tile.row_bounds<kMasked>(i, lse_and_delta(row));
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));
@@ -240,7 +245,7 @@ class GenericBackward {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int i = tile.row0 + get<0>(coordinates(row, 0));
-      const RowBounds seen = tile.row_bounds<kMasked>(i);
+      const RowBounds seen = tile.row_bounds<kMasked>(i, lse_and_delta(row));
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const int j = get<1>(coordinates(row, col));

@@ -74,7 +74,9 @@ double check_backward(const Gradients& gradients, const GradientReference& refer
     for (std::size_t i = 0; i < sum.value.size(); ++i) {
       const double actual = tensor->get(static_cast<int64_t>(i));
       // Of NaN and infinity, the order of sums decides; but dV has no differences of infinities.
-      const double here = std::isfinite(sum.value[i]) || name == "dv"
+      const bool is_free = std::isfinite(sum.value[i]) && std::isinf(sum.error[i]);
+      const double here = is_free ? 0
+                          : std::isfinite(sum.value[i]) || name == "dv"
                               ? deviation(actual, sum.value[i], sum.allowed(i, tensor->dtype()))
                           : std::isfinite(actual) ? INFINITY
                                                   : 0;

@@ -26,6 +26,7 @@
 // op=backward runs the backward instead, on the out and LSE of the reference. nan=hidden is also in
 // q and dout of the queries that see no key; nan=q, k, v or dout also in one place of each of its
 // heads.
+//   nan=hiding          -inf in a place of K, which hides the key
 //   det=1               deterministic           dlse=1       a gradient of the LSE
 //   dout=fp32           type of dout            grad=fp32    type of dq, dk and dv
 //   accumulate=1        dq, dk and dv are added to; grad=fp32
@@ -90,7 +91,9 @@ double run_backward_case(const Case& c) {
   const auto rng = rng_of(c);
   Problem p(c);
   Gradients g(p);
-  if (!c.nan.empty()) {
+  if (c.nan == "hiding") {
+    put_hiding_infinity(p);
+  } else if (!c.nan.empty()) {
     put_nan(p, rng, false);
     put_nan_of_rows(p, g, Reference(p, rng));
     if (c.nan != "hidden") put_one_nan(p, g, c.nan);

@@ -116,7 +116,8 @@ class GradientReference {
     row.lse = lse;
     row.dout = dout_.data() + at;
     for (int64_t x = 0; x < p_.c.head_dim_v; ++x) {
-      const double term = row.dout[x] * out_[static_cast<std::size_t>(at + x)];
+      const double out = out_[static_cast<std::size_t>(at + x)];
+      const double term = out == 0 ? 0 : row.dout[x] * out;  // a row without keys has any dout
       row.delta += term;
       row.delta_size += std::abs(term);
     }
@@ -139,6 +140,7 @@ class GradientReference {
     const auto [s, b, h, i, lse, delta, delta_size, dout] = row;
     const int64_t head_k = forward_.head_k(h);
     const Reference::Score score = forward_.score(s, b, h, i, j);
+    if (score.value == -INFINITY) return free_dq(row, j);
     const double probability = std::exp(score.value - lse);
     const double float_error = kFloat * (1 + score.size + std::abs(lse));
     const double kept = forward_.dropped(b, h, i, j) ? 0 : forward_.dropout_factor();
@@ -170,6 +172,15 @@ class GradientReference {
       const double k = k_[static_cast<std::size_t>(first_k + x)];
       dq_->add(first_q + x, scale * ds0 * k, wrong * std::abs(k));
       dk_->add(first_k + x, scale * ds0 * q, wrong * std::abs(q));
+    }
+  }
+
+  // A key that is hidden because it is infinite: dQ may be NaN there, as 0 times infinity is.
+  void free_dq(const Row& row, int64_t j) {
+    const int64_t first_q = p_.q.index(row.s.batch, row.s.first_q + row.i, row.h, 0);
+    const int64_t first_k = p_.k.index(row.s.batch, row.s.first_k + j, forward_.head_k(row.h), 0);
+    for (int64_t x = 0; x < p_.c.head_dim; ++x) {
+      if (std::isinf(k_[static_cast<std::size_t>(first_k + x)])) dq_->add(first_q + x, 0, INFINITY);
     }
   }
 

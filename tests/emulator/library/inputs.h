@@ -76,6 +76,26 @@ inline void put_one_nan(Problem& p, Gradients& g, const std::string& where) {
   }
 }
 
+// -inf in one place of K in each head, where queries are positive: it hides the key.
+inline void put_hiding_infinity(Problem& p) {
+  std::mt19937 random(p.c.seed);
+  const std::array<int64_t, 4> extent = p.k.extent();
+  const int64_t group = p.c.heads / p.c.heads_k;
+  for (int64_t b = 0; b < extent[0]; ++b) {
+    for (int64_t head = 0; head < extent[2] && extent[1] > 0; ++head) {
+      const auto row = static_cast<int64_t>(random() % static_cast<uint64_t>(extent[1]));
+      const auto col = static_cast<int64_t>(random() % static_cast<uint64_t>(extent[3]));
+      p.k.set(p.k.index(b, row, head, col), -INFINITY);
+      for (int64_t h = head * group; h < (head + 1) * group; ++h) {
+        for (int64_t i = 0; i < p.q.extent()[1]; ++i) {
+          const int64_t at = p.q.index(b, i, h, col);
+          p.q.set(at, std::abs(p.q.get(at)) + 0.1);
+        }
+      }
+    }
+  }
+}
+
 // Adds to what the gradients hold.
 inline void add(Gradients& g, double x) {
   for (Tensor* t : {&g.dq, &g.dk, &g.dv}) {

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from backends import capi
 from backends.capi import Backend
 from backends.tensors import Tensor, empty, place, sparse
-from cases.case import VALUES, Bias, Case, Features, Packed
+from cases.case import VALUES, Bias, Case, Features, Packed, Ranges
 from cases.gradient_case import Call, GradientCase, make
 from cases.random_cases import random_gradient_cases
 from oracle.attention import Array, Problem, truth
 from oracle.gradients import Given, check_gradients, gradient_bounds
 from oracle.problem import DTYPES
 from run.backward import backward, run_call, supports_backward, verify_backward
-from run.forward import run
+from run.forward import bits, run
 
 pytestmark = pytest.mark.hopper
 
@@ -91,6 +91,80 @@ def test_infinite_query_with_finite_lse(
     first_hidden = 5 + (170 - 150) + 1
     for name in ("dk", "dv"):
         assert np.isfinite(call.tensors[name].view[:, first_hidden:].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"alibi": "h"}], ids=str)
+def test_infinite_sink(backend: Backend, features: dict[str, Any], deterministic: bool) -> None:
+    """No key of its head has a weight: all gradients are 0."""
+    if not any(row.dtype == "fp16" for row in backend.rows("backward")):
+        return
+    case = make(f"infinite-sink-{features}", heads_k=2, **features, causal=True, dlse=False,
+                sinks="normal", small_dtype="fp32", deterministic=deterministic)  # fmt: skip
+    calls = []
+    for sink in (1.0, np.inf):
+        call, sinks = case.call(), place(np.float32([sink, 0.5]), axes="h")
+        forward = run(backend, case.forward, sinks=sinks)
+        call.tensors["out"], call.tensors["lse"] = forward.out, forward.lse
+        call.options["sinks"] = sinks
+        run_call(backend, call)
+        calls.append(call)
+    one, other = ({name: x.view for name, x in call.outputs().items()} for call in calls)
+    for name in ("dq", "dk", "dv"):
+        assert (other[name][:, :, 0] == 0).all(), name
+        assert bits(other[name][:, :, 1]) == bits(one[name][:, :, 1]), name
+    for name in other.keys() - {"dq", "dk", "dv"}:
+        assert other[name][0] == 0, name
+        assert other[name][1] == one[name][1], name
+
+
+def masked_by_infinity(q: Array, k: Array, v: Array) -> None:
+    """All scores of key 7 are -inf: it is hidden."""
+    q[..., 3] = np.abs(q[..., 3]) + 0.1
+    k[:, 7, :, 3] = -np.inf
+
+
+ONE_HEAD = {"heads": 1, "heads_k": 1}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True},
+        {"alibi": "h"},
+        {"dropout_p": 0.2},
+        {"bias": Bias(axes="k")},
+        {"ranges": Ranges()},
+        {"packed": Packed((70, 33), (40, 50))},
+        {"sq": 130},
+        {"d": 128, "sq": 130, **ONE_HEAD},
+        {"d": 256, **ONE_HEAD},
+        {"d": 512, **ONE_HEAD},
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_key_hidden_by_infinity(
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    deterministic: bool,
+) -> None:
+    """Its gradients are 0, also where a GPU's last tile has more rows than there are."""
+    monkeypatch.setitem(VALUES, "masked_by_infinity", masked_by_infinity)
+    case = make("masked-by-infinity", deterministic=deterministic, **changes,
+                values="masked_by_infinity")  # fmt: skip
+    if not supports_backward(backend.name, case):
+        return
+    call = backward(backend, case)
+    outputs = {name: x.view.astype(np.float32) for name, x in call.outputs().items()}
+    for name in ("dk", "dv"):
+        rows = outputs[name].reshape(-1, *outputs[name].shape[-2:])
+        assert (rows[7] == 0).all(), name
+        assert np.isfinite(rows).all(), name
+    for name in outputs.keys() - {"dq", "dk", "dv"}:
+        assert np.isfinite(outputs[name]).all(), name
 
 
 def call_of(inputs: dict[str, Array], grad_dtype: Any = None) -> tuple[Call, dict[str, Any]]:

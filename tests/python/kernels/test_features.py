@@ -13,7 +13,7 @@ import pytest
 from backends.capi import Backend, CallError
 from backends.tensors import Tensor, empty, place, sparse
 from cases.auxiliary import UINT64
-from cases.case import Bias, Blocks, Case, Features, Packed
+from cases.case import Bias, Blocks, Case, Features, Packed, Ranges
 from oracle import philox
 from oracle.attention import DTYPES, Array, check, reference
 from run.forward import assert_same_bits, bits, call, expected_row, run
@@ -156,6 +156,32 @@ def test_features_do_not_depend_on_threads(cpu: Backend) -> None:
             many, other = call(cpu, case, num_threads=num_threads)
             assert_same_bits(many, one)
             assert bits(other["max_logits"].view) == bits(options["max_logits"].view)
+
+
+# ---- sinks ----
+
+
+WITH_SINKS = {
+    "plain": Features(),
+    "softcap": Features(softcap=4.0),
+    "dropout": Features(dropout_p=0.2),
+    "ranges": Features(ranges=Ranges()),
+    "bias": Features(bias=Bias(), alibi="h"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_infinite_sink(backend: Backend, name: str) -> None:
+    """It has all the weight of its head's rows, also of those that see no key."""
+    case = replace(BASE, batch=1, sq=150, sk=100, heads=2, heads_k=1, causal=True)
+    case = replace(case, features=WITH_SINKS[name])
+    one, other = (
+        run(backend, case, sinks=place(np.float32([0.5, x]), axes="h")) for x in (2, np.inf)
+    )
+    assert (other.out.view[:, :, 1] == 0).all()
+    assert np.isposinf(other.lse.view[:, 1]).all()
+    assert bits(other.out.view[:, :, 0]) == bits(one.out.view[:, :, 0])
+    assert bits(other.lse.view[:, 0]) == bits(one.lse.view[:, 0])
 
 
 # ---- dropout ----

@@ -156,6 +156,33 @@ def test_nonfinite_scale_of_a_head(
     assert bits(call.out.view[:, :, :group]) == bits(one.out.view[:, :, :group])
 
 
+@pytest.mark.parametrize("factor", [1e5, np.inf, np.nan])
+@pytest.mark.parametrize("scales", ["slot", "row"])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_scale_of_a_key_reaches_the_rows_that_see_it(
+    backend: Backend, cache_dtype: str, scales: str, factor: float
+) -> None:
+    """Key 0 is seen by the first of 16 queries alone. On a GPU a thread has this row and another,
+    and P counts in units of the largest scale."""
+    page = 1 if scales == "slot" else 0
+    case = CacheCase("one-scale", "fp16", (200,), 16, 1, 1, page=page, window=(184, 0))
+    case = replace(case, cache_dtype=cache_dtype, scales=scales, out_dtype="fp32", scale=0.05)
+
+    def changed() -> CacheCall:
+        call = case.call()
+        scale = call.cache["v_scale"].view
+        place = (call.cache["block_table"].view[0, 0], 0) if page else (0, 0)
+        scale[place[: scale.ndim - 1]] *= np.float32(factor)
+        return call
+
+    one, other = run_cache(backend, case.call()), run_cache(backend, changed())
+    assert bits(other.out.view[:, 1:]) == bits(one.out.view[:, 1:])
+    if np.isfinite(factor):
+        check_call(other, changed(), answer(changed().problem()))
+    else:
+        assert not np.isfinite(other.out.view[:, 0]).any()
+
+
 @pytest.mark.parametrize("exponent", [-120, -40, 0, 40, 115])
 @pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
 def test_range_of_bfloat16_queries(backend: Backend, cache_dtype: str, exponent: int) -> None:

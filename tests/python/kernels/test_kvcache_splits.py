@@ -49,6 +49,35 @@ def test_results_do_not_depend_on_splits(backend: Backend, name: str) -> None:
         np.testing.assert_allclose(other.lse.view, one.lse.view, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", [{"splits": 1}, {"splits": 3}, {"splits": 11}], ids=str)
+@pytest.mark.parametrize("cache_dtype", ["", "e4m3"])
+def test_infinite_sink(backend: Backend, cache_dtype: str, how: dict[str, int]) -> None:
+    """It has all the weight of its head's rows, also of those that see no key."""
+    if cache_dtype and backend.name == "emulated-sm90":  # runs on emulated-sm80's kernels
+        return
+    case = replace(BASE, dtype="fp16", sinks=True, cache_dtype=cache_dtype, **how)
+    one, call = run_cache(backend, case.call()), case.call()
+    call.options["sinks"].view[3] = np.inf
+    run_cache(backend, call)
+    others = [head for head in range(case.heads) if head != 3]
+    assert (call.out.view[:, :, 3] == 0).all()
+    assert np.isposinf(call.lse.view[:, 3]).all()
+    assert bits(call.out.view[:, :, others]) == bits(one.out.view[:, :, others])
+    assert bits(call.lse.view[:, others]) == bits(one.lse.view[:, others])
+    if backend.is_cpu:  # as without splits
+        assert not np.signbit(call.out.view[:, :, 3].astype(np.float32)).any()
+
+
+def test_infinite_sink_in_a_cluster(emulated: ctypes.CDLL) -> None:
+    """Of sm80's kernels: Hopper's own take no pages of 4 rows."""
+    emulated.emulated_set_compute_capability(90)
+    call = replace(BASE, dtype="fp16", sinks=True, page=4, splits=2).call()
+    call.options["sinks"].view[3] = np.inf
+    run_cache(capi.backend("emulated-sm80"), call)
+    assert (call.out.view[:, :, 3] == 0).all()
+    assert np.isposinf(call.lse.view[:, 3]).all()
+
+
 def test_a_split_of_all_keys_is_none(backend: Backend) -> None:
     one = run_cache(backend, replace(BASE, splits=1).call())
     for size in (704, 1 << 20, 1 << 62):

@@ -87,7 +87,8 @@ class Joiner {
     }
     const RowEnd end = end_row(top, sum, read_sink(p_, row.head));
     const T divisor = static_cast<T>(end.divisor);
-    for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] = o_[c] / divisor;
+    // + 0: as TaskRows::finish(), so that a divisor of infinity gives no -0.
+    for (int c = 0; c < p_.attention.head_dim_v; ++c) o_[c] = o_[c] / divisor + T(0);
     store_result<E>(p_, row, o_, end.lse);
   }
 

@@ -179,6 +179,8 @@ ANYFLASH_DEVICE void mainloop_by_chunks(const BackwardScratch& params,
   load_step<Traits, kWhich, 0>(loader, {tiles.head(), tiles.row()});
   cp_async_wait<0>();
   loader.note_nonfinite_k();
+  __syncthreads();  // all of K has been looked at
+  if (smem.nonfinite_keys != 0) tiles.mask_rows_beyond(sequence.seqlen_q);
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
   const typename Variant::Seed seed(params.attention);

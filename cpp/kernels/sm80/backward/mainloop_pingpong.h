@@ -48,7 +48,8 @@ ANYFLASH_DEVICE void pingpong_mainloop(const BackwardScratch& params, const Back
   cp_async_fence();
   cp_async_wait<0>();
   keys.note_nonfinite_k();
-  __syncthreads();  // K and V are there
+  __syncthreads();  // K and V are there, and all of K has been looked at
+  if (smem.nonfinite_keys != 0) tiles.mask_rows_beyond(sequence.seqlen_q);
 
   const int64_t first_row = params.first_row(sequence, block.batch, 0);
   const typename Variant::Seed seed(params.attention);

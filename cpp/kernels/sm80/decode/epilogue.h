@@ -9,12 +9,14 @@
 #include "common/element.h"
 #include "common/layout.h"
 #include "common/macros.h"
+#include "common/sink.h"
 #include "common/store.h"
 #include "cuda/combine.h"
 #include "cuda/decode_epilogue.h"
 #include "cuda/decode_work_tile.h"
 #include "cuda/restore_nonfinite.h"
 #include "params.h"
+#include "sm80/decode/scores.h"
 #include "variant/mask.h"
 #include "variant/tree_mask.h"
 
@@ -54,7 +56,7 @@ ANYFLASH_DEVICE void weigh_parts(const KvCacheParams& params, const DecodeWorkTi
   CUTE_UNROLL
   for (int part = 0; part < Traits::kKeyWarps; ++part) top = fmaxf(top, result.lse[part][row]);
   const float reference = top == -INFINITY ? 0.0f : top;
-  float sum = sink == -INFINITY ? 0.0f : exp2f((sink - reference) * kLog2E);
+  float sum = sink_term(sink, reference);
   CUTE_UNROLL
   for (int part = 0; part < Traits::kKeyWarps; ++part) {
     sum += exp2f((result.lse[part][row] - reference) * kLog2E);
@@ -126,12 +128,13 @@ ANYFLASH_DEVICE void keep_rows(const KvCacheParams& params, const DecodeWorkTile
 template <class Traits, class AccO, class Softmax>
 ANYFLASH_DEVICE void decode_epilogue(const KvCacheParams& params, const DecodeWorkTile& block,
                                      typename Traits::SharedStorage& smem, AccO& acc_o,
-                                     Softmax& softmax, float unit, bool found_nonfinite) {
+                                     Softmax& softmax, const float (&factors)[DecodeRows::kRows],
+                                     bool found_nonfinite) {
   using namespace cute;
   const int group = Traits::group();
   const int first_column = Traits::column_warp() * Traits::kWarpColumns;
   auto out_matrix = as_matrix(acc_o);
-  auto lse = softmax.finish(out_matrix, -INFINITY, unit);
+  auto lse = softmax.finish(out_matrix, -INFINITY, factors);
 
   auto cO = make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kWarpColumns>>{});
   auto tOcO =  // (MMA, MMA_M, MMA_N)

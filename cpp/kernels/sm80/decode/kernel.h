@@ -11,6 +11,7 @@
 #include "common/softmax.h"
 #include "sm80/decode/epilogue.h"
 #include "sm80/decode/mainloop.h"
+#include "sm80/decode/scores.h"
 #include "sm80/decode/traits.h"
 #include "sm80/decode/work_tile.h"
 
@@ -25,9 +26,10 @@ ANYFLASH_DEVICE void decode_split(const DecodeLaunch& params, const DecodeWorkTi
                                     Shape<Int<Traits::kBlockM>, Int<Traits::kWarpColumns>>{});
   clear(acc_o);  // (MMA, MMA_M, MMA_N)
   OnlineSoftmax<2> softmax(kLog2E);
-  float unit = 1.0f;
-  const bool found_nonfinite = decode_mainloop<Traits>(params, block, smem, acc_o, softmax, unit);
-  decode_epilogue<Traits>(params, block, smem, acc_o, softmax, unit, found_nonfinite);
+  float factors[DecodeRows::kRows];
+  const bool found_nonfinite =
+      decode_mainloop<Traits>(params, block, smem, acc_o, softmax, factors);
+  decode_epilogue<Traits>(params, block, smem, acc_o, softmax, factors, found_nonfinite);
 }
 
 template <class Traits>

@@ -303,12 +303,12 @@ ANYFLASH_DEVICE void start_loads(const DecodeLaunch& params, const DecodeWorkTil
   }
 }
 
-// Returns whether this thread took NaN or infinity out of a partly hidden tile of V. `unit` becomes
-// what acc_o has to be multiplied by.
+// Returns whether this thread took NaN or infinity out of a partly hidden tile of V. `factors`
+// become what the rows of acc_o have to be multiplied by.
 template <class Traits, class AccO, class Softmax>
 ANYFLASH_DEVICE bool decode_mainloop(const DecodeLaunch& params, const DecodeWorkTile& block,
                                      typename Traits::SharedStorage& smem, AccO& acc_o,
-                                     Softmax& softmax, float& unit) {
+                                     Softmax& softmax, float (&factors)[DecodeRows::kRows]) {
   using namespace cute;
   using Operand = typename Traits::Operand;
   constexpr int kBlockN = Traits::kBlockN;
@@ -325,7 +325,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const DecodeLaunch& params, const DecodeWor
   auto out_matrix = as_matrix(acc_o);
   const CacheScales<Traits> scales(params, block.head_k);
   DecodeScores<Traits, decltype(as_matrix(tScS))> modifier(params, block, coordinates);
-  unit = scales.unit();
+  RowUnits units(scales.unit());
 
   cp_async_wait<kStages - 1>();
   if constexpr (Traits::kConvertsQ) convert_queries<Traits>(smem);
@@ -365,7 +365,7 @@ ANYFLASH_DEVICE bool decode_mainloop(const DecodeLaunch& params, const DecodeWor
     softmax.template update<true>(scores, out_matrix);
     if constexpr (Traits::k8Bit) {
       if (scales.v_by_key) {
-        scale_values(scores, coordinates, out_matrix, warp.v_scales(stage), unit);
+        scale_values(scores, coordinates, out_matrix, warp.v_scales(stage), units);
       } else if (scales.v_is_late) {
         scales.scale_visible(scores);
       }
@@ -376,6 +376,10 @@ ANYFLASH_DEVICE bool decode_mainloop(const DecodeLaunch& params, const DecodeWor
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   cp_async_wait<0>();
+  CUTE_UNROLL
+  for (int row = 0; row < DecodeRows::kRows; ++row) {
+    factors[row] = scales.v_by_key ? units.of_row(row) : units.of_both();
+  }
   return found_nonfinite;
 }
 

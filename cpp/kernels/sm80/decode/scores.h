@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <cute/tensor.hpp>
 
 #include "common/macros.h"
@@ -114,40 +115,60 @@ ANYFLASH_DEVICE void hide_keys(Scores& scores, const Coordinates& coordinates,
   }
 }
 
-// P becomes P * v_scale / unit, and O counts in such units. `unit` is the largest scale so far of
-// keys that weigh anything in this thread's rows. So small scales do not take P to where float16 is
+// What a thread's rows of O count in: the same number, or each a power of two, of which half of a
+// float32 says all. It is one register: a second one would leave room for fewer CTAs.
+class RowUnits {
+ public:
+  ANYFLASH_DEVICE explicit RowUnits(float of_both) { bits_ = __float_as_uint(of_both); }
+
+  ANYFLASH_DEVICE float of_both() const { return __uint_as_float(bits_); }
+  ANYFLASH_DEVICE float of_row(int row) const {
+    return __uint_as_float(row == 0 ? bits_ << 16 : bits_ & 0xffff0000u);
+  }
+  ANYFLASH_DEVICE void set(const float (&powers)[DecodeRows::kRows]) {
+    bits_ = __float_as_uint(powers[0]) >> 16 | __float_as_uint(powers[1]);
+  }
+  // The largest power that is no larger than x, 0 or infinity if x is.
+  ANYFLASH_DEVICE static float power_of_two(float x) {
+    return __uint_as_float(__float_as_uint(x) & 0x7f800000u);
+  }
+
+ private:
+  uint32_t bits_;
+};
+
+// P becomes P * v_scale / unit, and O counts in such units: in each row, that of the largest scale
+// so far of keys that weigh anything in it. So small scales do not take P to where float16 is
 // coarse. A hidden key's scale may be anything, also NaN.
 template <class Scores, class Coordinates, class Out>
 ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coordinates, Out& out,
-                                  const float* scales, float& unit) {
-  float largest = unit;
+                                  const float* scales, RowUnits& units) {
+  float powers[DecodeRows::kRows];
   CUTE_UNROLL
-  for (int col = 0; col < cute::size<1>(probabilities); ++col) {
-    bool weighs = false;
+  for (int row = 0; row < DecodeRows::kRows; ++row) {
+    const float unit = units.of_row(row);
+    float largest = unit;
     CUTE_UNROLL
-    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
-      weighs |= probabilities(row, col) != 0.0f;
+    for (int col = 0; col < cute::size<1>(probabilities); ++col) {
+      const float scale = fabsf(scales[cute::get<1>(coordinates(0, col))]);
+      largest = fmaxf(largest, probabilities(row, col) != 0.0f ? scale : 0.0f);
     }
-    const float scale = fabsf(scales[cute::get<1>(coordinates(0, col))]);
-    largest = fmaxf(largest, weighs ? scale : 0.0f);
-  }
-  largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
-  if (largest != unit) {
-    const float rescale = unit / largest;
+    largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
+    powers[row] = RowUnits::power_of_two(largest);
+    if (powers[row] != unit) {
+      const float rescale = unit / powers[row];
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(out); ++col) out(row, col) *= rescale;
+    }
+    const float inverse = powers[row] > 0.0f ? 1.0f / powers[row] : 0.0f;
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(out); ++i) out(i) *= rescale;
-    unit = largest;
-  }
-  const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-  CUTE_UNROLL
-  for (int col = 0; col < cute::size<1>(probabilities); ++col) {
-    const float factor = scales[cute::get<1>(coordinates(0, col))] * inverse;
-    CUTE_UNROLL
-    for (int row = 0; row < cute::size<0>(probabilities); ++row) {
+    for (int col = 0; col < cute::size<1>(probabilities); ++col) {
+      const float factor = scales[cute::get<1>(coordinates(0, col))] * inverse;
       float& p = probabilities(row, col);
       p = p == 0.0f ? 0.0f : p * factor;
     }
   }
+  units.set(powers);
 }
 
 // What happens to a thread's scores between the product and the softmax.

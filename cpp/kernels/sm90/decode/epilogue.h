@@ -8,6 +8,7 @@
 
 #include "common/element.h"
 #include "common/macros.h"
+#include "common/sink.h"
 #include "common/store.h"
 #include "cuda/combine.h"
 #include "cuda/decode_epilogue.h"
@@ -28,7 +29,7 @@ struct RowResult {
     factor = 1.0f;
     if (sink != -INFINITY) {
       factor = exp2f((maximum - reference) * kLog2E);
-      sum = sum * factor + exp2f((sink - reference) * kLog2E);
+      sum = sum * factor + sink_term(sink, reference);
     }
     factor = sum == 0.0f ? 0.0f : factor / sum;
     lse = sum == 0.0f ? -INFINITY : reference + logf(sum);

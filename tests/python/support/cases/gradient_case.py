@@ -88,9 +88,10 @@ class GradientCase:
         dout = self._random("dout").standard_normal(out.shape)
         DOUT[self.dout](dout)
         dlse = self._random("dlse").standard_normal(lse.shape)
-        if self._poison and "sinks" not in options:
+        if self._poison:
             dout[unseeing] = np.nan
-            dlse[unseeing.swapaxes(-1, -2)] = np.nan
+            if "sinks" not in options:  # of a sink the LSE tells something
+                dlse[unseeing.swapaxes(-1, -2)] = np.nan
         dout = dout.astype(DTYPES[self.dout_dtype or case.dtype])
         inputs = {"q": q, "k": k, "v": v, "options": options}
         inputs["dout"] = place(dout, self.layouts.dout, self._axes("bshd"))

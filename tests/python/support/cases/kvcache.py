@@ -252,7 +252,7 @@ def _quantised() -> Iterator[CacheCase]:
         yield with_(base, name, sq=sq, dtype="bf16", splits=3, **changes)
         yield with_(base, f"{name}-idx", sq=sq, page=0, batch_idx=True, **changes)
     # Every query sees a single key, on a page of its own: its probability has no rounding error but
-    # that of its scale, which counts in units of another row's.
+    # that of its scale, which counts in units of a power of two.
     for dtype, cache_dtype in itertools.product(FLOATS[:2], EIGHT_BIT):
         changes = {"cache_dtype": cache_dtype, "scales": "slot", "window": (0, 0), "page": 1}
         name = f"{cache_dtype}-one-key-{dtype}"

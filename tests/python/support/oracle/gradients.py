@@ -101,6 +101,7 @@ def _terms(given: Given, batch: Batch, precision: Precision, recompute: bool) ->
         p, lse = softmax(problem, scores, precision)
         lse = lse[..., None]
     hidden = batch.hidden | np.isinf(lse)
+    dout = np.where(hidden.all(-1, keepdims=True), zero, dout)  # a row without keys gives 0
     p = np.where(hidden, zero, p)
     keep = keep_factors(problem, batch, precision)
     kept_p, dp = p, rounded(precision.matmul(dout, transposed(v)))
