@@ -1,7 +1,11 @@
 // BackwardPlan: validate, plan, and launch, as forward.cpp.
+#include <cstdint>
+#include <string>
+
 #include "anyflash/attention.h"
 #include "arguments.h"
 #include "device.h"
+#include "kernel_table.h"
 #include "plan.h"
 #include "repack.h"
 #include "validate.h"
@@ -18,6 +22,23 @@ bool has_elements(const TensorView* t) {
   return true;
 }
 
+// The kernel keeps sums of such a call, and their memory is large enough.
+void check_dq_sums(const KernelDescriptor& kernel, const BackwardParams& p, DType dtype) {
+  const bool has_other_types = p.dout_dtype != dtype || p.out_dtype != dtype;
+  const bool asks_more =
+      p.deterministic || has_other_types || p.attention.alibi_slopes.data != nullptr;
+  if (kernel.dq_sums_bytes == nullptr || (kernel.family->is_gpu() && asks_more)) {
+    throw Error(ErrorCode::kUnsupported,
+                std::string("dq_sums is given, but ") + kernel.name +
+                    " keeps no sums of such a call (BackwardOptions::dq_sums says of which)");
+  }
+  const auto needed = static_cast<int64_t>(kernel.dq_sums_bytes(p));
+  if (p.dq_sums.bytes < needed) {
+    invalid_value("dq_sums has " + std::to_string(p.dq_sums.bytes) + " bytes; " +
+                  std::to_string(needed) + " are needed");
+  }
+}
+
 }  // namespace
 
 struct BackwardPlan::State : KernelPlan {
@@ -26,12 +47,16 @@ struct BackwardPlan::State : KernelPlan {
         longest{options.max_seqlen_q, options.max_seqlen_k} {
     const Attention& a = params.attention;
     select(problem_of(Op::kBackward, t.q, a, options.cpu_isa), options);
+    if (params.dq_sums.data != nullptr) check_dq_sums(*kernel, params, t.q.dtype);
     // Small gradients are zero where there are no rows, keys or sequences: something to write.
     const bool rows = a.batch > 0 && (a.seqlen_q > 0 || a.seqlen_k > 0);
     const bool small = has_elements(wanted.dbias) || has_elements(wanted.dsinks) ||
                        has_elements(wanted.dalibi_slopes);
+    const bool leaves_dq = params.dq_sums.data == nullptr
+                               ? params.accumulates_dq
+                               : !params.begins_dq() && !params.ends_dq();
     const bool adds_nothing =
-        params.accumulates_dq && params.accumulates_dkv && hides_all_keys(params.attention);
+        leaves_dq && params.accumulates_dkv && hides_all_keys(params.attention);
     empty = (!rows || adds_nothing) && !small;
     if (on_gpu) plan_copies(t);
     reserve_scratch(kernel->backward, params);
@@ -93,6 +118,22 @@ BackwardPlan::BackwardPlan(const BackwardTensors& tensors, const ForwardOptions&
 
 std::size_t BackwardPlan::workspace_bytes() const {
   return size_with_slack(state_in<State>(state_).bytes);
+}
+
+std::size_t BackwardPlan::dq_sums_bytes(const TensorView& q, int64_t head_dim_v,
+                                        const ForwardOptions& options) {
+  check_rank(q, "q", 4, "(batch, rows, heads, head_dim)");
+  BackwardParams params;
+  Attention& a = params.attention;
+  a.batch = q.shape[0];
+  a.heads = a.heads_k = static_cast<int>(q.shape[2]);
+  a.head_dim = static_cast<int>(q.shape[3]);
+  a.head_dim_v = static_cast<int>(head_dim_v);
+  a.softcap = options.softcap;
+  if (options.softmax_scale.has_value()) a.softmax_scale = *options.softmax_scale;
+  params.dq_sums.rows = q.shape[1];
+  const KernelDescriptor& kernel = select_kernel(problem_of(Op::kBackward, q, a, options.cpu_isa));
+  return kernel.dq_sums_bytes == nullptr ? 0 : kernel.dq_sums_bytes(params);
 }
 
 void BackwardPlan::run(Workspace workspace, void* stream) const {

@@ -111,6 +111,15 @@ anyflash_status anyflash_backward(const DLTensor* dout, const DLTensor* q, const
   });
 }
 
+anyflash_status anyflash_dq_sums_size(const DLTensor* q, int64_t head_dim_v,
+                                      const anyflash_forward_options* options, size_t* bytes) {
+  return guarded("anyflash_dq_sums_size", [&] {
+    anyflash::check_bytes(bytes);
+    const anyflash::CommonArguments a(q, q, anyflash::known_inputs(options));
+    *bytes = anyflash::BackwardPlan::dq_sums_bytes(a.q, head_dim_v, a.options);
+  });
+}
+
 anyflash_status anyflash_forward_with_kvcache_workspace_size(
     const DLTensor* q, const DLTensor* k_cache, const DLTensor* v_cache, const DLTensor* out,
     const DLTensor* lse, const anyflash_forward_options* options,

@@ -218,7 +218,8 @@ struct BackwardArguments : CommonArguments {
         dlse(known.dlse, "dlse", kMustBeFloat32),
         dbias(known.dbias, "dbias", nullptr),
         dsinks(known.dsinks, "dsinks", nullptr),
-        dalibi_slopes(known.dalibi_slopes, "dalibi_slopes", nullptr) {
+        dalibi_slopes(known.dalibi_slopes, "dalibi_slopes", nullptr),
+        dq_sums(known.dq_sums, "dq_sums", kMustBeFloat32) {
     backward_options.deterministic = known.deterministic != 0;
     backward_options.dlse = dlse.get();
     backward_options.dbias = dbias.get();
@@ -226,6 +227,11 @@ struct BackwardArguments : CommonArguments {
     backward_options.dalibi_slopes = dalibi_slopes.get();
     backward_options.accumulate_dq = known.accumulate_dq != 0;
     backward_options.accumulate_dkv = known.accumulate_dkv != 0;
+    backward_options.dq_sums = dq_sums.get();
+    backward_options.dq_sums_first = known.dq_sums_first;
+    backward_options.dq_sums_rows = known.dq_sums_rows;
+    backward_options.dq_sums_begin = known.dq_sums_begin != 0;
+    backward_options.dq_sums_end = known.dq_sums_end != 0;
   }
 
   BackwardPlan plan() const {
@@ -243,7 +249,7 @@ struct BackwardArguments : CommonArguments {
   }
 
   TensorView dout, k, v, lse, dq, dk, dv;
-  OptionalView dlse, dbias, dsinks, dalibi_slopes;
+  OptionalView dlse, dbias, dsinks, dalibi_slopes, dq_sums;
   BackwardOptions backward_options;
 };
 

@@ -117,6 +117,8 @@ struct KernelDescriptor {
   // Of its operation only.
   KernelEntryPoints<ForwardParams> forward;
   KernelEntryPoints<BackwardParams> backward;
+  // Of DqSums, from the shape of q, k and v and the number of rows; null: the kernel keeps none.
+  std::size_t (*dq_sums_bytes)(const BackwardParams& params) = nullptr;
   KernelEntryPoints<KvCacheParams> decode;
 };
 

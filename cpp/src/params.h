@@ -150,6 +150,16 @@ struct GradientOutput {
   Strides stride;
 };
 
+// BackwardOptions::dq_sums.
+struct DqSums {
+  void* data = nullptr;  // null: the call keeps nothing
+  int64_t bytes = 0;
+  int64_t first = 0;  // the call's rows begin there,
+  int64_t rows = 0;   // of so many
+  bool begin = false;
+  bool end = false;
+};
+
 // All gradients are written whole, or added to what is there.
 struct BackwardParams {
   Attention attention;
@@ -173,6 +183,7 @@ struct BackwardParams {
   Strides dv_stride;
   bool accumulates_dq = false;
   bool accumulates_dkv = false;
+  DqSums dq_sums;
 
   GradientOutput dbias;    // (batch, row, head, col)
   int64_t dbias_rows = 0;  // extents of its last axes
@@ -182,6 +193,10 @@ struct BackwardParams {
   GradientOutput dsinks;         // (head)
   GradientOutput dalibi_slopes;  // (batch, head); batch stride 0: (heads,) or batch 1
   bool deterministic = false;
+
+  // Whether the call is the first, or the last, of those whose sums of dq are one.
+  bool begins_dq() const { return dq_sums.data == nullptr || dq_sums.begin; }
+  bool ends_dq() const { return dq_sums.data == nullptr || dq_sums.end; }
 };
 
 // Every GPU that has thread block clusters has room for one of so many CTAs.

@@ -73,10 +73,16 @@ std::string with_features(unsigned features) {
   return text;
 }
 
+// A kernel of one feature reads what belongs to it, whether it is there or not.
+bool has_features(const KernelDescriptor& kernel, unsigned wanted) {
+  const bool is_of_one = std::bitset<32>(kernel.features).count() == 1;
+  return (wanted & ~kernel.features) == 0 && (!is_of_one || wanted == kernel.features);
+}
+
 // Has all features, takes the scale, and fits the GPU.
 bool suffices(const KernelDescriptor& kernel, const Problem& problem,
               const DeviceProperties& device) {
-  return (problem.features & ~kernel.features) == 0 && (problem.latent || !kernel.latent) &&
+  return has_features(kernel, problem.features) && (problem.latent || !kernel.latent) &&
          (problem.prefill || !kernel.prefill) && (problem.cache_in_boxes || !kernel.loads_boxes) &&
          kernel.smem_bytes <= device.smem_per_block &&
          (problem.positive_scale || !kernel.family->needs_positive_scale) &&

@@ -1,4 +1,5 @@
 // The tensors that the backward has beside the forward's.
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -68,6 +69,38 @@ void check_accumulates(bool accumulates, const char* option, const BackwardTenso
                "; float32 gradients can be added to");
 }
 
+DqSums dq_sums_of(const BackwardTensors& t, const BackwardOptions& options, bool packed) {
+  const TensorView& memory = *options.dq_sums;
+  check_rank(memory, "dq_sums", 1, "(elements,)");
+  check_dtype(memory, "dq_sums", DType::kFloat32);
+  check_device(memory, "dq_sums", t.q, "q");
+  if (memory.stride[0] != 1 || reinterpret_cast<std::uintptr_t>(memory.data) % 16 != 0) {
+    invalid_value("dq_sums must be contiguous, and begin at a multiple of 16 bytes");
+  }
+  if (packed) invalid_value("dq_sums is given with packed sequences, which have no such sums");
+  // A GPU's kernels mask the rows of a tile that do not exist only where all rows end.
+  constexpr int64_t kTile = 128;
+  const bool on_gpu = t.q.device.type != DeviceType::kCpu;
+  const int64_t first = options.dq_sums_first;
+  const int64_t rows = options.dq_sums_rows;
+  const int64_t own = t.q.shape[1];
+  const bool in_tiles = first % kTile == 0 && (own % kTile == 0 || first + own == rows);
+  if (first < 0 || first > rows - own || (on_gpu && !in_tiles)) {
+    invalid_value("dq_sums has " + std::to_string(rows) + " rows, and the call's " +
+                  std::to_string(own) + " begin at " + std::to_string(first) +
+                  "; they must lie within" +
+                  (on_gpu ? ", and begin and end at multiples of 128, or at the end" : ""));
+  }
+  DqSums sums;
+  sums.data = memory.data;
+  sums.bytes = memory.shape[0] * int64_t{sizeof(float)};
+  sums.first = first;
+  sums.rows = rows;
+  sums.begin = options.dq_sums_begin;
+  sums.end = options.dq_sums_end;
+  return sums;
+}
+
 }  // namespace
 
 BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions& options,
@@ -126,6 +159,9 @@ BackwardParams validate_backward(const BackwardTensors& t, const ForwardOptions&
   params.accumulates_dkv = backward_options.accumulate_dkv;
   check_accumulates(params.accumulates_dq, "accumulate_dq", t);
   check_accumulates(params.accumulates_dkv, "accumulate_dkv", t);
+  if (backward_options.dq_sums != nullptr) {
+    params.dq_sums = dq_sums_of(t, backward_options, packed);
+  }
   return params;
 }
 

@@ -65,6 +65,14 @@ def backward(
     backward_options: dict,
     allocate: object | None,
 ) -> None: ...
+def dq_sums_size(
+    operation: str,
+    q: object,
+    as_bits: int,
+    head_dim_v: int,
+    softmax_scale: float | None,
+    softcap: float,
+) -> int: ...
 def forward_with_kvcache(
     operation: str,
     tensors: tuple,

@@ -75,6 +75,19 @@ void run_backward(const char* operation, const nb::tuple& tensors,
   });
 }
 
+// Bytes of the backward's dq_sums for all rows of q; 0: none are kept.
+std::size_t dq_sums_size(const char* operation, nb::handle q, std::uint8_t as_bits,
+                         std::int64_t head_dim_v, std::optional<double> softmax_scale,
+                         double softcap) {
+  return named(operation, [&] {
+    ForwardOptions options;
+    options.softmax_scale = softmax_scale;
+    options.softcap = softcap;
+    const Array rows = import_array(q, "q", as_bits, false);
+    return BackwardPlan::dq_sums_bytes(rows.view, head_dim_v, options);
+  });
+}
+
 // A call of attention with a KV cache. tensors: q, k_cache, v_cache, out, lse, each a pair (array,
 // it shows floats as unsigned integers), v_cache and lse also None. writes: the caches are written
 // to.
@@ -218,6 +231,8 @@ NB_MODULE(_core, m) {
         "pytorch"_a);
   m.def("backward", &run_backward, "operation"_a, "tensors"_a, "softmax_scale"_a.none(), "causal"_a,
         "stream"_a, "as_bits"_a, "options"_a.none(), "backward_options"_a, "allocate"_a.none());
+  m.def("dq_sums_size", &dq_sums_size, "operation"_a, "q"_a, "as_bits"_a, "head_dim_v"_a,
+        "softmax_scale"_a.none(), "softcap"_a);
   m.def("forward_with_kvcache", &run_forward_with_kvcache, "operation"_a, "tensors"_a,
         "softmax_scale"_a.none(), "causal"_a, "stream"_a, "options"_a.none(), "cache_options"_a,
         "writes"_a, "workspace"_a.none(), "allocate"_a.none());

@@ -42,6 +42,7 @@ inline constexpr TensorOption<BackwardOptions> kBackwardTensors[] = {
     {"dbias", &BackwardOptions::dbias, true, 4},
     {"dsinks", &BackwardOptions::dsinks, true, 0},
     {"dalibi_slopes", &BackwardOptions::dalibi_slopes, true, 0},
+    {"dq_sums", &BackwardOptions::dq_sums, true, 0},
 };
 
 inline constexpr TensorOption<KvCacheOptions> kKvCacheTensors[] = {

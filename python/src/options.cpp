@@ -54,6 +54,15 @@ void read_part(nb::handle value, ForwardOptions& options) {
   options.total_heads = nb::cast<std::int64_t>(part[5]);
 }
 
+// (first, rows, begin, end)
+void read_dq_sums_rows(nb::handle value, BackwardOptions& options) {
+  const auto rows = nb::cast<nb::tuple>(value);
+  options.dq_sums_first = nb::cast<std::int64_t>(rows[0]);
+  options.dq_sums_rows = nb::cast<std::int64_t>(rows[1]);
+  options.dq_sums_begin = nb::cast<bool>(rows[2]);
+  options.dq_sums_end = nb::cast<bool>(rows[3]);
+}
+
 void read_number(const char* name, nb::handle value, ForwardOptions& options) {
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("window")) {
@@ -83,6 +92,8 @@ void read_number(const char* name, nb::handle value, BackwardOptions& options) {
     options.accumulate_dq = nb::cast<bool>(value);
   } else if (is("accumulate_dkv")) {
     options.accumulate_dkv = nb::cast<bool>(value);
+  } else if (is("dq_sums_rows")) {
+    read_dq_sums_rows(value, options);
   } else {
     throw std::logic_error(std::string("unknown option ") + name);
   }

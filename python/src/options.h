@@ -18,7 +18,7 @@ namespace anyflash::python {
 void read_options(const nb::dict& given, ForwardOptions& options, std::vector<Array>& arrays);
 
 // Likewise, the names of BackwardOptions' tensors, and deterministic, accumulate_dq and
-// accumulate_dkv: bool.
+// accumulate_dkv: bool;  dq_sums_rows: (first, rows, begin, end).
 void read_options(const nb::dict& given, BackwardOptions& options, std::vector<Array>& arrays);
 
 // Likewise, the names of KvCacheOptions' tensors, rotary_interleaved: bool, num_splits, split_size

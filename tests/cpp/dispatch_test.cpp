@@ -26,6 +26,7 @@ constexpr KernelDescriptor kRows[] = {
     config_kernel("backward_d256_wide", 2, 110000),
     cpu_kernel("cpu_backward", Op::kBackward),
     sm80_kernel("d256_generic", 256, 256, kAllFeatures, 160000),
+    sm80_kernel("d224_softcap", 224, 224, kSoftcap, 120000),
     sm80_kernel("d192_compact", 192, 192, kNoFeatures, 90000),
     sm80_kernel("d192", 192, 192, kNoFeatures, 120000),
     sm80_kernel("d256", 256, 256, kNoFeatures, 150000),

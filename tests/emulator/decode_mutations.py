@@ -195,9 +195,7 @@ IN_COMBINE = of(
     Mutation("no-barrier-for-weights", COMBINE_SOURCE, "sync(); // the weights are there"),
     Mutation("no-barrier-for-sums", COMBINE_SOURCE, "sync(); // every warp's sums are"),
     Mutation("empty-splits-count", COMBINE_SOURCE, "part != -INFINITY", "true"),
-    Mutation(
-        "sink-not-in-combined-sum", COMBINE_SOURCE, "sink_term(sink, reference)", "0.0f"
-    ),
+    Mutation("sink-not-in-combined-sum", COMBINE_SOURCE, "sink_term(sink, reference)", "0.0f"),
 )
 
 IN_APPEND = of(

@@ -137,10 +137,15 @@ typedef struct {
   const DLTensor* dalibi_slopes; /* output */
   int32_t accumulate_dq;
   int32_t accumulate_dkv;
+  const DLTensor* dq_sums; /* of several calls over the same rows; input and output */
+  int64_t dq_sums_first;
+  int64_t dq_sums_rows;
+  int32_t dq_sums_begin;
+  int32_t dq_sums_end;
 } anyflash_backward_options;
 
 #define ANYFLASH_BACKWARD_OPTIONS_INIT \
-  {sizeof(anyflash_backward_options), 0, 0, NULL, NULL, NULL, NULL, 0, 0}
+  {sizeof(anyflash_backward_options), 0, 0, NULL, NULL, NULL, NULL, 0, 0, NULL, 0, 0, 0, 0}
 
 /* `options` are those that the forward was given; both options may be NULL (defaults). */
 ANYFLASH_API anyflash_status anyflash_backward_workspace_size(
@@ -154,6 +159,11 @@ ANYFLASH_API anyflash_status anyflash_backward(
     const DLTensor* out, const DLTensor* lse, const DLTensor* dq, const DLTensor* dk,
     const DLTensor* dv, const anyflash_forward_options* options,
     const anyflash_backward_options* backward_options, void* workspace, size_t workspace_bytes);
+
+/* Of dq_sums, for all rows of q. 0: the kernel keeps none. Reads no tensor. */
+ANYFLASH_API anyflash_status anyflash_dq_sums_size(const DLTensor* q, int64_t head_dim_v,
+                                                   const anyflash_forward_options* options,
+                                                   size_t* bytes);
 
 /* Meaning, shapes and types: KvCacheOptions in options.h. */
 typedef struct {

@@ -107,6 +107,12 @@ class ANYFLASH_API BackwardPlan {
   BackwardPlan(const BackwardTensors& tensors, const ForwardOptions& options,
                const BackwardOptions& backward_options);
   std::size_t workspace_bytes() const;
+
+  // Of BackwardOptions::dq_sums, for all rows of q (batch, rows, heads, head_dim). 0: the kernel of
+  // this dtype, of these head dims and options on this device keeps none. Reads no tensor.
+  static std::size_t dq_sums_bytes(const TensorView& q, int64_t head_dim_v,
+                                   const ForwardOptions& options);
+
   void run(Workspace workspace, void* stream = nullptr) const;  // as ForwardPlan::run()
 
  private:

@@ -8,12 +8,25 @@ from anyflash import _core
 from anyflash._arrays.base import FLOATS, Instead
 from anyflash._call import parsing
 from anyflash._call.call import Call
+from anyflash._call.operands import Operands
 from anyflash._call.options import GradientRequest
 from anyflash._call.results import ArrayT, AttentionGrads
 
 _FLOAT32 = ("float32",)
 _FLAGS = ("causal", *GradientRequest._fields[:4], "accumulate_dq", "accumulate_dkv")
 _OTHERS = ("bias", "sinks", "alibi_slopes")
+
+
+def dq_sums_size(
+    operation: str, q: Any, head_dim_v: int, softmax_scale: float | None, softcap: float
+) -> int:
+    """Bytes of ``DqSums.memory`` for the rows of q, (batch, rows, heads, head_dim). 0: the kernel
+    that computes their gradients keeps no such sums."""
+    operands = Operands(operation, "q", q)
+    _, dtype = operands.read("q", q)
+    exported = operands.framework.export(q, operands.device, 0)
+    bits = operands.as_bits(dtype)
+    return _core.dq_sums_size(operation, exported, bits, head_dim_v, softmax_scale, softcap)
 
 
 class Backward(Call[ArrayT]):
@@ -71,6 +84,10 @@ class Backward(Call[ArrayT]):
         options: dict[str, Any] = {"deterministic": deterministic}
         if accumulate_dq or accumulate_dkv:
             options["accumulate_dq"], options["accumulate_dkv"] = accumulate_dq, accumulate_dkv
+        if request.dq_sums is not None:
+            memory, *rows = request.dq_sums
+            options["dq_sums"] = (framework.export_out(memory, device), False)
+            options["dq_sums_rows"] = tuple(rows)
         if dlse is not None:
             options["dlse"] = (framework.export(dlse, device, stream), False)
         others = {}

@@ -190,6 +190,16 @@ class OutputRequest(NamedTuple):
 OUTPUT_ALONE = OutputRequest()  # made once, as PLAIN
 
 
+class DqSums(NamedTuple):
+    """Memory that the backward's calls over the same rows share (options.h says what for)."""
+
+    memory: Any  # float32, (elements,)
+    first: int  # the call's rows begin there,
+    rows: int  # of so many
+    begin: bool  # it is the first call
+    end: bool  # it is the last one, which writes dq
+
+
 class GradientRequest(NamedTuple):
     """What a backward gives, where it is written, and on which stream."""
 
@@ -204,6 +214,7 @@ class GradientRequest(NamedTuple):
     stream: Any = None
     accumulate_dq: Any = False
     accumulate_dkv: Any = False
+    dq_sums: DqSums | None = None  # then dq is not written, but by the last call
 
 
 class KvCacheOptions(NamedTuple):

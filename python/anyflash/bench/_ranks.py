@@ -29,7 +29,8 @@ from anyflash.bench._torch_context_parallel import KERNELS, Shared
 
 ONE_DEVICE = "one device"
 _TIMEOUT_SECONDS = 120.0
-_BUDGET = Budget(fewest=3, most=10)
+# Long samples: the host is ahead of the GPU then, as in a model.
+_BUDGET = Budget(contender_seconds=0.5, round_seconds=0.1, fewest=3, most=10)
 _LONG_SECONDS = 0.5  # a call that needs no second warm-up
 _POLL_SECONDS = 0.2  # how often the ranks' results are looked for
 
@@ -81,13 +82,15 @@ def sent_bytes(case: Case) -> int:
 def _alone(cases: Sequence[Case], backend: str) -> Iterator[dict[str, Any]]:
     device = _device(0, backend)
     for case in cases:
-        samples = [_seconds(_virtual_call(case, r, device)) for r in range(case.ranks)]
+        of_ranks = [_virtual_call(case, rank, device) for rank in range(case.ranks)]
+        *samples, whole = _in_turns([*of_ranks, _whole_call(case, device)])
+        del of_ranks
+        _release(device)
         slowest = max(samples, key=statistics.median)
-        whole = [s / case.ranks for s in _seconds(_whole_call(case, device))]
         total = sum(statistics.median(s) for s in samples)
         results = {
             OWN: summary(slowest) | {"all_ranks_seconds": total},
-            ONE_DEVICE: summary(whole),
+            ONE_DEVICE: summary([s / case.ranks for s in whole]),
         }
         _tell("alone", case, results)
         yield results
@@ -116,6 +119,9 @@ def _virtual_call(case: Case, rank: int, device: Any) -> Callable[[], Any]:
     class LocalRing(Ring):
         def _exchange(self, hop: int, what: str, tag: int, send: Any, receive: Any) -> Any:
             return Here(None if receive is None else receive.data)
+
+        def _start(self, exchanges: Any) -> None:
+            pass
 
         def _begin(self, hops: range, own: Any) -> Any:
             if hops not in kept:
@@ -336,15 +342,26 @@ def _seconds(
     call: Callable[[], Any], slowest: Callable[[float], float] = lambda s: s
 ) -> list[float]:
     """Samples of a call's time on the slowest rank; all ranks take as many."""
-    once = slowest(_timed(call, 1))
-    if once < _LONG_SECONDS:
+    (samples,) = _in_turns([call], slowest)
+    return samples
+
+
+def _in_turns(
+    calls: Sequence[Callable[[], Any]], slowest: Callable[[float], float] = lambda s: s
+) -> list[list[float]]:
+    """Samples of each call. A GPU's clock falls as it gets warm, for one call as for the others."""
+    repeats = []
+    for call in calls:
         once = slowest(_timed(call, 1))
-    repeats = max(1, round(_BUDGET.round_seconds / once))
-    samples: list[float] = []
+        if once < _LONG_SECONDS:
+            once = slowest(_timed(call, 1))
+        repeats.append(max(1, round(_BUDGET.round_seconds / once)))
+    samples: list[list[float]] = [[] for _ in calls]
     spent = 0.0
-    while _BUDGET.lasts(len(samples), spent):
-        samples.append(slowest(_timed(call, repeats)))
-        spent += samples[-1] * repeats
+    while _BUDGET.lasts(len(samples[0]), spent):
+        for call, count, found in zip(calls, repeats, samples, strict=True):
+            found.append(slowest(_timed(call, count)))
+            spent += found[-1] * count / len(calls)
     return samples
 
 

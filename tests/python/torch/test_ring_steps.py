@@ -69,14 +69,12 @@ def _last_rows(ranks: int, causal: bool) -> list[list[slice]]:
 @pytest.mark.parametrize(
     ("heads_k", "steps"),
     [
-        (2, [[1], [2, 3], [4, 5, 6, 7]]),
-        (8, [[1], [2, 3], [4, 5, 6], [7]]),  # 40 MiB a rank
-        (32, [[1], [2], [3], [4], [5], [6], [7]]),
+        (2, [1, 2, 4]),
+        (8, [1, 2, 3, 1]),  # 40 MiB a rank
+        (32, [1] * 7),
     ],
 )
-def test_steps_double_up_to_their_bytes(
-    torch: ModuleType, heads_k: int, steps: list[list[int]]
-) -> None:
+def test_steps_double_up_to_their_bytes(torch: ModuleType, heads_k: int, steps: list[int]) -> None:
     ranks, rows = 8, 10240
     k = torch.empty(1, rows, heads_k, 128, dtype=torch.bfloat16, device="meta")
     whole = arguments.read_whole(AttentionOptions(causal=True), (ranks * rows, ranks * rows), False)
@@ -85,8 +83,7 @@ def test_steps_double_up_to_their_bytes(
         of_rank = pieces.Pieces(
             whole, problem.Given(), None, Part(), (k, layout.runs(rank, ranks * rows))
         )
-        found = ring.Ring(group, layout, of_rank, k, k).steps
-        assert [list(hops) for hops in found] == steps
+        assert ring.Ring(group, layout, of_rank, k, k).steps == steps
 
 
 @pytest.mark.parametrize("alike", [True, False])

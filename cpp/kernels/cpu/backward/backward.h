@@ -76,6 +76,13 @@ std::size_t backward_scratch_bytes(const BackwardParams& p, const LaunchContext&
 }
 
 template <typename E>
+std::size_t dq_sums_bytes(const BackwardParams& p) {
+  const Attention& a = p.attention;
+  return static_cast<std::size_t>(a.batch * a.heads * p.dq_sums.rows * a.head_dim) *
+         sizeof(typename Compute<E>::Type);
+}
+
+template <typename E>
 void backward(const BackwardParams& p, const LaunchContext& context) {
   using T = typename Compute<E>::Type;
   const Attention& a = p.attention;

@@ -93,9 +93,12 @@ class Blocks {
 
   // dQ = scale sum(dS K)
   void store_rows(const RowBlock<T>& block) const {
-    const Target dq{p_.dq, p_.dq_stride, block.head, p_.accumulates_dq};
-    store(dq, row(block.first_row), block.count, a_.head_dim, ld_, static_cast<T>(a_.softmax_scale),
-          block.dq);
+    if (p_.dq_sums.data != nullptr) join_dq_sums(block);
+    if (p_.ends_dq()) {
+      const Target dq{p_.dq, p_.dq_stride, block.head, p_.accumulates_dq};
+      store(dq, row(block.first_row), block.count, a_.head_dim, ld_,
+            static_cast<T>(a_.softmax_scale), block.dq);
+    }
     if (sums_.slope == nullptr) return;
     double* const slope = sums_.slope + sums_.offset(p_, sequence_, block.head) + block.first_row;
     for (int r = 0; r < block.count; ++r) slope[r] = block.slope_sum[r];
@@ -178,6 +181,23 @@ class Blocks {
   void load_dout(RowBlock<T>* block, int padding) const {
     load<In>(p_.dout, p_.dout_stride, row(block->first_row), block->head, block->count, padding,
              a_.head_dim_v, ld_v_, block->dout);
+  }
+
+  // The block's dQ and what earlier calls have kept, (batch, heads, rows, head_dim), become their
+  // sum.
+  void join_dq_sums(const RowBlock<T>& block) const {
+    const DqSums& kept = p_.dq_sums;
+    const std::int64_t first =
+        (sequence_.batch * a_.heads + block.head) * kept.rows + kept.first + block.first_row;
+    T* const sums = static_cast<T*>(kept.data) + first * a_.head_dim;
+    for (int r = 0; r < block.count; ++r) {
+      for (int c = 0; c < a_.head_dim; ++c) {
+        T& dq = block.dq[r * ld_ + c];
+        T& sum = sums[std::int64_t{r} * a_.head_dim + c];
+        if (!kept.begin) dq += sum;
+        sum = dq;
+      }
+    }
   }
 
   // One head of a gradient.

@@ -14,6 +14,7 @@ template <typename E>
 constexpr KernelDescriptor backward_kernel(const char* name, DType dtype) {
   KernelDescriptor d = descriptor(name, Op::kBackward, dtype, kBlockM, kBlockN);
   d.backward = {&backward_scratch_bytes<E>, &backward<E>};
+  d.dq_sums_bytes = &dq_sums_bytes<E>;
   return d;
 }
 

@@ -84,9 +84,9 @@ void launch_main_kernel(const BackwardScratch& scratch, void* stream) {
     }
   }
   const int64_t key_blocks = ceil_div(int64_t{a.seqlen_k}, Traits::kBlockN) * a.batch * a.heads_k;
-  // Without rows there was no preprocessing: the kernel before may be the one that writes K.
-  const LaunchOrder order =
-      a.seqlen_q > 0 ? LaunchOrder::kWhenAllowed : LaunchOrder::kAfterPrevious;
+  // Without preprocessing the kernel before may be the one that writes K.
+  const LaunchOrder order = a.seqlen_q > 0 && scratch.begins_dq() ? LaunchOrder::kWhenAllowed
+                                                                  : LaunchOrder::kAfterPrevious;
   const auto run = [&](auto adds_to_dq) {
     launch_blocks<main_kernel<Traits, decltype(adds_to_dq)::value>(), Traits, Traits::kCtaThreads>(
         key_blocks * prepared.gqa_splits, sizeof(typename Traits::SharedStorage), stream, prepared,
@@ -147,14 +147,14 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
 
   void* const stream = context.stream;
   make_key_range_bounds(a, stream);
-  backward_preprocess(p, stream);
+  if (p.begins_dq()) backward_preprocess(p, stream);
   use_rounded_dout(p);
   if (number_of_keys(a) > 0) launch_main_kernel<Traits>(p, stream);
   if constexpr (Traits::kIsWide) {
     launch_dq_by_rows<RowTraits>(p, context);
   } else if (p.deterministic) {
     launch_dq_by_rows<RowTraits>(p, context);
-  } else {
+  } else if (p.ends_dq()) {
     launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
         ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
         LaunchOrder::kWhenAllowed);
@@ -178,6 +178,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   d.least_head_dim = least_head_dim(Variant::kFeatures);
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};
   d.backward = {scratch_bytes<Traits>, launch_backward<Traits, RowTraits, Variant>};
+  if constexpr (!Traits::kIsWide) d.dq_sums_bytes = dq_sums_bytes<Traits>;
   return d;
 }
 

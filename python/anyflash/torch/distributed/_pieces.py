@@ -12,6 +12,7 @@ from torch import Tensor
 from anyflash._call.backward import Backward
 from anyflash._call.forward import Forward
 from anyflash._call.options import GradientRequest, OutputRequest, Part
+from anyflash.torch.distributed._dq_sums import KeptSums
 from anyflash.torch.distributed._joined import Piece, ascending, joined_pieces, piece_of
 from anyflash.torch.distributed._layout import Run
 from anyflash.torch.distributed._problem import (
@@ -65,7 +66,7 @@ class Pieces:
 
     def of(self, runs: Sequence[Run]) -> Sequence[Piece]:
         """The pieces of this rank's rows and of some keys."""
-        if self._only_masked:
+        if self.only_masked:
             groups = [runs] if self.packed is None else ascending(runs)
             joined = [joined_pieces(self.whole, self.rows, group) for group in groups]
             if None not in joined:
@@ -74,7 +75,7 @@ class Pieces:
         return [piece_of(rows, keys) for rows, keys in pairs if self.sees(rows, keys)]
 
     @property
-    def _only_masked(self) -> bool:
+    def only_masked(self) -> bool:
         """Whether a causal mask and a window are all that depends on where rows and keys lie, in
         the whole."""
         others = self.given._replace(sinks=None)
@@ -211,12 +212,15 @@ class BackwardSums:
     """Gradients of a rank's rows, of bias and of slopes, which every piece adds to; what it adds to
     dk and dv, others sum up."""
 
-    def __init__(self, pieces: Pieces, results: Results, wanted: Sequence[bool]) -> None:
-        """``wanted``: dbias, dsinks, dalibi_slopes."""
+    def __init__(
+        self, pieces: Pieces, results: Results, wanted: Sequence[bool], *, several: bool = False
+    ) -> None:
+        """``wanted``: dbias, dsinks, dalibi_slopes; ``several``: add() is called more than once."""
         q, given = pieces.q, pieces.given
-        dtype = sum_dtype(q)
+        self.dtype = dtype = sum_dtype(q)
         self.pieces, self.results = pieces, results
-        self.dq = torch.empty_like(q, dtype=dtype)
+        self._kept = self._kept_sums() if several else None
+        self.dq = self._kept.unwritten(q, dtype) if self._kept else torch.empty_like(q, dtype=dtype)
         self.dbias = self.dslopes = self.dsinks = None
         if wanted[0] and given.bias is not None:
             self.dbias = torch.zeros_like(given.bias, dtype=dtype)
@@ -226,10 +230,18 @@ class BackwardSums:
             self.dsinks = self._of_sinks(given.sinks, dtype)
         self._is_begun = False
 
+    def _kept_sums(self) -> KeptSums | None:
+        """All pieces then have the same kernel."""
+        pieces, (out, _, dout, _) = self.pieces, self.results
+        q, packed = pieces.q, pieces.packed
+        if packed is not None or not pieces.only_masked or not q.dtype == out.dtype == dout.dtype:
+            return None
+        return KeptSums.of(NAME, pieces.whole, q, out.shape[-1], pieces.rows)
+
     def add(self, keys: Keys, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The parts of dk and dv, which are written to ``into`` if it is given."""
         if into is None:
-            dtype = self.dq.dtype
+            dtype = self.dtype
             into = torch.empty_like(keys.k, dtype=dtype), torch.empty_like(keys.v, dtype=dtype)
         pieces = self.pieces.of(keys.runs)
         adds_dkv = False
@@ -249,40 +261,67 @@ class BackwardSums:
         if not self._is_begun and rows != slice(0, self.dq.shape[1]):
             self._begin()
         dk, dv = (given(gradient[:, piece.keys]) for gradient in into)
-        request = GradientRequest(
-            deterministic=self.pieces.whole.deterministic,
-            return_dbias=self.dbias is not None,
-            return_dalibi_slopes=self.dslopes is not None,
+        request = self._request(
+            rows,
+            begin=not self._is_begun,
             dq=given(self.dq[:, rows]),
             dk=dk,
             dv=dv,
-            accumulate_dq=self._is_begun,
             accumulate_dkv=adds_dkv,
-            grad_dtype=None if self.dq.dtype == torch.float64 else "float32",
+            return_dbias=self.dbias is not None,
+            return_dalibi_slopes=self.dslopes is not None,
+            grad_dtype=None if self.dtype == torch.float64 else "float32",
         )
-        out, lse, dout, dlse = self.results
-        found: Any = Backward(f"{NAME} (backward)", *self.pieces.arguments(keys, piece)).run(
-            given(dout[:, rows]),
-            given(out[:, rows]),
-            given(lse[..., rows]),
-            None if dlse is None else given(dlse[..., rows]),
-            request,
-        )
+        found = self._run(self.pieces.arguments(keys, piece), rows, request)
         self._is_begun = True
         if self.dbias is not None and piece.runs is not None:
             bias_of(self.dbias, *piece.runs).add_(found.dbias)
         if self.dslopes is not None:
             self.dslopes += found.dalibi_slopes
 
+    def _request(self, rows: slice, *, begin: bool, **others: Any) -> GradientRequest:
+        deterministic = self.pieces.whole.deterministic
+        if self._kept is None:
+            return GradientRequest(deterministic, accumulate_dq=not begin, **others)
+        return GradientRequest(dq_sums=self._kept.of_rows(rows, begin=begin), **others)
+
+    def _run(self, arguments: Any, rows: slice, request: GradientRequest) -> Any:
+        given = self.pieces.given_rows
+        out, lse, dout, dlse = self.results
+        return Backward(f"{NAME} (backward)", *arguments).run(
+            given(dout[:, rows]),
+            given(out[:, rows]),
+            given(lse[..., rows]),
+            None if dlse is None else given(dlse[..., rows]),
+            request,
+        )
+
     def finish(self) -> Tensor:
         """dq"""
         if not self._is_begun:
             self._begin()
-        return self.dq
+        if self._kept is None:
+            return self.dq
+        dq = torch.empty_like(self.pieces.q)
+        self._run_without_keys(self._kept, dq, end=True)
+        return dq
 
     def _begin(self) -> None:
-        self.dq.zero_()
+        if self._kept is None:
+            self.dq.zero_()
+        else:
+            self._run_without_keys(self._kept, self.dq, begin=True)
         self._is_begun = True
+
+    def _run_without_keys(self, kept: KeptSums, dq: Tensor, **steps: bool) -> None:
+        """Of all rows."""
+        q = self.pieces.q
+        rows = slice(0, q.shape[1])
+        k, v = q[:, :0], self.results.out[:, :0]
+        dk, dv = (torch.empty_like(x, dtype=dq.dtype) for x in (k, v))
+        request = GradientRequest(dq=dq, dk=dk, dv=dv, dq_sums=kept.of_rows(rows, **steps))
+        options = unplaced_options(self.pieces.whole, causal=False)
+        self._run(((q, k, v), options, None), rows, request)
 
     def _of_sinks(self, sinks: Tensor, dtype: torch.dtype) -> Tensor:
         """A sink is a key whose value is 0: dsink = -sum over rows of exp(sink - lse) delta."""

@@ -8,11 +8,12 @@ whatever arrives when.
 
 To continue the sums of rows costs as much for few keys as for many, so later hops are joined. The
 keys of one hop are computed while those of the next two arrive, and these while those of four more
-do. A step has a fixed number of bytes at most.
+do; in a backward the other way round. A step has a fixed number of bytes at most.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -65,17 +66,16 @@ class Ring:
         peers = [(group.peer(-hop), group.peer(hop)) for hop in range(group.size)]
         self.wanted = [self._seen(group.rank, owner) for owner, _ in peers]
         self.given = [self._seen(reader, group.rank) for _, reader in peers]
-        self.steps = list(self._steps(max(layout.all_rows(whole.seqlen_k))))
+        self.steps = list(self._hops_of_steps(max(layout.all_rows(whole.seqlen_k))))
 
-    def _steps(self, rows: int) -> Iterator[range]:
-        """Hops whose keys are computed together, the same on all ranks, which have at most so many
-        rows."""
+    def _hops_of_steps(self, rows: int) -> Iterator[int]:
+        """The same on all ranks, which have at most so many rows."""
         row = sum(x.element_size() * x.shape[0] * x.shape[2:].numel() for x in (self.k, self.v))
         most = max(1, _MOST_BYTES // max(rows * row, 1))
-        hop, hops = 1, 1
-        while hop < self.group.size:
-            yield range(hop, min(hop + hops, self.group.size))
-            hop += hops
+        rest, hops = self.group.size - 1, 1
+        while rest > 0:
+            yield min(hops, rest)
+            rest -= hops
             hops = min(2 * hops, most)
 
     def _seen(self, reader: int, owner: int) -> slice:
@@ -92,6 +92,9 @@ class Ring:
     ) -> Exchange:
         what = f"hop {hop} of {self.group.size - 1}: {what}"
         return Exchange(self.group, what, tag, send, receive)
+
+    def _start(self, exchanges: Sequence[Exchange]) -> None:
+        Exchange.begin(exchanges, self.k.device)
 
     def _begin(self, hops: range, own: Pair) -> _Arrival:
         """Begins to exchange what is wanted in some hops. ``own``: this rank's."""
@@ -112,18 +115,22 @@ class Ring:
             send = _message(own, self.given[hop], group.peer(hop))
             receive = _message(arriving, place, group.peer(-hop))
             exchanges.append(self._exchange(hop, "k and v", 4 * hop, send, receive))
+        self._start(exchanges)
         return _Arrival(hops, exchanges, places, Keys(*_batch_first(arriving), runs))
 
-    def _arrivals(self) -> Iterator[_Arrival]:
-        """This rank's own keys, as hop 0, and those of each step, while the next one's travel."""
+    def _arrivals(self, numbers: Sequence[int]) -> Iterator[_Arrival]:
+        """This rank's own keys, as hop 0, and those of each step, which has such a number of hops,
+        while the next one's travel."""
         of_this_rank = _Arrival(range(1), [], [], Keys(self.k, self.v, self.keys[self.group.rank]))
-        if not self.steps:
+        if not numbers:
             yield of_this_rank
             return
+        ends = itertools.accumulate(numbers, initial=1)
+        first, *others = itertools.starmap(range, itertools.pairwise(ends))
         own = self.k.transpose(0, 1).contiguous(), self.v.transpose(0, 1).contiguous()
-        coming = self._begin(self.steps[0], own)
+        coming = self._begin(first, own)
         yield of_this_rank
-        for hops in (*self.steps[1:], None):
+        for hops in (*others, None):
             arrival = coming
             if hops is not None:
                 coming = self._begin(hops, own)
@@ -135,7 +142,7 @@ class Ring:
         alone = self.group.size == 1  # no row gets a second piece
         sums = ForwardSums(self.pieces, self.v.shape[-1], dtype if alone else None)
         last = self._last_hop()
-        for arrival in self._arrivals():
+        for arrival in self._arrivals(self.steps):
             sums.add(arrival.keys, dtype if last in arrival.hops else None)
         return sums.finish(dtype)
 
@@ -146,9 +153,10 @@ class Ring:
         )
 
     def backward(self, results: Results, wanted: Sequence[bool]) -> Grads:
-        """Parts of dk and dv go back to the keys' owner."""
-        sums = BackwardSums(self.pieces, results, wanted)
-        arrivals = self._arrivals()
+        """Parts of dk and dv go back to the keys' owner. Behind the last step nothing hides that:
+        it is the one of the fewest hops."""
+        sums = BackwardSums(self.pieces, results, wanted, several=self._last_hop() > 0)
+        arrivals = self._arrivals(self.steps[::-1])
         dk, dv = sums.add(next(arrivals).keys)
         returning: list[_Return] = []
         for arrival in arrivals:
@@ -156,8 +164,9 @@ class Ring:
             sums.add(arrival.keys, _batch_first(found))
             self._add(returning, dk, dv)
             returning = self._return(arrival, found)
+        dq = sums.finish()  # while the last ones are under way
         self._add(returning, dk, dv)
-        return sums.finish(), dk, dv, sums.dbias, sums.dsinks, sums.dslopes
+        return dq, dk, dv, sums.dbias, sums.dsinks, sums.dslopes
 
     def _return(self, arrival: _Arrival, found: Pair) -> list[_Return]:
         """Begins to send gradients to the owners of keys, and to get those of this rank's."""
@@ -170,6 +179,7 @@ class Ring:
             receive = _message(_of_rows(found, wanted.stop), wanted, group.peer(hop))
             exchange = self._exchange(hop, "dk and dv", 4 * hop + 2, send, receive)
             returns.append(_Return(exchange, rows))
+        self._start([exchange for exchange, _ in returns])
         return returns
 
     def _add(self, returning: Sequence[_Return], dk: Tensor, dv: Tensor) -> None:

@@ -78,9 +78,12 @@ class Message(NamedTuple):
     rank: int  # of the group
 
 
+_HEAD_START = 20_000  # cycles: about 10 us
+
+
 class Exchange:
-    """A message to a rank and one from a rank, either of which may be missing, under way. Their
-    tensors have ``tag`` and the numbers after it."""
+    """A message to a rank and one from a rank, either of which may be missing; begin() sends them
+    on their way. Their tensors have ``tag`` and the numbers after it."""
 
     def __init__(
         self, group: Group, what: str, tag: int, send: Message | None, receive: Message | None
@@ -89,14 +92,31 @@ class Exchange:
         names += [f"from rank {group.global_rank(receive.rank)}"] if receive else []
         self._what = f"{what} {' and '.join(names)}"
         self._group, self._send, self._receive = group, send, receive
-        operations = [
+        self._works: list[Any] = []
+        self._operations = [
             dist.P2POp(operation, x, group.global_rank(message.rank), group.handle, tag=tag + i)
             for operation, message in ((dist.isend, send), (dist.irecv, receive))
             if message is not None
             for i, x in enumerate(message.data)
         ]
-        with named(group, self._what):
-            self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    @staticmethod
+    def begin(exchanges: Sequence[Exchange], device: torch.device) -> None:
+        """On a GPU one kernel sends and receives everything, and the current stream waits a moment:
+        that kernel needs multiprocessors, which the attention behind it would not give back."""
+        if device.type != "cuda":
+            for exchange in exchanges:
+                exchange._begin([exchange])
+        elif exchanges:
+            exchanges[0]._begin(exchanges)
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+
+    def _begin(self, exchanges: Sequence[Exchange]) -> None:
+        operations = [operation for x in exchanges for operation in x._operations]
+        with named(self._group, self._what):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        for exchange in exchanges:
+            exchange._works, exchange._operations = works, []
 
     def wait(self) -> tuple[Tensor, ...] | None:
         """What was received. On a GPU the current stream waits, not the host."""

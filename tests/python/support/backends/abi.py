@@ -97,6 +97,11 @@ class BackwardOptions(ctypes.Structure):
         ("dalibi_slopes", ctypes.POINTER(DLTensor)),
         ("accumulate_dq", ctypes.c_int32),
         ("accumulate_dkv", ctypes.c_int32),
+        ("dq_sums", ctypes.POINTER(DLTensor)),
+        ("dq_sums_first", ctypes.c_int64),
+        ("dq_sums_rows", ctypes.c_int64),
+        ("dq_sums_begin", ctypes.c_int32),
+        ("dq_sums_end", ctypes.c_int32),
     )
 
 
