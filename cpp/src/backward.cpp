@@ -4,6 +4,7 @@
 
 #include "anyflash/attention.h"
 #include "arguments.h"
+#include "describe.h"
 #include "device.h"
 #include "kernel_table.h"
 #include "plan.h"
@@ -25,14 +26,15 @@ bool has_elements(const TensorView* t) {
 // The kernel keeps sums of such a call, and their memory is large enough.
 void check_dq_sums(const KernelDescriptor& kernel, const BackwardParams& p, DType dtype) {
   const bool has_other_types = p.dout_dtype != dtype || p.out_dtype != dtype;
-  const bool asks_more =
-      p.deterministic || has_other_types || p.attention.alibi_slopes.data != nullptr;
+  const bool asks_more = p.deterministic || has_other_types ||
+                         p.attention.alibi_slopes.data != nullptr ||
+                         p.attention.dropout_threshold != 0;
   if (kernel.dq_sums_bytes == nullptr || (kernel.family->is_gpu() && asks_more)) {
     throw Error(ErrorCode::kUnsupported,
                 std::string("dq_sums is given, but ") + kernel.name +
                     " keeps no sums of such a call (BackwardOptions::dq_sums says of which)");
   }
-  const auto needed = static_cast<int64_t>(kernel.dq_sums_bytes(p));
+  const int64_t needed = static_cast<int64_t>(kernel.dq_sums_bytes(p));
   if (p.dq_sums.bytes < needed) {
     invalid_value("dq_sums has " + std::to_string(p.dq_sums.bytes) + " bytes; " +
                   std::to_string(needed) + " are needed");
@@ -75,7 +77,7 @@ struct BackwardPlan::State : KernelPlan {
     v = plan(t.v);
     out = plan(t.out);
     dout = plan(t.dout);
-    dq = plan(t.dq);
+    if (params.ends_dq()) dq = plan(t.dq);
     dk = plan(t.dk);
     dv = plan(t.dv);
   }
@@ -123,6 +125,14 @@ std::size_t BackwardPlan::workspace_bytes() const {
 std::size_t BackwardPlan::dq_sums_bytes(const TensorView& q, int64_t head_dim_v,
                                         const ForwardOptions& options) {
   check_rank(q, "q", 4, "(batch, rows, heads, head_dim)");
+  check_heads(q, q, "q");
+  for (const int64_t extent : {q.shape[1], q.shape[2], q.shape[3], head_dim_v}) {
+    if (extent < 0 || extent > kMaxExtent) {
+      invalid_value("q has shape " + shape_of(q) + ", and head_dim_v is " +
+                    std::to_string(head_dim_v) + "; at most " + std::to_string(kMaxExtent) +
+                    " is allowed");
+    }
+  }
   BackwardParams params;
   Attention& a = params.attention;
   a.batch = q.shape[0];

@@ -74,6 +74,8 @@ DqSums dq_sums_of(const BackwardTensors& t, const BackwardOptions& options, bool
   check_rank(memory, "dq_sums", 1, "(elements,)");
   check_dtype(memory, "dq_sums", DType::kFloat32);
   check_device(memory, "dq_sums", t.q, "q");
+  check_writable(memory, "dq_sums");
+  if (memory.shape[0] == 0) invalid_value("dq_sums has no elements");
   if (memory.stride[0] != 1 || reinterpret_cast<std::uintptr_t>(memory.data) % 16 != 0) {
     invalid_value("dq_sums must be contiguous, and begin at a multiple of 16 bytes");
   }
@@ -85,7 +87,7 @@ DqSums dq_sums_of(const BackwardTensors& t, const BackwardOptions& options, bool
   const int64_t rows = options.dq_sums_rows;
   const int64_t own = t.q.shape[1];
   const bool in_tiles = first % kTile == 0 && (own % kTile == 0 || first + own == rows);
-  if (first < 0 || first > rows - own || (on_gpu && !in_tiles)) {
+  if (rows < own || rows > kMaxExtent || first < 0 || first > rows - own || (on_gpu && !in_tiles)) {
     invalid_value("dq_sums has " + std::to_string(rows) + " rows, and the call's " +
                   std::to_string(own) + " begin at " + std::to_string(first) +
                   "; they must lie within" +

@@ -109,7 +109,8 @@ class ANYFLASH_API BackwardPlan {
   std::size_t workspace_bytes() const;
 
   // Of BackwardOptions::dq_sums, for all rows of q (batch, rows, heads, head_dim). 0: the kernel of
-  // this dtype, of these head dims and options on this device keeps none. Reads no tensor.
+  // this dtype, of these head dims on this device keeps none. Of the options, softmax_scale and
+  // softcap count. Reads no tensor.
   static std::size_t dq_sums_bytes(const TensorView& q, int64_t head_dim_v,
                                    const ForwardOptions& options);
 

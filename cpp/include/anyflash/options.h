@@ -143,15 +143,17 @@ struct BackwardOptions {
   bool accumulate_dkv = false;
   // Calls over the same rows, each with other keys, may keep their sums of dq in memory of their
   // own, in the kernel's order, with what they know of the rows. Each call then reads and writes
-  // less. The first call has dq_sums_begin, the last one dq_sums_end: that writes (or accumulates)
-  // dq, which no other call touches. Both may be a call without keys.
+  // less. The first call has dq_sums_begin, and all rows that others have. The last one has
+  // dq_sums_end: it writes (or accumulates) dq of its rows, which no other call touches. Both may
+  // be a call without keys. A row has the same q, out, lse, dout and dlse in all calls. Each call
+  // writes all of dsinks.
   //
   // The memory is contiguous float32 of BackwardPlan::dq_sums_bytes(), and begins at a multiple of
   // 16 bytes. It has dq_sums_rows rows of each sequence, of which the call's begin at
   // dq_sums_first. On a GPU that is a multiple of 128, and so is seqlen_q, unless the call has the
   // last rows. All calls have one batch, heads, head dims, scale and softcap, and no packed
-  // sequences. On a GPU dout and out have q's type, and neither ALiBi nor `deterministic` is
-  // allowed.
+  // sequences. On a GPU dout and out have q's type, and neither ALiBi, nor dropout, nor
+  // `deterministic` is allowed.
   const TensorView* dq_sums = nullptr;
   int64_t dq_sums_first = 0;
   int64_t dq_sums_rows = 0;

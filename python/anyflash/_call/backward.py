@@ -24,7 +24,7 @@ def dq_sums_size(
     that computes their gradients keeps no such sums."""
     operands = Operands(operation, "q", q)
     _, dtype = operands.read("q", q)
-    exported = operands.framework.export(q, operands.device, 0)
+    exported = operands.framework.export(q, operands.device, None)  # nothing reads it
     bits = operands.as_bits(dtype)
     return _core.dq_sums_size(operation, exported, bits, head_dim_v, softmax_scale, softcap)
 

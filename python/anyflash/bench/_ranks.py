@@ -1,9 +1,10 @@
 """The preset context-parallel: a sequence that several devices share.
 
 Ranks are processes, one on each GPU over NCCL, or on the CPU over gloo. Where there are fewer GPUs
-than ranks, the ring's work is timed on one GPU, rank after rank, with all hops and nothing sent
-("alone"). "one device" is the whole sequence on a single device, by the number of ranks. PyTorch's
-own context parallelism runs on the same ranks.
+than ranks, the ring's work is timed on one GPU ("alone"), rank after rank. That is all hops, but
+nothing is sent, and there is no moment in which that would begin. "one device" is the whole
+sequence on a single device, by the number of ranks. PyTorch's own context parallelism runs on the
+same ranks.
 """
 
 from __future__ import annotations

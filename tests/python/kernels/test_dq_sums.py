@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "128": {"d": 128, "batch": 1},
     "odd": {"d": 40, "dv": 20},
     "scale": {"scale": 0.3},
+    "copied": {"d": 36},  # whose rows have no whole pieces of 16 bytes
 }
 
 
@@ -138,18 +139,23 @@ def test_kept(backend: Backend, name: str, order: str) -> None:
     assert found or backend.name == "emulated-sm80"
 
 
-def test_the_last_call_rounds_and_adds(backend: Backend) -> None:
-    """It may have gradients of 16 bits, or add to dq."""
+@pytest.mark.parametrize("name", ["plain", "copied"])
+def test_the_last_call_rounds_and_adds(backend: Backend, name: str) -> None:
+    """It may have gradients of 16 bits, or add to dq. Calls before it leave dq of 16 bits alone."""
+    found = 0
     for dtype in sorted({row.dtype for row in backend.rows("backward")} - {"fp64"}):
-        case = case_of("plain", dtype)
+        case = case_of(name, dtype)
         in_float = replace(case, grad_dtype="fp32")
         sums = sums_of(backend, case)
         if sums is None:
             continue
+        found += 1
         whole = Step(keys=KEYS, begin=True)
-        alone = call_of(in_float, whole)
+        alone, first = call_of(in_float, whole), keep(call_of(case, whole), sums, whole)
         run_call(backend, alone)
-        run_call(backend, keep(call_of(in_float, whole), sums, whole))
+        run_call(backend, first)
+        untouched = call_of(case, whole).tensors["dq"]
+        assert bits(first.tensors["dq"].storage) == bits(untouched.storage)
         for kind in (case, in_float):
             call = keep(call_of(kind, Step()), sums, Step(end=True))
             dq = call.tensors["dq"].view
@@ -163,6 +169,7 @@ def test_the_last_call_rounds_and_adds(backend: Backend) -> None:
             np.testing.assert_allclose(
                 dq.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance
             )
+    assert found or backend.name == "emulated-sm80"
 
 
 def refusal(backend: Backend, call: Call) -> str:
@@ -186,15 +193,17 @@ def test_refused(backend: Backend) -> None:
             message = refusal(backend, keep(call_of(case, whole), some, whole))
             assert "keeps no sums of such a call" in message
             continue
-        small = part_of(sums, 0, slice(0, sums.shape[0] - 1))
-        assert "are needed" in refusal(backend, keep(call_of(case, whole), small, whole))
+        for count, message in ((0, "no elements"), (sums.shape[0] - 1, "are needed")):
+            small = part_of(sums, 0, slice(0, count))
+            assert message in refusal(backend, keep(call_of(case, whole), small, whole))
         unaligned = part_of(sums, 0, slice(1, sums.shape[0]))
         assert "a multiple of 16 bytes" in refusal(
             backend, keep(call_of(case, whole), unaligned, whole)
         )
-        call = keep(call_of(case, whole), sums, whole)
-        call.gradient["dq_sums_first"] = 1
-        assert "they must lie within" in refusal(backend, call)
+        for name, value in (("first", 1), ("rows", 299), ("rows", 2**40)):
+            call = keep(call_of(case, whole), sums, whole)
+            call.gradient[f"dq_sums_{name}"] = value
+            assert "they must lie within" in refusal(backend, call)
         if backend.is_cpu:
             continue
         for rows in (slice(64, 300), slice(128, 200)):
@@ -203,4 +212,7 @@ def test_refused(backend: Backend) -> None:
             assert "multiples of 128" in message
         call = keep(call_of(case, whole), sums, whole)
         call.gradient["deterministic"] = 1
+        assert "keeps no sums of such a call" in refusal(backend, call)
+        call = keep(call_of(case, whole), sums, whole)
+        call.options["dropout_p"] = 0.5
         assert "keeps no sums of such a call" in refusal(backend, call)

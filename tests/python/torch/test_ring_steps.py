@@ -108,3 +108,21 @@ def test_packed_sequences_take_one_call_a_hop(torch: ModuleType, alike: bool) ->
             runs = [run for run in owner if wanted.start <= run.at < wanted.stop]
             pairs = len(hops.rows[rank]) * len(runs)
             assert len(of_rank.of(runs)) == (1 if alike else pairs)
+
+
+def test_dsinks_of_rows_without_keys(torch: ModuleType) -> None:
+    """Their out is 0, and their dout may be anything."""
+    rows = 4
+    q = torch.ones(1, rows, 2, 8)
+    whole = arguments.read_whole(AttentionOptions(causal=True), (rows, rows), False)
+    sinks = torch.tensor([0.5, torch.inf])
+    runs = layouts.Layout("zigzag", 1, 64).runs(0, rows)
+    of_rank = pieces.Pieces(whole, problem.Given(sinks=sinks), None, Part(), (q, runs))
+    out, dout = torch.ones_like(q), torch.ones_like(q)
+    lse = torch.full((1, 2, rows), 1.5)
+    out[:, 0], out[:, :, 1] = 0, 0
+    dout[:, 0], lse[:, 0, 0], lse[:, 1] = torch.nan, 0.5, torch.inf
+    found = pieces.BackwardSums(
+        of_rank, pieces.Results(out, lse, dout, None), (False, True, False)
+    ).dsinks
+    torch.testing.assert_close(found, torch.tensor([-3 * 8 / torch.e, 0.0]), check_dtype=False)

@@ -116,7 +116,7 @@ ANYFLASH_DEVICE void hide_keys(Scores& scores, const Coordinates& coordinates,
 }
 
 // What a thread's rows of O count in: the same number, or each a power of two, of which half of a
-// float32 says all. It is one register: a second one would leave room for fewer CTAs.
+// float32 says all. 0 is both. It is one register: a second one would leave room for fewer CTAs.
 class RowUnits {
  public:
   ANYFLASH_DEVICE explicit RowUnits(float of_both) { bits_ = __float_as_uint(of_both); }
@@ -128,7 +128,7 @@ class RowUnits {
   ANYFLASH_DEVICE void set(const float (&powers)[DecodeRows::kRows]) {
     bits_ = __float_as_uint(powers[0]) >> 16 | __float_as_uint(powers[1]);
   }
-  // The largest power that is no larger than x, 0 or infinity if x is.
+  // The largest power that is no larger than x; infinity if x is, 0 if x is 0 or subnormal.
   ANYFLASH_DEVICE static float power_of_two(float x) {
     return __uint_as_float(__float_as_uint(x) & 0x7f800000u);
   }

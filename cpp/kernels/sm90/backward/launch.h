@@ -155,9 +155,10 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   } else if (p.deterministic) {
     launch_dq_by_rows<RowTraits>(p, context);
   } else if (p.ends_dq()) {
+    const bool is_first = !p.begins_dq() && number_of_keys(a) == 0;
     launch_blocks<postprocess_dq_kernel<Traits>, Traits>(
         ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM) * a.batch * a.heads, 0, stream, p,
-        LaunchOrder::kWhenAllowed);
+        is_first ? LaunchOrder::kAfterPrevious : LaunchOrder::kWhenAllowed);
   }
   if (p.dalibi_slopes.data != nullptr) sum_dalibi_slopes(p, stream);
   if (p.dsinks.data != nullptr) sum_dsinks(p, stream);

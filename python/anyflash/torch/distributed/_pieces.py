@@ -324,11 +324,12 @@ class BackwardSums:
         self._run(((q, k, v), options, None), rows, request)
 
     def _of_sinks(self, sinks: Tensor, dtype: torch.dtype) -> Tensor:
-        """A sink is a key whose value is 0: dsink = -sum over rows of exp(sink - lse) delta."""
+        """A sink is a key whose value is 0: dsink = -sum over rows of exp(sink - lse) delta. The
+        dout of a row that sees no key may be anything."""
         out, lse, dout, dlse = self.results
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
+        terms = torch.where(out == 0, 0.0, out.to(dtype) * dout.to(dtype))
+        delta = terms.sum(-1).transpose(1, 2)
         if dlse is not None:
             delta = delta - dlse
         share = torch.exp(sinks.to(dtype)[:, None] - lse.to(dtype))
-        share = torch.where(torch.isinf(lse), 0.0, share)
-        return -(share * delta).sum((0, 2))
+        return -torch.where(torch.isinf(lse), 0.0, share * delta).sum((0, 2))

@@ -104,17 +104,20 @@ class Exchange:
     def begin(exchanges: Sequence[Exchange], device: torch.device) -> None:
         """On a GPU one kernel sends and receives everything, and the current stream waits a moment:
         that kernel needs multiprocessors, which the attention behind it would not give back."""
+        exchanges = [exchange for exchange in exchanges if exchange._operations]
         if device.type != "cuda":
             for exchange in exchanges:
                 exchange._begin([exchange])
         elif exchanges:
             exchanges[0]._begin(exchanges)
-            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(device):
+                torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
 
     def _begin(self, exchanges: Sequence[Exchange]) -> None:
+        """Of this one, and of others together with it."""
         operations = [operation for x in exchanges for operation in x._operations]
-        with named(self._group, self._what):
-            works = dist.batch_isend_irecv(operations) if operations else []
+        with named(self._group, "; ".join(x._what for x in exchanges)):
+            works = dist.batch_isend_irecv(operations)
         for exchange in exchanges:
             exchange._works, exchange._operations = works, []
 
