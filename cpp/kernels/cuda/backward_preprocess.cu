@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
       auto [lse, delta] = p.lse_and_delta_of(first + row);
       if (lse == INFINITY) continue;
-      if (std::isnan(delta)) delta = delta_where_out_counts(p, sequence, head, row);
+      if (delta != delta) delta = delta_where_out_counts(p, sequence, head, row);
       sum -= expf(sink - lse / p.lse_unit) * delta;
     }
   }

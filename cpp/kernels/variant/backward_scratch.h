@@ -4,7 +4,6 @@
 // room for whole tiles, so that a tile's numbers lie in one piece. Linear in the lengths.
 #pragma once
 
-#include <cfloat>
 #include <cstdint>
 
 #include "common/lpt_tile_scheduler.h"
@@ -17,7 +16,7 @@ namespace anyflash {
 
 // The LSE of a row that does not exist and is read as zeros: its probabilities are 0. The largest
 // finite number, which no row that exists has.
-inline constexpr float kFarLse = FLT_MAX;
+inline constexpr float kFarLse = 0x1.fffffep127f;
 
 // Of one query row.
 struct alignas(8) LseAndDelta {
