@@ -102,6 +102,9 @@ void Call::backward() {
     add("dv", Role::kOutput, of_gradients, {batch_, keys_, heads_k_, columns_v_});
     add("dlse", Role::kInput, kFloat32, {batch_, heads_, rows_}, feature(26));
   }
+  // Room for float64.
+  const int64_t sums = 2 * batch_ * heads_ * rows_ * columns_;
+  add("dq_sums", Role::kOutput, kFloat32, {sums}, !packed_ && sums > 0 && feature(31));
   const Slot& bias = *find("bias");
   add("dbias", Role::kOutput, small_dtype_,
       {bias.extent(0), bias.extent(1), bias.extent(2), bias.extent(3)}, has_bias && feature(27));
@@ -268,6 +271,10 @@ void Call::numbers() {
     numbers_.push_back({"options", Type::kSize, &b.size});
     numbers_.push_back({"deterministic", Type::kInt32, &b.deterministic});
     numbers_.push_back({"options", Type::kInt32, &b.reserved});
+    b.dq_sums_rows = rows_;
+    b.dq_sums_begin = b.dq_sums_end = 1;
+    numbers_.push_back({"dq_sums", Type::kInt64, &b.dq_sums_first});
+    numbers_.push_back({"dq_sums", Type::kInt64, &b.dq_sums_rows});
   }
   if (op_ == Op::kKvCache) {
     anyflash_kvcache_options& c = cache_options_;

@@ -50,6 +50,7 @@ anyflash_backward_options Call::backward_options_given() const {
   o.dbias = tensor("dbias");
   o.dsinks = tensor("dsinks");
   o.dalibi_slopes = tensor("dalibi_slopes");
+  o.dq_sums = tensor("dq_sums");
   return o;
 }
 

@@ -9,8 +9,8 @@
 namespace anyflash {
 
 // What a sink adds to a row's sum, which counts in units of e^reference: the largest of the row's
-// logits, and of the sink. A sink of +inf takes all of the weight; inf - inf would be NaN. One of
-// -inf is none.
+// logits and of the sink, or 0 if all are -inf. A sink of +inf takes all of the weight; inf - inf
+// would be NaN. One of -inf is none.
 ANYFLASH_DEVICE float sink_term(float sink, float reference) {
   return sink == reference ? 1.0f : exp2f((sink - reference) * kLog2E);
 }
