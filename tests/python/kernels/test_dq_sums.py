@@ -152,10 +152,11 @@ def test_the_last_call_rounds_and_adds(backend: Backend, name: str) -> None:
         found += 1
         whole = Step(keys=KEYS, begin=True)
         alone, first = call_of(in_float, whole), keep(call_of(case, whole), sums, whole)
+        untouched = first.tensors["dq"].view
+        untouched[...] = 1  # not a canary, which the workspace is full of, too
         run_call(backend, alone)
         run_call(backend, first)
-        untouched = call_of(case, whole).tensors["dq"]
-        assert bits(first.tensors["dq"].storage) == bits(untouched.storage)
+        assert (untouched == 1).all()
         for kind in (case, in_float):
             call = keep(call_of(kind, Step()), sums, Step(end=True))
             dq = call.tensors["dq"].view
