@@ -96,7 +96,7 @@ GUARD = (
     _mutation("hopper-guard-counts-tiles-wrong", LOAD, "v_place_.advance(visits);",
               "v_place_.advance(visits + 1);"),
     _mutation("hopper-guard-finds-nothing", PANEL_TILE,
-              "!all_finite(vector_of<Tile>(tile, i))", "false"),
+              "return (marks & kNonfiniteMarks) != 0;", "return false;"),
     _mutation("hopper-found-is-forgotten", STAGES,
               "found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;"),
     _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked_ = kMasked;",
@@ -220,6 +220,13 @@ RANGES = (
                "first_col / 8 + begin + lane", "first_col / 8 + begin"),
     _of_ranges("hopper-nothing-dropped-at-first", MAINLOOP,
                "draw<kKeys>();", "kept_[0] = kept_[1] = 0xffffffffu;"),
+    # Up to head dim 64 P V lands behind both rows, here between them.
+    _of_ranges("hopper-values-land-between-rows", MAINLOOP,
+               "if (!kLandsFirst) stages_.land_values(acc_o_);",
+               "if (!kLandsFirst && !Traits::kConfig.lands_between_rows)"
+               " stages_.land_values(acc_o_);"),
+    _of_ranges("hopper-values-not-awaited-between-rows", STAGES, "wait_products<0>();",
+               "wait_products<1>();"),
 )  # fmt: skip
 
 _of_prefill = partial(Mutation, unit=HOPPER_PREFILL)

@@ -1,6 +1,7 @@
 // Tiles in shared memory as TMA brings them and wgmma reads them.
 #pragma once
 
+#include <cstdint>
 #include <cute/tensor.hpp>
 
 #include "common/finite.h"
@@ -45,14 +46,21 @@ ANYFLASH_DEVICE auto vector_of(typename Tile::Element* tile, int i) {
 // Whether there is NaN or infinity in this thread's share of a tile, of kThreads threads.
 template <class Tile, int kThreads>
 ANYFLASH_DEVICE bool has_nonfinite_tile(typename Tile::Element* tile, int thread) {
-  bool found = false;
+  uint32_t marks = 0;
 #if defined(__CUDACC__)
 #pragma unroll 4  // loads in flight: others may be waiting
 #endif
   for (int i = thread; i < Tile::kSize / 8; i += kThreads) {
-    found |= !all_finite(vector_of<Tile>(tile, i));
+    const auto vector = vector_of<Tile>(tile, i);
+    auto loaded = cute::make_fragment_like(vector);
+    cute::copy(cute::AutoVectorizingCopy{}, vector, loaded);
+    const auto words = cute::recast<const uint32_t>(loaded);
+    CUTE_UNROLL
+    for (int word = 0; word < cute::size(words); ++word) {
+      marks |= mark_nonfinite<typename Tile::Element>(words(word));
+    }
   }
-  return found;
+  return (marks & kNonfiniteMarks) != 0;
 }
 
 // Writes 0 over NaN and infinity in this thread's share; returns whether there were any.

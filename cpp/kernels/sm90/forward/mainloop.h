@@ -49,6 +49,11 @@ ANYFLASH_DEVICE float sink_of(const ForwardLaunch& params, int head) {
 // acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows. Q K^T of
 // each tile and P V of the tile before run beside the softmax of this one.
 //
+// The loop takes as long as a warpgroup issues products, and then as long as its softmax. So other
+// work stands beside the exponentials. A thread's second row looks for its maximum beside those of
+// the first, and P is rounded beside those of the second. P V of the tile before lands between
+// them, for it reads P's registers until then.
+//
 // What nvcc 13.0's ptxas does to it: it moves exponentials past barriers and waits, which they do
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
 // they have to stay.
@@ -107,8 +112,11 @@ class ForwardMainloop {
     draw<kKeys>();
     stages_.template land_scores<0>(acc_s_);
     if (tiles_.is_last()) stages_.release_queries();
-    softmax_of(scores, was_masked_);
+    finish_scores(scores, was_masked_);
     rescale_.any = false;  // O is 0
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) softmax_.exponentiate(scores, row);
+    drop(scores);
     p_.template round<kKeys>(acc_s_);
   }
 
@@ -125,10 +133,19 @@ class ForwardMainloop {
     stages_.template land_scores<1>(acc_s_);
     if (tiles_.template is_last<kMasked>()) stages_.release_queries();
     if (kLandsFirst) stages_.land_values(acc_o_);
-    softmax_of(scores, kMasked);
-    stages_.keep_before_wait(acc_s_);
-    tiles_.template move<kMasked>(stages_);
-    if (!kLandsFirst) stages_.land_values(acc_o_);
+    finish_scores(scores, kMasked);
+    const auto land = [&] {
+      tiles_.template move<kMasked>(stages_);
+      if (!kLandsFirst) stages_.land_values(acc_o_);
+    };
+    softmax_.exponentiate(scores, 0);
+    if (Traits::kConfig.lands_between_rows) land();
+    softmax_.exponentiate(scores, 1);
+    drop(scores);
+    if (!Traits::kConfig.lands_between_rows) {
+      stages_.keep_before_wait(acc_s_);
+      land();
+    }
     p_.round(acc_s_);
     was_masked_ = kMasked;
   }
@@ -148,13 +165,15 @@ class ForwardMainloop {
     stages_.issue_values(acc_o_, p_);
   }
 
-  // S of a tile, or of its first keys, becomes P.
+  // S of a tile, or of its first keys, as its exponentials take it.
   template <class Scores>
-  ANYFLASH_DEVICE void softmax_of(Scores& scores, bool masked) {
+  ANYFLASH_DEVICE void finish_scores(Scores& scores, bool masked) {
     modify(scores, masked);
     if (masked) stages_.mask_scores(scores, visible(), tiles_.n());
     rescale_ = softmax_.move_references(scores);
-    softmax_.exponentiate(scores);
+  }
+  template <class Scores>
+  ANYFLASH_DEVICE void drop(Scores& scores) {
     if constexpr (Variant::kDrops) fill_others(scores, kept_, 0.0f);
   }
 

@@ -71,25 +71,21 @@ class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
       moves_any |= moves;
     }
     rescale.any = __any_sync(0xffffffffu, moves_any);
-    if (rescale.any) {
-      CUTE_UNROLL
-      for (int row = 0; row < kThreadRows; ++row) sum_(row) *= rescale.factor[row];
-    }
+    // Without asking `any`: a branch would keep the rows' instructions apart.
+    CUTE_UNROLL
+    for (int row = 0; row < kThreadRows; ++row) sum_(row) *= rescale.factor[row];
     return rescale;
   }
 
-  // P = exp2(S - reference) in place, and its sums.
+  // P = exp2(S - reference) of a row in place, and its sum.
   template <class Scores>
-  ANYFLASH_DEVICE void exponentiate(Scores& scores) {
+  ANYFLASH_DEVICE void exponentiate(Scores& scores, int row) {
+    const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
+    const float shift = reference * scale_log2_;
     CUTE_UNROLL
-    for (int row = 0; row < kThreadRows; ++row) {
-      const float reference = max_(row) == -INFINITY ? 0.0f : max_(row);
-      const float shift = reference * scale_log2_;
-      CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(scores); ++col) {
-        scores(row, col) = exp2f(scores(row, col) * scale_log2_ - shift);
-        sum_(row) += scores(row, col);
-      }
+    for (int col = 0; col < cute::size<1>(scores); ++col) {
+      scores(row, col) = exp2f(scores(row, col) * scale_log2_ - shift);
+      sum_(row) += scores(row, col);
     }
   }
 
