@@ -221,10 +221,9 @@ RANGES = (
     _of_ranges("hopper-nothing-dropped-at-first", MAINLOOP,
                "draw<kKeys>();", "kept_[0] = kept_[1] = 0xffffffffu;"),
     # Up to head dim 64 P V lands behind both rows, here between them.
-    _of_ranges("hopper-values-land-between-rows", MAINLOOP,
-               "if (!kLandsFirst) stages_.land_values(acc_o_);",
-               "if (!kLandsFirst && !Traits::kConfig.lands_between_rows)"
-               " stages_.land_values(acc_o_);"),
+    _of_ranges("hopper-rounded-before-values-land", MAINLOOP,
+               "if (Traits::kConfig.lands_between_rows) land();",
+               "if (Traits::kConfig.lands_between_rows) { p_.round(acc_s_); land(); }"),
     _of_ranges("hopper-values-not-awaited-between-rows", STAGES, "wait_products<0>();",
                "wait_products<1>();"),
 )  # fmt: skip

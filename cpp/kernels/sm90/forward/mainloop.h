@@ -49,10 +49,11 @@ ANYFLASH_DEVICE float sink_of(const ForwardLaunch& params, int head) {
 // acc_o = sum_j P_j v_j (not normalised) and the softmax statistics of the block's rows. Q K^T of
 // each tile and P V of the tile before run beside the softmax of this one.
 //
-// The loop takes as long as a warpgroup issues products, and then as long as its softmax. So other
-// work stands beside the exponentials. A thread's second row looks for its maximum beside those of
-// the first, and P is rounded beside those of the second. P V of the tile before lands between
-// them, for it reads P's registers until then.
+// A tile takes a warpgroup the time to issue its products plus that of its softmax. So other work
+// stands beside the exponentials. A thread's second row looks for its maximum beside those of the
+// first, and P is rounded beside those of the second. Before that, P V of the tile before has to
+// land, for it reads P's registers. Where the config says so, it lands behind both rows, and in
+// masked steps of variants that compare key by key before both.
 //
 // What nvcc 13.0's ptxas does to it: it moves exponentials past barriers and waits, which they do
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
@@ -134,6 +135,7 @@ class ForwardMainloop {
     if (tiles_.template is_last<kMasked>()) stages_.release_queries();
     if (kLandsFirst) stages_.land_values(acc_o_);
     finish_scores(scores, kMasked);
+    static_assert(kThreadRows == 2);
     const auto land = [&] {
       tiles_.template move<kMasked>(stages_);
       if (!kLandsFirst) stages_.land_values(acc_o_);
@@ -165,13 +167,16 @@ class ForwardMainloop {
     stages_.issue_values(acc_o_, p_);
   }
 
-  // S of a tile, or of its first keys, as its exponentials take it.
+  // What comes before the exponentials of a tile, or of its first keys: scores are changed and
+  // masked, and the rows' references move.
   template <class Scores>
   ANYFLASH_DEVICE void finish_scores(Scores& scores, bool masked) {
     modify(scores, masked);
     if (masked) stages_.mask_scores(scores, visible(), tiles_.n());
     rescale_ = softmax_.move_references(scores);
   }
+
+  // 0 for the probabilities that dropout does not keep.
   template <class Scores>
   ANYFLASH_DEVICE void drop(Scores& scores) {
     if constexpr (Variant::kDrops) fill_others(scores, kept_, 0.0f);

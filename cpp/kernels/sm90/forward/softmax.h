@@ -71,7 +71,7 @@ class StagedSoftmax : public OnlineSoftmax<kThreadRows, /*kLazy=*/true> {
       moves_any |= moves;
     }
     rescale.any = __any_sync(0xffffffffu, moves_any);
-    // Without asking `any`: a branch would keep the rows' instructions apart.
+    // No branch on `any`: ptxas would not move one row's instructions beside the other's.
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) sum_(row) *= rescale.factor[row];
     return rescale;
