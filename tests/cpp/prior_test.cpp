@@ -84,9 +84,12 @@ void check_parts(DType dtype, Layout layout, bool packed) {
   run(0, 6, whole, lse, {});
   run(0, 2, part, lse_part, {});
   run(2, 4, joined, lse_joined, {});
+  // AMX rounds probabilities to bfloat16, and parts have other references than the whole.
+  const double tolerance = dtype == DType::kBFloat16 ? 1.0 / 256 : 1e-5;
   int wrong = 0;
   joined.for_each([&](const Index& i) {
-    wrong += !(std::fabs(joined.get(i) - whole.get(i)) <= 1e-5 + 1e-5 * std::fabs(whole.get(i)));
+    const double expected = whole.get(i);
+    wrong += !(std::fabs(joined.get(i) - expected) <= tolerance * (1 + std::fabs(expected)));
   });
   lse_joined.for_each(
       [&](const Index& i) { wrong += !(std::fabs(lse_joined.get(i) - lse.get(i)) <= 1e-5); });
