@@ -96,7 +96,7 @@ GUARD = (
     _mutation("hopper-guard-counts-tiles-wrong", LOAD, "v_place_.advance(visits);",
               "v_place_.advance(visits + 1);"),
     _mutation("hopper-guard-finds-nothing", PANEL_TILE,
-              "return (marks & kNonfiniteMarks) != 0;", "return false;"),
+              "!all_finite(vector_of<Tile>(tile, i))", "false"),
     _mutation("hopper-found-is-forgotten", STAGES,
               "found_nonfinite_ |= smem_.v_cleared[stage][warp] != 0;"),
     _mutation("hopper-guard-of-last-tile", MAINLOOP, "was_masked_ = kMasked;",

@@ -48,9 +48,8 @@ BACKWARD_OF_LOOKING = ("0x28", "0xe8")
 # Loads and stores of spilled registers in a whole kernel's text: variant, head dim, part.
 BACKWARD_SPILLS = {
     ("alibi", 64, "main"): 2,
-    ("softcap", 64, "main"): 46,
+    ("softcap", 64, "main"): 42,
     ("softcap", 64, "without_dq"): 35,
-    ("softcap", 128, "main"): 2,
     ("softcap", 128, "without_dq"): 6,
     ("dropout", 128, "main"): 17,
     ("dropout", 128, "without_dq"): 6,

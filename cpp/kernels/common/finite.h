@@ -27,27 +27,20 @@ ANYFLASH_DEVICE bool is_finite(Element x) {
   return (x.storage & kExponentBits<Element>) != kExponentBits<Element>;
 }
 
-// Of two elements: the sign's bit is set where one is NaN or infinity. The other bits say nothing.
-template <class Element>
-ANYFLASH_DEVICE uint32_t mark_nonfinite(uint32_t two) {
+template <class Engine, class Layout>
+ANYFLASH_DEVICE bool all_finite(const cute::Tensor<Engine, Layout>& tensor) {
+  using Element = typename Engine::value_type;
   // Adding the exponent's lowest bit to its bits carries into the sign's place if they are all
   // ones.
   constexpr uint32_t kBits = kExponentBits<Element> * 0x10001u;
   constexpr uint32_t kOne = (0x8000u - kExponentBits<Element>)*0x10001u;
-  return (two & kBits) + kOne;
-}
-inline constexpr uint32_t kNonfiniteMarks = 0x80008000u;
-
-template <class Engine, class Layout>
-ANYFLASH_DEVICE bool all_finite(const cute::Tensor<Engine, Layout>& tensor) {
-  using Element = typename Engine::value_type;
   auto copy = cute::make_fragment_like(tensor);
   cute::copy(cute::AutoVectorizingCopy{}, tensor, copy);
   auto words = cute::recast<const uint32_t>(copy);
   uint32_t seen = 0;
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(words); ++i) seen |= mark_nonfinite<Element>(words(i));
-  return (seen & kNonfiniteMarks) == 0;
+  for (int i = 0; i < cute::size(words); ++i) seen |= (words(i) & kBits) + kOne;
+  return (seen & 0x80008000u) == 0;
 }
 
 // Writes 0 over NaN and infinity; returns whether there were any.

@@ -1,7 +1,6 @@
 // Tiles in shared memory as TMA brings them and wgmma reads them.
 #pragma once
 
-#include <cstdint>
 #include <cute/tensor.hpp>
 
 #include "common/finite.h"
@@ -46,21 +45,14 @@ ANYFLASH_DEVICE auto vector_of(typename Tile::Element* tile, int i) {
 // Whether there is NaN or infinity in this thread's share of a tile, of kThreads threads.
 template <class Tile, int kThreads>
 ANYFLASH_DEVICE bool has_nonfinite_tile(typename Tile::Element* tile, int thread) {
-  uint32_t marks = 0;
+  bool found = false;
 #if defined(__CUDACC__)
 #pragma unroll 4  // loads in flight: others may be waiting
 #endif
   for (int i = thread; i < Tile::kSize / 8; i += kThreads) {
-    const auto vector = vector_of<Tile>(tile, i);
-    auto loaded = cute::make_fragment_like(vector);
-    cute::copy(cute::AutoVectorizingCopy{}, vector, loaded);
-    const auto words = cute::recast<const uint32_t>(loaded);
-    CUTE_UNROLL
-    for (int word = 0; word < cute::size(words); ++word) {
-      marks |= mark_nonfinite<typename Tile::Element>(words(word));
-    }
+    found |= !all_finite(vector_of<Tile>(tile, i));
   }
-  return (marks & kNonfiniteMarks) != 0;
+  return found;
 }
 
 // Writes 0 over NaN and infinity in this thread's share; returns whether there were any.
