@@ -39,6 +39,8 @@ BARRIERS = (
         "smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);",
         after="ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {",
     ),
+    _mutation("hopper-backward-turn-kept", MAINLOOP, "stages.pass_ping_pong();"),
+    _mutation("hopper-backward-turn-of-zeros-kept", STAGES, "if (kAddsToDq) pass_ping_pong();"),
     _mutation("hopper-backward-bytes-too-few", LOAD, "TileQ::kBytes + 2 * kLseOrDeltaBytes",
               "TileQ::kBytes + kLseOrDeltaBytes"),
 )  # fmt: skip
@@ -69,8 +71,15 @@ STAGED = (
 )  # fmt: skip
 
 HIDDEN = (
-    _mutation("hopper-backward-p-not-hidden", ROW_STAGES, "if (hides_any_) hide(acc_s, seen_);"),
-    _mutation("hopper-backward-ds-not-hidden", ROW_STAGES, "if (hides_any_) hide(acc_dp, seen_);"),
+    _mutation("hopper-backward-p-not-hidden", ROW_STAGES,
+              "if (kHides && hides_any_) hide(acc_s, seen_);"),
+    _mutation("hopper-backward-plain-steps-beside-masks", STAGES, "!needs_mask()", "true",
+              after="ANYFLASH_DEVICE bool is_plain() const {"),
+    _mutation("hopper-backward-plain-steps-of-cleared-keys", STAGES,
+              "keys_ != KeyState::kCleared", "true",
+              after="ANYFLASH_DEVICE bool is_plain() const {"),
+    _mutation("hopper-backward-ds-not-hidden", ROW_STAGES,
+              "if (kHides && hides_any_) hide(acc_dp, seen_);"),
     _mutation("hopper-backward-rows-not-cleared", MAINLOOP,
               "if (clears_rows) stages.clear_rows();"),
     _mutation("hopper-backward-keys-not-cleared", STAGES, "keys_ != KeyState::kNotLookedAt",
@@ -90,6 +99,8 @@ WIDE_HEADS = (
              "smem_.p_ring.full[0].wait(p_place_.parity());", unit=HOPPER_WIDE),
     Mutation("hopper-wide-p-overwritten", WIDE,
              "smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);", unit=HOPPER_WIDE),
+    Mutation("hopper-wide-looks-at-this-tile", ROW_STAGES, "wait_flags(place_.next())",
+             "wait_flags(place_)", unit=HOPPER_WIDE),
     Mutation("hopper-wide-scale-left-out", "sm90/backward/wide_kernel.h",
              "scale(acc, params.ds_scale);", unit=HOPPER_WIDE),
     Mutation("hopper-dq-v-overwritten", DQ,

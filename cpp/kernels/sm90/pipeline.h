@@ -13,7 +13,6 @@ namespace anyflash::sm90 {
 enum class NamedBarrier : int {
   kConsumers = 1,
   kGuard = 2,    // of the forward
-  kStagger = 2,  // of the backward
   kBlock = 2,    // of decoding
   kPingPong = 3, /* and one more a warpgroup */
   kRows = 3      // of decoding, and one more a warpgroup
@@ -82,6 +81,11 @@ class RingPlace {
   ANYFLASH_DEVICE uint32_t parity() const { return count_ / kStages & 1; }
   ANYFLASH_DEVICE uint32_t count() const { return count_; }
   ANYFLASH_DEVICE void advance(int buffers = 1) { count_ += buffers; }
+  ANYFLASH_DEVICE RingPlace next() const {
+    RingPlace place = *this;
+    place.advance();
+    return place;
+  }
 
  private:
   uint32_t count_ = 0;

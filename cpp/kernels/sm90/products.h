@@ -34,6 +34,39 @@ ANYFLASH_DEVICE void issue_transposed(Acc& acc, const typename TileA::Element* a
   commit_products();
 }
 
+// 64 rows of a tile as operand A in registers: the warp's 16, by steps of 16 columns. Products then
+// read half as much shared memory.
+template <class Tile, int kColumns>
+struct OperandRows {
+  uint32_t words[kColumns / 4];
+
+  ANYFLASH_DEVICE void load(typename Tile::Element* tile, int warp_row) {
+    const int lane = threadIdx.x % 32;
+    CUTE_UNROLL
+    for (int step = 0; step < kColumns / 16; ++step) {
+      load_matrices(words + 4 * step,
+                    piece_of<Tile>(tile, warp_row + lane % 16, 2 * step + lane / 16));
+    }
+  }
+};
+
+// acc = A B^T, as above, with A in registers.
+template <class TileB, class TileA, int kColumns, class Acc>
+ANYFLASH_DEVICE void issue_transposed(Acc& acc, const OperandRows<TileA, kColumns>& a,
+                                      const typename TileB::Element* b) {
+  using Element = typename TileB::Element;
+  constexpr int kPanelB = TileB::kPanelElements * static_cast<int>(sizeof(Element));
+  const OperandDescriptor rows_b(b, kPanelB);
+  pin(acc);
+  fence_products();
+  CUTE_UNROLL
+  for (int step = 0; step < kColumns / 16; ++step) {
+    Wgmma<Element, TileB::kRows>::template with_registers<Major::kK>(
+        acc.data(), a.words + 4 * step, rows_b + (step / 4 * kPanelB + step % 4 * 32), step > 0);
+  }
+  commit_products();
+}
+
 // acc += A B, where A is 64 rows of rounded accumulators, a column for each row of TileB.
 template <class TileB, class Acc, class Rounded>
 ANYFLASH_DEVICE void issue_accumulation(Acc& acc, const Rounded& a,

@@ -199,6 +199,14 @@ ANYFLASH_DEVICE void store_matrices(void* row, const uint32_t* words) {
       : "memory");
 }
 
+// The same from shared memory to registers: an operand A of wgmma, of 16 columns.
+ANYFLASH_DEVICE void load_matrices(uint32_t* words, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(smem_address(row))
+               : "memory");
+}
+
 // Two of them, `upper` with the eight rows above those of `lower`: each is stored transposed. Lanes
 // 0 to 15 name the places of the upper matrix's columns, then of the lower one's.
 ANYFLASH_DEVICE void store_transposed(void* column, uint32_t upper, uint32_t lower) {

@@ -11,6 +11,11 @@ struct BackwardConfig {
   int block_m = 64;   // query rows of a step
   int block_n = 128;  // keys of a CTA, 64 of each consumer warpgroup
   int stages = 2;     // buffers of Q and of dO
+
+  // V is in registers, where there are enough: dP = V dO^T then reads less shared memory.
+  bool values_in_registers = false;
+  // The next tile's Q and flags are waited for beside this tile's last products.
+  bool looks_ahead = false;
 };
 
 namespace backward_configs {
@@ -22,13 +27,22 @@ constexpr BackwardConfig up_to_64() {
   return c;
 }
 
-constexpr BackwardConfig up_to_128() {
+constexpr BackwardConfig up_to_96() {
   BackwardConfig c;
-  c.max_head_dim = c.max_head_dim_v = 128;
+  c.max_head_dim = c.max_head_dim_v = 96;
+  c.values_in_registers = true;
+  c.looks_ahead = true;
   return c;
 }
 
-inline constexpr BackwardConfig kTable[] = {up_to_64(), up_to_128()};
+constexpr BackwardConfig up_to_128() {
+  BackwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 128;
+  c.looks_ahead = true;
+  return c;
+}
+
+inline constexpr BackwardConfig kTable[] = {up_to_64(), up_to_96(), up_to_128()};
 
 }  // namespace backward_configs
 

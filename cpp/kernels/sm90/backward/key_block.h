@@ -18,6 +18,7 @@ template <class Traits, class InitBarriers, class Consume>
 ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
                                    typename Traits::SharedStorage& smem,
                                    const InitBarriers& init_barriers, const Consume& consume) {
+  if (threadIdx.x == 0) prefetch_tensor_maps(params);
   BackwardWorkTile block = backward_block<Traits::kBlockN>(params, blockIdx.x);
   allow_next_kernel();
   if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest

@@ -166,17 +166,21 @@ class RowLoader {
       tiles_;
 };
 
+// By one thread, as soon as the CTA begins.
+ANYFLASH_DEVICE void prefetch_tensor_maps(const BackwardLaunch& params) {
+  prefetch_tensor_map(params.k_map);
+  prefetch_tensor_map(params.v_map);
+  prefetch_tensor_map(params.q_map);
+  prefetch_tensor_map(params.dout_map);
+}
+
 // K and V, and the first tile of rows: what a CTA waits for longest. By those who load, when the
 // barriers have been initialised, before other threads know them.
 template <class Traits>
 ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWorkTile& block,
                                 typename Traits::SharedStorage& smem) {
   BackwardLoader<Traits> loader(params, block, smem);
-  if (leads<Traits>()) {
-    loader.load_keys_and_values();
-    prefetch_tensor_map(params.q_map);
-    prefetch_tensor_map(params.dout_map);
-  }
+  if (leads<Traits>()) loader.load_keys_and_values();
   RowLoader<Traits> rows(params, block);
   wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
   if (rows.has_next()) rows.load_next(loader);

@@ -70,28 +70,56 @@ class RowStages {
         params_(params),
         scale_log2_(params.attention.scale_log2) {}
 
-  // Goes on to the next tile, with its Q; false if there is none.
-  ANYFLASH_DEVICE bool wait_rows() {
-    smem_.q_ring.full[place_.stage()].wait(place_.parity());
-    flags_ = uniform(tile().flags);
-    return (flags_ & QueryTileInfo::kExists) != 0;
+  // Before the first tile, where products take K or V from registers.
+  ANYFLASH_DEVICE void load_keys() {
+    if constexpr (Traits::kKeysInRegisters) {
+      smem_.k_full.wait(0);
+      k_operand_.load(smem_.k.data() + first_key(), warp_key());
+    }
+  }
+  ANYFLASH_DEVICE void load_values() {
+    if constexpr (Traits::kValuesInRegisters) {
+      smem_.v_full.wait(0);
+      v_operand_.load(smem_.v.data() + first_key(), warp_key());
+    }
   }
 
-  // S^T = K Q^T is on its way.
+  // The tile, with its Q; false if there is none.
+  ANYFLASH_DEVICE bool wait_rows() {
+    if (!Traits::kLooksAhead || is_first_) flags_ = wait_flags(place_);
+    return (flags_ & QueryTileInfo::kExists) != 0;
+  }
+  // Beside a tile's last products: the next one.
+  ANYFLASH_DEVICE void look_ahead() {
+    static_assert(Traits::kStages > 1, "the next tile does not wait for this one's buffer");
+    if constexpr (Traits::kLooksAhead) next_flags_ = wait_flags(place_.next());
+  }
+
+  // S^T = K Q^T is on its way. The first tile, which kMayBeFirst says this may be, waits for K.
+  template <bool kMayBeFirst = true>
   ANYFLASH_DEVICE void issue_scores(AccS& acc_s) {
-    const int stage = place_.stage();
-    if (is_first_) smem_.k_full.wait(0);
-    issue_transposed<TileK, TileQ, Traits::kHeadDim>(acc_s, smem_.k.data() + first_key(),
-                                                     smem_.q.data() + stage * TileQ::kSize);
+    const Element* const q = smem_.q.data() + place_.stage() * TileQ::kSize;
+    if constexpr (Traits::kKeysInRegisters) {
+      issue_transposed<TileQ>(acc_s, k_operand_, q);
+    } else {
+      if (kMayBeFirst && is_first_) smem_.k_full.wait(0);
+      issue_transposed<TileK, TileQ, Traits::kHeadDim>(acc_s, smem_.k.data() + first_key(), q);
+    }
   }
   ANYFLASH_DEVICE void wait_dout() { smem_.dout_ring.full[place_.stage()].wait(place_.parity()); }
   // dP^T = V dO^T is on its way.
+  template <bool kMayBeFirst = true>
   ANYFLASH_DEVICE void issue_dp(AccS& acc_dp) {
-    const int stage = place_.stage();
-    if (is_first_) smem_.v_full.wait(0);
-    wait_dout();
-    issue_transposed<TileV, TileDO, Traits::kHeadDimV>(acc_dp, smem_.v.data() + first_key(),
-                                                       smem_.dout.data() + stage * TileDO::kSize);
+    const Element* const dout = smem_.dout.data() + place_.stage() * TileDO::kSize;
+    if constexpr (Traits::kValuesInRegisters) {
+      wait_dout();
+      issue_transposed<TileDO>(acc_dp, v_operand_, dout);
+    } else {
+      if (kMayBeFirst && is_first_) smem_.v_full.wait(0);
+      wait_dout();
+      issue_transposed<TileV, TileDO, Traits::kHeadDimV>(acc_dp, smem_.v.data() + first_key(),
+                                                         dout);
+    }
   }
   // dV += P^T dO is on its way.
   ANYFLASH_DEVICE void issue_dv(typename Traits::AccV& acc_dv, const Rounded& p) {
@@ -145,17 +173,27 @@ class RowStages {
     if constexpr (!kHasSoftcap<Variant>) rounded.round(acc_p);
   }
 
-  // LSE, or delta, of this thread's rows: the first ones are loaded before they are needed.
-  struct RowNumbers {
-    static constexpr int kLoaded = 3;  // of pairs: registers are few
+  // LSE, or delta, of this thread's rows: the first pairs are loaded before they are needed.
+  template <int kCount>
+  struct NumbersOfPairs {
+    static constexpr int kLoaded = kCount;
     float2 first[kLoaded];
   };
-  ANYFLASH_DEVICE void load_lse(RowNumbers& numbers) const { load(numbers, smem_.lse); }
-  ANYFLASH_DEVICE void load_delta(RowNumbers& numbers) const { load(numbers, smem_.delta); }
+  using RowNumbers = NumbersOfPairs<3>;       // beside masks, registers are few
+  using PlainRowNumbers = NumbersOfPairs<8>;  // of a tile without them
+  template <class Numbers>
+  ANYFLASH_DEVICE void load_lse(Numbers& numbers) const {
+    load(numbers, smem_.lse);
+  }
+  template <class Numbers>
+  ANYFLASH_DEVICE void load_delta(Numbers& numbers) const {
+    load(numbers, smem_.delta);
+  }
 
-  // P^T in place of S^T; 0 where hidden. With a softcap P^T is rounded at once, and what takes its
-  // place is its product with the softcap's slope.
-  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse, Rounded& rounded) const {
+  // P^T in place of S^T; 0 where hidden, which kHides says may be. With a softcap P^T is rounded at
+  // once, and what takes its place is its product with the softcap's slope.
+  template <bool kHides = true, class Numbers>
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const Numbers& lse, Rounded& rounded) const {
     if constexpr (kHasSoftcap<Variant>) {
       compute_capped_p(acc_s, lse, rounded);
       if (hides_any_) hide(rounded, seen_);
@@ -168,11 +206,12 @@ class RowStages {
         acc_s(i) = exp2f(acc_s(i) * scale_log2_ - row_lse);
       });
     }
-    if (hides_any_) hide(acc_s, seen_);
+    if (kHides && hides_any_) hide(acc_s, seen_);
   }
 
   // dS^T in place of dP^T; 0 where hidden.
-  ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p, const RowNumbers& delta) const {
+  template <bool kHides = true, class Numbers>
+  ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p, const Numbers& delta) const {
     float share = 1.0f;  // dS comes without the factor on what dropout keeps
     if constexpr (kHasDropout<Variant>) {
       share = 1.0f / Variant::p_scale(params_);
@@ -181,7 +220,7 @@ class RowStages {
     for_each_element(delta, smem_.delta, [&](int i, float row_delta) ANYFLASH_INLINE_LAMBDA {
       acc_dp(i) = p(i) * (acc_dp(i) - row_delta * share);
     });
-    if (hides_any_) hide(acc_dp, seen_);
+    if (kHides && hides_any_) hide(acc_dp, seen_);
   }
 
   // Takes NaN and infinity out of the tile's Q and dO, when no product that reads them is under
@@ -206,13 +245,14 @@ class RowStages {
     return any != 0;
   }
 
-  // Q and dO of the tile are not needed any more.
-  ANYFLASH_DEVICE void release_rows() {
+  // Q and dO of the tile are not needed any more: goes on to the next one.
+  ANYFLASH_DEVICE void next_rows() {
     __syncwarp();  // every lane has done with `tiles`
     release(smem_.q_ring.empty[place_.stage()]);
     release(smem_.dout_ring.empty[place_.stage()]);
     is_first_ = false;
     place_.advance();
+    if constexpr (Traits::kLooksAhead) flags_ = next_flags_;
   }
 
  protected:
@@ -230,11 +270,18 @@ class RowStages {
   int thread_;
   RingPlace<Traits::kStages> place_;  // of Q and dO
   int flags_ = 0;                     // of the tile
+  int next_flags_ = 0;                // of the next one, after look_ahead()
   bool is_first_ = true;
 
  private:
-  ANYFLASH_DEVICE void compute_capped_p(AccS& acc_s, const RowNumbers& lse,
-                                        Rounded& rounded) const {
+  // Waits for a tile's Q, or the word that there is no more tile. Returns its flags.
+  ANYFLASH_DEVICE int wait_flags(const RingPlace<Traits::kStages>& place) const {
+    smem_.q_ring.full[place.stage()].wait(place.parity());
+    return uniform(smem_.tiles[place.stage()].flags);
+  }
+
+  template <class Numbers>
+  ANYFLASH_DEVICE void compute_capped_p(AccS& acc_s, const Numbers& lse, Rounded& rounded) const {
     const CappedScores capped(params_.attention);
     float of_pair = 0.0f;  // P of the element before
     for_each_element(lse, smem_.lse, [&](int i, float row_lse) ANYFLASH_INLINE_LAMBDA {
@@ -247,8 +294,8 @@ class RowStages {
   }
 
   // P^T with ALiBi. The sign of a slope is known: the absolute value of a distance costs nothing.
-  template <int kSign>
-  ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const RowNumbers& lse,
+  template <int kSign, class Numbers>
+  ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const Numbers& lse,
                                                float slope) const {
     const BackwardWorkTile& block = smem_.block;
     const int row = tile().row + thread_ % 4 * 2 + block.sequence.shift - block.first_key;
@@ -266,6 +313,8 @@ class RowStages {
 
   // Where this warpgroup's keys begin in a panel of K or V.
   ANYFLASH_DEVICE int first_key() const { return key_warpgroup_ * 64 * kPanelColumns; }
+  // The first of this warp's keys, of its warpgroup's.
+  ANYFLASH_DEVICE int warp_key() const { return thread_ % kWarpgroupThreads / 32 * kWarpRows; }
 
   // Numbers of the i-th pair of rows of this thread.
   template <class Numbers>
@@ -273,23 +322,25 @@ class RowStages {
     return *reinterpret_cast<const float2*>(numbers[place_.stage()] + 8 * i + thread_ % 4 * 2);
   }
 
-  template <class Numbers>
-  ANYFLASH_DEVICE void load(RowNumbers& numbers, const Numbers& from) const {
+  template <class Loaded, class Numbers>
+  ANYFLASH_DEVICE void load(Loaded& loaded, const Numbers& from) const {
     CUTE_UNROLL
-    for (int i = 0; i < RowNumbers::kLoaded; ++i) numbers.first[i] = pair_of(from, i);
+    for (int i = 0; i < Loaded::kLoaded; ++i) loaded.first[i] = pair_of(from, i);
   }
   // Calls visit(element, number of its row) for all accumulators of S^T or dP^T.
-  template <class Numbers, class Visit>
-  ANYFLASH_DEVICE void for_each_element(const RowNumbers& loaded, const Numbers& all,
+  template <class Loaded, class Numbers, class Visit>
+  ANYFLASH_DEVICE void for_each_element(const Loaded& loaded, const Numbers& all,
                                         const Visit& visit) const {
     CUTE_UNROLL
     for (int i = 0; i < kPairs; ++i) {
-      const float2 pair = i < RowNumbers::kLoaded ? loaded.first[i] : pair_of(all, i);
+      const float2 pair = i < Loaded::kLoaded ? loaded.first[i] : pair_of(all, i);
       CUTE_UNROLL
       for (int j = 0; j < 4; ++j) visit(4 * i + j, j % 2 == 0 ? pair.x : pair.y);
     }
   }
 
+  OperandRows<TileK, Traits::kHeadDim> k_operand_;   // load_keys()
+  OperandRows<TileV, Traits::kHeadDimV> v_operand_;  // load_values()
   const BackwardScratch& params_;
   float scale_log2_;
   uint32_t kept_[kThreadRows];  // draw(): a bit for each of a key's elements

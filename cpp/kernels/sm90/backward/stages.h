@@ -31,10 +31,10 @@ class BackwardStages : public RowStages<Traits> {
   using Rows::smem_;
   using Rows::thread_;
   static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr int kStaggerBarrier = static_cast<int>(NamedBarrier::kStagger);
 
  public:
   using typename Rows::Rounded;
+  using typename Rows::PlainRowNumbers;
   using typename Rows::RowNumbers;
   // What is known of NaN and infinity in K; kReported: all warps' findings come with the last dS.
   enum class KeyState { kNotLookedAt, kLookedAt, kReported, kFinite, kCleared };
@@ -43,10 +43,17 @@ class BackwardStages : public RowStages<Traits> {
                                  typename Traits::SharedStorage& smem, int warpgroup)
       : Rows(params, smem, warpgroup), warpgroup_(warpgroup) {}
 
+  // Whether backward_step() may leave out what only the first tile, masks, and keys that are not
+  // finite need.
+  ANYFLASH_DEVICE bool is_plain() const {
+    return Traits::kHasPlainSteps && !is_first_ && !needs_mask() && keys_ != KeyState::kCleared;
+  }
+
   // P^T in place of S^T; 0 where hidden.
-  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const RowNumbers& lse, Rounded& rounded) const {
-    if (keys_ == KeyState::kCleared) forbid_nonfinite_keys(acc_s);
-    Rows::compute_p(acc_s, lse, rounded);
+  template <bool kIsPlain, class Numbers>
+  ANYFLASH_DEVICE void compute_p(AccS& acc_s, const Numbers& lse, Rounded& rounded) const {
+    if (!kIsPlain && keys_ == KeyState::kCleared) forbid_nonfinite_keys(acc_s);
+    Rows::template compute_p<!kIsPlain>(acc_s, lse, rounded);
   }
 
   // dQ = dS K of the tile before is on its way: this warpgroup's part of it, of all keys. In the
@@ -110,27 +117,38 @@ class BackwardStages : public RowStages<Traits> {
     dq_place_.advance();
     if (lane == 0) wait_stores_read();  // of the sums before
     __syncwarp();
+    // Columns beyond the head dim are zeros, and stay so.
+    constexpr int kLastElements = Traits::kLastDqColumns / 2;
+    const int elements = warpgroup_ == 0 ? size(AccQ{}) : kLastElements;
     CUTE_UNROLL
     for (int i = 0; i < size(AccQ{}); i += 4) {
+      if (i >= kLastElements && i >= elements) break;
       reinterpret_cast<float4*>(sums + 32 * i)[lane] =
           float4{acc_dq(i), acc_dq(i + 1), acc_dq(i + 2), acc_dq(i + 3)};
     }
     fence_smem_writes();
     __syncwarp();  // all lanes' sums are there
     if (lane == 0) {
-      add_floats(last_dq_ + warp * Traits::kDqWarpElements, sums, Traits::kDqWarpElements * 4);
+      constexpr int kBytes = 32 * static_cast<int>(sizeof(float));
+      add_floats(last_dq_ + warp * Traits::kDqWarpElements, sums, elements * kBytes);
       commit_stores();
     }
   }
 
-  // Warpgroups work part of a tile apart, so that one's products run beside the other's softmax:
-  // the second one begins when the first one has computed its first P. Whoever is behind stays so,
-  // because each waits for the other's dS.
-  ANYFLASH_DEVICE void wait_stagger() const {
-    if (is_first_ && warpgroup_ == 1) sync_named(kStaggerBarrier, Traits::kThreads);
+  // Warpgroups take turns: one issues S and dP of a tile when the other's S is there. So one's
+  // products run beside the other's softmax. begin_ping_pong() gives the first warpgroup its turn,
+  // and end_ping_pong() takes the turn that the last one has passed.
+  ANYFLASH_DEVICE void begin_ping_pong() const {
+    if (warpgroup_ == 0) arrive_named(ping_pong_barrier(0), Traits::kThreads);
   }
-  ANYFLASH_DEVICE void pass_stagger() const {
-    if (is_first_ && warpgroup_ == 0) arrive_named(kStaggerBarrier, Traits::kThreads);
+  ANYFLASH_DEVICE void wait_ping_pong() const {
+    sync_named(ping_pong_barrier(warpgroup_), Traits::kThreads);
+  }
+  ANYFLASH_DEVICE void pass_ping_pong() const {
+    arrive_named(ping_pong_barrier(1 - warpgroup_), Traits::kThreads);
+  }
+  ANYFLASH_DEVICE void end_ping_pong() const {
+    if (warpgroup_ == 0) wait_ping_pong();
   }
 
   // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a
@@ -146,17 +164,18 @@ class BackwardStages : public RowStages<Traits> {
     smem_.k_full.wait(0);
     smem_.v_full.wait(0);
     this->wait_dout();
-    if (kAddsToDq) wait_stagger();
+    if (kAddsToDq) wait_ping_pong();
     const bool clears_rows = this->look_at_rows();
     if (kAddsToDq) look_at_keys();
-    if (kAddsToDq) pass_stagger();
+    if (kAddsToDq) pass_ping_pong();
+    this->look_ahead();
     if (clears_rows) this->clear_rows();
     if (kAddsToDq) {
       Rounded zeros{};
       store_ds(zeros);
       pass_ds();
     }
-    release_rows();
+    next_rows();
   }
 
   // Before the first dS of a partly hidden tile is passed: this warp's share of K is looked at.
@@ -198,14 +217,18 @@ class BackwardStages : public RowStages<Traits> {
                            : smem_.dout.data() + stage * Traits::TileDO::kSize;
   }
 
-  // Q and dO of the tile are not needed any more.
-  ANYFLASH_DEVICE void release_rows() {
+  // Q and dO of the tile are not needed any more: goes on to the next one.
+  ANYFLASH_DEVICE void next_rows() {
     last_dq_ = this->tile().dq;
     if (keys_ == KeyState::kLookedAt) keys_ = KeyState::kReported;
-    Rows::release_rows();
+    Rows::next_rows();
   }
 
  private:
+  ANYFLASH_DEVICE static int ping_pong_barrier(int warpgroup) {
+    return static_cast<int>(NamedBarrier::kPingPong) + warpgroup;
+  }
+
   // A thread's keys have their bits in one word: what is rare gets few of the loop's registers.
   ANYFLASH_DEVICE void forbid_nonfinite_keys(AccS& acc_s) const {
     constexpr float kScore = kHasSoftcap<typename Traits::Variant> ? NAN : -INFINITY;

@@ -55,8 +55,17 @@ struct BackwardTraits : Warpgroups<2> {
   static constexpr int kDqPartColumns = kSplitsDqRows ? kDqColumns : kDqColumns / kConsumers;
   static_assert(kBlockM == 64 || kSplitsDqRows, "64 rows of dQ a warpgroup");
   static_assert(kDqPartColumns % kPanelColumns == 0, "whole panels of K");
+  // Of the second part of columns, what is not beyond the head dim.
+  static constexpr int kLastDqColumns =
+      kSplitsDqRows ? kDqPartColumns : kHeadDim - kDqPartColumns;
   using AccQ = Accumulator<kDqPartColumns>;
   static constexpr int kDqWarpElements = kBlockM * kDqColumns / kConsumerWarps;
+
+  static constexpr bool kKeysInRegisters = false;
+  static constexpr bool kValuesInRegisters = kConfig.values_in_registers;
+  static constexpr bool kLooksAhead = kConfig.looks_ahead;
+  // A body of the loop for tiles without masks (backward_step). A feature's kernel has one body.
+  static constexpr bool kHasPlainSteps = Variant::kFeatures == 0;
 
   static constexpr bool kIsWide = false;
 

@@ -64,6 +64,7 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
   typename Traits::AccS acc_s;  // S^T, then P^T
   typename WideStages<Traits>::RowNumbers lse;
   typename WideStages<Traits>::Rounded p;
+  stages.load_keys();
   while (stages.wait_rows()) {
     stages.issue_scores(acc_s);
     const bool clears_rows = stages.look_at_rows();
@@ -77,9 +78,10 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     stages.pass_p(acc_s);
     stages.round_p(acc_s, p);
     stages.issue_dv(acc_dv, p);
+    stages.look_ahead();
     wait_products<0>();
     pin(acc_dv);
-    stages.release_rows();
+    stages.next_rows();
   }
 }
 
@@ -90,6 +92,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
   typename Traits::AccS acc_dp;  // dP^T, then dS^T
   typename WideStages<Traits>::RowNumbers delta;
   typename WideStages<Traits>::Rounded ds;
+  stages.load_values();
   while (stages.wait_rows()) {
     stages.issue_dp(acc_dp);
     const bool clears_rows = stages.look_at_rows();
@@ -102,9 +105,10 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
     stages.compute_ds(acc_dp, acc_p, delta);
     ds.round(acc_dp);
     stages.issue_dk(acc_dk, ds);
+    stages.look_ahead();
     wait_products<0>();
     pin(acc_dk);
-    stages.release_rows();
+    stages.next_rows();
   }
 }
 

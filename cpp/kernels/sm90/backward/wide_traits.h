@@ -42,6 +42,11 @@ struct WideTraits : Warpgroups<2> {
   using AccV = Accumulator<kHeadDimV>;
   static constexpr int kPiecesOfP = decltype(cute::size(AccS{}))::value / 4;
 
+  // At 256 registers hold the sums alone, and looking ahead is slower.
+  static constexpr bool kKeysInRegisters = kHeadDim <= 192;
+  static constexpr bool kValuesInRegisters = kKeysInRegisters;
+  static constexpr bool kLooksAhead = kKeysInRegisters;
+
   static constexpr bool kIsWide = true;
 
   // Of the workspace.
