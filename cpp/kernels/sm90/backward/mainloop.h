@@ -79,6 +79,7 @@ ANYFLASH_DEVICE void backward_mainloop(BackwardStages<Traits>& stages,
                                        typename Traits::AccV& acc_dv) {
   stages.load_values();
   if (kAddsToDq) stages.begin_ping_pong();
+  stages.wait_first_rows();
   if (stages.wait_rows() && stages.sees_nothing()) stages.template pass_zeros<kAddsToDq>();
   while (stages.wait_rows()) {
     if constexpr (Traits::kHasPlainSteps) {

@@ -84,9 +84,13 @@ class RowStages {
     }
   }
 
+  // Before the loop. Whoever looks ahead knows of the other tiles already.
+  ANYFLASH_DEVICE void wait_first_rows() {
+    if constexpr (Traits::kLooksAhead) flags_ = wait_flags(place_);
+  }
   // The tile, with its Q; false if there is none.
   ANYFLASH_DEVICE bool wait_rows() {
-    if (!Traits::kLooksAhead || is_first_) flags_ = wait_flags(place_);
+    if constexpr (!Traits::kLooksAhead) flags_ = wait_flags(place_);
     return (flags_ & QueryTileInfo::kExists) != 0;
   }
   // Beside a tile's last products: the next one.
@@ -295,8 +299,7 @@ class RowStages {
 
   // P^T with ALiBi. The sign of a slope is known: the absolute value of a distance costs nothing.
   template <int kSign, class Numbers>
-  ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const Numbers& lse,
-                                               float slope) const {
+  ANYFLASH_DEVICE void exponentiate_with_slope(AccS& acc_s, const Numbers& lse, float slope) const {
     const BackwardWorkTile& block = smem_.block;
     const int row = tile().row + thread_ % 4 * 2 + block.sequence.shift - block.first_key;
     float at_first[kThreadRows];  // the slope times the distance of a key and the first row

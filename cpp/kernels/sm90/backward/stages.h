@@ -33,8 +33,8 @@ class BackwardStages : public RowStages<Traits> {
   static constexpr int kBlockM = Traits::kBlockM;
 
  public:
-  using typename Rows::Rounded;
   using typename Rows::PlainRowNumbers;
+  using typename Rows::Rounded;
   using typename Rows::RowNumbers;
   // What is known of NaN and infinity in K; kReported: all warps' findings come with the last dS.
   enum class KeyState { kNotLookedAt, kLookedAt, kReported, kFinite, kCleared };

@@ -56,8 +56,7 @@ struct BackwardTraits : Warpgroups<2> {
   static_assert(kBlockM == 64 || kSplitsDqRows, "64 rows of dQ a warpgroup");
   static_assert(kDqPartColumns % kPanelColumns == 0, "whole panels of K");
   // Of the second part of columns, what is not beyond the head dim.
-  static constexpr int kLastDqColumns =
-      kSplitsDqRows ? kDqPartColumns : kHeadDim - kDqPartColumns;
+  static constexpr int kLastDqColumns = kSplitsDqRows ? kDqPartColumns : kHeadDim - kDqPartColumns;
   using AccQ = Accumulator<kDqPartColumns>;
   static constexpr int kDqWarpElements = kBlockM * kDqColumns / kConsumerWarps;
 

@@ -65,6 +65,7 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
   typename WideStages<Traits>::RowNumbers lse;
   typename WideStages<Traits>::Rounded p;
   stages.load_keys();
+  stages.wait_first_rows();
   while (stages.wait_rows()) {
     stages.issue_scores(acc_s);
     const bool clears_rows = stages.look_at_rows();
@@ -93,6 +94,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
   typename WideStages<Traits>::RowNumbers delta;
   typename WideStages<Traits>::Rounded ds;
   stages.load_values();
+  stages.wait_first_rows();
   while (stages.wait_rows()) {
     stages.issue_dp(acc_dp);
     const bool clears_rows = stages.look_at_rows();
