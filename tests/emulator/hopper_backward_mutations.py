@@ -4,7 +4,7 @@ Tried, and noticed by no case: the loader's wait for an empty buffer of dO, whic
 implies; consumers' waits for K, V and the first dO, which have landed by then on the emulated
 GPU; rows that only round up a tile and see all keys (up_to_last_row()), whose P is 0; and what
 pytest's table of cases has instead: NaN in rows that see no key beside a sink, and
-behind the end of a packed sequence.
+behind the end of a packed sequence, and infinite keys in plain steps (test_key_hidden_by_infinity).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ BARRIERS = (
         "smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);",
         after="ANYFLASH_DEVICE void load_queries(const Tiles& tiles, const Mask& mask) {",
     ),
-    _mutation("hopper-backward-turn-kept", MAINLOOP, "stages.pass_ping_pong();"),
+    _mutation("hopper-backward-turn-kept", MAINLOOP,
+              "if (kAddsToDq && Traits::kPingPong) stages.pass_ping_pong();"),
     _mutation("hopper-backward-turn-of-zeros-kept", STAGES, "if (kAddsToDq) pass_ping_pong();"),
     _mutation("hopper-backward-bytes-too-few", LOAD, "TileQ::kBytes + 2 * kLseOrDeltaBytes",
               "TileQ::kBytes + kLseOrDeltaBytes"),
@@ -75,9 +76,6 @@ HIDDEN = (
               "if (kHides && hides_any_) hide(acc_s, seen_);"),
     _mutation("hopper-backward-plain-steps-beside-masks", STAGES, "!needs_mask()", "true",
               after="ANYFLASH_DEVICE bool is_plain() const {"),
-    _mutation("hopper-backward-plain-steps-of-cleared-keys", STAGES,
-              "keys_ != KeyState::kCleared", "true",
-              after="ANYFLASH_DEVICE bool is_plain() const {"),
     _mutation("hopper-backward-ds-not-hidden", ROW_STAGES,
               "if (kHides && hides_any_) hide(acc_dp, seen_);"),
     _mutation("hopper-backward-rows-not-cleared", MAINLOOP,
@@ -99,8 +97,6 @@ WIDE_HEADS = (
              "smem_.p_ring.full[0].wait(p_place_.parity());", unit=HOPPER_WIDE),
     Mutation("hopper-wide-p-overwritten", WIDE,
              "smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);", unit=HOPPER_WIDE),
-    Mutation("hopper-wide-looks-at-this-tile", ROW_STAGES, "wait_flags(place_.next())",
-             "wait_flags(place_)", unit=HOPPER_WIDE),
     Mutation("hopper-wide-scale-left-out", "sm90/backward/wide_kernel.h",
              "scale(acc, params.ds_scale);", unit=HOPPER_WIDE),
     Mutation("hopper-dq-v-overwritten", DQ,

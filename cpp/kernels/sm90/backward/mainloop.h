@@ -42,8 +42,9 @@ ANYFLASH_DEVICE void backward_step(BackwardStages<Traits>& stages, typename Trai
   if (!kDrawsFirst) stages.draw();
   wait_products<1>();
   pin(acc_s);
-  if (kAddsToDq) stages.pass_ping_pong();
+  if (kAddsToDq && Traits::kPingPong) stages.pass_ping_pong();
   stages.template compute_p<kIsPlain>(acc_s, numbers, p);
+  if (kAddsToDq && !Traits::kPingPong) stages.pass_ping_pong();
   stages.load_delta(numbers);
   wait_products<0>();
   pin(acc_dp);

@@ -137,18 +137,22 @@ class BackwardStages : public RowStages<Traits> {
 
   // Warpgroups take turns: one issues S and dP of a tile when the other's S is there. So one's
   // products run beside the other's softmax. begin_ping_pong() gives the first warpgroup its turn,
-  // and end_ping_pong() takes the turn that the last one has passed.
+  // and end_ping_pong() takes the turn that the last one has passed. Without kPingPong, the second
+  // one only begins when the first one has its first P. Whoever is behind then stays so, as each
+  // waits for the other's dS.
   ANYFLASH_DEVICE void begin_ping_pong() const {
-    if (warpgroup_ == 0) arrive_named(ping_pong_barrier(0), Traits::kThreads);
+    if (Traits::kPingPong && warpgroup_ == 0) arrive_named(ping_pong_barrier(0), Traits::kThreads);
   }
   ANYFLASH_DEVICE void wait_ping_pong() const {
+    if (!Traits::kPingPong && !(is_first_ && warpgroup_ == 1)) return;
     sync_named(ping_pong_barrier(warpgroup_), Traits::kThreads);
   }
   ANYFLASH_DEVICE void pass_ping_pong() const {
+    if (!Traits::kPingPong && !(is_first_ && warpgroup_ == 0)) return;
     arrive_named(ping_pong_barrier(1 - warpgroup_), Traits::kThreads);
   }
   ANYFLASH_DEVICE void end_ping_pong() const {
-    if (warpgroup_ == 0) wait_ping_pong();
+    if (Traits::kPingPong && warpgroup_ == 0) wait_ping_pong();
   }
 
   // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a

@@ -62,9 +62,11 @@ struct BackwardTraits : Warpgroups<2> {
 
   static constexpr bool kKeysInRegisters = false;
   static constexpr bool kValuesInRegisters = kConfig.values_in_registers;
-  static constexpr bool kLooksAhead = kConfig.looks_ahead;
-  // A body of the loop for tiles without masks (backward_step). A feature's kernel has one body.
-  static constexpr bool kHasPlainSteps = Variant::kFeatures == 0;
+  // The kernels of a feature have no registers for what follows.
+  static constexpr bool kIsPlain = Variant::kFeatures == 0;
+  static constexpr bool kLooksAhead = kIsPlain && kConfig.looks_ahead;
+  static constexpr bool kPingPong = kIsPlain;       // else the second warpgroup begins later
+  static constexpr bool kHasPlainSteps = kIsPlain;  // a body of the loop for tiles without masks
 
   static constexpr bool kIsWide = false;
 
