@@ -49,7 +49,7 @@ BACKWARD_REGISTERS = ("0x18", "0xf0")
 BACKWARD_OF_LOOKING = ("0x28", "0xe8")
 # Loads and stores of spilled registers in a whole kernel's text: variant, head dim, part.
 BACKWARD_SPILLS = {
-    ("plain", 64, "main"): 6,  # where masks are, of which a CTA meets few
+    ("plain", 64, "main"): 6,  # in the body of the loop for masks
     ("alibi", 64, "main"): 2,
     ("softcap", 64, "main"): 42,
     ("softcap", 64, "without_dq"): 35,
@@ -65,11 +65,16 @@ BACKWARD_SPILLS = {
 }
 
 
+SPILLING = ("LDL", "STL")
+
+
 class Code(NamedTuple):
     opcodes: Counter[str]
     loops: list[Counter[str]]
     handed: dict[str, str]  # registers: how setmaxnreg changes them, and to what
     overwritten: list[Instruction] | None  # overwritten_operands()
+    products: list[str]  # opcodes, as they stand in the text
+    spilled_after: list[int]  # of each load and store of a spilled register: products before it
 
 
 def loops_of(code: list[Instruction]) -> list[range]:
@@ -87,7 +92,7 @@ def loaded_before(code: list[Instruction], loop: range) -> set[int]:
         if i.opcode.startswith("HGMMA"):
             loaded.clear()
         elif i.opcode.startswith("LDSM.16.M88.4"):
-            loaded.update(range(first_register(i), first_register(i) + 4))
+            loaded.update(written_registers(i))
     return loaded
 
 
@@ -112,14 +117,23 @@ def overwritten_operands(code: list[Instruction]) -> list[Instruction] | None:
         i
         for loop, registers in kept.items()
         for i in code
-        if i.address in loop and first_register(i) in registers
+        if i.address in loop and registers.intersection(written_registers(i))
     ]
 
 
-def first_register(instruction: Instruction) -> int:
-    """What the instruction writes to, if it is a register; -1 otherwise."""
+def written_registers(instruction: Instruction) -> range:
+    """What the instruction writes to, if these are registers."""
     found = re.match(r"R(\d+)\b", instruction.operands)
-    return int(found[1]) if found else -1
+    if not found:
+        return range(0)
+    opcode = instruction.opcode
+    if product := re.match(r"HGMMA\.64x(\d+)", opcode):
+        count = int(product[1]) // 2
+    elif opcode.startswith("LDSM.16.M88.4") or opcode.endswith(".128"):
+        count = 4
+    else:
+        count = 2 if ".64" in opcode or ".WIDE" in opcode else 1
+    return range(int(found[1]), int(found[1]) + count)
 
 
 def read(code: list[Instruction]) -> Code:
@@ -129,7 +143,16 @@ def read(code: list[Instruction]) -> Code:
         if i.opcode.startswith("USETMAXREG")
     }
     loops = [Counter(i.opcode for i in code if i.address in inside) for inside in loops_of(code)]
-    return Code(Counter(i.opcode for i in code), loops, handed, overwritten_operands(code))
+    opcodes = [i.opcode for i in code]
+    spilled = [n for n, opcode in enumerate(opcodes) if opcode.startswith(SPILLING)]
+    return Code(
+        Counter(opcodes),
+        loops,
+        handed,
+        overwritten_operands(code),
+        [opcode for opcode in opcodes if opcode.startswith("HGMMA")],
+        [sum(opcode.startswith("HGMMA") for opcode in opcodes[:n]) for n in spilled],
+    )
 
 
 def products(opcodes: Counter[str]) -> Counter[str]:
@@ -137,7 +160,7 @@ def products(opcodes: Counter[str]) -> Counter[str]:
 
 
 def spills(opcodes: Counter[str]) -> int:
-    return sum(n for name, n in opcodes.items() if name.startswith(("LDL", "STL")))
+    return sum(n for name, n in opcodes.items() if name.startswith(SPILLING))
 
 
 def expected_products(row: dict[str, Any]) -> Counter[str]:
@@ -315,6 +338,13 @@ def group_products(row: dict[str, Any], group: str) -> Counter[str]:
     return Counter({f"HGMMA.64x{columns}x16.F32{dtype}": count})
 
 
+def products_of(row: dict[str, Any], groups: Mapping[str, int]) -> Counter[str]:
+    expected: Counter[str] = Counter()
+    for group in Counter(groups).elements():
+        expected += group_products(row, group)
+    return expected
+
+
 def has_loaded_operands(row: dict[str, Any], part: str) -> bool:
     """Whether K or V of a product is in registers."""
     return (part, row["head_dim"]) in {("main", 96), ("without_dq", 96), ("wide", 192)}
@@ -328,13 +358,14 @@ def test_backward(backward_row: dict[str, Any]) -> None:
         variant = variant_of(row)
         code = codes(part.pattern)[row["dtype"], row["head_dim"], row["head_dim_v"], variant]
         groups, waits = part.of(variant)
-        expected: Counter[str] = Counter()
-        for group in groups.elements():
-            expected += group_products(row, group)
-        assert products(code.opcodes) == expected, name
+        assert products(code.opcodes) == products_of(row, groups), name
         assert code.opcodes["WARPGROUP.ARRIVE"] == groups.total(), name
         assert code.opcodes["WARPGROUP.DEPBAR.LE"] == waits, name
         assert spills(code.opcodes) <= BACKWARD_SPILLS.get((variant, row["head_dim"], name), 0)
+        if variant == "plain" and part.plain:  # the body without masks comes first
+            step = products_of(row, part.plain)
+            assert Counter(code.products[: step.total()]) == step, name
+            assert not [n for n in code.spilled_after if n <= step.total()], name
         looks = variant in LOOK_FOR_TILES and (variant, name) != ("ranges", "dq_by_rows")
         producer, consumer = BACKWARD_OF_LOOKING if looks else BACKWARD_REGISTERS
         assert code.handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}, name

@@ -12,6 +12,11 @@
 
 namespace anyflash::sm90 {
 
+// Where a step of 16 columns begins in a row of panels.
+constexpr int step_bytes(int step, int panel_bytes) {
+  return step / 4 * panel_bytes + step % 4 * 32;
+}
+
 // acc = A B^T of 64 rows of TileA, from `a` on, and all rows of TileB; sums over kColumns columns.
 template <class TileA, class TileB, int kColumns, class Acc>
 ANYFLASH_DEVICE void issue_transposed(Acc& acc, const typename TileA::Element* a,
@@ -25,17 +30,15 @@ ANYFLASH_DEVICE void issue_transposed(Acc& acc, const typename TileA::Element* a
   fence_products();
   CUTE_UNROLL
   for (int step = 0; step < kColumns / 16; ++step) {
-    const int panel = step / 4;
-    const int bytes = step % 4 * 32;
     Wgmma<Element, TileB::kRows>::template with_smem<Major::kK, Major::kK>(
-        acc.data(), rows_a + (panel * kPanelA + bytes), rows_b + (panel * kPanelB + bytes),
+        acc.data(), rows_a + step_bytes(step, kPanelA), rows_b + step_bytes(step, kPanelB),
         step > 0);
   }
   commit_products();
 }
 
 // 64 rows of a tile as operand A in registers: the warp's 16, by steps of 16 columns. Products then
-// read half as much shared memory.
+// read B alone from shared memory.
 template <class Tile, int kColumns>
 struct OperandRows {
   uint32_t words[kColumns / 4];
@@ -62,7 +65,7 @@ ANYFLASH_DEVICE void issue_transposed(Acc& acc, const OperandRows<TileA, kColumn
   CUTE_UNROLL
   for (int step = 0; step < kColumns / 16; ++step) {
     Wgmma<Element, TileB::kRows>::template with_registers<Major::kK>(
-        acc.data(), a.words + 4 * step, rows_b + (step / 4 * kPanelB + step % 4 * 32), step > 0);
+        acc.data(), a.words + 4 * step, rows_b + step_bytes(step, kPanelB), step > 0);
   }
   commit_products();
 }

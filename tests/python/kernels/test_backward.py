@@ -140,7 +140,7 @@ ONE_HEAD = {"heads": 1, "heads_k": 1}
         {"packed": Packed((70, 33), (40, 50))},
         {"sq": 130},
         {"d": 128, "sq": 130, **ONE_HEAD},
-        {"d": 64, "causal": True, "sq": 400, "sk": 400, **ONE_HEAD},
+        {"d": 64, "causal": True, "sq": 384, "sk": 384, **ONE_HEAD},
         {"d": 96, "causal": True, "sq": 300, "sk": 300, **ONE_HEAD},
         {"d": 256, **ONE_HEAD},
         {"d": 512, **ONE_HEAD},

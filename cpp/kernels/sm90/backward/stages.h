@@ -118,11 +118,10 @@ class BackwardStages : public RowStages<Traits> {
     if (lane == 0) wait_stores_read();  // of the sums before
     __syncwarp();
     // Columns beyond the head dim are zeros, and stay so.
-    constexpr int kLastElements = Traits::kLastDqColumns / 2;
-    const int elements = warpgroup_ == 0 ? size(AccQ{}) : kLastElements;
+    const int elements = (warpgroup_ == 0 ? Traits::kDqPartColumns : Traits::kLastDqColumns) / 2;
     CUTE_UNROLL
     for (int i = 0; i < size(AccQ{}); i += 4) {
-      if (i >= kLastElements && i >= elements) break;
+      if (i >= elements) break;
       reinterpret_cast<float4*>(sums + 32 * i)[lane] =
           float4{acc_dq(i), acc_dq(i + 1), acc_dq(i + 2), acc_dq(i + 3)};
     }
