@@ -6,6 +6,8 @@ import re
 
 import pytest
 import statements as st
+import synchronisation
+import units
 
 SOURCE = """
 // __syncthreads() in a comment
@@ -70,6 +72,16 @@ def test_what_kernels_wait_with_is_known() -> None:
     }
     assert len(names) > 30
     assert names - {*st.FUNCTIONS, *st.METHODS, *st.OTHERS} == set()
+
+
+def test_the_program_knows_its_units(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else imports it: names that it takes from tests/emulator may have moved."""
+    monkeypatch.setattr("sys.argv", ["synchronisation.py", "--list", "--only", "sm90/*"])
+    assert synchronisation.main() == 0
+    assert " statements in " in capsys.readouterr().out
+    assert all(unit.cases for unit in units.UNITS.values())
 
 
 @pytest.fixture(scope="module")

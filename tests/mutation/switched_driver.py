@@ -114,21 +114,20 @@ class SwitchedDriver:
         self.changed_units: list[ChangedUnit] = []
         self.reached: dict[Case, tuple[float, set[int]]] = {}
 
-    def prepare(self, pool: ThreadPoolExecutor, files: list[Source]) -> None:
-        """Compiles the units, and links the driver."""
-        self.changed_units = self.units(files)
+    def prepare(self, pool: ThreadPoolExecutor, files: list[Source], wanted: set[str]) -> None:
+        """Compiles the units that include files that are wanted, and links the driver."""
+        self.changed_units = [unit for unit in self.units(files) if wanted & unit.files]
         objects = [*pool.map(self.compile, self.changed_units)]
         command = self.changed_units[0].command
         link_driver(self.build, self.folder, objects, command, self.sanitizer)
 
-    def cases(self, wanted: set[str]) -> list[Case]:
-        """Of the units that include files that are wanted."""
+    def cases(self) -> list[Case]:
+        """Of the units."""
         cases: dict[Case, None] = {}
         for unit in self.changed_units:
-            if wanted & unit.files:
-                use = UNITS[unit.name]
-                of_unit = (use.races or ()) if self.sanitizer else use.cases
-                cases |= {case._replace(seed=0): None for case in of_unit}
+            use = UNITS[unit.name]
+            of_unit = (use.races or ()) if self.sanitizer else use.cases
+            cases |= {case._replace(seed=0): None for case in of_unit}
         return [*cases]
 
     def units(self, files: list[Source]) -> list[ChangedUnit]:

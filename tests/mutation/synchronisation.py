@@ -119,16 +119,16 @@ def run_all(
     }
     plain = drivers[""]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        plain.prepare(pool, files)
+        plain.prepare(pool, files, files_wanted)
         for step in STEPS:
             driver = drivers[step.sanitizer]
             todo = {n: s for n, s in wanted.items() if s.key not in results.noticed}
             if not todo or step.name not in arguments.steps:
                 continue
             if not driver.changed_units:
-                driver.prepare(pool, files)
+                driver.prepare(pool, files, files_wanted)
             # What a case reaches is found out without a sanitizer, which would take minutes.
-            cases = driver.cases(files_wanted)
+            cases = driver.cases()
             plain.reach(pool, cases)
             driver.reached = {case: plain.reached[case] for case in cases}
             run_step(step, driver, todo, pool, results)

@@ -17,16 +17,29 @@ from emulated_driver import (
     BACKWARD_RACES,
     CHUNK_CASES,
     FORWARD_RACES,
-    HOPPER_BACKWARD_128_CASES,
-    HOPPER_BACKWARD_RACES,
-    HOPPER_RACES,
     MERGE_CASES,
     PINGPONG_CASES,
     Case,
     wide,
 )
-from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_WIDE
-from hopper_mutations import HOPPER
+from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_WIDE
+from hopper_cases import (
+    HOPPER_BACKWARD_128_CASES,
+    HOPPER_BACKWARD_RACES,
+    HOPPER_BACKWARD_RANGES,
+    HOPPER_DECODE_RACES,
+    HOPPER_LATENT_CASES,
+    HOPPER_PREFILL_CASES,
+    HOPPER_RACES,
+    HOPPER_RANGE_CASES,
+)
+from hopper_mutations import (
+    HOPPER,
+    HOPPER_DECODE,
+    HOPPER_LATENT,
+    HOPPER_PREFILL,
+    HOPPER_RANGES,
+)
 from mutations import (
     BACKWARD,
     CHUNKS,
@@ -69,9 +82,18 @@ UNITS = {
     PREFILL: Unit("Plain", cases_of(PREFILL, ""), decode.longer(decode.PREFILL[:1])),
     PREFILL_2: Unit("Plain", cases_of(PREFILL_2, ""), decode.PREFILL),
     HOPPER: Unit("", cases_of(HOPPER, ""), HOPPER_RACES),
-    "sm90_forward_f16_d128": Unit("", wide(HOPPER_RACES)),
+    HOPPER_RANGES: Unit(
+        "", [*wide(HOPPER_RACES), *cases_of(HOPPER_RANGES, "")], wide(HOPPER_RANGE_CASES)
+    ),
     "sm90_forward_f16_d256": Unit("", wide(HOPPER_RACES, 256)),
     HOPPER_BACKWARD: Unit("", cases_of(HOPPER_BACKWARD, ""), HOPPER_BACKWARD_RACES),
-    "sm90_backward_f16_d128": Unit("", HOPPER_BACKWARD_128_CASES),
+    HOPPER_FEATURES: Unit(
+        "",
+        [*HOPPER_BACKWARD_128_CASES, *cases_of(HOPPER_FEATURES, "")],
+        wide(HOPPER_BACKWARD_RANGES[::2]),
+    ),
     HOPPER_WIDE: Unit("", cases_of(HOPPER_WIDE, ""), wide(HOPPER_BACKWARD_RACES, 256)),
+    HOPPER_PREFILL: Unit("", cases_of(HOPPER_PREFILL, ""), HOPPER_PREFILL_CASES[:2]),
+    HOPPER_DECODE: Unit("", cases_of(HOPPER_DECODE, ""), HOPPER_DECODE_RACES),
+    HOPPER_LATENT: Unit("", cases_of(HOPPER_LATENT, ""), HOPPER_LATENT_CASES),
 }
