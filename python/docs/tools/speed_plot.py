@@ -73,7 +73,7 @@ PLOTS = (
     Plot(
         "speed-hopper",
         _panels(
-            {"forward": "h100-hopper-forward.json", "backward": "h100-hopper-backward.json"},
+            {"forward": "h200-hopper-forward.json", "backward": "h200-hopper-backward.json"},
         ),
         (FA3, CUDNN, OWN("anyflash (kernels for Hopper)"), FLASH),
     ),
