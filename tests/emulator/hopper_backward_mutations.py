@@ -15,6 +15,7 @@ from mutations import Mutation
 
 HOPPER_BACKWARD = "sm90_backward_f16_d64"
 HOPPER_WIDE = "sm90_backward_f16_d256"
+HOPPER_192 = "sm90_backward_f16_d192"
 HOPPER_FEATURES = "sm90_backward_f16_d128"
 KERNEL = "sm90/backward/kernel.h"
 KEY_BLOCK = "sm90/backward/key_block.h"
@@ -27,6 +28,7 @@ STAGED_ROWS = "sm90/staged_rows.h"
 EPILOGUE = "sm90/backward/epilogue.h"
 DQ = "sm90/backward/dq_by_rows.h"
 DQ_STAGES = "sm90/backward/dq_stages.h"
+PRODUCTS = "sm90/products.h"
 KEPT = "sm90/kept_elements.h"
 
 _mutation = partial(Mutation, unit=HOPPER_BACKWARD)
@@ -103,6 +105,20 @@ WIDE_HEADS = (
              "smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);", unit=HOPPER_WIDE),
 )  # fmt: skip
 
+# Of the kernels with K and V in registers.
+OPERANDS = (
+    Mutation("hopper-operand-no-wait-for-k", ROW_STAGES, "smem_.k_full.wait(0);", unit=HOPPER_192,
+             after="ANYFLASH_DEVICE void load_keys() {"),
+    Mutation("hopper-operand-no-wait-for-v", ROW_STAGES, "smem_.v_full.wait(0);", unit=HOPPER_192,
+             after="ANYFLASH_DEVICE void load_values() {"),
+    Mutation("hopper-operand-no-wait-for-dout", ROW_STAGES, "wait_dout();", unit=HOPPER_192,
+             after="const Element* const dout ="),
+    Mutation("hopper-operand-of-another-warp", PRODUCTS, "warp_row + lane % 16", "lane % 16",
+             unit=HOPPER_192),
+    Mutation("hopper-operand-of-another-step", PRODUCTS, "a.words + 4 * step", "a.words",
+             unit=HOPPER_192, after="const OperandRows<TileA, kColumns>& a,"),
+)  # fmt: skip
+
 # Of the kernels of one feature.
 _of_features = partial(Mutation, unit=HOPPER_FEATURES)
 FEATURES = (
@@ -147,4 +163,4 @@ FEATURES = (
     _of_features("hopper-dq-delta-of-dropout", DQ_STAGES, "delta_[i] /= Variant::p_scale(params);"),
 )  # fmt: skip
 
-HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + FEATURES
+HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + OPERANDS + FEATURES

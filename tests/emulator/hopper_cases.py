@@ -200,3 +200,7 @@ HOPPER_BACKWARD_128_CASES = hopper(
     *backward(*(FIRST_KEYS._replace(more=more) for more in ("diagonal=0", "diagonal=0 det=1")))
 )
 HOPPER_WIDE_CASES = wide(HOPPER_BACKWARD_CASES, 256)
+# Head dim 192, V's too: with K and V in registers.
+HOPPER_192_CASES = tuple(
+    case._replace(head_dim_v=case.head_dim_v + 128) for case in wide(HOPPER_BACKWARD_CASES, 192)
+)

@@ -19,6 +19,7 @@ from changed_unit import compile_command, compile_unit, link_driver
 from decode_mutations import DECODE, DECODE_MUTATIONS, LATENT
 from emulated_driver import ROOT, run
 from hopper_backward_mutations import (
+    HOPPER_192,
     HOPPER_BACKWARD,
     HOPPER_BACKWARD_MUTATIONS,
     HOPPER_FEATURES,
@@ -107,7 +108,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
         keep = "16, false" if mutation.sanitizer else ""
     elif mutation.unit == LATENT:
         keep = "false"  # 16-bit caches
-    elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_WIDE):
+    elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_192, HOPPER_WIDE):
         keep = "Plain"
     elif mutation.unit in (HOPPER_RANGES, HOPPER_FEATURES):
         keep = "Ranges|Blocks|Alibi|Softcap|Dropout"

@@ -18,8 +18,14 @@ from emulated_driver import (
     Case,
     wide,
 )
-from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_WIDE
+from hopper_backward_mutations import (
+    HOPPER_192,
+    HOPPER_BACKWARD,
+    HOPPER_FEATURES,
+    HOPPER_WIDE,
+)
 from hopper_cases import (
+    HOPPER_192_CASES,
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_FEATURES,
     HOPPER_BLOCK_CASES,
@@ -87,6 +93,8 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in features]
     if unit == HOPPER_BACKWARD:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_BACKWARD_CASES]
+    if unit == HOPPER_192:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_192_CASES]
     if unit == HOPPER_WIDE:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_WIDE_CASES]
     if unit == RANGE_BOUNDS_UNIT:

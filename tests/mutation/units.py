@@ -22,7 +22,12 @@ from emulated_driver import (
     Case,
     wide,
 )
-from hopper_backward_mutations import HOPPER_BACKWARD, HOPPER_FEATURES, HOPPER_WIDE
+from hopper_backward_mutations import (
+    HOPPER_192,
+    HOPPER_BACKWARD,
+    HOPPER_FEATURES,
+    HOPPER_WIDE,
+)
 from hopper_cases import (
     HOPPER_BACKWARD_128_CASES,
     HOPPER_BACKWARD_RACES,
@@ -92,6 +97,7 @@ UNITS = {
         [*HOPPER_BACKWARD_128_CASES, *cases_of(HOPPER_FEATURES, "")],
         wide(HOPPER_BACKWARD_RANGES[::2]),
     ),
+    HOPPER_192: Unit("", cases_of(HOPPER_192, "")),
     HOPPER_WIDE: Unit("", cases_of(HOPPER_WIDE, ""), wide(HOPPER_BACKWARD_RACES, 256)),
     HOPPER_PREFILL: Unit("", cases_of(HOPPER_PREFILL, ""), HOPPER_PREFILL_CASES[:2]),
     HOPPER_DECODE: Unit("", cases_of(HOPPER_DECODE, ""), HOPPER_DECODE_RACES),
