@@ -12,10 +12,10 @@ from torch import Tensor
 import anyflash.torch
 from anyflash.integrations._hf_masks import (
     MAX_DECODED,
-    gathered_sequences,
     is_traced,
     longest_sequence,
     pack,
+    packed_sequences,
     read_keys,
 )
 from anyflash.integrations._hf_paged import Pages, update_cache
@@ -75,8 +75,8 @@ def attention_forward(
     mask = attention_mask
     ends = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     packed = all(x is not None for x in ends)
-    if not packed and mask is None and states.q.shape[1] == states.k.shape[1] and _is_wrapped():
-        mask = gathered_sequences(others.get("position_ids"), *states.q.shape[:2])
+    if not packed and mask is None and _may_be_packed(states, _is_causal(module, is_causal)):
+        mask = packed_sequences(others.get("position_ids"), *states.q.shape[:2])
     if not packed and mask is not None and mask.ndim == 1:
         longest = longest_sequence(mask)
         packed, ends = True, (mask, mask, longest, longest)
@@ -107,6 +107,13 @@ def attention_forward(
     else:
         out = _padded(states, mask.bool(), position_bias, numbers, drop)
     return out if half is None else out.to(query.dtype), None
+
+
+def _may_be_packed(states: States, causal: bool) -> bool:
+    """By position_ids alone: one row, as in transformers' own flash attention."""
+    if states.q.shape[1] != states.k.shape[1]:
+        return False
+    return _is_wrapped() or (causal and states.q.shape[0] == 1)
 
 
 def _is_wrapped() -> bool:

@@ -178,11 +178,12 @@ def _once(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return wrapped
 
 
-def gathered_sequences(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
-    """Where sequences begin, if there are several in a row, of tokens that no mask was made for.
+def packed_sequences(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
+    """Where sequences end, if there are several in a row, of tokens whose mask does not tell.
 
-    Programs that shard sequences (Ulysses) put a function of their own in place of anyflash's. It
-    gathers the tokens of all ranks, and drops the mask, which was made for those of one.
+    Some models (GPT-OSS) make their masks without position_ids. And programs that shard sequences
+    (Ulysses) put a function of their own in place of anyflash's. It gathers the tokens of all
+    ranks, and drops the mask, which was made for those of one.
     """
     if not isinstance(position_ids, Tensor) or is_traced():
         return None

@@ -85,6 +85,7 @@ def register() -> None:
     modeling = import_module("transformers.modeling_utils")
     masking = import_module("transformers.masking_utils")
     _admit(modeling.PreTrainedModel)
+    _admit_chunks(masking)
     admit_pages(_NAME)
     modeling.AttentionInterface.register(_NAME, attention_forward)
     masking.AttentionMaskInterface.register(_NAME, attention_mask)
@@ -110,6 +111,22 @@ def _admit(model_class: Any) -> None:
 
     checked.anyflash = True  # type: ignore[attr-defined]
     model_class._check_and_adjust_attn_implementation = checked
+
+
+def _admit_chunks(masking: Any) -> None:
+    """Chunks of Llama 4: transformers 5 refuses them where "flash" is in the name."""
+    asks = getattr(masking, "is_flash_attention_requested", None)
+    if asks is None or hasattr(asks, "anyflash"):
+        return
+
+    @wraps(asks)
+    def asks_for_flash_attn(config: Any = None, *args: Any, **options: Any) -> bool:
+        if getattr(config, "_attn_implementation", None) in _NAMES:
+            return False
+        return bool(asks(config, *args, **options))
+
+    asks_for_flash_attn.anyflash = True  # type: ignore[attr-defined]
+    masking.is_flash_attention_requested = asks_for_flash_attn
 
 
 def _refuse_own_attention(model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import masking_utils
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -52,6 +53,49 @@ def test_packed_by_position_ids(name: str) -> None:
     rows = torch.stack([positions(6, 1, 7), positions(9, 5)])
     inputs = {"input_ids": ids, "position_ids": rows, "use_cache": False}
     compare(build(name, torch.float64), torch.ones_like(ids), inputs)
+
+
+@only("gpt_oss")
+def test_packed_where_the_mask_does_not_tell() -> None:
+    """GPT-OSS makes its masks without position_ids."""
+    model = build("gpt_oss", torch.float64).eval()
+    model.set_attn_implementation("anyflash")
+    ids = tokens(1, 14)
+    with torch.no_grad():
+        rows = positions(6, 1, 7)[None]
+        packed = model(ids, position_ids=rows, use_cache=False).logits
+        parts = [model(part, use_cache=False).logits for part in ids.split((6, 1, 7), 1)]
+    assert torch.allclose(packed, torch.cat(parts, 1), rtol=0, atol=BOUND)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Llama4ForCausalLM"), reason="an older transformers")
+@pytest.mark.parametrize("seqlen", [5, 14, 23])
+def test_chunks(seqlen: int) -> None:
+    """Texts longer than a chunk of Llama 4's."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=120,
+        num_local_experts=2,
+        attention_chunk_size=6,
+        pad_token_id=0,
+    )
+    torch.manual_seed(1)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    ids = torch.randint(3, 120, (2, seqlen))
+    keep = torch.ones_like(ids)
+    keep[1, :2] = 0
+    logits = {}
+    for name in ("sdpa", "anyflash"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits[name] = model(ids, attention_mask=keep).logits[keep.bool()]
+    assert torch.allclose(logits["anyflash"], logits["sdpa"], rtol=0, atol=1e-5)
 
 
 def test_packed_by_cu_seq_lens(monkeypatch: pytest.MonkeyPatch) -> None:
