@@ -212,7 +212,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib; run: python -m pip install 'anyflash[bench]'")
+        raise ValueError("--plot needs matplotlib; run: python -m pip install matplotlib")
 
 
 def main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
