@@ -110,7 +110,9 @@ def attention_forward(
 
 
 def _may_be_packed(states: States, causal: bool) -> bool:
-    """By position_ids alone: one row, as in transformers' own flash attention."""
+    """By position_ids alone: one row, as in transformers' own flash attention, or what a function
+    around this one has gathered.
+    """
     if states.q.shape[1] != states.k.shape[1]:
         return False
     return _is_wrapped() or (causal and states.q.shape[0] == 1)
