@@ -167,7 +167,8 @@ def attention(
         CUDA: float16, bfloat16, head dims up to 512; arrays whose last axis is not contiguous, or
         whose rows do not begin at multiples of 16 bytes, are copied first.
     softmax_scale : float, optional
-        Any finite number; default ``1 / sqrt(head_dim)``.
+        Any finite number up to half of float32's range (float64: of float64's); default
+        ``1 / sqrt(head_dim)``.
     causal : bool
         Query i sees the keys ``j <= i + seqlen_k - seqlen_q`` (aligned at the bottom right).
     window_size : (left, right)
@@ -195,16 +196,16 @@ def attention(
     sinks : (heads,), optional
         A logit that takes part in the denominator only. dtypes as for alibi_slopes.
     dropout_p : float
-        0 <= dropout_p < 1, rounded to a multiple of 2**-16. What is dropped follows from seed,
-        offset, batch, head, row and column alone, the same on every device.
+        0 <= dropout_p < 1, rounded to a multiple of 2**-16, at most 1 - 2**-16. What is dropped
+        follows from seed, offset, batch, head, row and column alone, the same on every device.
     seed : int, optional
         0 to 2**64 - 1. Where neither it nor ``rng_state`` is given, one is drawn from the
         framework's default generator, so that ``torch.manual_seed`` and ``numpy.random.seed``
         make runs repeatable. JAX has none and needs one of the two. For others it is random.
-    rng_state : (seed, offset) or array of (2,) int64 or uint64, optional
+    rng_state : (seed, offset) or contiguous array of (2,) int64 or uint64, optional
         In place of ``seed``. An array is read on the device when the work runs: a CUDA graph that
         is replayed sees what it then holds.
-    seqused_k : (batch,) int32, optional
+    seqused_k : (batch,) int32, contiguous, optional
         Of a sequence's keys only so many, the first ones, are used. Masks and ALiBi are aligned
         with the last of them.
     part : Part, optional
@@ -219,18 +220,18 @@ def attention(
         Return an :class:`AttentionResult`, with ``lse``.
     out : array, optional
         Where to write the result: shape (batch, seqlen_q, heads, head_dim_v), q's dtype or float32,
-        q's device. It must not overlap an input.
+        q's device. It must not overlap an input or ``lse``.
     out_dtype : optional
         "float32" (or the framework's dtype): the result is not rounded to q's dtype, as is wanted
         for parts that are joined.
     lse : array, optional
-        Where to write the LSE, whether or not it is returned: (batch, heads, seqlen_q) float32, q's
-        device.
+        Where to write the LSE, whether or not it is returned: (batch, heads, seqlen_q) float32 (CPU
+        also float64), q's device. It must not overlap an input.
     prior : (out, lse), optional
-        Result and LSE of the same queries over other keys, in float32: the results are joined with
-        them as :func:`merge_states` does, in one pass. They may be ``out`` and ``lse``, which are
-        then a state that call after call continues, with 0 where no key has been seen. A sink
-        counts in each call that has it.
+        Result and LSE of the same queries over other keys, in float32 (CPU also float64): the
+        results are joined with them as :func:`merge_states` does, in one pass. They may be ``out``
+        and ``lse``, which are then a state that call after call continues, with 0 where no key has
+        been seen. A sink counts in each call that has it.
     stream : int, optional
         CUDA: the address of a ``cudaStream_t`` to run on; default: the framework's current stream.
 

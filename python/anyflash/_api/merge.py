@@ -15,6 +15,7 @@ _INSTEAD = Instead(
     "inside jax.jit, grad and vmap write the formula of its docstring in jax.numpy",
 )
 _LSE = ("float32", "float64")
+_IN_PLACE = {"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")}
 
 
 def merge_states(
@@ -45,7 +46,8 @@ def merge_states(
     lse_a, lse_b : (batch, heads, seqlen_q) or (heads, total_q), float32; CPU also float64
         Of one dtype. -inf or +inf (flash-attn's convention): the part saw no key.
     out, lse : arrays, optional
-        Where to write the results; may be ``out_a`` or ``out_b`` and ``lse_a`` or ``lse_b``.
+        Where to write the results; may be ``out_a`` or ``out_b`` and ``lse_a`` or ``lse_b``, and
+        must not overlap one another or an input otherwise.
     out_dtype : optional
         Name or dtype of the result; default: that of ``out``, or else of ``out_a``.
     stream : int, optional
@@ -102,6 +104,13 @@ def merge_states(
         kind = dtype if out_dtype is None else allowed[0]
     if lse is not None:
         operands.output("lse", lse, _LSE)
+    if out is not None or lse is not None:
+        given = {"out": out, "lse": lse}
+        operands.check_apart(
+            {name: x for name, x in given.items() if x is not None},
+            {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b},
+            _IN_PLACE,
+        )
 
     result = operands.empty(shape, kind) if out is None else out
     result_lse = operands.empty(lse_shape, lse_dtype) if lse is None else lse

@@ -187,11 +187,11 @@ def attention_varlen(  # noqa: PLR0917 (in the order that flash-attn has)
     q : (total_q, heads, head_dim)
     k : (total_k, heads_k, head_dim)
     v : (total_k, heads_k, head_dim_v)
-    cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32, contiguous
         Where the sequences begin and the last one ends: from 0, never less, to total_q or total_k.
     max_seqlen_q, max_seqlen_k : int
-        Upper bounds of the sequences' lengths.
-    seqused_k : (batch,) int32, optional
+        Upper bounds of the sequences' lengths. 0: total_q or total_k.
+    seqused_k : (batch,) int32, contiguous, optional
         Of a sequence's keys only so many, the first ones, are used.
     validate : bool
         Check the lengths also on a GPU, which waits for it. Without, wrong ones are clamped to what

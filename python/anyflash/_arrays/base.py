@@ -178,11 +178,11 @@ class Framework:
         return None
 
     def lie_apart(self, written: Collection[Any], read: Collection[Any]) -> bool:
-        """Whether a quick look shows that no two of these share memory; else `memory` tells."""
-        ends_of_read = [self.ends(x) for x in read]
-        for x in written:
-            first, end = self.ends(x)
-            if any(first < other_end and other < end for other, other_end in ends_of_read):
+        """Whether a quick look shows that what is written shares no memory with any other of these;
+        else `memory` tells."""
+        ends = [self.ends(x) for x in (*written, *read)]
+        for i, (first, end) in enumerate(ends[: len(written)]):
+            if any(first < other_end and other < end for other, other_end in ends[i + 1 :]):
                 return False
         return True
 

@@ -64,13 +64,19 @@ class NumPy(WithAttributes):
     def check_out(self, x: Any) -> None:
         if not x.flags.writeable:
             raise ValueError("is read-only")
+        if any(stride % x.itemsize for stride in x.strides):
+            raise ValueError(
+                f"has strides of {x.strides} bytes; multiples of its elements' {x.itemsize} are "
+                "allowed"
+            )
 
     def memory(self, x: Any) -> Memory:
         return Memory(x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize)
 
     def lie_apart(self, written: Collection[Any], read: Collection[Any]) -> bool:
         may_share = sys.modules["numpy"].may_share_memory
-        return not any(may_share(x, y) for x in written for y in read)
+        arrays = [*written, *read]
+        return not any(may_share(x, y) for i, x in enumerate(written) for y in arrays[i + 1 :])
 
     def export_out(self, x: Any, device: Device) -> Any:
         # A capsule without a version: `check_out` has seen whether x is read-only.

@@ -120,7 +120,7 @@ class Backward(Call[ArrayT]):
         )
 
     def _check_apart(self, written: dict[str, Any], others: dict[str, Any]) -> None:
-        """What is given to be written, from all that is read."""
+        """What is given to be written: from one another, and from all that is read."""
         arrays = {name: x for name, (x, _) in self._arrays.items()}
         read = dict(zip("qkv", self._tensors, strict=True)) | others | arrays
         inputs = {name: x for name, x in read.items() if x is not None}

@@ -11,7 +11,7 @@ from anyflash._call.options import CAUSAL, OUTPUT_ALONE, PLAIN, OutputRequest
 from anyflash._call.results import ArrayT, AttentionResult, Returned
 
 _LSE = ("float32", "float64")
-_IN_PLACE = {"out": "prior_out", "lse": "prior_lse"}
+_IN_PLACE = {"out": ("prior_out",), "lse": ("prior_lse",)}
 _FLAGS = ("causal", *OutputRequest._fields[:4])
 
 
@@ -110,7 +110,7 @@ class Forward(Call[ArrayT]):
             self._array(name, x, _LSE)
 
     def _check_apart(self, inputs: dict[str, Any], **outputs: Any) -> None:
-        """What is given to be written, from the inputs and the options."""
+        """What is given to be written: from one another, the inputs and the options."""
         inputs |= {name: x for name, (x, _) in self._arrays.items()}
         given = {name: x for name, x in outputs.items() if x is not None}
         self._operands.check_apart(given, inputs, _IN_PLACE)

@@ -112,10 +112,10 @@ class Operands:
         return dtype
 
     def check_apart(
-        self, outputs: dict[str, Any], inputs: dict[str, Any], allowed: dict[str, str]
+        self, outputs: dict[str, Any], inputs: dict[str, Any], allowed: overlap.InPlace
     ) -> None:
-        """That a user's arrays that are written share no memory with those that are read. Of an
-        output, ``allowed`` names the input that it may be."""
+        """That a user's arrays that are written share no memory with one another, nor with those
+        that are read. Of an output, ``allowed`` names the inputs that it may be."""
         if self.framework.lie_apart(outputs.values(), inputs.values()):
             return
         memory = self.framework.memory

@@ -1,9 +1,9 @@
-"""Whether an array that is written shares memory with one that is read."""
+"""Whether an array that is written shares memory with another one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -20,6 +20,14 @@ class Memory(NamedTuple):
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
         first = self.address + sum(step for step in steps if step < 0)
         return first, self.address + sum(step for step in steps if step > 0) + self.itemsize
+
+    def is_same(self, other: Memory) -> bool:
+        """Whether every element lies where the other's does; along an axis of one element, strides
+        mean nothing."""
+        if self.address != other.address or self.itemsize != other.itemsize:
+            return False
+        strides = zip(self.shape, self.strides, other.strides, strict=False)
+        return self.shape == other.shape and all(n < 2 or of_a == of_b for n, of_a, of_b in strides)
 
     def is_dense(self) -> bool:
         """Whether the elements lie one behind the other, in any order of the axes."""
@@ -81,17 +89,21 @@ def _distances(apart: int, axes: list[Axis]) -> Iterator[int]:
             yield from _distances(apart + steps * stride, others)
 
 
+InPlace = Mapping[str, tuple[str, ...]]  # of an output the inputs that it may be
+
+
 def of_pairs(
-    outputs: dict[str, Memory], inputs: dict[str, Memory], allowed: dict[str, str]
+    outputs: dict[str, Memory], inputs: dict[str, Memory], allowed: InPlace
 ) -> tuple[str, str] | None:
-    """The names of an output and an input that overlap. ``allowed``: of an output the input that it
-    may be."""
-    ends = {name: read.ends() for name, read in inputs.items()}  # most lie apart as a whole
-    for output, written in outputs.items():
-        first, end = written.ends()
-        for name, read in inputs.items():
-            if end <= ends[name][0] or ends[name][1] <= first:
+    """The names of an output and of another output or an input that overlap."""
+    arrays = [*outputs.items(), *inputs.items()]
+    ends = [x.ends() for _, x in arrays]  # most lie apart as a whole
+    for i, (output, written) in enumerate(arrays[: len(outputs)]):
+        for j in range(i + 1, len(arrays)):
+            if ends[i][1] <= ends[j][0] or ends[j][1] <= ends[i][0]:
                 continue
-            if overlap(written, read) and not (allowed.get(output) == name and written == read):
+            name, other = arrays[j]
+            in_place = name in allowed.get(output, ()) and written.is_same(other)
+            if not in_place and overlap(written, other):
                 return output, name
     return None

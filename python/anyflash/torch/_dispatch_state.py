@@ -5,6 +5,7 @@ No other module asks; tests/lint/check_torch_state.py looks for those that do.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _OLDER_VMAP, _OLDER_BATCHED = map(torch._C._dispatch_key_parse, ("VmapMode", "Batched"))
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+
+
+def is_exported(x: Any) -> bool:
+    """Whether x stands for a tensor while torch.export runs the code itself (strict=False)."""
+    module = sys.modules.get("torch._subclasses.fake_tensor") if is_compiling() else None
+    return module is not None and isinstance(x, module.FakeTensor)
 
 
 def is_plain(*tensors: Any) -> bool:

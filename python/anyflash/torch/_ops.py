@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflash.torch import _autograd, _problem, _vmap
+from anyflash.torch import _autograd, _flops, _problem, _vmap
 from anyflash.torch._autograd import Grads
 from anyflash.torch._fake_checks import check_forward, check_ranks
 from anyflash.torch._problem import (
@@ -140,6 +140,7 @@ define(
 torch.library.register_autograd(
     "anyflash::backward", _backward_backward, setup_context=_keep_backward, lib=library
 )
+_flops.register()
 
 if hasattr(torch.library, "register_vmap"):  # from torch 2.5 on
     for _name in ("forward", "backward"):

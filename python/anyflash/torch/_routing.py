@@ -23,6 +23,7 @@ from anyflash.torch._dispatch_state import (
     PLAIN,
     autocast_dtype,
     is_compiling,
+    is_exported,
     is_forward_mode,
     is_jit_tracing,
 )
@@ -153,12 +154,13 @@ def _is_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> bool:
     """Whether anyflash computes it, or at least says what is wrong with it."""
-    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
-        return False
-    if attn_mask is not None and (
-        is_causal or not (type(attn_mask) in PLAIN or is_causal_bias(attn_mask))
-    ):
-        return False
+    for x in (query, key, value):
+        if type(x) not in PLAIN and not is_exported(x):
+            return False
+    if attn_mask is not None:
+        known = type(attn_mask) in PLAIN or is_exported(attn_mask) or is_causal_bias(attn_mask)
+        if is_causal or not known:
+            return False
     if query.is_nested or key.is_nested or value.is_nested:
         return False
     if is_forward_mode():

@@ -99,8 +99,11 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     """
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = flags(_NAME, is_causal=is_causal, enable_gqa=enable_gqa)
-    if type(dropout_p) is not float and not isinstance(dropout_p, numbers.Real | torch.SymFloat):
-        raise TypeError(f"{_NAME}: dropout_p is {type(dropout_p).__name__}; a number is allowed")
+    if type(dropout_p) is not float:
+        dropout_p = _number_of(dropout_p)
+        if not isinstance(dropout_p, numbers.Real | torch.SymFloat):
+            given = type(dropout_p).__name__
+            raise TypeError(f"{_NAME}: dropout_p is {given}; a number is allowed")
     if scale is not None and (type(scale) is not float or not abs(scale) < _LARGE_SCALE):
         scale = _read_scale(scale, query)
     lower_right = False
@@ -149,8 +152,13 @@ def scaled_dot_product_attention(  # noqa: PLR0917 (as PyTorch's)
     return out if leading is None else out.view(*leading, *out.shape[2:])
 
 
+def _number_of(x: Any) -> Any:
+    """Of a tensor, its one number, as PyTorch's functions take it."""
+    return x.item() if isinstance(x, Tensor) and not x.dim() and not x.requires_grad else x
+
+
 def _read_scale(scale: Any, query: Any) -> float:
-    result = parsing.named(_NAME, "scale", parsing.scale, scale)
+    result = parsing.named(_NAME, "scale", parsing.scale, _number_of(scale))
     if abs(result) > _LARGE_SCALE and getattr(query, "dtype", None) != torch.float64:
         raise ValueError(f"{_NAME}: scale is {result}; at most half of float32's range is allowed")
     return result

@@ -1,4 +1,5 @@
-"""Outputs that are given and share memory with inputs are refused, and nothing is written."""
+"""Outputs that are given and share memory with one another or with inputs are refused, and nothing
+is written."""
 
 from __future__ import annotations
 
@@ -63,9 +64,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "out and k",
     ),
     "lse": (
-        lambda x: anyflash.attention(
-            one(), one(), x, lse=x.reshape(-1)[100 : 100 + 72].reshape(2, 4, 9)
-        ),
+        lambda x: anyflash.attention(one(), one(), x, lse=first_of(x)),
         "lse and v",
     ),
     "prior": (
@@ -102,7 +101,42 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda x: anyflash.attention_backward(one(), one(), one(), one(), x, lse(), dk=x),
         "dk and out",
     ),
+    "dq-is-dk": (
+        lambda x: anyflash.attention_backward(one(), one(), one(), one(), one(), lse(), dq=x, dk=x),
+        "dq and dk",
+    ),
+    "dk-by-a-row": (
+        lambda x: anyflash.attention_backward(
+            one(), one(), one()[:, :8], one()[:, :8], one(), lse(), dk=x[:, 1:], dv=x[:, :8]
+        ),
+        "dk and dv",
+    ),
+    "lse-in-out": (
+        lambda x: anyflash.attention(one(), one(), one(), out=x, lse=first_of(x)),
+        "out and lse",
+    ),
+    "merged-reversed": (
+        lambda x: anyflash.merge_states(x, lse(), one(), lse(), out=x[:, ::-1]),
+        "out and out_a",
+    ),
+    "merged-other-dtype": (
+        lambda x: anyflash.merge_states(
+            x.view(np.float64), lse(), one().view(np.float64), lse(), out=x[..., :4]
+        ),
+        "out and out_a",
+    ),
+    "merged-lse": (
+        lambda x: anyflash.merge_states(
+            one(), first_of(x), one(), lse(), out=one(), lse=first_of(x)[..., ::-1]
+        ),
+        "lse and lse_a",
+    ),
 }
+
+
+def first_of(x: Any) -> Any:
+    """As many numbers as an LSE has."""
+    return x.reshape(-1)[:72].reshape(2, 4, 9)
 
 
 def lse() -> Any:
@@ -139,6 +173,31 @@ def test_in_place_where_it_is_allowed() -> None:
     right = anyflash.attention(q, k[:, 4:], k[:, 4:], prior=(out.copy(), lse.copy()))
     anyflash.attention(q, k[:, 4:], k[:, 4:], prior=(out, lse), out=out, lse=lse)
     assert np.array_equal(out, right)
+    parts = [
+        anyflash.attention(q, k[:, s], k[:, s], return_lse=True) for s in (slice(4), slice(4, 9))
+    ]
+    right, right_lse = anyflash.merge_states(*parts[0], *parts[1])
+    (a, lse_a), (b, lse_b) = parts
+    anyflash.merge_states(a, lse_a, b, lse_b, out=b, lse=lse_a)
+    assert np.array_equal(b, right)
+    assert np.array_equal(lse_a, right_lse)
+
+
+def test_odd_strides() -> None:
+    """Elements that lie no whole number of elements apart cannot be passed on."""
+    memory = np.zeros(2 * 9 * 4 * 40, np.uint8)
+    x = np.ndarray((2, 9, 4, 8), np.float32, memory, strides=(9 * 4 * 37, 4 * 37, 37, 4))
+    merged = (one(), lse(), one(), lse())
+    for name, call in {
+        "attention: out": lambda: anyflash.attention(one(), one(), one(), out=x),
+        "attention_backward: dk": lambda: anyflash.attention_backward(
+            one(), one(), one(), one(), one(), lse(), dk=x
+        ),
+        "merge_states: out": lambda: anyflash.merge_states(*merged, out=x),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name} has strides of \(1332, 148, 37, 4\) bytes"):
+            call()
+    assert not memory.any()
 
 
 def test_torch(torch: ModuleType) -> None:

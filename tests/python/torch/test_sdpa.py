@@ -372,6 +372,16 @@ def test_compile(torch: ModuleType, name: str, dynamic: bool) -> None:
         assert torch.equal(x, wanted)
 
 
+def test_numbers_in_tensors(torch: ModuleType) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    found = scaled_dot_product_attention(x, x, x, None, torch.tensor(0.0), scale=torch.tensor(0.5))
+    assert torch.equal(found, scaled_dot_product_attention(x, x, x, scale=0.5))
+    for name in ("scale", "dropout_p"):
+        for wrong in (torch.ones(1, 1), torch.tensor(0.5, requires_grad=True)):
+            with pytest.raises(TypeError, match=f"{name}.*is (Tensor|Parameter)"):
+                scaled_dot_product_attention(x, x, x, **{name: wrong})
+
+
 def test_vmap(torch: ModuleType) -> None:
     case = same(2, 3, 9, 8, length_k=11, mask=(9, 11))
     tensors = [torch.stack([x.detach(), 2 * x.detach()]) for x in leaves(torch, case)]

@@ -184,6 +184,27 @@ def test_compile(torch: ModuleType, x: Any) -> None:
         torch.testing.assert_close(out, right)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(torch: ModuleType, strict: bool) -> None:
+    """With lengths that are free."""
+
+    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, query: Any, key: Any) -> Any:
+            return functional.scaled_dot_product_attention(query, key, key) + attend(
+                query, is_causal=True
+            )
+
+    query, key = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 9, 8)
+    lengths = [torch.export.Dim(name, min=2, max=64) for name in ("rows", "keys")]
+    shapes = tuple({2: length} for length in lengths)
+    with sdpa_routing():
+        program = torch.export.export(Model(), (query, key), dynamic_shapes=shapes, strict=strict)
+    called = [str(x.target) for x in program.graph.nodes if x.op == "call_function"]
+    assert called.count("anyflash.forward.default") == 2
+    for given in ((query, key), (key, query)):
+        torch.testing.assert_close(program.module()(*given), Model()(*given))
+
+
 def test_compiled_code_sees_which_gpus_are_supported(torch: ModuleType, x: Any) -> None:
     is_supported = importlib.import_module("anyflash.torch._routing")._is_supported_gpu
     compiled = torch.compile(
