@@ -17,7 +17,6 @@ template <class Traits>
 class WideStages : public RowStages<Traits> {
   using AccS = typename Traits::AccS;
   using RowStages<Traits>::smem_;
-  static constexpr int kWarps = kWarpgroupThreads / 32;
 
  public:
   ANYFLASH_DEVICE WideStages(const BackwardScratch& params, typename Traits::SharedStorage& smem)
