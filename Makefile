@@ -159,7 +159,7 @@ build/oldest/anyflash: install
 	ln -sfn "$$($(BIN)/python -c 'import anyflash; print(anyflash.__path__[0])')" $@
 
 check-oldest: build/oldest/anyflash .venv/oldest
-	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest tests/python/jax
+	PYTHONPATH=build/oldest .venv/oldest/bin/python -m pytest -n auto --dist worksteal tests/python/jax
 	$(DONE)
 
 # Not in `test`, for its download of 3 GB.

@@ -50,9 +50,11 @@ FEATURES = BACKWARD_FEATURE_CASES if FULL else BACKWARD_RACES[6:]
 # Twelve consecutive seeds meet every policy of the scheduler: either group of warps may be ahead.
 ORDERS = range(12) if FULL else range(1)
 PINGPONG = [case._replace(seed=seed) for seed in ORDERS for case in PINGPONG_CASES]
+PREFILL = decode_cases.PREFILL if FULL else decode_cases.PREFILL[::2]  # without the longest
 
 # Longest first. The backward's generic kernel of head dim 128 has one buffer.
 RUNS = {
+    "tsan-prefill": ("tsan", list(PREFILL)),
     "tsan-backward-features": ("tsan", list(FEATURES)),
     "tsan-backward-wide": ("tsan", wide(FEATURES)),
     "tsan-backward-pingpong": ("tsan", PINGPONG),
@@ -70,7 +72,6 @@ RUNS = {
     "tsan-backward": ("tsan", list(PLAIN)),
     "tsan-decode": ("tsan", list(decode_cases.RACES)),
     "tsan-decode-wide": ("tsan", decode_cases.wide(decode_cases.RACES)),
-    "tsan-prefill": ("tsan", list(decode_cases.PREFILL)),
     "tsan-prefill-one-buffer": ("tsan", decode_cases.longer(decode_cases.PREFILL[:1])),
     "tsan-decode-latent": ("tsan", decode_cases.latent(decode_cases.RACES[:3])),
     "asan-backward-chunks": ("asan", list(CHUNK_CASES if FULL else CHUNK_CASES[1::3])),

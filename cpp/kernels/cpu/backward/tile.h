@@ -7,7 +7,7 @@
 //   dS0 = dS (1 - (s1 / softcap)^2)
 //
 // Tiles are (keys, rows), rows in lanes: S^T = K Q^T, dP^T = V dO^T. A key is hidden by its
-// position, by a score of -inf, or because the row saw no key. It has dS = 0 and a probability of
+// position, by a bias of -inf, or because the row saw no key. It has dS = 0 and a probability of
 // -0, by which a product can tell it from a visible one (cpu/backward/products.h).
 #pragma once
 
@@ -71,7 +71,7 @@ class BackwardConfig {
     }
     const int end_key = keys.first_key + kBlockN;
     const bool masked = keys.first_key < rows.full_first || end_key > rows.full_end;
-    hides_ = masked;
+    hides_ = masked || modifier_.has_bias();
     if (a_.dropout_threshold != 0) draw(rows, keys);
     by_tiles_ = rows.in_tiles && keys.in_tiles;
     if (by_tiles_) {
@@ -84,13 +84,16 @@ class BackwardConfig {
       product(RowMajor<T>{keys.v, scratch_.ld_v}, keys.padded, a_.head_dim_v,
               Columns<T>{rows.dout_across, kBlockM, rows.width}, false, scratch_.ds, kBlockM);
     }
-    const bool modified = modifier_.active() || a_.dropout_threshold != 0;
-    if (masked) {
-      modified ? finish(rows, keys, of, TileKind<true, true>{})
-               : finish(rows, keys, of, TileKind<true, false>{});
+    if (!modifier_.active() && a_.dropout_threshold == 0) {
+      if (masked) {
+        finish(rows, keys, of, TileKind<true, false>{});
+      } else {
+        finish(rows, keys, of, TileKind<false, false>{});
+      }
+    } else if (masked) {
+      finish(rows, keys, of, TileKind<true, true>{});
     } else {
-      modified ? finish(rows, keys, of, TileKind<false, true>{})
-               : finish(rows, keys, of, TileKind<false, false>{});
+      finish(rows, keys, of, TileKind<false, true>{});
     }
     return true;
   }
@@ -219,7 +222,7 @@ class BackwardConfig {
 
   // The equations at the top, from the two products on.
   template <typename Kind>
-  void finish(const RowBlock<T>& rows, const KeyBlock<T>& keys, GradientOf of, Kind) {
+  void finish(const RowBlock<T>& rows, const KeyBlock<T>& keys, GradientOf of, Kind) const {
     const KeysWithin<typename S::Int> within{rows.first, rows.end};
     const bool sums_slope = of == GradientOf::kProduct && p_.dalibi_slopes.data != nullptr;
     const bool caps = of == GradientOf::kProduct && modifier_.has_softcap();
@@ -230,7 +233,6 @@ class BackwardConfig {
       const Vec lse = S::load(rows.lse + lane);
       const Vec delta = S::load(rows.delta + lane);
       Vec slope_sum = {};
-      Vec least = {};
       for (int j = 0; j < keys.padded; ++j) {
         const int at = j * kBlockM + lane;
         Vec s = S::load(scratch_.s + at) * scale_;
@@ -243,9 +245,10 @@ class BackwardConfig {
           kept = dropout ? S::load(scratch_.kept + at) : S::broadcast(T(1));
           dp = dp * kept;
         }
-        least = S::min(s, least);
         const auto where_visible = [&](Vec visible, Vec otherwise) {
-          visible = s == hidden_score ? otherwise : visible;
+          if constexpr (Kind::kModify) {
+            if (modifier_.has_bias()) visible = x.bias == hidden_score ? otherwise : visible;
+          }
           if constexpr (Kind::kMask) {
             visible = within.template select<T>(n, keys.first_key + j, visible, otherwise);
           }
@@ -260,7 +263,6 @@ class BackwardConfig {
         S::store(scratch_.s + at, where_visible(Kind::kModify ? p * kept : p, hidden));
         S::store(scratch_.ds + at, ds);
       }
-      hides_ |= S::any_equal(least, T(-kInfinity));
       if (sums_slope) add_slopes(slope_sum, rows.slope_sum + lane);
     }
   }
