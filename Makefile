@@ -42,7 +42,7 @@ demo: .venv/demo install
 	@echo "  .venv/bin/python -m anyflash          what is built, and what this machine can run"
 	@echo "  .venv/bin/python                      the first lines of README.md, with your own arrays"
 	@echo "  .venv/bin/python -m pip install torch jax    anyflash then takes their tensors, too"
-	@echo "  make test                             the tests, about an hour on two cores"
+	@echo "  make test                             the tests, 40 minutes and more on two cores"
 
 test: begin environment install build-test lint check-cpp check-sass check-nvrtc check-emulator \
   check-python check-oldest check-pythons check-embed check-fuzz check-threads check-soak check-docs
