@@ -117,12 +117,12 @@ CONSUMERS = (
     _mutation(
         "hopper-no-wait-for-v", STAGES, "smem_.v_ring.full[stage].wait(v_place_.parity());"
     ),
-    _mutation("hopper-no-fence-before-scores", STAGES, "fence_products();", "",
+    _mutation("hopper-no-fence-before-scores", STAGES, "wgmma_fence();", "",
               after="void issue_scores(AccS& acc_s) {"),
-    _mutation("hopper-no-fence-before-values", STAGES, "fence_products();", "",
+    _mutation("hopper-no-fence-before-values", STAGES, "wgmma_fence();", "",
               after="void issue_values(AccO& acc_o, const Probabilities& p) {"),
-    _mutation("hopper-scores-not-awaited", STAGES, "wait_products<kYounger>();"),
-    _mutation("hopper-values-not-awaited", STAGES, "wait_products<0>();", "wait_products<1>();"),
+    _mutation("hopper-scores-not-awaited", STAGES, "wgmma_wait<kYounger>();"),
+    _mutation("hopper-values-not-awaited", STAGES, "wgmma_wait<0>();", "wgmma_wait<1>();"),
     _mutation("hopper-k-not-released", STAGES, "release(smem_.k_ring.empty[k_place_.stage()]);",
               after="void land_scores(AccS& acc_s) {"),
     _mutation("hopper-v-not-released", STAGES, "release(smem_.v_ring.empty[v_place_.stage()]);",
@@ -224,8 +224,8 @@ RANGES = (
     _of_ranges("hopper-rounded-before-values-land", MAINLOOP,
                "if (Traits::kConfig.lands_between_rows) land();",
                "if (Traits::kConfig.lands_between_rows) { p_.round(acc_s_); land(); }"),
-    _of_ranges("hopper-values-not-awaited-between-rows", STAGES, "wait_products<0>();",
-               "wait_products<1>();"),
+    _of_ranges("hopper-values-not-awaited-between-rows", STAGES, "wgmma_wait<0>();",
+               "wgmma_wait<1>();"),
 )  # fmt: skip
 
 _of_prefill = partial(Mutation, unit=HOPPER_PREFILL)
@@ -271,8 +271,8 @@ DECODE = (
                "smem_.ring.full[stage].wait(place_.parity());"),
     _of_decode("hopper-decode-tile-not-released", DECODE_MAINLOOP,
                "if (!Traits::kLatent) release_tile(k_stage);"),
-    _of_decode("hopper-decode-scores-on-their-way", DECODE_MAINLOOP, "wait_products<0>();",
-               "wait_products<1>();", after="scores, smem_.tiles[k_stage]"),
+    _of_decode("hopper-decode-scores-on-their-way", DECODE_MAINLOOP, "wgmma_wait<0>();",
+               "wgmma_wait<1>();", after="scores, smem_.tiles[k_stage]"),
     _of_decode("hopper-decode-hidden-keys-seen", DECODE_MAINLOOP,
                "if (partial) hide_keys(scores, key);"),
     _of_decode("hopper-decode-hidden-nan-kept", DECODE_MAINLOOP,

@@ -26,7 +26,7 @@ FUNCTIONS = (
     *("__syncthreads", "__syncwarp", "__threadfence", "__threadfence_block"),
     *("named_barrier_sync", "sync_named", "arrive_named", "sync_consumers"),
     *("cp_async_fence", "cp_async_wait"),
-    *("fence_products", "commit_products", "wait_products"),
+    *("wgmma_fence", "wgmma_commit", "wgmma_wait"),
     *("commit_stores", "wait_stores_read", "wait_stores"),
     *("fence_barrier_init", "fence_smem_writes", "fence_all_writes"),
     *("cluster_arrive", "cluster_wait", "wait_for_sent"),

@@ -27,14 +27,14 @@ ANYFLASH_DEVICE void issue_transposed(Acc& acc, const typename TileA::Element* a
   const OperandDescriptor rows_a(a, kPanelA);
   const OperandDescriptor rows_b(b, kPanelB);
   pin(acc);
-  fence_products();
+  wgmma_fence();
   CUTE_UNROLL
   for (int step = 0; step < kColumns / 16; ++step) {
     Wgmma<Element, TileB::kRows>::template with_smem<Major::kK, Major::kK>(
         acc.data(), rows_a + step_bytes(step, kPanelA), rows_b + step_bytes(step, kPanelB),
         step > 0);
   }
-  commit_products();
+  wgmma_commit();
 }
 
 // 64 rows of a tile as operand A in registers: the warp's 16, by steps of 16 columns. Products then
@@ -61,13 +61,13 @@ ANYFLASH_DEVICE void issue_transposed(Acc& acc, const OperandRows<TileA, kColumn
   constexpr int kPanelB = TileB::kPanelElements * static_cast<int>(sizeof(Element));
   const OperandDescriptor rows_b(b, kPanelB);
   pin(acc);
-  fence_products();
+  wgmma_fence();
   CUTE_UNROLL
   for (int step = 0; step < kColumns / 16; ++step) {
     Wgmma<Element, TileB::kRows>::template with_registers<Major::kK>(
         acc.data(), a.words + 4 * step, rows_b + step_bytes(step, kPanelB), step > 0);
   }
-  commit_products();
+  wgmma_commit();
 }
 
 // acc += A B, where A is 64 rows of rounded accumulators, a column for each row of TileB.
@@ -79,13 +79,13 @@ ANYFLASH_DEVICE void issue_accumulation(Acc& acc, const Rounded& a,
   constexpr int kColumns = decltype(cute::size(acc))::value * 2;
   const OperandDescriptor rows_b(b, kPanelB);
   pin(acc);
-  fence_products();
+  wgmma_fence();
   CUTE_UNROLL
   for (int step = 0; step < TileB::kRows / 16; ++step) {
     Wgmma<Element, kColumns>::template with_registers<Major::kMN>(
         acc.data(), a.words + 4 * step, rows_b + step * 16 * kPanelBytes, 1);
   }
-  commit_products();
+  wgmma_commit();
 }
 
 }  // namespace anyflash::sm90

@@ -1,8 +1,8 @@
 // Products of a warpgroup (wgmma) and their operands' descriptors.
 //
-// wgmma is asynchronous: what a thread issues between fence_products() and commit_products() is one
-// group. Until wait_products() has let a group pass, nobody may touch its accumulators, its A
-// operand in registers, or write to its operands in shared memory.
+// wgmma is asynchronous: what a thread issues between wgmma_fence() and wgmma_commit() is a group.
+// Until wgmma_wait() has let a group pass, nobody may touch its accumulators, its A operand in
+// registers, or write to its operands in shared memory.
 #pragma once
 
 #include <cstdint>

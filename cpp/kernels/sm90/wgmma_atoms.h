@@ -124,8 +124,8 @@ ANYFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef ANYFLASH_8P
 
 // Before a group: what this thread wrote to registers is there for it.
-ANYFLASH_DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-ANYFLASH_DEVICE void commit_products() {
+ANYFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+ANYFLASH_DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -138,7 +138,7 @@ ANYFLASH_DEVICE void pin_registers(float* registers) {
 
 // Waits until at most `kGroups` of the latest groups are still running.
 template <int kGroups>
-ANYFLASH_DEVICE void wait_products() {
+ANYFLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(128 * kWarpgroups, 1) wgmma_kernel(int repeats
   float second[kN / 2] = {};
   const auto group = [&](float* acc, auto registers) {
     pin_registers<kN / 2>(acc);
-    fence_products();
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int bytes = k / 4 * kPanel + k % 4 * 32;
@@ -107,22 +107,22 @@ __global__ void __launch_bounds__(128 * kWarpgroups, 1) wgmma_kernel(int repeats
                                                                 b + k * 16 * kPanelBytes, 1);
       } else {
         // Accumulating throughout: what a later product overwrites, ptxas leaves out.
-        Wgmma<Element, kN>::template with_smem<Major::kK>(acc, a + bytes, b + bytes, 1);
+        Wgmma<Element, kN>::template with_smem<Major::kK, Major::kK>(acc, a + bytes, b + bytes, 1);
       }
     }
-    commit_products();
+    wgmma_commit();
   };
   for (int i = 0; i < repeats; ++i) {
     group(first, std::bool_constant<kSource == Source::kRegisters>{});
     if (kN <= 128) {
       group(second, std::bool_constant<kSource != Source::kSmem>{});
-      wait_products<1>();
+      wgmma_wait<1>();
     } else {
-      wait_products<0>();
+      wgmma_wait<0>();
     }
     pin_registers<kN / 2>(first);
   }
-  wait_products<0>();
+  wgmma_wait<0>();
   pin_registers<kN / 2>(second);
   float sum = 0.0f;
   for (int i = 0; i < kN / 2; ++i) sum += first[i] + second[i];

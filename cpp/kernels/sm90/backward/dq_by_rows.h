@@ -84,10 +84,10 @@ ANYFLASH_DEVICE void dq_mainloop(DqStages<Traits>& stages, typename Traits::AccQ
     stages.issue_scores(acc_s);
     stages.issue_dp(acc_dp);
     stages.draw();
-    wait_products<1>();
+    wgmma_wait<1>();
     pin(acc_s);
     stages.compute_p(acc_s);
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(acc_dp);
     stages.release_values();
     stages.clear_keys();
@@ -95,7 +95,7 @@ ANYFLASH_DEVICE void dq_mainloop(DqStages<Traits>& stages, typename Traits::AccQ
     if constexpr (kHasAlibi<typename Traits::Variant>) stages.add_slope_gradient(acc_dp);
     ds.round(acc_dp);
     stages.issue_dq(acc_dq, ds);
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(acc_dq);
     stages.release_keys();
   }

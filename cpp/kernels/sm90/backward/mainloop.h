@@ -40,13 +40,13 @@ ANYFLASH_DEVICE void backward_step(BackwardStages<Traits>& stages, typename Trai
   if (kAddsToDq && !kIsPlain) stages.look_at_keys();
   if (!kIsPlain) stages.load_lse(numbers);
   if (!kDrawsFirst) stages.draw();
-  wait_products<1>();
+  wgmma_wait<1>();
   pin(acc_s);
   if (kAddsToDq && Traits::kPingPong) stages.pass_ping_pong();
   stages.template compute_p<kIsPlain>(acc_s, numbers, p);
   if (kAddsToDq && !Traits::kPingPong) stages.pass_ping_pong();
   stages.load_delta(numbers);
-  wait_products<0>();
+  wgmma_wait<0>();
   pin(acc_dp);
   if (clears_rows) stages.clear_rows();
   stages.template compute_ds<!kIsPlain>(acc_dp, acc_s, numbers);
@@ -60,14 +60,14 @@ ANYFLASH_DEVICE void backward_step(BackwardStages<Traits>& stages, typename Trai
     stages.clear_keys();
     stages.issue_dq(acc_dp);
     stages.issue_dk(acc_dk, ds);
-    wait_products<1>();
+    wgmma_wait<1>();
     pin(acc_dp);
     stages.add_dq(acc_dp);
   } else {
     stages.issue_dk(acc_dk, ds);
   }
   stages.look_ahead();
-  wait_products<0>();
+  wgmma_wait<0>();
   pin(acc_dv);
   pin(acc_dk);
   stages.next_rows();
@@ -102,7 +102,7 @@ ANYFLASH_DEVICE void add_last_dq(BackwardStages<Traits>& stages) {
   stages.wait_ds();
   stages.clear_keys();
   stages.issue_dq(acc_dq);
-  wait_products<0>();
+  wgmma_wait<0>();
   pin(acc_dq);
   stages.add_dq(acc_dq);
 }

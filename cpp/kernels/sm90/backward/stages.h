@@ -69,14 +69,14 @@ class BackwardStages : public RowStages<Traits> {
     const OperandDescriptor a(ds, kPanelBytesK);
     const OperandDescriptor b(k, kPanelBytesK);
     pin(acc);
-    fence_products();
+    wgmma_fence();
     CUTE_UNROLL
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
       constexpr int kStepBytes = 16 * kPanelBytes;
       Wgmma<Element, Traits::kDqPartColumns>::template with_smem<Major::kMN, Major::kMN>(
           acc.data(), a + step * kStepBytes, b + step * kStepBytes, step > 0);
     }
-    commit_products();
+    wgmma_commit();
   }
 
   // dS^T in shared memory, for dQ of all warpgroups.

@@ -70,7 +70,7 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     const bool clears_rows = stages.look_at_rows();
     stages.load_lse(lse);
     stages.draw();
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(acc_s);
     stages.wait_dout();
     if (clears_rows) stages.clear_rows();
@@ -79,7 +79,7 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     stages.round_p(acc_s, p);
     stages.issue_dv(acc_dv, p);
     stages.look_ahead();
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(acc_dv);
     stages.next_rows();
   }
@@ -99,7 +99,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
     const bool clears_rows = stages.look_at_rows();
     stages.load_delta(delta);
     stages.draw();
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(acc_dp);
     if (clears_rows) stages.clear_rows();
     stages.take_p(acc_p);
@@ -107,7 +107,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
     ds.round(acc_dp);
     stages.issue_dk(acc_dk, ds);
     stages.look_ahead();
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(acc_dk);
     stages.next_rows();
   }

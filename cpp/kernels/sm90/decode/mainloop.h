@@ -96,7 +96,7 @@ class DecodeWarpgroup {
       typename Traits::Scores scores;
       issue_transposed<typename Traits::TileK, typename Traits::TileQ, Traits::TileQ::kColumns>(
           scores, smem_.tiles[k_stage], smem_.q[warpgroup_]);
-      wait_products<0>();
+      wgmma_wait<0>();
       pin(scores);
       if (!Traits::kLatent) release_tile(k_stage);
       if (partial) hide_keys(scores, key);
@@ -325,7 +325,7 @@ class DecodeWarpgroup {
     const OperandDescriptor p(smem_.p[warpgroup_], Traits::TileP::kBytes);
     ANYFLASH_UNROLL
     for (auto& out : out_) pin(out);
-    fence_products();
+    wgmma_fence();
     ANYFLASH_UNROLL
     for (int block = 0; block < Traits::kOutBlocks; ++block) {
       ANYFLASH_UNROLL
@@ -334,8 +334,8 @@ class DecodeWarpgroup {
             out_[block].data(), v + (block * kPanel + step * 16 * kPanelBytes), p + step * 32, 1);
       }
     }
-    commit_products();
-    wait_products<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
     ANYFLASH_UNROLL
     for (auto& out : out_) pin(out);
   }

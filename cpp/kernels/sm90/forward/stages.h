@@ -99,7 +99,7 @@ class ForwardStages {
     const OperandDescriptor q(queries(), kPanelQ);
     const OperandDescriptor k(smem_.k.data() + k_place_.stage() * TileK::kSize, kPanelK);
     pin_registers<size(AccS{})>(acc_s.data());
-    fence_products();
+    wgmma_fence();
     CUTE_UNROLL
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int panel = step / 4;
@@ -107,13 +107,13 @@ class ForwardStages {
       Wgmma<Element, kKeys>::template with_smem<Major::kK, Major::kK>(
           acc_s.data(), q + (panel * kPanelQ + bytes), k + (panel * kPanelK + bytes), step > 0);
     }
-    commit_products();
+    wgmma_commit();
   }
 
   // S is there, while `kYounger` groups of products may go on.
   template <int kYounger>
   ANYFLASH_DEVICE void land_scores(AccS& acc_s) {
-    wait_products<kYounger>();
+    wgmma_wait<kYounger>();
     pin_registers<size(AccS{})>(acc_s.data());
     release(smem_.k_ring.empty[k_place_.stage()]);
     k_place_.advance();
@@ -132,17 +132,17 @@ class ForwardStages {
     constexpr int kPanelV = TileV::kPanelElements * sizeof(Element);
     const OperandDescriptor v(smem_.v.data() + v_place_.stage() * TileV::kSize, kPanelV);
     pin_registers<size(AccO{})>(acc_o.data());
-    fence_products();
+    wgmma_fence();
     CUTE_UNROLL
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
       Wgmma<Element, Traits::kHeadDimV>::template with_registers<Major::kMN>(
           acc_o.data(), p.words + 4 * step, v + step * 16 * kPanelBytes, 1);
     }
-    commit_products();
+    wgmma_commit();
   }
 
   ANYFLASH_DEVICE void land_values(AccO& acc_o) {
-    wait_products<0>();
+    wgmma_wait<0>();
     pin_registers<size(AccO{})>(acc_o.data());
     release(smem_.v_ring.empty[v_place_.stage()]);
     v_place_.advance();

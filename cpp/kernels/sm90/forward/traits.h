@@ -14,7 +14,7 @@
 #include "sm90/forward/config.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
-#include "sm90/wgmma.h"
+#include "sm90/roles.h"
 #include "variant/forward_variants.h"
 
 namespace anyflash::sm90 {
@@ -29,10 +29,11 @@ struct TableConfig {
   static_assert(value.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
 };
 
-// Block_: a block of query rows, which says where its keys lie.
+// Block_: a block of query rows, which says where its keys lie. A consumer has 64 of them.
 template <class Element_, int kHeadDim_, int kHeadDimV_,
           class Config = TableConfig<kHeadDim_, kHeadDimV_>, class Block_ = TensorBlock>
-struct ForwardTraits {
+struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
+  using Warpgroups<Config::value.block_m / 64>::kConsumers;
   using Element = Element_;
   using Block = Block_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -43,11 +44,6 @@ struct ForwardTraits {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kQStages = kConfig.q_stages;
 
-  // Consumers come first, so that what numbers threads by accumulators sees threadIdx.x.
-  static constexpr int kConsumers = kBlockM / 64;  // warpgroups
-  static constexpr int kThreads = kConsumers * kWarpgroupThreads;
-  static constexpr int kConsumerWarps = kThreads / 32;
-  static constexpr int kCtaThreads = kThreads + kWarpgroupThreads;
   static constexpr int kGuardWarps = 3;
   // Rounded results take Q's place on their way out, where the next Q need not come there.
   static constexpr bool kOutputInQ = kQStages > 1;

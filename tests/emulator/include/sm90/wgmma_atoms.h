@@ -47,12 +47,12 @@ struct Wgmma {
   }
 };
 
-inline void fence_products() { emu::wgmma_fence(); }
-inline void commit_products() { emu::wgmma_commit_group(); }
+inline void wgmma_fence() { emu::wgmma_fence(); }
+inline void wgmma_commit() { emu::wgmma_commit_group(); }
 template <int kSize>
 inline void pin_registers(float*) {}
 template <int kGroups>
-inline void wait_products() {
+inline void wgmma_wait() {
   emu::wgmma_wait_group(kGroups);
 }
 
