@@ -50,7 +50,7 @@ FEATURES = BACKWARD_FEATURE_CASES if FULL else BACKWARD_RACES[6:]
 # Twelve consecutive seeds meet every policy of the scheduler: either group of warps may be ahead.
 ORDERS = range(12) if FULL else range(1)
 PINGPONG = [case._replace(seed=seed) for seed in ORDERS for case in PINGPONG_CASES]
-PREFILL = decode_cases.PREFILL if FULL else decode_cases.PREFILL[::2]  # without the longest
+PREFILL = decode_cases.PREFILL if FULL else decode_cases.PREFILL[::2]  # not the longest
 
 # Longest first. The backward's generic kernel of head dim 128 has one buffer.
 RUNS = {

@@ -24,10 +24,10 @@ class Memory(NamedTuple):
     def is_same(self, other: Memory) -> bool:
         """Whether every element lies where the other's does; along an axis of one element, strides
         mean nothing."""
-        if self.address != other.address or self.itemsize != other.itemsize:
+        if self._replace(strides=()) != other._replace(strides=()):
             return False
-        strides = zip(self.shape, self.strides, other.strides, strict=False)
-        return self.shape == other.shape and all(n < 2 or of_a == of_b for n, of_a, of_b in strides)
+        axes = zip(self.shape, self.strides, other.strides, strict=True)
+        return all(n < 2 or of_self == of_other for n, of_self, of_other in axes)
 
     def is_dense(self) -> bool:
         """Whether the elements lie one behind the other, in any order of the axes."""

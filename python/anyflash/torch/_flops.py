@@ -3,7 +3,7 @@ operations for each multiplication and addition, and none less for what a mask h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,11 +36,11 @@ def _count(arguments: tuple[Any, ...], of_qk: int, of_v: int) -> int:
     return 2 * p.q.shape[-2] * columns * sum(rows * keys for rows, keys in _lengths(p))
 
 
-def _lengths(p: Problem) -> Iterator[tuple[int, int]]:
+def _lengths(p: Problem) -> Iterable[tuple[int, int]]:
     """Rows and keys of each sequence; of packed ones without numbers the largest allowed."""
     if p.cu_seqlens_q is None or p.cu_seqlens_k is None:
-        return iter([(p.q.shape[1], p.k.shape[1])] * p.q.shape[0])
+        return [(p.q.shape[1], p.k.shape[1])] * p.q.shape[0]
     both = (p.cu_seqlens_q, p.cu_seqlens_k)
     if all(type(x) in PLAIN and not x.is_meta for x in both):
         return zip(*(x.diff().tolist() for x in both), strict=True)
-    return iter([(p.max_seqlen_q, p.max_seqlen_k)] * (both[0].shape[0] - 1))
+    return [(p.max_seqlen_q, p.max_seqlen_k)] * (p.cu_seqlens_q.shape[0] - 1)

@@ -158,7 +158,7 @@ def _is_ours(
         if type(x) not in PLAIN and not is_exported(x):
             return False
     if attn_mask is not None:
-        known = type(attn_mask) in PLAIN or is_exported(attn_mask) or is_causal_bias(attn_mask)
+        known = type(attn_mask) in PLAIN or is_causal_bias(attn_mask) or is_exported(attn_mask)
         if is_causal or not known:
             return False
     if query.is_nested or key.is_nested or value.is_nested:

@@ -173,14 +173,27 @@ def test_in_place_where_it_is_allowed() -> None:
     right = anyflash.attention(q, k[:, 4:], k[:, 4:], prior=(out.copy(), lse.copy()))
     anyflash.attention(q, k[:, 4:], k[:, 4:], prior=(out, lse), out=out, lse=lse)
     assert np.array_equal(out, right)
-    parts = [
-        anyflash.attention(q, k[:, s], k[:, s], return_lse=True) for s in (slice(4), slice(4, 9))
-    ]
-    right, right_lse = anyflash.merge_states(*parts[0], *parts[1])
-    (a, lse_a), (b, lse_b) = parts
-    anyflash.merge_states(a, lse_a, b, lse_b, out=b, lse=lse_a)
-    assert np.array_equal(b, right)
-    assert np.array_equal(lse_a, right_lse)
+
+
+def test_merged_in_place() -> None:
+    q, k = one(), one()
+    halves = [anyflash.attention(q, x, x, return_lse=True) for x in (k[:, :4], k[:, 4:])]
+    right = anyflash.merge_states(*halves[0], *halves[1])
+    for out, lse in ((0, 1), (1, 0)):
+        parts = [(x.copy(), y.copy()) for x, y in halves]
+        found = anyflash.merge_states(*parts[0], *parts[1], out=parts[out][0], lse=parts[lse][1])
+        assert found[0] is parts[out][0] and found[1] is parts[lse][1]
+        for x, wanted in zip(found, right, strict=True):
+            assert np.array_equal(x, wanted)
+
+
+def test_strides_of_an_axis_of_one_mean_nothing() -> None:
+    x, part = one()[:1], (one()[:1], lse()[:1])
+    same = x[0][None]
+    assert same.strides != x.strides
+    right, _ = anyflash.merge_states(x, lse()[:1], *part)
+    anyflash.merge_states(x, lse()[:1], *part, out=same)
+    assert np.array_equal(x, right)
 
 
 def test_odd_strides() -> None:

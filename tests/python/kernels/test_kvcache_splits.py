@@ -34,6 +34,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "e5m2": {"cache_dtype": "e5m2", "scales": "row"},
 }
 
+MANY_SPLITS = ("plain", "emulated-sm90")  # of emulated GPUs: there so many launches take a while
+
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_results_do_not_depend_on_splits(backend: Backend, name: str) -> None:
@@ -41,7 +43,8 @@ def test_results_do_not_depend_on_splits(backend: Backend, name: str) -> None:
     case = replace(BASE, out_dtype="fp32", **FEATURES[name])
     one = run_cache(backend, replace(case, splits=1).call())
     v = np.abs(one.out.view).max()
-    most = 300 if backend.name.startswith("emulated") else 65535
+    is_slow = backend.name.startswith("emulated") and (name, backend.name) != MANY_SPLITS
+    most = 300 if is_slow else 65535
     for how in ({"splits": 2}, {"splits": 11}, {"splits": most}, {"split_size": 64}, {}):
         other = run_cache(backend, replace(case, **how).call())
         check_call(other, case.call(), case.expected())
