@@ -181,7 +181,7 @@ def _likely_first(cases: list[Case], name: str) -> list[Case]:
 
 def _run(mutant: Future[Path], key: tuple[str, ...], number: int) -> tuple[int, str]:
     cases = cases_of(key[0], key[1])
-    if number:
+    if number and not key[1]:  # which report a sanitizer makes depends on the case
         cases = _likely_first(cases, MUTATIONS[number - 1].name)
     return run(mutant.result(), cases, "--stop", MUTATION=str(number), **ENVIRONMENT)
 
