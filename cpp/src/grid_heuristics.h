@@ -52,10 +52,14 @@ inline int heads_per_l2_section(const Attention& attention, int multiprocessors,
 
 // Decoding: whether the CTAs of a tile's splits, of `ctas` in all, should be one cluster, which
 // joins them: that saves a kernel. But a GPU that clusters fill has its work shared out less
-// evenly, unless they are small.
-inline bool suits_cluster(int64_t ctas, int64_t splits, int64_t multiprocessors) {
+// evenly, unless they are small. Where a CTA has an SM for itself, clusters of up to six fill three
+// quarters of an H200 as well as CTAs do; clusters of seven do not find places for as many.
+inline bool suits_cluster(int64_t ctas, int64_t splits, int64_t multiprocessors, bool owns_sm) {
+  constexpr int64_t kMostBesideOthers = 6;
   const bool fits = 1 < splits && splits <= kLargestCluster;
-  return fits && (splits == 2 || ctas <= multiprocessors / 2);
+  const bool fills_more = owns_sm && splits <= kMostBesideOthers;
+  return fits &&
+         (splits == 2 || ctas <= (fills_more ? multiprocessors * 3 / 4 : multiprocessors / 2));
 }
 
 // Number of CTAs that split the query heads of one K/V head in the backward. Each takes at most

@@ -69,19 +69,24 @@ struct BoxKernel {
   int64_t ctas_per_sm;
   int64_t block_bytes;  // of K and V
   int64_t alone;        // what a block takes a CTA at least, in percent as below
+  bool owns_sm;         // an SM has one CTA
   bool joins_in_cluster;
 };
 inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_sm) {
   // Few rows wait for memory alone, of which a CTA then gets more than its share. With 64 rows the
   // tensor cores take as long for a block as memory does.
   constexpr int64_t kAloneByMemory = 58;
+  constexpr int64_t kAloneByBuffers = 67;  // latent attention has two, and computes in one of them
   constexpr int64_t kAloneByProducts = 100;
   constexpr int64_t kElementBytes = 2;  // boxes are of 16-bit caches
   const int columns = kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
   BoxKernel box{};
   box.ctas_per_sm = ctas_per_sm;
   box.block_bytes = kElementBytes * kernel.tile.block_n * columns;
-  box.alone = kernel.tile.block_m < 64 ? kAloneByMemory : kAloneByProducts;
+  box.alone = kernel.tile.block_m >= 64 ? kAloneByProducts
+              : kernel.latent           ? kAloneByBuffers
+                                        : kAloneByMemory;
+  box.owns_sm = kernel.tile.ctas == 1;
   box.joins_in_cluster = kernel.joins_in_cluster;
   return box;
 }
@@ -103,7 +108,8 @@ inline int box_num_splits(int64_t ctas, int64_t blocks, int64_t multiprocessors,
     const int64_t of_rest =
         std::max({kernel.alone, 100 * rest / multiprocessors, 50 * divide(rest, multiprocessors)});
     const int64_t block = all / resident * 100 * kernel.ctas_per_sm + (rest == 0 ? 0 : of_rest);
-    const bool in_cluster = kernel.joins_in_cluster && suits_cluster(all, splits, multiprocessors);
+    const bool in_cluster =
+        kernel.joins_in_cluster && suits_cluster(all, splits, multiprocessors, kernel.owns_sm);
     const int64_t joining = splits == 1 ? 0 : in_cluster ? 40 : 300 + 5 * splits;
     return block * divide(blocks, splits) + joining * kBytes / kernel.block_bytes;
   };

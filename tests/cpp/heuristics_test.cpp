@@ -18,6 +18,7 @@ using anyflash::heads_per_l2_section;
 using anyflash::KernelDescriptor;
 using anyflash::query_rows;
 using anyflash::resident_ctas;
+using anyflash::suits_cluster;
 using anyflash::Tile;
 using anyflash::visible_keys;
 
@@ -211,8 +212,23 @@ void check_measured_boxes() {
   CHECK_EQ(measured_box_splits(1, 3), 1);      // fewer than four blocks are never split
   CHECK_EQ(measured_box_splits(0, 100), 1);
   // Latent attention of 16 sequences of 4096 keys: with 16 heads in clusters, with 128 without.
-  CHECK_EQ(box_splits(box_kernel(576, 16, 1), 16, 64), 4);
+  CHECK_EQ(box_splits(box_kernel(576, 16, 1), 16, 64), 6);
   CHECK_EQ(box_splits(box_kernel(576, 64, 1), 32, 64), 4);
+}
+
+void check_clusters() {
+  constexpr int kSms = 132;
+  CHECK(suits_cluster(8, 8, kSms, false));
+  CHECK(suits_cluster(66, 6, kSms, false));
+  CHECK(!suits_cluster(72, 6, kSms, false));
+  CHECK(suits_cluster(1024, 2, kSms, false));  // pairs always find places
+  CHECK(!suits_cluster(1, 1, kSms, false));
+  CHECK(!suits_cluster(9, 9, kSms, true));  // more than a cluster may have
+  // A CTA has an SM for itself.
+  CHECK(suits_cluster(96, 6, kSms, true));
+  CHECK(!suits_cluster(102, 6, kSms, true));
+  CHECK(!suits_cluster(70, 7, kSms, true));
+  CHECK(suits_cluster(64, 8, kSms, true));
 }
 
 void check_decode_examples() {
@@ -296,6 +312,7 @@ int main() {
   check_decode_examples();
   check_measured();
   check_measured_boxes();
+  check_clusters();
   check_resident_ctas();
   check_windows();
   constexpr int kMax = INT_MAX - 4095;

@@ -29,6 +29,12 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 #if !defined(ANYFLASH_EMULATED)
+inline int current_device() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
 // Shared memory beyond what every kernel may have is asked for once for each device: that takes the
 // host as long as a part of a launch.
 template <auto kKernel>
@@ -38,8 +44,7 @@ class LargeSmem {
   explicit LargeSmem(std::size_t bytes) : bytes_(bytes) {
     constexpr std::size_t kDefaultLimit = 48 * 1024;
     if (bytes <= kDefaultLimit) return;
-    int device = 0;
-    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    const int device = current_device();
     const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
     if ((allowed_.load(std::memory_order_relaxed) & bit) != 0) {
       is_old_ = true;
@@ -71,9 +76,10 @@ class LargeSmem {
 };
 #endif
 
-// Whether a kernel's code for a device knows clusters: that of older GPUs may run on newer ones.
+// Whether a kernel's code for a device is made for Hopper or later: it knows clusters, and waits
+// for the kernel before it. Code of older GPUs may run on newer ones, and does neither.
 template <auto kKernel>
-bool has_clusters(int device) {
+bool is_hopper_code(int device) {
 #if defined(ANYFLASH_EMULATED)
   (void)device;
   return emu::options().compute_capability >= 90;
@@ -83,9 +89,8 @@ bool has_clusters(int device) {
   std::atomic<int>& known = versions[device % kDevices];
   int version = known.load(std::memory_order_relaxed);
   if (version == 0 || device >= kDevices) {
-    int previous = 0;
+    const int previous = current_device();
     cudaFuncAttributes attributes{};
-    check_cuda(cudaGetDevice(&previous), "cudaGetDevice");
     check_cuda(cudaSetDevice(device), "cudaSetDevice");
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kKernel);
     check_cuda(cudaSetDevice(previous), "cudaSetDevice");
@@ -98,20 +103,24 @@ bool has_clusters(int device) {
 }
 
 #if !defined(ANYFLASH_EMULATED)
-// Graphs know programmatic dependent launch since CUDA 12.3. With an older driver, kernels follow
-// one another: nothing else changes.
-inline bool driver_overlaps_kernels() {
-  static const bool overlaps = [] {
+// Whether a kernel may be launched to begin before the one before it has ended. Graphs know
+// programmatic dependent launch since CUDA 12.3. Otherwise kernels follow one another: nothing else
+// changes.
+template <auto kKernel>
+bool overlaps_previous() {
+  static const bool driver_knows = [] {
     int version = 0;
     return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030;
   }();
-  return overlaps;
+  return driver_knows && is_hopper_code<kKernel>(current_device());
 }
 #endif
 
-// When a kernel may begin: after those before it in the stream, or already when the last of them
-// allows it (programmatic dependent launch). Such a kernel waits itself for what that one writes
-// (dependent_launch.h).
+// When a kernel may begin: after those before it in the stream, or already when each CTA of the
+// last one has allowed it or has ended (programmatic dependent launch). That one may be the user's.
+// So every CTA of a kernel launched kWhenAllowed waits before it touches memory
+// (dependent_launch.h), even one that has nothing else to do: a kernel that has ended proves that
+// all before it have.
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
 
 struct LaunchMode {
@@ -141,7 +150,7 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2]{};
   config.attrs = attributes;
-  if (mode.order == LaunchOrder::kWhenAllowed && driver_overlaps_kernels()) {
+  if (mode.order == LaunchOrder::kWhenAllowed && overlaps_previous<kKernel>()) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "append.h"
+#include "common/dependent_launch.h"
 #include "common/launch.h"
 #include "variant/broadcast_tensor.h"
 #include "variant/cache.h"
@@ -146,6 +147,8 @@ class Appender {
 
 template <class Element>
 __global__ void append_kernel(const __grid_constant__ AppendParams params) {
+  allow_next_kernel();
+  wait_previous_kernel();
   const Appender<Element> appender(params);
   const int64_t queries = appender.queries();
   const int64_t keys = queries + appender.keys();
@@ -166,11 +169,12 @@ void append_to_cache(const AppendParams& params, void* stream) {
   const int64_t per_row = int64_t{a.heads_k} * (a.head_dim + a.head_dim_v);
   int64_t count = rows_of_k_new(c) * per_row;
   if (params.rotated_q != nullptr) count += rows_of_q(c) * a.heads * a.head_dim;
-  if (params.dtype == DType::kFloat16) {
-    launch_grid_stride<append_kernel<__half>>(count, kThreads, kThreads, 0, stream, params);
-  } else {
-    launch_grid_stride<append_kernel<__nv_bfloat16>>(count, kThreads, kThreads, 0, stream, params);
-  }
+  const auto run = [&](auto element) {
+    launch_grid_stride<append_kernel<decltype(element)>>(count, kThreads, kThreads, 0, stream,
+                                                         params, LaunchOrder::kWhenAllowed);
+  };
+  if (params.dtype == DType::kFloat16) run(__half{});
+  else run(__nv_bfloat16{});
 }
 
 }  // namespace anyflash

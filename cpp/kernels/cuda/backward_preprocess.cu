@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include <cmath>
+#include <type_traits>
 
 #include "common/dependent_launch.h"
 #include "common/element.h"
@@ -178,7 +179,8 @@ ANYFLASH_DEVICE void preprocess_float_row(const BackwardScratch& p, const Forwar
 template <class Element, bool kHasFloat>
 __global__ void __launch_bounds__(kThreads, kHasFloat ? 1 : 4)
     preprocess_kernel(const __grid_constant__ BackwardScratch p) {
-  allow_next_kernel();
+  wait_previous_kernel();
+  allow_next_kernel();  // which may load K and V before it waits
   const Attention& a = p.attention;
   const ForwardWorkTile tile = row_block_at(p, p.block_m, static_cast<int>(blockIdx.x));
   if (tile.first_row >= tile.sequence.seqlen_q) return;
@@ -274,11 +276,15 @@ void backward_preprocess(const BackwardScratch& params, void* stream) {
   if (blocks == 0) return;
   const auto run = [&](auto element) {
     using Element = decltype(element);
-    const dim3 grid(static_cast<unsigned>(blocks));
+    const auto launch_kernel = [&](auto has_float) {
+      launch<preprocess_kernel<Element, decltype(has_float)::value>>(
+          dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, params,
+          LaunchOrder::kWhenAllowed);
+    };
     if (params.dout_dtype == DType::kFloat32 || params.out_dtype == DType::kFloat32) {
-      launch<preprocess_kernel<Element, true>>(grid, dim3(kThreads), 0, stream, params);
+      launch_kernel(std::true_type{});
     } else {
-      launch<preprocess_kernel<Element, false>>(grid, dim3(kThreads), 0, stream, params);
+      launch_kernel(std::false_type{});
     }
   };
   if (params.dtype == DType::kFloat16) run(__half{});

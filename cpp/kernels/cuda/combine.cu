@@ -230,6 +230,7 @@ __host__ __device__ int64_t pieces(const CombineParams& params) {
 template <int kRowWarps>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineParams params) {
+  allow_next_kernel();
   wait_previous_kernel();
   constexpr int kRows = kWarps / kRowWarps;
   const int place = static_cast<int>(threadIdx.x) / (kRowWarps * kLanes);

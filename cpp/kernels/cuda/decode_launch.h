@@ -37,8 +37,8 @@ template <class Traits, auto kKernel>
 bool splits_in_cluster(const KvCacheParams& params, const LaunchContext& context) {
   return Traits::kJoinsInCluster &&
          suits_cluster(number_of_ctas<Traits::kBlockM>(params), params.num_splits,
-                       context.multiprocessors) &&
-         has_clusters<kKernel>(context.device);
+                       context.multiprocessors, Traits::kOwnsSm) &&
+         is_hopper_code<kKernel>(context.device);
 }
 
 // Most rows of a sequence.
@@ -71,6 +71,15 @@ inline bool has_vectors(const void* data, const Strides& stride, int columns, in
   return places % 16 == 0 && stride.col == 1;
 }
 
+// Whether a CTA has few tiles of keys. Then a kernel gains by beginning before the one before it
+// has ended. In a longer step it loses: its CTAs get places where others have just ended, two of
+// them on one SM beside an SM without any.
+template <class Traits>
+bool is_short_step(const KvCacheParams& params) {
+  constexpr int64_t kFewTiles = 8;
+  return params.attention.seqlen_k <= kFewTiles * Traits::kBlockN * params.num_splits;
+}
+
 // Launches kKernel, whose parameters are a Launch: DecodeParams, and what complete(launch) adds.
 // Then it joins the splits, where these are not a cluster.
 template <class Traits, auto kKernel, class Launch, class Complete>
@@ -91,7 +100,9 @@ void launch_splits(const KvCacheParams& params, const LaunchContext& context,
   prepared.by_heads_k = cutlass::FastDivmod(a.heads_k);
   prepared.by_group = cutlass::FastDivmod(group);
   complete(prepared);
-  const LaunchMode mode(LaunchOrder::kAfterPrevious, in_cluster ? params.num_splits : 1);
+  const LaunchMode mode(
+      is_short_step<Traits>(params) ? LaunchOrder::kWhenAllowed : LaunchOrder::kAfterPrevious,
+      in_cluster ? params.num_splits : 1);
   launch<kKernel>(dim3(static_cast<unsigned>(ctas)), dim3(Traits::kThreads),
                   sizeof(typename Traits::SharedStorage), context.stream, prepared, mode);
   if (in_parts) combine_parts<typename Traits::Element>(params, prepared, context.stream);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/dependent_launch.h"
 #include "common/macros.h"
 #include "common/math.h"
 #include "cuda/packed_tiles.h"
@@ -98,10 +99,13 @@ ANYFLASH_DEVICE void find_rows(const DecodeParams& p, int index, DecodeWorkTile&
   block.first_row = block.rows > 0 ? static_cast<int>(tile) * kBlockM : 0;
 }
 
+// By every CTA of a kernel launched kWhenAllowed: it waits, but finds its place before.
 template <int kBlockM, int kBlockN>
 ANYFLASH_DEVICE DecodeWorkTile decode_block(const DecodeParams& p, int index) {
   DecodeWorkTile block;
+  if (p.attention.cu_seqlens_q != nullptr) wait_previous_kernel();  // which may have written it
   find_rows<kBlockM>(p, index, block);
+  wait_previous_kernel();
   if (block.rows <= 0) return block;
   block.sequence = cached_sequence(p, block.batch);
   const Mask mask = block.mask(p);

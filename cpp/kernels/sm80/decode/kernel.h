@@ -35,7 +35,6 @@ ANYFLASH_DEVICE void decode_split(const DecodeLaunch& params, const DecodeWorkTi
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
     decode_kernel(const __grid_constant__ DecodeLaunch params) {
-  allow_next_kernel();
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   if (threadIdx.x < 32) {
     const CachedWorkTile here =
@@ -50,6 +49,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.ctas)
   } else {
     decode_split<Traits>(params, block, smem);
   }
+  allow_next_kernel();  // not earlier: CTAs that wait for this kernel take places on SMs
 #if ANYFLASH_HAS_CLUSTERS
   if (params.splits_in_cluster) {
     cluster_sync();  // all splits are in shared memory

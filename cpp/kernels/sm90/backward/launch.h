@@ -6,9 +6,9 @@
 //   postprocess_dq_kernel       dQ from dq_accum
 //   dq_by_rows_kernel           dQ without sums in the workspace, instead
 //
-// The main kernel may begin before the first one has ended, and the last one before it. Every CTA
-// waits for the kernel before, even one that has nothing else to do. So a kernel that has ended
-// proves that all before it have.
+// The first one, the main kernel and postprocess_dq_kernel may begin before the kernel before them
+// has ended (LaunchOrder). The first one lets the main kernel begin when it has waited itself: that
+// one loads K and V before it waits.
 #pragma once
 
 #include <cstddef>

@@ -41,6 +41,7 @@ ANYFLASH_DEVICE void load_split(const DecodeLaunch& params, typename Traits::Sha
   if (params.splits_in_cluster) cluster_arrive();
   if (block.rows <= 0) return;
   load_keys_and_values<Traits>(params, block, smem);
+  allow_next_kernel();  // not earlier: CTAs that wait for this kernel take places on SMs
   if (params.splits_in_cluster) cluster_wait();
 }
 
@@ -85,7 +86,6 @@ ANYFLASH_DEVICE void compute_split(const DecodeLaunch& params,
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.ctas)
     decode_kernel(const __grid_constant__ DecodeLaunch params) {
-  allow_next_kernel();
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const auto load = [&] {
     if (threadIdx.x / 32 == Traits::kConsumerWarps) load_split<Traits>(params, smem);

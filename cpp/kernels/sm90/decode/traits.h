@@ -42,6 +42,7 @@ struct DecodeTraits {
   static constexpr bool kHandsRegistersOver = kWarpgroups > 1;
   static constexpr RegisterSplit kRegisters = {40, 232};
   static constexpr int kThreads = kConsumerThreads + (kHandsRegistersOver ? kWarpgroupThreads : 32);
+  static constexpr bool kOwnsSm = kConfig.ctas == 1;
   static constexpr Tile kTile = {kBlockM, kBlockN, kThreads / 32, kConfig.ctas};
 
   using TileQ = PanelTile<Element, kRows, kHeadDim>;

@@ -80,7 +80,7 @@ class BlockScheduler {
  public:
   ANYFLASH_DEVICE explicit BlockScheduler(const typename Block::Launch& params)
       : params_(params), next_(blockIdx.x) {
-    if (params_.taken != nullptr) wait_previous_kernel();  // which cleared it
+    wait_previous_kernel();
   }
 
   // The next block of this CTA that has rows; one that does not exist after the last.

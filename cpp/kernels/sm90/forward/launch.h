@@ -39,6 +39,7 @@ void make_query_maps(ForwardLaunch& launch) {
 template <class Counter>
 __global__ void clear_counter(Counter* counter) {
   allow_next_kernel();
+  wait_previous_kernel();
   if (threadIdx.x == 0) *counter = 0;
 }
 
@@ -76,12 +77,11 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
                        heads_per_l2_section(a, context.multiprocessors, kMostSectionKeys));
   prepared.attention.key_range_bounds = static_cast<IntervalBounds*>(context.scratch);
   make_key_range_bounds(prepared.attention, context.stream);
-  LaunchOrder order = LaunchOrder::kAfterPrevious;
   if (needs_counter<Traits>(a, context)) {
     prepared.taken = reinterpret_cast<unsigned*>(static_cast<char*>(context.scratch) +
                                                  key_range_bounds_bytes(a));
-    launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken);
-    order = LaunchOrder::kWhenAllowed;
+    launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken,
+                                    LaunchOrder::kWhenAllowed);
   }
   make_query_maps<Traits>(prepared);
   const TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
@@ -90,7 +90,7 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   launch<forward_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(std::min(blocks, context.multiprocessors))),
       dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,
-      order);
+      LaunchOrder::kWhenAllowed);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>

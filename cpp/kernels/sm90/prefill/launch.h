@@ -62,6 +62,7 @@ inline constexpr int kListThreads = 128;
 template <int kBlockM>
 __global__ void __launch_bounds__(kListThreads)
     list_blocks(const __grid_constant__ ListParams params) {
+  wait_previous_kernel();
   allow_next_kernel();
   const int thread = static_cast<int>(blockIdx.x * kListThreads + threadIdx.x);
   if (thread == 0) *params.taken = 0;
@@ -91,7 +92,7 @@ void launch_prefill(const KvCacheParams& params, const LaunchContext& context) {
                   Traits::kBlockN);
   launch<list_blocks<Traits::kBlockM>>(
       dim3(static_cast<unsigned>(ceil_div(list.count, kListThreads / 32))), dim3(kListThreads), 0,
-      context.stream, list);
+      context.stream, list, LaunchOrder::kWhenAllowed);
   launch<prefill_kernel<Traits, Variant>>(
       dim3(static_cast<unsigned>(std::min(prepared.blocks, context.multiprocessors))),
       dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,

@@ -20,7 +20,7 @@ struct LaunchMode {
 };
 
 template <auto kKernel>
-bool has_clusters(int) {
+bool is_hopper_code(int) {
   return false;
 }
 
