@@ -14,6 +14,7 @@ struct DeviceProperties {
   std::size_t smem_per_block = 0;  // with opt-in
   std::size_t smem_per_multiprocessor = 0;
   int full_grid = 0;  // a grid of this number of CTAs leaves no multiprocessor idle
+  double memory_gigabytes_per_second = 0.0;  // by its clock and width; 0: unknown
 };
 
 // CUDA devices that can be used, and, if there are none, why in one sentence.

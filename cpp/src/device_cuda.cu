@@ -40,6 +40,12 @@ void check(cudaError_t status, const char* what) {
   }
 }
 
+// 0 if nobody knows it.
+int attribute(cudaDeviceAttr which, int index) {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, which, index) == cudaSuccess ? value : 0;
+}
+
 DeviceProperties query(int index) {
   cudaDeviceProp p{};
   check(cudaGetDeviceProperties(&p, index), "cudaGetDeviceProperties");
@@ -49,6 +55,9 @@ DeviceProperties query(int index) {
   properties.multiprocessors = properties.full_grid = p.multiProcessorCount;
   properties.smem_per_block = p.sharedMemPerBlockOptin;
   properties.smem_per_multiprocessor = p.sharedMemPerMultiprocessor;
+  const double kilohertz = attribute(cudaDevAttrMemoryClockRate, index);
+  const double bits = attribute(cudaDevAttrGlobalMemoryBusWidth, index);
+  properties.memory_gigabytes_per_second = 2.0 * kilohertz * bits / 8.0 / 1e6;
   return properties;
 }
 

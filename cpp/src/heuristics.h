@@ -64,6 +64,17 @@ inline int decode_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
   return splits;
 }
 
+// Few rows wait for memory alone, of which a CTA without neighbours gets more than its share. It
+// takes 0.66 us for 32 KB on an H200, where memory has 0.95 for 132 of them. An H100 measured 58 %.
+inline int64_t alone_by_memory(const DeviceProperties& gpu) {
+  constexpr double kLeast = 58.0;
+  constexpr double kAloneGigabytesPerSecond = 49.6;
+  constexpr double kReached = 0.92;  // of the bandwidth by clock and width
+  const double share =
+      kReached * gpu.memory_gigabytes_per_second / std::max(gpu.multiprocessors, 1);
+  return static_cast<int64_t>(std::max(100.0 * share / kAloneGigabytesPerSecond, kLeast));
+}
+
 // What box_num_splits() is told of a kernel.
 struct BoxKernel {
   int64_t ctas_per_sm;
@@ -72,12 +83,14 @@ struct BoxKernel {
   bool owns_sm;         // an SM has one CTA
   bool joins_in_cluster;
 };
-inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_sm) {
-  // Few rows wait for memory alone, of which a CTA then gets more than its share. With 64 rows the
-  // tensor cores take as long for a block as memory does.
-  constexpr int64_t kAloneByMemory = 58;
-  constexpr int64_t kAloneByBuffers = 67;  // latent attention has two, and computes in one of them
+inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_sm,
+                               const DeviceProperties& gpu) {
+  // With 64 rows the tensor cores take as long for a block as memory does.
   constexpr int64_t kAloneByProducts = 100;
+  // Latent attention has two buffers, and computes in one of them.
+  constexpr int64_t kAloneByBuffers = 67;
+  // Above head dim 128 a CTA has twice as many bytes on their way.
+  constexpr int64_t kAloneOfWideHeads = 50;
   constexpr int64_t kElementBytes = 2;  // boxes are of 16-bit caches
   const int columns = kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
   BoxKernel box{};
@@ -85,7 +98,8 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
   box.block_bytes = kElementBytes * kernel.tile.block_n * columns;
   box.alone = kernel.tile.block_m >= 64 ? kAloneByProducts
               : kernel.latent           ? kAloneByBuffers
-                                        : kAloneByMemory;
+              : kernel.head_dim > 128   ? kAloneOfWideHeads
+                                        : alone_by_memory(gpu);
   box.owns_sm = kernel.tile.ctas == 1;
   box.joins_in_cluster = kernel.joins_in_cluster;
   return box;
@@ -94,7 +108,8 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
 // The same for the kernels that load boxes, whose CTA alone uses more of the memory. Time is
 // counted in percent of what memory takes for a block where every SM reads one. An SM's CTAs take
 // 50 each. Joining costs 3 to 4 blocks of 32 KB, or less than one in a cluster. Measured on an
-// H100, head dims 64 to 256 and latent attention, one to 16 sequences of 512 to 131072 keys.
+// H100 and an H200, head dims 64 to 256 and latent attention, one to 16 sequences of 512 to 131072
+// keys.
 inline int box_num_splits(int64_t ctas, int64_t blocks, int64_t multiprocessors,
                           const BoxKernel& kernel) {
   constexpr int64_t kBytes = 32 * 1024;
@@ -163,7 +178,7 @@ inline int splits_on_gpu(const KernelDescriptor& kernel, const DeviceProperties&
   const int64_t multiprocessors = std::max(gpu.multiprocessors, 1);
   if (kernel.prefill) return prefill_num_splits(ctas, blocks, resident, multiprocessors);
   if (!kernel.loads_boxes) return decode_num_splits(ctas, blocks, resident, multiprocessors);
-  return box_num_splits(ctas, blocks, multiprocessors, box_kernel_of(kernel, resident));
+  return box_num_splits(ctas, blocks, multiprocessors, box_kernel_of(kernel, resident, gpu));
 }
 
 // Decoding on a CPU: enough for 4 tasks on each of 64 threads, of at least 1024 keys. It does not

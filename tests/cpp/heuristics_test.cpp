@@ -190,16 +190,20 @@ KernelDescriptor box_kernel(int head_dim, int rows, int ctas_per_sm) {
   return kernel;
 }
 
-int box_splits(const KernelDescriptor& kernel, int64_t ctas, int blocks) {
-  DeviceProperties h100;
-  h100.multiprocessors = 132;
-  h100.smem_per_multiprocessor = 228 * 1024;
-  return anyflash::splits_on_gpu(kernel, h100, decode_params(1, 1, 1, 1, 64 * blocks), ctas);
+constexpr double kH100 = 3352.0;  // GB/s
+constexpr double kH200 = 4917.0;
+
+int box_splits(const KernelDescriptor& kernel, int64_t ctas, int blocks, double bandwidth = kH200) {
+  DeviceProperties hopper;
+  hopper.multiprocessors = 132;
+  hopper.smem_per_multiprocessor = 228 * 1024;
+  hopper.memory_gigabytes_per_second = bandwidth;
+  return anyflash::splits_on_gpu(kernel, hopper, decode_params(1, 1, 1, 1, 64 * blocks), ctas);
 }
 
 // An H100: the same, head dim 128.
 int measured_box_splits(int64_t ctas, int blocks) {
-  return box_splits(box_kernel(128, 16, 2), ctas, blocks);
+  return box_splits(box_kernel(128, 16, 2), ctas, blocks, kH100);
 }
 
 void check_measured_boxes() {
@@ -211,6 +215,15 @@ void check_measured_boxes() {
   CHECK(measured_box_splits(1, 256) > 32);     // one of 16384 and a single head
   CHECK_EQ(measured_box_splits(1, 3), 1);      // fewer than four blocks are never split
   CHECK_EQ(measured_box_splits(0, 100), 1);
+  // Nobody knows the bandwidth.
+  CHECK_EQ(box_splits(box_kernel(128, 16, 2), 8, 256, 0.0), 8);
+  // An H200: a CTA without neighbours does not read much more than its share.
+  CHECK_EQ(box_splits(box_kernel(128, 16, 2), 8, 16), 8);
+  CHECK(box_splits(box_kernel(128, 16, 2), 8, 256) > 8);
+  CHECK_EQ(box_splits(box_kernel(128, 16, 2), 32, 16), 2);
+  CHECK_EQ(box_splits(box_kernel(128, 16, 2), 32, 64), 3);  // one sequence of 4096, 32 heads
+  CHECK_EQ(box_splits(box_kernel(128, 16, 2), 128, 64), 1);
+  CHECK_EQ(box_splits(box_kernel(256, 16, 1), 16, 64), 4);  // one of 4096, 16 heads
   // Latent attention of 16 sequences of 4096 keys: with 16 heads in clusters, with 128 without.
   CHECK_EQ(box_splits(box_kernel(576, 16, 1), 16, 64), 6);
   CHECK_EQ(box_splits(box_kernel(576, 64, 1), 32, 64), 4);
