@@ -62,6 +62,10 @@ struct Options {
   size_t shared_memory_limit = 166912;
   // For code that asks for it while it is compiled for a GPU. From 90 on there are clusters.
   int compute_capability = 80;
+  // Subnormal operands and results of instructions for float32 become 0, as in GPU code, which is
+  // compiled with -ftz=true. Where the processor knows that (SSE); so do instructions here that are
+  // conversions or tensor cores on a GPU, which keeps subnormal numbers there.
+  bool flushes_subnormals = false;
 };
 Options& options();
 

@@ -9,6 +9,9 @@
 
 #include "block.hpp"
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 #ifdef EMU_ASAN
 #include <sanitizer/asan_interface.h>
 #endif
@@ -96,6 +99,7 @@ void prepare_shared_memory(const Policy& policy) {
 class LaunchScope {
  public:
   LaunchScope(dim3 grid, dim3 block, size_t shared_bytes) {
+    if (options().flushes_subnormals) flush_subnormals();
     g_grid_dim = grid;
     g_block_dim = block;
     g_shared_bytes = shared_bytes;
@@ -104,11 +108,27 @@ class LaunchScope {
 #endif
   }
   ~LaunchScope() {
+    restore_subnormals();
     g_shared_bytes = 0;
 #ifdef EMU_ASAN
     __asan_unpoison_memory_region(anyflash_smem, kSharedBytes);
 #endif
   }
+
+ private:
+#if defined(__SSE__)
+  void flush_subnormals() {
+    constexpr unsigned kFlushToZero = 0x8000;
+    constexpr unsigned kDenormalsAreZero = 0x0040;
+    _mm_setcsr(modes_ | kFlushToZero | kDenormalsAreZero);
+  }
+  void restore_subnormals() { _mm_setcsr(modes_); }
+
+  const unsigned modes_ = _mm_getcsr();
+#else
+  void flush_subnormals() {}
+  void restore_subnormals() {}
+#endif
 };
 
 }  // namespace
@@ -275,6 +295,9 @@ void emu_set_options(uint64_t seed, int burst, size_t shared_memory_limit) {
   emu::options().seed = seed;
   emu::options().burst = burst;
   emu::options().shared_memory_limit = shared_memory_limit;
+}
+__attribute__((visibility("default"))) void emu_flush_subnormals(int flushes) {
+  emu::options().flushes_subnormals = flushes != 0;
 }
 void emu_get_counters(emu::Counters* result) { *result = emu::counters(); }
 void emu_reset_counters(void) { emu::reset_counters(); }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from backends import capi
 from backends.capi import Backend
+from backends.emulated import emulated
 from backends.tensors import place
 from cases.cache_case import CacheCall, CacheCase
 from oracle.kvcache import CACHE_DTYPES, EIGHT_BIT, answer
 from run.forward import bits
 from run.kvcache import check_call, run_cache
+
+__all__ = ["emulated"]  # a fixture
 
 NONFINITE = (("e4m3", np.nan), ("e5m2", np.nan), ("e5m2", np.inf), ("e5m2", -np.inf))
 BASE = CacheCase("8-bit", "fp16", (77, 30), 3, page=16, scale=0.05)
@@ -183,10 +188,7 @@ def test_scale_of_a_key_reaches_the_rows_that_see_it(
         assert not np.isfinite(other.out.view[:, 0]).any()
 
 
-@pytest.mark.parametrize("exponent", [-120, -40, 0, 40, 115])
-@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
-def test_range_of_bfloat16_queries(backend: Backend, cache_dtype: str, exponent: int) -> None:
-    """Each row of Q has a range of its own, and numbers that are small beside its largest."""
+def check_range(backend: Backend, cache_dtype: str, exponent: int) -> None:
     case = replace(BASE, dtype="bf16", cache_dtype=cache_dtype, out_dtype="fp32")
     case = replace(case, scale=0.05 * 2.0**-exponent)
     call = case.call()
@@ -195,3 +197,18 @@ def test_range_of_bfloat16_queries(backend: Backend, cache_dtype: str, exponent:
     wanted = case.call()
     wanted.q.view[...] = view
     check_call(run_cache(backend, call), wanted, answer(wanted.problem()))
+
+
+@pytest.mark.parametrize("exponent", [-120, -40, 0, 40, 115])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_range_of_bfloat16_queries(backend: Backend, cache_dtype: str, exponent: int) -> None:
+    """Each row of Q has a range of its own, and numbers that are small beside its largest."""
+    check_range(backend, cache_dtype, exponent)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT)
+def test_subnormal_queries(emulated: ctypes.CDLL, cache_dtype: str) -> None:
+    """Numbers that GPU code would take for 0 in most of its instructions."""
+    emulated.emu_flush_subnormals(1)
+    check_range(capi.backend("emulated-sm80"), cache_dtype, -120)

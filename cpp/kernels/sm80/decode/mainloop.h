@@ -71,6 +71,19 @@ ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTi
   }
 }
 
+inline constexpr int kBFloat16Exponent = 0x7f80;  // all ones: not finite; 0: 0 or subnormal
+
+// A bfloat16 times a power of two. GPU code flushes subnormal operands to 0 (-ftz=true), so a
+// subnormal number's digits are taken as those of a normal one: 1.m - 1.
+ANYFLASH_DEVICE float scaled(uint16_t bits, float power) {
+  constexpr int kOne = 0x3f80;
+  constexpr int kDigits = 0x7f;
+  const float value = __int_as_float(static_cast<int>(bits) << 16);
+  if ((bits & kBFloat16Exponent) != 0) return value * power;
+  const float digits = __int_as_float((kOne | (bits & kDigits)) << 16) - 1.0f;
+  return copysignf(digits * (power * 0x1p-126f), value);
+}
+
 // Where Q is bfloat16 and the cache has 8 bits: Q becomes float16, each row times a power of two
 // that takes its largest finite number to 2^14. Numbers that float16 then rounds are below 2^-28 of
 // that. q_factor gets the inverse. A thread converts what it has loaded itself.
@@ -78,7 +91,6 @@ template <class Traits>
 ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   using namespace cute;
   using TileQ = typename Traits::TileQ;
-  constexpr int kExponents = 0x7f80;  // of a bfloat16; all ones: not finite
   auto tQsQ = query_pieces<Traits>(smem);
   const auto tQcQ = query_coordinates<Traits>();
   CUTE_UNROLL
@@ -88,8 +100,8 @@ ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
     int largest = 0;  // exponent
     CUTE_UNROLL
     for (int x = 0; x < size(bits); ++x) {
-      const int exponent = bits(x) & kExponents;
-      largest = max(largest, exponent == kExponents ? 0 : exponent);
+      const int exponent = bits(x) & kBFloat16Exponent;
+      largest = max(largest, exponent == kBFloat16Exponent ? 0 : exponent);
     }
     CUTE_UNROLL
     for (int distance = 1; distance < TileQ::kThreadsPerRow; distance *= 2) {
@@ -99,8 +111,7 @@ ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
     const float factor = __int_as_float(exponent << 23);
     CUTE_UNROLL
     for (int x = 0; x < size(bits); ++x) {
-      const float value = __int_as_float(static_cast<int>(bits(x)) << 16);
-      row(x) = cutlass::half_t(value * factor);
+      row(x) = cutlass::half_t(scaled(bits(x), factor));
     }
     if (get<1>(tQcQ(0, i, 0)) == 0) {
       smem.buffers.q_factor[get<0>(tQcQ(0, i, 0))] = __int_as_float((254 - exponent) << 23);

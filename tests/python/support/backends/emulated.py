@@ -26,6 +26,7 @@ def emulated() -> Iterator[ctypes.CDLL]:
     library.emulated_set_full_grid(1)
     library.emulated_prefer_kernel(None)
     library.emu_set_options(0, -1, A100_SMEM)
+    library.emu_flush_subnormals(0)
     library.emulated_capture(None)
 
 
