@@ -31,7 +31,7 @@ struct DecodeTraits {
   static constexpr DecodeConfig kConfig = decode_config(kHeadDim, kBlockM_, k8Bit, kLatent);
   static_assert(kConfig.head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
   static constexpr Tile kTile = kConfig.tile;
-  static constexpr bool kOwnsSm = false;  // or clusters are small (suits_cluster)
+  static constexpr bool kOwnsSm = false;  // so clusters stay on half of the SMs (suits_cluster)
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kConfig.stages;
