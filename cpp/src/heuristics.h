@@ -68,11 +68,12 @@ inline int decode_num_splits(int64_t ctas, int64_t blocks, int64_t ctas_per_sm,
 // takes 0.66 us for 32 KB on an H200, where memory has 0.95 for 132 of them. An H100 measured 58 %.
 inline int64_t alone_by_memory(const DeviceProperties& gpu) {
   constexpr double kLeast = 58.0;
+  constexpr double kMost = 100.0;
   constexpr double kAloneGigabytesPerSecond = 49.6;
   constexpr double kReached = 0.92;  // of the bandwidth by clock and width
   const double share =
       kReached * gpu.memory_gigabytes_per_second / std::max(gpu.multiprocessors, 1);
-  return static_cast<int64_t>(std::max(100.0 * share / kAloneGigabytesPerSecond, kLeast));
+  return static_cast<int64_t>(std::clamp(100.0 * share / kAloneGigabytesPerSecond, kLeast, kMost));
 }
 
 // What box_num_splits() is told of a kernel.

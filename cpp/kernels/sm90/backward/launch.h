@@ -8,7 +8,7 @@
 //
 // The first one, the main kernel and postprocess_dq_kernel may begin before the kernel before them
 // has ended (LaunchOrder). The first one lets the main kernel begin when it has waited itself: that
-// one loads K and V before it waits.
+// one loads K and V before it waits, and the last one looks up its rows.
 #pragma once
 
 #include <cstddef>
