@@ -55,11 +55,11 @@ inline int heads_per_l2_section(const Attention& attention, int multiprocessors,
 // evenly, unless they are small. Where a CTA has an SM for itself, clusters of up to six fill three
 // quarters of an H200 as well as CTAs do; clusters of seven do not find places for as many.
 inline bool suits_cluster(int64_t ctas, int64_t splits, int64_t multiprocessors, bool owns_sm) {
-  constexpr int64_t kMostBesideOthers = 6;
+  constexpr int64_t kLargestOfMany = 6;
   const bool fits = 1 < splits && splits <= kLargestCluster;
-  const bool fills_more = owns_sm && splits <= kMostBesideOthers;
-  return fits &&
-         (splits == 2 || ctas <= (fills_more ? multiprocessors * 3 / 4 : multiprocessors / 2));
+  const bool fills_more = owns_sm && splits <= kLargestOfMany;
+  const int64_t most = fills_more ? multiprocessors * 3 / 4 : multiprocessors / 2;
+  return fits && (splits == 2 || ctas <= most);
 }
 
 // Number of CTAs that split the query heads of one K/V head in the backward. Each takes at most

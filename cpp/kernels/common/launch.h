@@ -41,10 +41,9 @@ template <auto kKernel>
 class LargeSmem {
  public:
   // Before a launch on the current device.
-  explicit LargeSmem(std::size_t bytes) : bytes_(bytes) {
+  LargeSmem(std::size_t bytes, int device) : bytes_(bytes) {
     constexpr std::size_t kDefaultLimit = 48 * 1024;
     if (bytes <= kDefaultLimit) return;
-    const int device = current_device();
     const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
     if ((allowed_.load(std::memory_order_relaxed) & bit) != 0) {
       is_old_ = true;
@@ -107,12 +106,12 @@ bool is_hopper_code(int device) {
 // programmatic dependent launch since CUDA 12.3. Otherwise kernels follow one another: nothing else
 // changes.
 template <auto kKernel>
-bool overlaps_previous() {
+bool overlaps_previous(int device) {
   static const bool driver_knows = [] {
     int version = 0;
     return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030;
   }();
-  return driver_knows && is_hopper_code<kKernel>(current_device());
+  return driver_knows && is_hopper_code<kKernel>(device);
 }
 #endif
 
@@ -120,7 +119,8 @@ bool overlaps_previous() {
 // last one has allowed it or has ended (programmatic dependent launch). That one may be the user's.
 // So every CTA of a kernel launched kWhenAllowed waits before it touches memory
 // (dependent_launch.h), even one that has nothing else to do: a kernel that has ended proves that
-// all before it have.
+// all before it have. Behind a kernel of the same call that has waited before it allows the next,
+// it may read before that what the call only reads.
 enum class LaunchOrder { kAfterPrevious, kWhenAllowed };
 
 struct LaunchMode {
@@ -142,7 +142,8 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
       emu::Dim3{grid.x, grid.y, grid.z}, emu::Dim3{block.x, block.y, block.z}, smem_bytes,
       [&params] { kKernel(params); }, mode.cluster);
 #else
-  const LargeSmem<kKernel> large(smem_bytes);
+  const int device = current_device();
+  const LargeSmem<kKernel> large(smem_bytes, device);
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -150,7 +151,7 @@ void launch(dim3 grid, dim3 block, std::size_t smem_bytes, void* stream, const P
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2]{};
   config.attrs = attributes;
-  if (mode.order == LaunchOrder::kWhenAllowed && overlaps_previous<kKernel>()) {
+  if (mode.order == LaunchOrder::kWhenAllowed && overlaps_previous<kKernel>(device)) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
