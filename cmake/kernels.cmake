@@ -129,7 +129,13 @@ anyflash_kernels(
   FAMILY sm90
   OP decode
   HEAD_DIMS 64 128 256 576_512
-  KERNELS "*:_m16:16" "*:_m32:32" "*:_m64:64"
+  KERNELS
+    "*:_m16:16, false"
+    "*:_m32:32, false"
+    "*:_m64:64, false"
+    "*:_m16_8bit:16, true"
+    "*:_m32_8bit:32, true"
+    "*:_m64_8bit:64, true"
 )
 anyflash_kernels(
   FAMILY sm90

@@ -81,6 +81,7 @@ struct BoxKernel {
   int64_t ctas_per_sm;
   int64_t block_bytes;  // of K and V
   int64_t alone;        // what a block takes a CTA at least, in percent as below
+  int64_t beginning;    // of a turn of CTAs, and its end: in percent of 32 KB
   bool owns_sm;         // an SM has one CTA
   bool joins_in_cluster;
 };
@@ -92,15 +93,21 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
   constexpr int64_t kAloneByBuffers = 67;
   // Above head dim 128 a CTA has twice as many bytes on their way.
   constexpr int64_t kAloneOfWideHeads = 50;
-  constexpr int64_t kElementBytes = 2;  // boxes are of 16-bit caches
+  // Of 8-bit elements memory takes half the time of a block, and a CTA longer than of 16 bits. So
+  // other CTAs do not fill the time in which one begins.
+  constexpr int64_t kAloneByConversions = 230;
+  constexpr int64_t kBeginningOf8Bits = 650;
+  const bool is_8bit = (kernel.features & kQuantizedCache) != 0;
   const int columns = kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
   BoxKernel box{};
   box.ctas_per_sm = ctas_per_sm;
-  box.block_bytes = kElementBytes * kernel.tile.block_n * columns;
-  box.alone = kernel.tile.block_m >= 64 ? kAloneByProducts
-              : kernel.latent           ? kAloneByBuffers
-              : kernel.head_dim > 128   ? kAloneOfWideHeads
-                                        : alone_by_memory(gpu);
+  box.block_bytes = (is_8bit ? 1 : 2) * kernel.tile.block_n * columns;
+  box.alone = is_8bit                     ? kAloneByConversions
+              : kernel.tile.block_m >= 64 ? kAloneByProducts
+              : kernel.latent             ? kAloneByBuffers
+              : kernel.head_dim > 128     ? kAloneOfWideHeads
+                                          : alone_by_memory(gpu);
+  box.beginning = is_8bit ? kBeginningOf8Bits : 0;
   box.owns_sm = kernel.tile.ctas == 1;
   box.joins_in_cluster = kernel.joins_in_cluster;
   return box;
@@ -123,11 +130,13 @@ inline int box_num_splits(int64_t ctas, int64_t blocks, int64_t multiprocessors,
     const int64_t rest = all % resident;
     const int64_t of_rest =
         std::max({kernel.alone, 100 * rest / multiprocessors, 50 * divide(rest, multiprocessors)});
-    const int64_t block = all / resident * 100 * kernel.ctas_per_sm + (rest == 0 ? 0 : of_rest);
+    const int64_t of_all = std::max(kernel.alone, 100 * kernel.ctas_per_sm);
+    const int64_t block = all / resident * of_all + (rest == 0 ? 0 : of_rest);
     const bool in_cluster =
         kernel.joins_in_cluster && suits_cluster(all, splits, multiprocessors, kernel.owns_sm);
     const int64_t joining = splits == 1 ? 0 : in_cluster ? 40 : 300 + 5 * splits;
-    return block * divide(blocks, splits) + joining * kBytes / kernel.block_bytes;
+    const int64_t once = joining + divide(all, resident) * kernel.beginning;
+    return block * divide(blocks, splits) + once * kBytes / kernel.block_bytes;
   };
   int best = 1;
   for (int splits = 2; splits <= most; ++splits) {

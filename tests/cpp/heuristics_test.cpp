@@ -229,6 +229,24 @@ void check_measured_boxes() {
   CHECK_EQ(box_splits(box_kernel(576, 64, 1), 32, 64), 4);
 }
 
+// An H200, caches of 8 bits: what was, or was close to, the fastest there.
+void check_8bit_boxes() {
+  const auto kernel = [](int head_dim, int rows, int ctas_per_sm) {
+    KernelDescriptor one = box_kernel(head_dim, rows, ctas_per_sm);
+    one.features = anyflash::kQuantizedCache;
+    return one;
+  };
+  CHECK_EQ(box_splits(kernel(128, 16, 3), 128, 256), 3);  // 16 sequences of 16384, 8 heads
+  CHECK_EQ(box_splits(kernel(128, 16, 3), 256, 64), 1);   // 32 of 4096
+  CHECK_EQ(box_splits(kernel(128, 16, 3), 512, 64), 2);   // 64
+  CHECK_EQ(box_splits(kernel(128, 16, 3), 1024, 64), 1);  // 128
+  CHECK_EQ(box_splits(kernel(128, 32, 2), 128, 256), 2);
+  CHECK_EQ(box_splits(kernel(128, 64, 1), 128, 256), 1);  // a CTA on nearly every SM
+  CHECK_EQ(box_splits(kernel(256, 16, 2), 64, 128), 4);   // 16 of 8192, 4 heads
+  CHECK_EQ(box_splits(kernel(576, 16, 1), 16, 64), 8);    // latent: 16 of 4096
+  CHECK_EQ(box_splits(kernel(576, 64, 1), 32, 256), 4);   // 16 of 16384, 128 heads
+}
+
 void check_clusters() {
   constexpr int kSms = 132;
   CHECK(suits_cluster(8, 8, kSms, false));
@@ -325,6 +343,7 @@ int main() {
   check_decode_examples();
   check_measured();
   check_measured_boxes();
+  check_8bit_boxes();
   check_clusters();
   check_resident_ctas();
   check_windows();

@@ -218,7 +218,7 @@ IN_APPEND = of(
         CACHE,
         "s.first_row + key",
         "key",
-        after="CacheSlot place_of(",
+        after="CacheSlot place_of_entry(",
     ),
 )
 

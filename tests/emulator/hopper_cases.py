@@ -118,7 +118,30 @@ HOPPER_DECODE_RACES = hopper(
     ),
     multiprocessors=132,
 )  # fmt: skip
-HOPPER_DECODE_CASES = HOPPER_DECODE_RACES + hopper(
+HOPPER_QUANTIZED_CASES = hopper(
+    *decode(
+        Case(batch=2, seqlen_q=1, seqlen_k=704, heads=6, heads_k=2,
+             more="filled=700,170 splits=4 sink=1 page=16 nan=seen left=600 cache=e4m3 "
+             "scales=slot"),
+        Case(seqlen_q=9, seqlen_k=300, causal=1,
+             more="splits=3 tree=1 nan=seen cache=e5m2 scales=row"),
+        # More tiles than the ring has buffers.
+        Case(seqlen_q=1, seqlen_k=704, heads=1,
+             more="filled=690 splits=1 cache=e4m3 scales=row nan=seen"),
+        Case(seqlen_q=40, seqlen_k=704, heads=1, causal=1,
+             more="filled=690 splits=1 page=8 left=650 cache=int8 scales=head"),
+        Case(seqlen_q=17, seqlen_k=400, head_dim=48, head_dim_v=32, causal=1,
+             more="splits=5 nan=seen cache=e5m2 scales=head out=fp32"),
+        Case(batch=3, seqlen_q=5, seqlen_k=320, heads=6, heads_k=2, causal=1,
+             more="ragged=1 filled=300,3,256 cache=int8 scales=slot"),
+        Case(batch=2, seqlen_q=10, seqlen_k=608, heads=4, heads_k=2, causal=1,
+             more="filled=580,60 new=10 rotary=32 left=70 page=16 cache=e4m3 scales=slot nan=seen"),
+        Case(seqlen_q=60, seqlen_k=320, heads_k=2, causal=1,
+             more="filled=300 new=5 left=100 page=16 cache=e5m2 scales=row nan=seen splits=2"),
+    ),
+    multiprocessors=132,
+)  # fmt: skip
+HOPPER_DECODE_CASES = HOPPER_DECODE_RACES + HOPPER_QUANTIZED_CASES + hopper(
     *decode(
         Case(batch=2, seqlen_q=40, seqlen_k=320, causal=1,
              more="filled=300,20 leftpad=7,20 batch_idx=1 splits=5"),
@@ -148,6 +171,10 @@ HOPPER_LATENT_CASES = hopper(
             # Keys that rows of one warpgroup alone see are not finite.
             Case(seqlen_q=40, seqlen_k=64, heads=1, heads_k=1, causal=1, more="nan=seen"),
             Case(seqlen_q=64, seqlen_k=64, heads=1, heads_k=1, causal=1, more="nan=seen"),
+            Case(batch=2, seqlen_q=1, seqlen_k=384, heads=12, heads_k=1,
+                 more="filled=380,60 page=16 nan=seen cache=e4m3 scales=slot splits=2"),
+            Case(seqlen_q=64, seqlen_k=200, heads=1, heads_k=1, causal=1,
+                 more="nan=seen cache=e5m2 scales=row"),
         )
     ),
     multiprocessors=132,

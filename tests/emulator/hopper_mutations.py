@@ -23,6 +23,8 @@ CACHE_BOXES = "sm90/cache_boxes.h"
 DECODE_KERNEL = "sm90/decode/kernel.h"
 DECODE_LOADER = "sm90/decode/loader.h"
 DECODE_MAINLOOP = "sm90/decode/mainloop.h"
+DECODE_PRODUCTS = "sm90/decode/products.h"
+DECODE_SCALES = "sm90/decode/scales.h"
 DECODE_EPILOGUE = "sm90/decode/epilogue.h"
 PREFILL_LAUNCH = "sm90/prefill/launch.h"
 KERNEL = "sm90/forward/kernel.h"
@@ -256,7 +258,7 @@ DECODE = (
     _of_decode("hopper-decode-empty-part-is-computed", DECODE_KERNEL,
                "store_nothing<Traits>(params, block);"),
     _of_decode("hopper-decode-no-wait-for-empty", DECODE_LOADER,
-               "smem.ring.empty[stage].wait(place.parity() ^ 1);"),
+               "smem.ring.empty[place.stage()].wait(place.parity() ^ 1);"),
     _of_decode("hopper-decode-first-phase", DECODE_LOADER, "place.parity() ^ 1", "place.parity()"),
     _of_decode("hopper-decode-last-tile-not-found", DECODE_LOADER, "key >= block.keys.end",
                "key + Traits::kBlockN >= block.keys.end"),
@@ -271,8 +273,8 @@ DECODE = (
                "smem_.ring.full[stage].wait(place_.parity());"),
     _of_decode("hopper-decode-tile-not-released", DECODE_MAINLOOP,
                "if (!Traits::kLatent) release_tile(k_stage);"),
-    _of_decode("hopper-decode-scores-on-their-way", DECODE_MAINLOOP, "wgmma_wait<0>();",
-               "wgmma_wait<1>();", after="scores, smem_.tiles[k_stage]"),
+    _of_decode("hopper-decode-scores-on-their-way", DECODE_PRODUCTS, "wgmma_wait<0>();",
+               "wgmma_wait<1>();", after="issue_transposed<TileK"),
     _of_decode("hopper-decode-hidden-keys-seen", DECODE_MAINLOOP,
                "if (partial) hide_keys(scores, key);"),
     _of_decode("hopper-decode-hidden-nan-kept", DECODE_MAINLOOP,
@@ -303,6 +305,27 @@ DECODE = (
     _of_decode("hopper-decode-join-too-early", DECODE_EPILOGUE, "smem.inbox.arrived.wait();"),
     _of_decode("hopper-decode-join-of-one-split", DECODE_EPILOGUE, "slab * splits + s",
                "slab * splits"),
+    _of_decode("hopper-quantized-scores-on-their-way", DECODE_PRODUCTS, "wgmma_wait<0>();",
+               "wgmma_wait<1>();", after="first + step > 0"),
+    _of_decode("hopper-quantized-columns-in-halves", DECODE_PRODUCTS, "2 * lane_row() + half",
+               "lane_row() + 8 * half"),
+    _of_decode("hopper-quantized-nan-kept", DECODE_PRODUCTS,
+               "found |= clear_nonfinite_bytes(words[i], stored);"),
+    _of_decode("hopper-quantized-scales-of-half-a-tile", DECODE_SCALES,
+               "smem.scales.v_scale[stage][key_of_lane(i)] = v_[i];",
+               "smem.scales.v_scale[stage][key_of_lane(i)] = v_[0];"),
+    _of_decode("hopper-quantized-scales-on-their-way", DECODE_SCALES,
+               "__syncwarp(); // the lane that says that the buffer is full says it of all scales",
+               sanitizer="tsan"),
+    _of_decode("hopper-quantized-scales-released-early", DECODE_SCALES,
+               "__syncwarp(); // the lane that releases the buffer releases it for all",
+               sanitizer="tsan"),
+    _of_decode("hopper-quantized-units-not-waited-for", DECODE_SCALES,
+               "sync(); // every warp's are there"),
+    _of_decode("hopper-quantized-output-in-old-units", DECODE_SCALES,
+               "element(block, c, 0) *= rescale;"),
+    _of_decode("hopper-quantized-unit-not-told", DECODE_EPILOGUE, "return smem.scales.unit[row];",
+               "return 1.0f;"),
     _of_latent("hopper-latent-values-cleared-early", DECODE_MAINLOOP,
                "if (Traits::kLatent) sync_consumers<Traits::kConsumerThreads>();"),
     _of_latent("hopper-latent-cleared-by-one-warpgroup", DECODE_MAINLOOP,

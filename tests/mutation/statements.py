@@ -44,7 +44,8 @@ OTHERS = (
     *("mbarrier_init", "mbarrier_arrive", "mbarrier_arrive_expect", "mbarrier_try_wait"),
     *("prefetch_tensor_map", "load_box", "load_bytes", "add_floats", "store_box"),
     *("address_in_cta", "expect_sent", "send_to_cta", "store_transposed"),
-    *("load_matrices", "store_matrices", "with_smem", "with_registers", "pin_registers", "address"),
+    *("load_matrices", "load_transposed", "store_matrices", "with_smem", "with_registers"),
+    *("pin_registers", "address"),
     *("stage", "parity", "count", "advance", "next"),
 )
 

@@ -74,6 +74,14 @@ ANYFLASH_DEVICE uint32_t nonfinite_bytes(uint32_t x, DType dtype) {
   return dtype == DType::kInt8 ? 0 : ((x & 0x7f7f7f7fu) + carry) & 0x80808080u;
 }
 
+// Writes 0 over them; returns whether there were any.
+ANYFLASH_DEVICE bool clear_nonfinite_bytes(uint32_t& x, DType dtype) {
+  const uint32_t nonfinite = nonfinite_bytes(x, dtype);
+  if (nonfinite == 0) return false;
+  x &= ~((nonfinite >> 7) * 0xffu);
+  return true;
+}
+
 // Makes NaN of those elements of e4m3_pair<kA, kB>(x) that are; nonfinite: of x.
 template <int kA, int kB>
 ANYFLASH_DEVICE uint32_t mark_nan(uint32_t pair, uint32_t nonfinite) {

@@ -47,7 +47,8 @@ ANYFLASH_DEVICE void load_boxes(typename Tile::Element* to, const CUtensorMap& m
   __syncwarp();  // the barrier knows of the bytes before they come
   const int first = first_row_of_box(box_rows);
   if (first >= Tile::kRows) return;
-  load_panels<Tile>(to + first * kPanelColumns, map, {0, box.row, head, box.slot}, full, hint);
+  load_panels<Tile>(to + first * Tile::kPanelColumns, map, {0, box.row, head, box.slot}, full,
+                    hint);
 }
 
 // Maps of K and V in a cache, for tiles of so many keys. Rows of a box are neighbours: those of a

@@ -6,17 +6,18 @@
 #include "common/finite.h"
 #include "common/macros.h"
 #include "common/math.h"
+#include "sm90/panel.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
 
 namespace anyflash::sm90 {
 
-// A tile of at least kMinColumns columns in shared memory: panels of 64, each row 128 bytes,
-// swizzled.
+// A tile of at least kMinColumns columns in shared memory: panels, each row 128 bytes, swizzled.
 template <class Element_, int kRows_, int kMinColumns>
 struct PanelTile {
   using Element = Element_;
   static constexpr int kRows = kRows_;
+  static constexpr int kPanelColumns = kPanelBytes / static_cast<int>(sizeof(Element));
   static constexpr int kPanels = ceil_div(kMinColumns, kPanelColumns);
   static constexpr int kColumns = kPanels * kPanelColumns;
   static constexpr int kPanelElements = kRows * kPanelColumns;
@@ -29,9 +30,9 @@ struct PanelTile {
 template <class Tile>
 ANYFLASH_DEVICE typename Tile::Element* piece_of(typename Tile::Element* tile, int row,
                                                  int vector) {
-  constexpr int kVector = 8;
-  constexpr int kInPanel = kPanelColumns / kVector;
-  return tile + vector / kInPanel * Tile::kPanelElements + row * kPanelColumns +
+  constexpr int kVector = 16 / static_cast<int>(sizeof(typename Tile::Element));
+  constexpr int kInPanel = Tile::kPanelColumns / kVector;
+  return tile + vector / kInPanel * Tile::kPanelElements + row * Tile::kPanelColumns +
          (vector % kInPanel ^ row % 8) * kVector;
 }
 
@@ -73,7 +74,7 @@ ANYFLASH_DEVICE void load_panels(typename Tile::Element* to, const CUtensorMap& 
   CUTE_UNROLL
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     load_box(to + panel * Tile::kPanelElements, map, first, full.state(), hint);
-    first.column += kPanelColumns;
+    first.column += Tile::kPanelColumns;
   }
 }
 

@@ -41,7 +41,8 @@ ANYFLASH_DEVICE void issue_transposed(Acc& acc, const typename TileA::Element* a
 // read B alone from shared memory.
 template <class Tile, int kColumns>
 struct OperandRows {
-  uint32_t words[kColumns / 4];
+  static constexpr int kWords = kColumns / 4;
+  uint32_t words[kWords];
 
   ANYFLASH_DEVICE void load(typename Tile::Element* tile, int warp_row) {
     const int lane = threadIdx.x % 32;

@@ -207,6 +207,14 @@ ANYFLASH_DEVICE void load_matrices(uint32_t* words, const void* row) {
                : "memory");
 }
 
+// Each of the four transposed: two rows become a word of what was a column.
+ANYFLASH_DEVICE void load_transposed(uint32_t* words, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(smem_address(row))
+               : "memory");
+}
+
 // Two of them, `upper` with the eight rows above those of `lower`: each is stored transposed. Lanes
 // 0 to 15 name the places of the upper matrix's columns, then of the lower one's.
 ANYFLASH_DEVICE void store_transposed(void* column, uint32_t upper, uint32_t lower) {

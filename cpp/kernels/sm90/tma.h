@@ -1,5 +1,5 @@
 // Tensor memory accelerator: maps of (batch, row, head, column) tensors, whose tiles lie in shared
-// memory as panels of 64 columns with the 128-byte swizzle.
+// memory as panels.
 #pragma once
 
 #include <cuda.h>
@@ -11,17 +11,16 @@
 #include "common/launch.h"
 #include "common/macros.h"
 #include "params.h"
+#include "sm90/panel.h"
 #include "sm90/ptx.h"
 #include "sm90/tensor_map_encoder.h"
 
 namespace anyflash::sm90 {
 
-inline constexpr int kPanelColumns = 64;
-
 // What a map describes, and the box that a copy moves. Extents of 0 become 1: then nothing is
 // copied.
 struct TensorMapShape {
-  DType dtype;  // of 16 bits
+  DType dtype;  // of 16 bits, or is_quantized()
   int columns;
   int64_t rows;
   int heads;
@@ -68,13 +67,15 @@ inline bool operator==(const TensorMapArguments& a, const TensorMapArguments& b)
   return equal;
 }
 
+constexpr int element_bytes(DType dtype) { return is_quantized(dtype) ? 1 : 2; }
+
 // Strides in elements; of axes that have one element, any.
 inline TensorMapArguments tensor_map_arguments(const void* data, const Strides& stride,
                                                const TensorMapShape& shape) {
   const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(std::max<int64_t>(n, 1)); };
-  const auto bytes = [](int64_t elements, cuuint64_t extent) {
-    constexpr cuuint64_t kLegal = 16, kElementBytes = 2;
-    return extent == 1 ? kLegal : static_cast<cuuint64_t>(elements) * kElementBytes;
+  const auto bytes = [&](int64_t elements, cuuint64_t extent) {
+    constexpr cuuint64_t kLegal = 16;
+    return extent == 1 ? kLegal : static_cast<cuuint64_t>(elements * element_bytes(shape.dtype));
   };
   TensorMapArguments arguments{};
   arguments.data = data;
@@ -90,17 +91,21 @@ inline TensorMapArguments tensor_map_arguments(const void* data, const Strides& 
   return arguments;
 }
 
+inline CUtensorMapDataType tensor_map_type(DType dtype) {
+  if (dtype == DType::kFloat16) return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (dtype == DType::kBFloat16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
 inline CUtensorMap encode_tensor_map(const TensorMapArguments& a) {
-  const cuuint32_t box[TensorMapArguments::kRank] = {kPanelColumns, a.box_rows, 1, 1};
+  const auto columns = static_cast<cuuint32_t>(kPanelBytes / element_bytes(a.dtype));
+  const cuuint32_t box[TensorMapArguments::kRank] = {columns, a.box_rows, 1, 1};
   const cuuint32_t steps[TensorMapArguments::kRank] = {1, 1, 1, 1};
   CUtensorMap map{};
   const CUresult status = tensor_map_encoder()(
-      &map,
-      a.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      TensorMapArguments::kRank, const_cast<void*>(a.data), a.extents, a.strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, tensor_map_type(a.dtype), TensorMapArguments::kRank, const_cast<void*>(a.data),
+      a.extents, a.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw Error(ErrorCode::kDevice,
                 "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)) +

@@ -8,13 +8,13 @@
 #include <cstdint>
 
 #include "common/macros.h"
+#include "sm90/panel.h"
 #include "sm90/ptx.h"
 #include "sm90/wgmma_atoms.h"
 
 namespace anyflash::sm90 {
 
 inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kPanelBytes = 128;  // a row of a swizzled panel: 64 columns of 16 bits
 
 // A matrix operand in shared memory, in panels of 64 columns with the 128-byte swizzle, which TMA
 // writes. Eight rows of 128 bytes are one swizzle atom. Panels begin at multiples of 1024 bytes.

@@ -135,6 +135,11 @@ ANYFLASH_DEVICE void pin_registers(float* registers) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
+template <int kSize>
+ANYFLASH_DEVICE void pin_registers(uint32_t* registers) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
 
 // Waits until at most `kGroups` of the latest groups are still running.
 template <int kGroups>

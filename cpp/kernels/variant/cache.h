@@ -129,12 +129,15 @@ ANYFLASH_HOST_DEVICE bool is_slot(const KvCacheParams& p, int64_t entry) {
   return entry >= 0 && entry < p.slots;
 }
 
-// Of key j, 0 <= j < seqlen_k.
-ANYFLASH_HOST_DEVICE CacheSlot place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
+// Of key j, 0 <= j < seqlen_k, whose entry table_entry() has said.
+ANYFLASH_HOST_DEVICE CacheSlot place_of_entry(const KvCacheParams& p, const CachedSequence& s,
+                                              int key, int entry) {
   const int row = s.first_row + key;
-  const int entry = table_entry(p, s, key);
   const int slot = is_slot(p, entry) ? entry : -1;
   return {slot, p.block_table == nullptr ? row : row & ((1 << p.page_shift) - 1)};
+}
+ANYFLASH_HOST_DEVICE CacheSlot place_of(const KvCacheParams& p, const CachedSequence& s, int key) {
+  return place_of_entry(p, s, key, table_entry(p, s, key));
 }
 
 // Of the scale of a row's elements in a cache of 8 bits.

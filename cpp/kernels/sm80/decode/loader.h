@@ -90,10 +90,7 @@ class CacheLoader {
       auto words = cute::recast<uint32_t>(tXsX);
       CUTE_UNROLL
       for (int i = 0; i < cute::size(words); ++i) {
-        const uint32_t nonfinite = nonfinite_bytes(words(i), params_.cache_dtype);
-        if (nonfinite == 0) continue;
-        words(i) = words(i) & ~((nonfinite >> 7) * 0xffu);
-        found = true;
+        found |= clear_nonfinite_bytes(words(i), params_.cache_dtype);
       }
       return found;
     }

@@ -9,6 +9,7 @@
 
 #include "common/convert.h"
 #include "common/dequantize.h"
+#include "common/half_queries.h"
 #include "common/layout.h"
 #include "common/load.h"
 #include "common/macros.h"
@@ -71,22 +72,8 @@ ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTi
   }
 }
 
-inline constexpr int kBFloat16Exponent = 0x7f80;  // all ones: not finite; 0: 0 or subnormal
-
-// A bfloat16 times a power of two. GPU code flushes subnormal operands to 0 (-ftz=true), so a
-// subnormal number's digits are taken as those of a normal one: 1.m - 1.
-ANYFLASH_DEVICE float scaled(uint16_t bits, float power) {
-  constexpr int kOne = 0x3f80;
-  constexpr int kDigits = 0x7f;
-  const float value = __int_as_float(static_cast<int>(bits) << 16);
-  if ((bits & kBFloat16Exponent) != 0) return value * power;
-  const float digits = __int_as_float((kOne | (bits & kDigits)) << 16) - 1.0f;
-  return copysignf(digits * (power * 0x1p-126f), value);
-}
-
-// Where Q is bfloat16 and the cache has 8 bits: Q becomes float16, each row times a power of two
-// that takes its largest finite number to 2^14. Numbers that float16 then rounds are below 2^-28 of
-// that. q_factor gets the inverse. A thread converts what it has loaded itself.
+// Where Q is bfloat16 and the cache has 8 bits: Q becomes float16. q_factor gets what its rows'
+// scores have to be multiplied by. A thread converts what it has loaded itself.
 template <class Traits>
 ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   using namespace cute;
@@ -97,24 +84,18 @@ ANYFLASH_DEVICE void convert_queries(typename Traits::SharedStorage& smem) {
   for (int i = 0; i < size<1>(tQsQ); ++i) {
     auto row = tQsQ(_, i, _);
     auto bits = recast<uint16_t>(row);
-    int largest = 0;  // exponent
+    int largest = 0;
     CUTE_UNROLL
-    for (int x = 0; x < size(bits); ++x) {
-      const int exponent = bits(x) & kBFloat16Exponent;
-      largest = max(largest, exponent == kBFloat16Exponent ? 0 : exponent);
-    }
+    for (int x = 0; x < size(bits); ++x) largest = max(largest, finite_exponent(bits(x)));
     CUTE_UNROLL
     for (int distance = 1; distance < TileQ::kThreadsPerRow; distance *= 2) {
       largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
     }
-    const int exponent = min(14 + 2 * 127 - (largest >> 7), 253);
-    const float factor = __int_as_float(exponent << 23);
+    const HalfScale scale(largest);
     CUTE_UNROLL
-    for (int x = 0; x < size(bits); ++x) {
-      row(x) = cutlass::half_t(scaled(bits(x), factor));
-    }
+    for (int x = 0; x < size(bits); ++x) row(x) = cutlass::half_t(scaled(bits(x), scale.power));
     if (get<1>(tQcQ(0, i, 0)) == 0) {
-      smem.buffers.q_factor[get<0>(tQcQ(0, i, 0))] = __int_as_float((254 - exponent) << 23);
+      smem.buffers.q_factor[get<0>(tQcQ(0, i, 0))] = scale.inverse;
     }
   }
 }

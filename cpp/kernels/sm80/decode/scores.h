@@ -7,6 +7,7 @@
 
 #include "common/macros.h"
 #include "common/softmax.h"
+#include "cuda/cache_scales.h"
 #include "cuda/decode_work_tile.h"
 #include "params.h"
 #include "variant/broadcast_tensor.h"
@@ -16,48 +17,6 @@
 #include "variant/tree_mask.h"
 
 namespace anyflash::sm80 {
-
-// Scales of the head's keys and values in a cache of 8 bits.
-template <class Traits>
-struct CacheScales {
-  bool k_by_key = false;
-  bool v_by_key = false;
-  float k = 1.0f;  // of all keys; 1 where each has its own
-  float v = 1.0f;  // of all values
-  // It is not finite: then it is for P, since rows that see no key are 0 whatever it is.
-  bool v_is_late = false;
-
-  ANYFLASH_DEVICE CacheScales(const KvCacheParams& params, int head_k) {
-    if constexpr (Traits::k8Bit) {
-      k_by_key = is_per_key(params.k_scale);
-      v_by_key = is_per_key(params.v_scale);
-      if (!k_by_key) k = of_head(params.k_scale, head_k);
-      if (!v_by_key) v = of_head(params.v_scale, head_k);
-      v_is_late = !std::isfinite(v);
-    }
-  }
-
-  // What O counts in before the first tile.
-  ANYFLASH_DEVICE float unit() const { return v_by_key ? 0.0f : v_is_late ? 1.0f : v; }
-
-  template <class Scores>
-  ANYFLASH_DEVICE void scale_visible(Scores& probabilities) const {
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(probabilities); ++i) {
-      float& p = probabilities(i);
-      p = p == 0.0f ? 0.0f : p * v;
-    }
-  }
-
-  static ANYFLASH_DEVICE bool is_per_key(const BroadcastTensor& scale) {
-    return scale.data != nullptr && (scale.stride.batch != 0 || scale.stride.row != 0);
-  }
-  static ANYFLASH_DEVICE float of_head(const BroadcastTensor& scale, int head_k) {
-    return scale.data == nullptr
-               ? 1.0f
-               : static_cast<const float*>(scale.data)[head_k * scale.stride.head];
-  }
-};
 
 // What a thread knows of its two rows.
 struct DecodeRows {
@@ -128,10 +87,6 @@ class RowUnits {
   ANYFLASH_DEVICE void set(const float (&powers)[DecodeRows::kRows]) {
     bits_ = __float_as_uint(powers[0]) >> 16 | __float_as_uint(powers[1]);
   }
-  // The largest power that is no larger than x; infinity if x is, 0 if x is 0 or subnormal.
-  ANYFLASH_DEVICE static float power_of_two(float x) {
-    return __uint_as_float(__float_as_uint(x) & 0x7f800000u);
-  }
 
  private:
   uint32_t bits_;
@@ -154,7 +109,7 @@ ANYFLASH_DEVICE void scale_values(Scores& probabilities, const Coordinates& coor
       largest = fmaxf(largest, probabilities(row, col) != 0.0f ? scale : 0.0f);
     }
     largest = quad_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
-    powers[row] = RowUnits::power_of_two(largest);
+    powers[row] = power_of_two(largest);
     if (powers[row] != unit) {
       const float rescale = unit / powers[row];
       CUTE_UNROLL

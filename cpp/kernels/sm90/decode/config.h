@@ -10,6 +10,7 @@ struct DecodeConfig {
   // Which kernels have it.
   int head_dim = 0;
   int least_rows = 0;  // of their tiles
+  bool is_8bit = false;
 
   int buffers = 2;     // for a tile of K or of V
   int ctas = 1;        // for which an SM has registers
@@ -29,21 +30,42 @@ constexpr DecodeConfig config(int head_dim, int least_rows, int buffers, int cta
   return c;
 }
 
+constexpr DecodeConfig of_8bit(DecodeConfig c) {
+  c.is_8bit = true;
+  return c;
+}
+
 // Buffers have 64 KB or more, so that an SM's memory is kept busy while a CTA computes. With a
 // third CTA an SM, an H200 reads 5 % slower. Latent attention has a tile of 72 KB, which is that of
 // V, too.
 inline constexpr DecodeConfig kTable[] = {
-    config(64, 64, 8, 2),     config(64, 16, 10, 2),  //
-    config(128, 64, 4, 2),    config(128, 16, 5, 2),  //
-    config(256, 64, 5, 1, 2), config(256, 16, 5, 1),  //
-    config(576, 64, 2, 1, 2), config(576, 16, 2, 1),
+    config(64, 64, 8, 2),
+    config(64, 16, 10, 2),  //
+    config(128, 64, 4, 2),
+    config(128, 16, 5, 2),  //
+    config(256, 64, 5, 1, 2),
+    config(256, 16, 5, 1),  //
+    config(576, 64, 2, 1, 2),
+    config(576, 16, 2, 1),
+
+    of_8bit(config(64, 64, 16, 1, 2)),
+    of_8bit(config(64, 32, 10, 2)),
+    of_8bit(config(64, 16, 6, 3)),
+    of_8bit(config(128, 64, 16, 1, 2)),
+    of_8bit(config(128, 32, 10, 2)),
+    of_8bit(config(128, 16, 6, 3)),
+    of_8bit(config(256, 64, 8, 1, 2)),
+    of_8bit(config(256, 32, 10, 1)),  //
+    of_8bit(config(256, 16, 4, 2)),   //
+    of_8bit(config(576, 64, 3, 1, 2)),
+    of_8bit(config(576, 16, 4, 1)),
 };
 
 }  // namespace decode_configs
 
-constexpr DecodeConfig decode_config(int head_dim, int rows) {
+constexpr DecodeConfig decode_config(int head_dim, int rows, bool is_8bit) {
   for (const DecodeConfig& c : decode_configs::kTable) {
-    if (c.head_dim == head_dim && rows >= c.least_rows) return c;
+    if (c.head_dim == head_dim && c.is_8bit == is_8bit && rows >= c.least_rows) return c;
   }
   return {};
 }

@@ -45,6 +45,13 @@ ANYFLASH_DEVICE RowResult row_result(const typename Traits::SharedStorage& smem,
   return RowResult(smem.maximum[row] * softmax_scale, sum, sink);
 }
 
+// What its staged output counts in.
+template <class Traits>
+ANYFLASH_DEVICE float row_unit(const typename Traits::SharedStorage& smem, int row) {
+  if constexpr (Traits::k8Bit) return smem.scales.unit[row];
+  else return 1.0f;
+}
+
 // Calls store(row, column, four numbers) for the result, and store_lse(row, lse). A warp a row.
 template <class Traits, class Store, class StoreLse>
 ANYFLASH_DEVICE void for_each_result(const DecodeLaunch& params, const DecodeWorkTile& block,
@@ -56,10 +63,12 @@ ANYFLASH_DEVICE void for_each_result(const DecodeLaunch& params, const DecodeWor
        row += Traits::kConsumerWarps) {
     const float sink = has_sink ? row_sink(params, block, row) : -INFINITY;
     const RowResult result = row_result<Traits>(smem, row, scale, sink);
+    const float unit = row_unit<Traits>(smem, row);
     for (int x = 4 * lane; x < Traits::kHeadDimV; x += 128) {
       const auto four = *reinterpret_cast<const float4*>(&smem.result[row][x]);
       const float f = result.factor;
-      store(row, x, float4{four.x * f, four.y * f, four.z * f, four.w * f});
+      store(row, x,
+            float4{four.x * f * unit, four.y * f * unit, four.z * f * unit, four.w * f * unit});
     }
     store_lse(row, result.lse);
   }

@@ -15,15 +15,15 @@ template <class Traits>
 void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
   launch_splits<Traits, decode_kernel<Traits>, DecodeLaunch>(
       params, context, [](DecodeLaunch& prepared) {
-        make_cache_maps(prepared, prepared, kElementType<typename Traits::Element>,
-                        Traits::kBlockN);
+        make_cache_maps(prepared, prepared, prepared.cache_dtype, Traits::kBlockN);
       });
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, int kBlockM>
+template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, bool k8Bit>
 constexpr KernelDescriptor decode_descriptor(const char* name) {
-  using Traits = DecodeTraits<Element, kHeadDim, kHeadDimV, kBlockM>;
+  using Traits = DecodeTraits<Element, kHeadDim, kHeadDimV, kBlockM, k8Bit>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kDecode);
+  d.features = k8Bit ? kQuantizedCache : kNoFeatures;
   d.tile = Traits::kTile;
   d.latent = Traits::kLatent;
   d.loads_boxes = true;

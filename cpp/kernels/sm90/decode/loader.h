@@ -6,6 +6,7 @@
 #include "common/macros.h"
 #include "cuda/decode_work_tile.h"
 #include "sm90/cache_boxes.h"
+#include "sm90/decode/scales.h"
 #include "sm90/pipeline.h"
 
 namespace anyflash::sm90 {
@@ -22,9 +23,9 @@ template <class Traits>
 ANYFLASH_DEVICE void load_keys_and_values(const DecodeLaunch& params, const DecodeWorkTile& block,
                                           typename Traits::SharedStorage& smem) {
   RingPlace<Traits::kBuffers> place;
+  const auto wait_for_buffer = [&] { smem.ring.empty[place.stage()].wait(place.parity() ^ 1); };
   const auto load = [&](auto tile, const CUtensorMap& map, CacheBox box) {
     const int stage = place.stage();
-    smem.ring.empty[stage].wait(place.parity() ^ 1);
     load_boxes<decltype(tile)>(smem.tiles[stage], map, block.head_k, box, params.box_rows,
                                smem.ring.full[stage], L2Hint::kEvictFirst);  // read once
     place.advance();
@@ -34,10 +35,17 @@ ANYFLASH_DEVICE void load_keys_and_values(const DecodeLaunch& params, const Deco
     return find_box(params, block.sequence, key, params.box_rows);
   };
   CacheBox box = find(block.keys.begin);
+  KeyScaleLoader<Traits> scales(params, block);
   for (int key = block.keys.begin; key < block.keys.end; key += Traits::kBlockN) {
     const CacheBox next = find(key + Traits::kBlockN);  // the table answers while buffers get free
+    wait_for_buffer();
+    scales.store(smem, place.stage());
     load(typename Traits::TileK{}, params.k_map, box);
-    if constexpr (!Traits::kLatent) load(typename Traits::TileV{}, params.v_map, box);
+    if constexpr (!Traits::kLatent) {
+      wait_for_buffer();
+      load(typename Traits::TileV{}, params.v_map, box);
+    }
+    scales.ask(key + Traits::kBlockN);
     box = next;
   }
 }

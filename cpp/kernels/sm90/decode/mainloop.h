@@ -1,26 +1,28 @@
 // The main loop of a decoding warpgroup: some rows, the tiles of keys of one split.
 //
-// Scores are transposed. A thread has the keys lane / 4 and lane / 4 + 8 of its warp's sixteen, and
-// two of every eight rows. So each row's keys lie in all warps: its maximum goes through shared
-// memory, as P does, which wgmma reads there.
+// Scores are transposed: each row's keys lie in all warps. Its maximum goes through shared memory,
+// as P does, which wgmma reads there.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/convert.h"
 #include "common/element.h"
-#include "common/load.h"
 #include "common/macros.h"
 #include "cuda/decode_epilogue.h"
 #include "cuda/decode_work_tile.h"
 #include "params.h"
 #include "sm90/accumulator.h"
 #include "sm90/decode/loader.h"
+#include "sm90/decode/products.h"
+#include "sm90/decode/queries.h"
+#include "sm90/decode/scales.h"
+#include "sm90/decode/transposed.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
-#include "sm90/products.h"
 #include "sm90/ptx.h"
 #include "sm90/wgmma.h"
 #include "variant/mask.h"
@@ -30,7 +32,7 @@ namespace anyflash::sm90 {
 
 template <class Traits>
 class DecodeWarpgroup {
-  using Element = typename Traits::Element;
+  using Stored = typename Traits::Stored;
   using Smem = typename Traits::SharedStorage;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kColumns = Traits::kThreadColumns;
@@ -43,7 +45,8 @@ class DecodeWarpgroup {
         smem_(smem),
         warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads)),
         warp_(uniform(static_cast<int>(threadIdx.x) / 32 % kWarps)),
-        scale_log2_(static_cast<float>(params.attention.softmax_scale) * kLog2E) {
+        scale_log2_(static_cast<float>(params.attention.softmax_scale) * kLog2E),
+        scales_(params, smem.block.head_k, smem.scales, warpgroup_ * kRows) {
     ANYFLASH_UNROLL
     for (int c = 0; c < kColumns; ++c) {
       maximum_[c] = -INFINITY;
@@ -53,30 +56,10 @@ class DecodeWarpgroup {
     for (auto& out : out_) cute::clear(out);
   }
 
-  // This warpgroup's rows of Q, and what they see. Rows and columns that do not exist become 0.
+  // This warpgroup's rows of Q, and what they see.
   ANYFLASH_DEVICE void load_queries() {
-    const Attention& a = params_.attention;
-    constexpr int kVector = 8;
-    constexpr int kVectors = Traits::TileQ::kColumns / kVector;
-    for (int i = thread(); i < kRows * kVectors; i += kWarpgroupThreads) {
-      const int row = i / kVectors;
-      const int first = i % kVectors * kVector;
-      const int in_tile = warpgroup_ * kRows + row;
-      const bool exists = in_tile < block_.rows;
-      const auto* const source =
-          static_cast<const uint16_t*>(a.q) + block_.offset(a.q_stride, exists ? in_tile : 0);
-      const int columns = exists ? a.head_dim : 0;
-      Element* const piece =
-          piece_of<typename Traits::TileQ>(smem_.q[warpgroup_], row, i % kVectors);
-      if (!params_.q_has_vectors) {
-        load_elements<uint16_t>(source, a.q_stride.col, first, columns, piece);
-      } else {  // all on their way at once
-        const auto& from = *reinterpret_cast<const cute::uint128_t*>(source + first);
-        auto& to = *reinterpret_cast<cute::uint128_t*>(piece);
-        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(from, to, first < columns);
-      }
-    }
-    cute::cp_async_fence();
+    if constexpr (Traits::k8Bit) HalfQueries<Traits>(params_, block_, smem_, warpgroup_).load();
+    else sm90::load_queries<Traits>(params_, block_, smem_, warpgroup_);
     const Mask mask = block_.mask(params_);
     for (int row = thread(); row < kRows; row += kWarpgroupThreads) {
       const int in_tile = warpgroup_ * kRows + row;
@@ -94,16 +77,16 @@ class DecodeWarpgroup {
       const bool partial = block_.hides(key, key + Traits::kBlockN);
       const int k_stage = wait_tile();
       typename Traits::Scores scores;
-      issue_transposed<typename Traits::TileK, typename Traits::TileQ, Traits::TileQ::kColumns>(
-          scores, smem_.tiles[k_stage], smem_.q[warpgroup_]);
-      wgmma_wait<0>();
-      pin(scores);
+      make_scores(scores, k_stage);
       if (!Traits::kLatent) release_tile(k_stage);
       if (partial) hide_keys(scores, key);
       softmax(scores);
+      if constexpr (Traits::k8Bit) {
+        scales_.scale_probabilities(scores, out_, [&] { sync(); });
+      }
       store_probabilities(scores);
       const int v_stage = Traits::kLatent ? k_stage : wait_tile();
-      Element* const values = smem_.tiles[v_stage];
+      Stored* const values = smem_.tiles[v_stage];
       if (partial) found_nonfinite |= clear_values(values, key);
       fence_smem_writes();
       sync_for_values(partial);  // P is there
@@ -118,27 +101,11 @@ class DecodeWarpgroup {
 
  private:
   ANYFLASH_DEVICE static int thread() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
-  ANYFLASH_DEVICE static int lane_row() { return static_cast<int>(threadIdx.x) % 32 / 4; }
-  // The row of Q that this thread's c-th column of accumulators is, of the warpgroup's.
-  ANYFLASH_DEVICE static int column(int c) { return c / 2 * 8 + thread_column() + c % 2; }
-  // The same of the tile's.
-  ANYFLASH_DEVICE int row(int c) const { return warpgroup_ * kRows + column(c); }
+  // The row of the tile that this thread's c-th column of accumulators is.
+  ANYFLASH_DEVICE int row(int c) const { return warpgroup_ * kRows + query_of_column(c); }
   // Of V, in block `block` of the output.
   ANYFLASH_DEVICE int out_column(int block, int half) const {
-    return block * kPanelColumns + warp_ * kWarpRows + lane_row() + 8 * half;
-  }
-  // Column c of an accumulator, of the upper or the lower eight of a warp's rows.
-  template <class Acc>
-  ANYFLASH_DEVICE static float& element(Acc& acc, int c, int half) {
-    return acc(c / 2 * 4 + half * 2 + c % 2);
-  }
-  template <class Op>
-  ANYFLASH_DEVICE static float over_lanes(float x, Op op) {  // with the same columns
-    ANYFLASH_UNROLL
-    for (int distance = 4; distance < 32; distance *= 2) {
-      x = op(x, __shfl_xor_sync(0xffffffffu, x, distance));
-    }
-    return x;
+    return block * 64 + warp_ * kWarpRows + value_column<Traits>(half);
   }
   ANYFLASH_DEVICE void sync() {
     sync_named(static_cast<int>(NamedBarrier::kRows) + warpgroup_, kWarpgroupThreads);
@@ -175,6 +142,26 @@ class DecodeWarpgroup {
   }
   ANYFLASH_DEVICE void release_tile(int stage) { release(smem_.ring.empty[stage]); }
 
+  // S^T = K Q^T
+  ANYFLASH_DEVICE void make_scores(typename Traits::Scores& scores, int stage) {
+    Stored* const keys = smem_.tiles[stage];
+    if constexpr (Traits::k8Bit) {
+      sm90::make_scores<Traits>(scores, keys, smem_.q[warpgroup_], warp_, params_.cache_dtype);
+      scales_.scale_scores(scores, stage);
+    } else {
+      sm90::make_scores<Traits>(scores, keys, smem_.q[warpgroup_]);
+    }
+  }
+
+  // O^T += V^T P^T
+  ANYFLASH_DEVICE void add_values(Stored* values) {
+    if constexpr (Traits::k8Bit) {
+      sm90::add_values<Traits>(out_, values, smem_.p[warpgroup_], warp_, params_.cache_dtype);
+    } else {
+      sm90::add_values<Traits>(out_, values, smem_.p[warpgroup_]);
+    }
+  }
+
   // Of the keys from `first` on.
   ANYFLASH_DEVICE void hide_keys(typename Traits::Scores& scores, int first) const {
     const TreeMask tree(params_, block_.batch, block_.sequence);
@@ -193,7 +180,6 @@ class DecodeWarpgroup {
 
   // Turns scores into probabilities, and rescales sums and output to the new maxima.
   ANYFLASH_DEVICE void softmax(typename Traits::Scores& scores) {
-    const auto larger = [](float a, float b) { return fmaxf(a, b); };
     float maxima[kColumns];
     ANYFLASH_UNROLL
     for (int c = 0; c < kColumns; ++c) {
@@ -236,7 +222,7 @@ class DecodeWarpgroup {
 
   // P, rounded, a row for each of Q's: this warp's sixteen keys.
   ANYFLASH_DEVICE void store_probabilities(const typename Traits::Scores& scores) {
-    RoundedAccumulator<Element, kRows> rounded;
+    RoundedAccumulator<typename Traits::Operand, kRows> rounded;
     rounded.round(scores);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     ANYFLASH_UNROLL
@@ -250,19 +236,17 @@ class DecodeWarpgroup {
 
   // A masked probability is 0, but 0 * NaN is NaN (common/finite.h): such values of keys that not
   // all rows see become 0.
-  ANYFLASH_DEVICE bool clear_values(Element* tile, int first_key) {
+  ANYFLASH_DEVICE bool clear_values(Stored* tile, int first_key) {
     // Latent: both warpgroups have done with the tile as keys.
     if (Traits::kLatent) sync_consumers<Traits::kConsumerThreads>();
-    constexpr int kVectors = Traits::TileV::kColumns / 8;
+    constexpr int kVectors = Traits::TileV::kPanels * kPanelBytes / 16;
     bool found = false;
     for (int i = static_cast<int>(threadIdx.x); i < Traits::kBlockN * kVectors;
          i += Traits::kConsumerThreads) {
       const int row = i / kVectors;
       if (!block_.hides(first_key + row, first_key + row + 1)) continue;
-      auto vector = cute::make_tensor(
-          cute::make_smem_ptr(piece_of<typename Traits::TileV>(tile, row, i % kVectors)),
-          cute::Int<8>{});
-      found |= clear_nonfinite(vector);
+      Stored* const piece = piece_of<typename Traits::TileV>(tile, row, i % kVectors);
+      found |= clear_piece<Traits>(piece, params_.cache_dtype);
     }
     return found;
   }
@@ -284,11 +268,19 @@ class DecodeWarpgroup {
           for (int c = 0; c < kColumns; ++c) {
             const SplitKeys seen = smem_.seen[row(c)];
             const bool sees = seen.begin <= key && key < seen.end;
-            if (sees && tree.keep(block_.query(row(c)), key)) element(out_[block], c, half) += lost;
+            if (sees && tree.keep(block_.query(row(c)), key)) {
+              element(out_[block], c, half) += in_units(lost, c);
+            }
           }
         }
       }
     }
+  }
+
+  // An infinity or NaN, as O counts it.
+  ANYFLASH_DEVICE float in_units(float lost, int c) const {
+    if constexpr (Traits::k8Bit) return copysignf(1.0f, scales_.unit(c)) * lost;
+    else return lost;
   }
 
   // In the place of the tiles: code that stores rows of it, by a loop, is shorter than what would
@@ -301,7 +293,10 @@ class DecodeWarpgroup {
     tell_others(sum_);
     if (thread() < 4) {
       ANYFLASH_UNROLL
-      for (int c = 0; c < kColumns; ++c) smem_.maximum[row(c)] = maximum_[c];
+      for (int c = 0; c < kColumns; ++c) {
+        smem_.maximum[row(c)] = maximum_[c];
+        if constexpr (Traits::k8Bit) smem_.scales.unit[row(c)] = scales_.unit(c);
+      }
     }
     sync_consumers<Traits::kConsumerThreads>();  // all have done with the tiles
     ANYFLASH_UNROLL
@@ -317,35 +312,13 @@ class DecodeWarpgroup {
     sync_consumers<Traits::kConsumerThreads>();  // every warp's part is there
   }
 
-  // O^T += V^T P^T
-  ANYFLASH_DEVICE void add_values(const Element* values) {
-    using TileV = typename Traits::TileV;
-    constexpr int kPanel = TileV::kPanelElements * static_cast<int>(sizeof(Element));
-    const OperandDescriptor v(values, kPanel);
-    const OperandDescriptor p(smem_.p[warpgroup_], Traits::TileP::kBytes);
-    ANYFLASH_UNROLL
-    for (auto& out : out_) pin(out);
-    wgmma_fence();
-    ANYFLASH_UNROLL
-    for (int block = 0; block < Traits::kOutBlocks; ++block) {
-      ANYFLASH_UNROLL
-      for (int step = 0; step < Traits::kBlockN / 16; ++step) {
-        Wgmma<Element, kRows>::template with_smem<Major::kMN, Major::kK>(
-            out_[block].data(), v + (block * kPanel + step * 16 * kPanelBytes), p + step * 32, 1);
-      }
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    ANYFLASH_UNROLL
-    for (auto& out : out_) pin(out);
-  }
-
   const DecodeLaunch& params_;
   const DecodeWorkTile& block_;
   Smem& smem_;
   const int warpgroup_;
   const int warp_;
   const float scale_log2_;
+  std::conditional_t<Traits::k8Bit, RowScales<Traits>, NoRowScales> scales_;
   RingPlace<Traits::kBuffers> place_;
   float maximum_[kColumns];  // of scores so far
   float sum_[kColumns];      // of this thread's probabilities

@@ -1,6 +1,8 @@
 // Types that a Hopper decoding kernel is made of.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -21,14 +23,17 @@ namespace anyflash::sm90 {
 // Rows are queries and heads that share a head of K. Keys are the rows of the products, and these
 // the columns: S^T = K Q^T, O^T = V^T P^T. With two head dims attention is latent: V is the first
 // columns of K, and comes with it.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, bool k8Bit_>
 struct DecodeTraits {
-  using Element = Element_;
+  using Element = Element_;  // of Q and of results
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool kLatent = kHeadDim != kHeadDimV;
-  static constexpr bool k8Bit = false;
-  static constexpr DecodeConfig kConfig = decode_config(kHeadDim, kBlockM_);
+  static constexpr bool k8Bit = k8Bit_;  // the cache's elements have 8 bits (is_quantized)
+  using Operand = std::conditional_t<k8Bit, cutlass::half_t, Element>;  // of the products
+  using Stored = std::conditional_t<k8Bit, uint8_t, Element>;           // in the cache
+  static constexpr bool kConvertsQ = !std::is_same_v<Operand, Element>;
+  static constexpr DecodeConfig kConfig = decode_config(kHeadDim, kBlockM_, k8Bit);
   static_assert(kConfig.head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kDecodeKeys;
@@ -45,13 +50,13 @@ struct DecodeTraits {
   static constexpr bool kOwnsSm = kConfig.ctas == 1;
   static constexpr Tile kTile = {kBlockM, kBlockN, kThreads / 32, kConfig.ctas};
 
-  using TileQ = PanelTile<Element, kRows, kHeadDim>;
-  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
-  using TileV = PanelTile<Element, kBlockN, kHeadDimV>;  // latent: the first panels of K's
-  using TileP = PanelTile<Element, kRows, kBlockN>;
-  using Scores = Accumulator<kRows>;  // transposed, as the output
-  static constexpr int kOutBlocks = TileV::kPanels;
-  static constexpr int kThreadColumns = kRows / 4;  // of an accumulator's
+  using TileQ = PanelTile<Operand, kRows, kHeadDim>;
+  using TileK = PanelTile<Stored, kBlockN, kHeadDim>;
+  using TileV = PanelTile<Stored, kBlockN, kHeadDimV>;  // latent: the first panels of K's
+  using TileP = PanelTile<Operand, kRows, kBlockN>;
+  using Scores = Accumulator<kRows>;                          // transposed, as the output
+  static constexpr int kOutBlocks = ceil_div(kHeadDimV, 64);  // of a wgmma's rows each
+  static constexpr int kThreadColumns = kRows / 4;            // of an accumulator's
 
   // The CTAs of a cluster each join some columns of all splits, by slabs of sixteen: a warp's.
   static constexpr int kSlabs = kHeadDimV / 16;
@@ -72,16 +77,27 @@ struct DecodeTraits {
   };
   struct NoInbox {};
 
+  // What belongs to a cache of 8 bits.
+  struct Scales {
+    float q_factor[kBlockM];           // what rows' scores have to be multiplied by
+    float k_scale[kBuffers][kBlockN];  // of the keys of a tile of K, where keys have their own
+    float v_scale[kBuffers][kBlockN];  // of their values
+    float units_of_warps[4][kBlockM];
+    float unit[kBlockM];  // in which a row's result counts
+  };
+  struct NoScales {};
+
   // Rows of O are padded so that what a warp writes at once lies in different banks.
   static constexpr int kOutStride = kHeadDimV + 4;
   struct SharedStorage {
     union {
-      alignas(1024) Element tiles[kBuffers][TileK::kSize];
+      alignas(1024) Stored tiles[kBuffers][TileK::kSize];
       float result[kBlockM][kOutStride];  // after the loop, not yet divided by the sums
     };
-    alignas(1024) Element q[kWarpgroups][TileQ::kSize];
-    alignas(1024) Element p[kWarpgroups][TileP::kSize];
+    alignas(1024) Operand q[kWarpgroups][TileQ::kSize];
+    alignas(1024) Operand p[kWarpgroups][TileP::kSize];
     std::conditional_t<kJoinsInCluster, Inbox, NoInbox> inbox;
+    std::conditional_t<k8Bit, Scales, NoScales> scales;
     Ring<kBuffers> ring;
     float of_warps[4][kBlockM];           // maxima or sums of each warp's keys
     float maximum[kBlockM];               // of products

@@ -89,6 +89,9 @@ inline void fence_all_writes() { emu::fence_proxy_async(); }
 
 inline void store_matrices(void* row, const uint32_t* words) { emu::stmatrix(row, words); }
 inline void load_matrices(uint32_t* words, const void* row) { emu::ldmatrix(4, false, row, words); }
+inline void load_transposed(uint32_t* words, const void* row) {
+  emu::ldmatrix(4, true, row, words);
+}
 inline void store_transposed(void* column, uint32_t upper, uint32_t lower) {
   emu::stmatrix_transposed(column, upper, lower);
 }

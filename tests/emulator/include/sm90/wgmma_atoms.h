@@ -51,6 +51,8 @@ inline void wgmma_fence() { emu::wgmma_fence(); }
 inline void wgmma_commit() { emu::wgmma_commit_group(); }
 template <int kSize>
 inline void pin_registers(float*) {}
+template <int kSize>
+inline void pin_registers(uint32_t*) {}
 template <int kGroups>
 inline void wgmma_wait() {
   emu::wgmma_wait_group(kGroups);

@@ -53,16 +53,18 @@ def hopper_kernel(case: CacheCase, rows: int) -> str | None:
     if not hopper_takes(case) or (dims == "576_512" and not case.latent):
         return None
     tile = next((m for m in (16, 32) if rows <= m), 64)
-    return f"sm90_decode_{case.dtype.replace('fp', 'f')}_d{dims}_m{tile}"
+    name = f"sm90_decode_{case.dtype.replace('fp', 'f')}_d{dims}_m{tile}"
+    return f"{name}_8bit" if case.eight_bit else name
 
 
 def hopper_takes(case: CacheCase) -> bool:
     """Its kernels load boxes of at least eight rows of a page, by TMA."""
     in_boxes = not case.page or (case.page >= 8 and not case.leftpad)
-    vectors = case.d % 8 == 0 and (case.latent or case.head_dim_v % 8 == 0)
+    vector = 16 if case.eight_bit else 8
+    vectors = case.d % vector == 0 and (case.latent or case.head_dim_v % vector == 0)
     aligned = case.layout in TOGETHER or LAYOUTS[case.layout].is_aligned
     positive_scale = case.scale is None or case.scale >= LEAST_SCALE
-    plain = not case.softcap and not case.alibi and not case.eight_bit
+    plain = not case.softcap and not case.alibi
     return plain and in_boxes and vectors and aligned and positive_scale
 
 
