@@ -13,7 +13,6 @@ namespace emu {
 namespace {
 
 constexpr int kRank = 4;
-constexpr int kUnitBytes = 2;     // which boxes are copied by
 constexpr int kPanelBytes = 128;  // a row of a box
 constexpr int kChunkBytes = 16;
 constexpr uint32_t kMagic = 0x54534f52;
@@ -21,10 +20,10 @@ constexpr uint32_t kMagic = 0x54534f52;
 // What a CUtensorMap holds here.
 struct TensorMap {
   uint32_t magic;
-  int elements;  // of a unit
+  int element_bytes;
   uint32_t box_rows;
   unsigned char* data;
-  uint64_t extent[kRank];  // the first in units
+  uint64_t extent[kRank];
   uint64_t stride[kRank];  // bytes
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
@@ -93,21 +92,21 @@ unsigned char* global_row(const Copy& copy, uint32_t row) {
   return result;
 }
 
-// Calls visit(place in shared memory, place in global memory or null) for each unit of the box.
+// Calls visit(place in shared memory, place in global memory or null) for each element of the box.
 template <class Visit>
-void for_each_unit(const Copy& copy, const Visit& visit) {
+void for_each_element(const Copy& copy, const Visit& visit) {
   const size_t first = copy.shared - shared_memory();
   for (uint32_t row = 0; row < copy.map.box_rows; ++row) {
     unsigned char* const global = global_row(copy, row);
     const size_t offset = first + row * kPanelBytes;
-    for (int unit = 0; unit < kPanelBytes / kUnitBytes; ++unit) {
-      const size_t byte = unit * kUnitBytes;
+    for (int element = 0; element < kPanelBytes / copy.map.element_bytes; ++element) {
+      const size_t byte = element * copy.map.element_bytes;
       const size_t chunk = byte / kChunkBytes ^ (offset / kPanelBytes % 8);
-      const int64_t column = int64_t{copy.at[0]} / copy.map.elements + unit;
+      const int64_t column = int64_t{copy.at[0]} + element;
       const bool exists =
           global != nullptr && column >= 0 && column < static_cast<int64_t>(copy.map.extent[0]);
       visit(offset + chunk * kChunkBytes + byte % kChunkBytes,
-            exists ? global + column * kUnitBytes : nullptr);
+            exists ? global + column * copy.map.element_bytes : nullptr);
     }
   }
 }
@@ -123,11 +122,12 @@ void land(const Copy& copy) {
     land_bytes(copy);
     return;
   }
-  for_each_unit(copy, [](size_t shared, const unsigned char* global) {
-    uint16_t value = 0;
-    if (global != nullptr) std::memcpy(&value, global, sizeof(value));
-    std::memcpy(shared_memory() + shared, &value, sizeof(value));
-    std::memcpy(g_async_shared + shared, &value, sizeof(value));
+  const int bytes = copy.map.element_bytes;
+  for_each_element(copy, [bytes](size_t shared, const unsigned char* global) {
+    for (int i = 0; i < bytes; ++i) {
+      const unsigned char value = global == nullptr ? 0 : global[i];
+      shared_memory()[shared + i] = g_async_shared[shared + i] = value;
+    }
   });
 }
 
@@ -146,8 +146,9 @@ void store(const Copy& copy) {
     add_sums(copy);
     return;
   }
-  for_each_unit(copy, [](size_t shared, unsigned char* global) {
-    if (global != nullptr) std::memcpy(global, g_async_shared + shared, sizeof(uint16_t));
+  const int bytes = copy.map.element_bytes;
+  for_each_element(copy, [bytes](size_t shared, unsigned char* global) {
+    for (int i = 0; global != nullptr && i < bytes; ++i) global[i] = g_async_shared[shared + i];
   });
 }
 
@@ -156,14 +157,14 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 const cuuint32_t* steps, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   const bool of_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const int elements = of_bytes ? 2 : 1;  // of a unit
-  const bool known =
-      (of_bytes || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 ||
-       type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) &&
-      extent[0] % elements == 0 && rank == kRank && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
-      swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  const int element_bytes = of_bytes ? 1 : 2;
+  const bool known = (of_bytes || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 ||
+                      type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) &&
+                     rank == kRank && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+                     swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+                     fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
   bool ok = known && reinterpret_cast<uintptr_t>(data) % 16 == 0 && data != nullptr &&
-            box[0] / elements * kUnitBytes == kPanelBytes && box[2] == 1 && box[3] == 1;
+            box[0] * element_bytes == kPanelBytes && box[2] == 1 && box[3] == 1;
   for (int axis = 0; axis < kRank; ++axis) {
     ok = ok && extent[axis] >= 1 && extent[axis] <= uint64_t{1} << 32 && box[axis] >= 1 &&
          box[axis] <= 256 && steps[axis] == 1;
@@ -175,11 +176,10 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
   if (!ok) return CUDA_ERROR_INVALID_VALUE;
   TensorMap result{};
   result.magic = kMagic;
-  result.elements = elements;
+  result.element_bytes = element_bytes;
   result.box_rows = box[1];
   result.data = static_cast<unsigned char*>(data);
   for (int axis = 0; axis < kRank; ++axis) result.extent[axis] = extent[axis];
-  result.extent[0] /= static_cast<uint64_t>(elements);
   for (int axis = 1; axis < kRank; ++axis) result.stride[axis] = stride[axis - 1];
   std::memset(map, 0, sizeof(*map));
   std::memcpy(map, &result, sizeof(result));
