@@ -93,20 +93,20 @@ unsigned char* global_row(const Copy& copy, uint32_t row) {
 }
 
 // Calls visit(place in shared memory, place in global memory or null) for each element of the box.
-template <class Visit>
+template <class Element, class Visit>
 void for_each_element(const Copy& copy, const Visit& visit) {
   const size_t first = copy.shared - shared_memory();
   for (uint32_t row = 0; row < copy.map.box_rows; ++row) {
     unsigned char* const global = global_row(copy, row);
     const size_t offset = first + row * kPanelBytes;
-    for (int element = 0; element < kPanelBytes / copy.map.element_bytes; ++element) {
-      const size_t byte = element * copy.map.element_bytes;
+    for (int element = 0; element < kPanelBytes / static_cast<int>(sizeof(Element)); ++element) {
+      const size_t byte = element * sizeof(Element);
       const size_t chunk = byte / kChunkBytes ^ (offset / kPanelBytes % 8);
       const int64_t column = int64_t{copy.at[0]} + element;
       const bool exists =
           global != nullptr && column >= 0 && column < static_cast<int64_t>(copy.map.extent[0]);
       visit(offset + chunk * kChunkBytes + byte % kChunkBytes,
-            exists ? global + column * copy.map.element_bytes : nullptr);
+            exists ? global + column * static_cast<int64_t>(sizeof(Element)) : nullptr);
     }
   }
 }
@@ -117,18 +117,23 @@ void land_bytes(const Copy& copy) {
   copy_words(g_async_shared + first, copy.global, static_cast<size_t>(copy.bytes));
 }
 
+template <class Element>
+void land_box(const Copy& copy) {
+  for_each_element<Element>(copy, [](size_t shared, const unsigned char* global) {
+    Element value = 0;
+    if (global != nullptr) std::memcpy(&value, global, sizeof(value));
+    std::memcpy(shared_memory() + shared, &value, sizeof(value));
+    std::memcpy(g_async_shared + shared, &value, sizeof(value));
+  });
+}
+
 void land(const Copy& copy) {
   if (copy.what == CopyOf::kBytes) {
     land_bytes(copy);
     return;
   }
-  const int bytes = copy.map.element_bytes;
-  for_each_element(copy, [bytes](size_t shared, const unsigned char* global) {
-    for (int i = 0; i < bytes; ++i) {
-      const unsigned char value = global == nullptr ? 0 : global[i];
-      shared_memory()[shared + i] = g_async_shared[shared + i] = value;
-    }
-  });
+  if (copy.map.element_bytes == 1) land_box<uint8_t>(copy);
+  else land_box<uint16_t>(copy);
 }
 
 void add_sums(const Copy& copy) {
@@ -141,15 +146,20 @@ void add_sums(const Copy& copy) {
   }
 }
 
+template <class Element>
+void store_box(const Copy& copy) {
+  for_each_element<Element>(copy, [](size_t shared, unsigned char* global) {
+    if (global != nullptr) std::memcpy(global, g_async_shared + shared, sizeof(Element));
+  });
+}
+
 void store(const Copy& copy) {
   if (copy.what == CopyOf::kSums) {
     add_sums(copy);
     return;
   }
-  const int bytes = copy.map.element_bytes;
-  for_each_element(copy, [bytes](size_t shared, unsigned char* global) {
-    for (int i = 0; global != nullptr && i < bytes; ++i) global[i] = g_async_shared[shared + i];
-  });
+  if (copy.map.element_bytes == 1) store_box<uint8_t>(copy);
+  else store_box<uint16_t>(copy);
 }
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
