@@ -65,7 +65,7 @@ RUNS = {
     "tsan-forward": ("tsan", list(FORWARD)),
     "tsan-hopper-ranges": ("tsan", wide(HOPPER_RANGE_CASES)),
     "tsan-hopper-backward-ranges": ("tsan", wide(HOPPER_BACKWARD_RANGES[::2])),
-    "tsan-hopper-decode": ("tsan", list(HOPPER_DECODE_RACES + HOPPER_QUANTIZED_CASES)),
+    "tsan-hopper-decode": ("tsan", list(HOPPER_DECODE_RACES + HOPPER_QUANTIZED_CASES[:3])),
     "tsan-hopper-latent": ("tsan", list(HOPPER_LATENT_CASES)),
     "tsan-hopper-prefill": ("tsan", list(HOPPER_PREFILL_CASES[:2])),
     "tsan-hopper": ("tsan", list(HOPPER_RACES + HOPPER_CASES if FULL else HOPPER_RACES)),
