@@ -29,8 +29,8 @@ ANYFLASH_DEVICE void with_stored_type(DType stored, const Function& function) {
   else function(cute::constant<DType, DType::kFloat8E4M3>{});
 }
 
-// Operand A: 16 keys of this warp's from `warp_row` on, kColumns columns from the first of `tile`'s
-// on. Of every sixteen columns, operand columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 are neighbours.
+// Operand A: sixteen keys from `warp_row` on, kColumns columns from 16 * `first_vector` on. Of each
+// sixteen columns, operand columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 are neighbours.
 template <DType kStored, class Tile, int kColumns>
 ANYFLASH_DEVICE void load_keys(OperandRows<Tile, kColumns>& operand, typename Tile::Element* tile,
                                int warp_row, int first_vector) {
@@ -63,10 +63,10 @@ ANYFLASH_DEVICE void load_values(OperandRows<Tile, Tile::kRows>& operand,
     uint32_t stored[4];  // of eight keys each
     load_transposed(stored, piece_of<Tile>(tile, 32 * pair + lane, vector));
     ANYFLASH_UNROLL
-    for (int half = 0; half < 4; ++half) {
-      uint32_t* const words = operand.words + 8 * pair + 2 * half;
-      words[0] = dequantize_pair<kStored, 0, 2>(stored[half]);
-      words[1] = dequantize_pair<kStored, 1, 3>(stored[half]);
+    for (int i = 0; i < 4; ++i) {
+      uint32_t* const words = operand.words + 8 * pair + 2 * i;
+      words[0] = dequantize_pair<kStored, 0, 2>(stored[i]);
+      words[1] = dequantize_pair<kStored, 1, 3>(stored[i]);
     }
   }
 }

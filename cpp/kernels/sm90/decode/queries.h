@@ -102,17 +102,7 @@ class HalfQueries {
   }
 
   ANYFLASH_DEVICE void store_row(int row, const Row& pieces) {
-    int largest = 0;
-    ANYFLASH_UNROLL
-    for (const Piece& piece : pieces) {
-      ANYFLASH_UNROLL
-      for (const uint16_t bits : piece) largest = max(largest, finite_exponent(bits));
-    }
-    ANYFLASH_UNROLL
-    for (int distance = 1; distance < 32; distance *= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-    }
-    const HalfScale scale(largest);
+    const HalfScale scale(Traits::kConvertsQ ? largest_exponent(pieces) : 0);
     ANYFLASH_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       if (column(i) >= Traits::kHeadDim) continue;
@@ -129,6 +119,21 @@ class HalfQueries {
       smem_.scales.q_factor[warpgroup_ * Traits::kRows + row] =
           Traits::kConvertsQ ? scale.inverse : 1.0f;
     }
+  }
+
+  // Of a row.
+  static ANYFLASH_DEVICE int largest_exponent(const Row& pieces) {
+    int largest = 0;
+    ANYFLASH_UNROLL
+    for (const Piece& piece : pieces) {
+      ANYFLASH_UNROLL
+      for (const uint16_t bits : piece) largest = max(largest, finite_exponent(bits));
+    }
+    ANYFLASH_UNROLL
+    for (int distance = 1; distance < 32; distance *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    return largest;
   }
 
   static ANYFLASH_DEVICE cutlass::half_t half_of(uint16_t bits, const HalfScale& scale) {
