@@ -122,7 +122,9 @@ OPERANDS = (
 # Of the kernels of one feature.
 _of_features = partial(Mutation, unit=HOPPER_FEATURES)
 FEATURES = (
-    _of_features("hopper-backward-no-ranges", KEY_BLOCK,
+    _of_features("hopper-dq-32-tiles-at-most", "sm90/visited_tiles.h", "asked_ < range.size()",
+                 "asked_ < min(range.size(), 32)"),
+    _of_features("hopper-backward-no-ranges", LOAD,
                  "find_key_ranges<typename Traits::Variant, Traits::kBlockN>"
                  "(params.attention, block);"),
     _of_features("hopper-backward-one-range", ROW_STAGES, "row_at(seen.second_end)",

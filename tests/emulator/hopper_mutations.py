@@ -40,21 +40,21 @@ EPILOGUE = "sm90/forward/epilogue.h"
 STAGED_ROWS = "sm90/staged_rows.h"
 FLOAT_ROWS = "sm90/float_rows.h"
 VISITED = "sm90/visited_tiles.h"
+TILE_LISTS = "sm90/forward/tile_lists.h"
 
 _mutation = partial(Mutation, unit=HOPPER)
 
 BARRIERS = (
     _mutation("hopper-no-barrier-after-init", KERNEL, "__syncthreads();", ""),
     _mutation("hopper-guard-does-not-count-for-q", KERNEL,
-              "(warpgroup == 0 ? Traits::kGuardWarps : 0)", "0"),
+              "(is_guarded ? Traits::kGuardWarps : 0)", "0"),
 )  # fmt: skip
 
 BLOCKS = (
     _mutation("hopper-counter-begins-late", LAUNCH, "*counter = 0;", "*counter = 1;"),
     _mutation("hopper-block-left-out", BLOCKS_OF_ROWS, "gridDim.x + atomicAdd(params_.taken, 1u)",
               "gridDim.x + atomicAdd(params_.taken, 1u) + 1"),
-    _mutation("hopper-one-known-block", BLOCKS_OF_ROWS, "kKnownBlocks = 4", "kKnownBlocks = 1",
-              alone=True),
+    _mutation("hopper-one-known-block", TRAITS, "kConfig.finds_tiles ? 8 : 4", "1", alone=True),
 )  # fmt: skip
 
 LOADS = (
@@ -193,23 +193,35 @@ OUTPUT = (
 _of_ranges = partial(Mutation, unit=HOPPER_RANGES)
 RANGES = (
     _of_ranges("hopper-tile-is-not-told", LOAD,
-               "if (Variant::kSkipsTiles) smem_.key_tiles[stage] = tile.packed();"),
-    _of_ranges("hopper-guard-keeps-k", LOAD, "release(smem_.k_ring.empty[stage]);"),
-    _of_ranges("hopper-k-gone-before-the-guard", KERNEL,
-               "(Variant::kSkipsTiles ? Traits::kGuardWarps : 0)", "0"),
-    _of_ranges("hopper-tiles-of-the-block-before", VISITED, "left_ = 0;",
-               after="range) { asked_ = 0;"),
+               "if (kFinds) smem_.key_tiles[stage] = tile.packed();"),
+    _of_ranges("hopper-guard-keeps-lists", LOAD, "release(smem_.list_ring.empty[place.stage()]);"),
+    _of_ranges("hopper-list-gone-before-the-guard", KERNEL,
+               "smem.list_ring.init(Traits::kGuardWarps + 1)", "smem.list_ring.init(1)"),
+    _of_ranges("hopper-guard-before-the-list", LOAD,
+               "smem_.list_ring.full[place.stage()].wait(place.parity());"),
+    _of_ranges("hopper-list-not-awaited", TILE_LISTS,
+               "smem_.list_ring.full[place_.stage()].wait(place_.parity());"),
+    _of_ranges("hopper-list-overwritten", TILE_LISTS,
+               "smem_.list_ring.empty[place_.stage()].wait(place_.parity() ^ 1);",
+               after="void tell(const Found& found, bool are_last) {"),
+    _of_ranges("hopper-list-not-released", TILE_LISTS,
+               "smem_.list_ring.empty[place_.stage()].arrive();"),
+    _of_ranges("hopper-words-of-the-list-missing", TILE_LISTS,
+               "__syncwarp(); // all words are there", sanitizer="tsan"),
+    _of_ranges("hopper-last-of-each-list", TILE_LISTS, "are_last && from_here == 1",
+               "from_here == 1"),
+    _of_ranges("hopper-two-known-blocks", TRAITS, "kConfig.finds_tiles ? 8 : 4", "2", alone=True),
     _of_ranges("hopper-tile-with-ranges-unmasked", VISITED,
                "range.needs_mask(n) || !seen.all", "range.needs_mask(n)"),
-    _of_ranges("hopper-32-tiles-at-most", VISITED, "asked_ < range.size()",
-               "asked_ < min(range.size(), 32)"),
+    _of_ranges("hopper-32-tiles-at-most", TILE_LISTS, "asked < range.size()",
+               "asked < min(range.size(), 32)"),
     _of_ranges("hopper-order-of-tiles", "variant/mask.h",
                "tile >= begin ? tile : tile + unmasked + (unmasked_begin - begin)", "tile"),
     _of_ranges("hopper-bits-of-ranges", "sm90/seen_elements.h", "bits >>= kStep;"),
     _of_ranges("hopper-warp-sees-some", STAGES, "if (of_warp.all) return;",
                "if (of_warp.any) return;"),
     _of_ranges("hopper-bounds-not-made", LAUNCH,
-               "make_key_range_bounds(prepared.attention, context.stream);"),
+               "make_key_range_bounds(prepared.attention, context.stream, prepared.taken);"),
     _of_ranges("hopper-some-blocks-are-all", "variant/block_mask.h", "seen.all &= kept;"),
     _of_ranges("hopper-all-blocks-are-some", "variant/block_mask.h", "seen.any |= kept;",
                "seen.any = kept;"),

@@ -23,7 +23,7 @@ KERNELS = {
         "forward", "prefill", "decode", "backward", "wide_backward", "postprocess_dq",
         "clear_counter", "list_blocks",
     ),
-    "": ("append", "combine", "preprocess"),
+    "": ("append", "combine", "key_range_bounds", "preprocess"),
 }  # fmt: skip
 WAIT = "ACQBULK"  # griddepcontrol.wait
 ALLOW = "PREEXIT"  # griddepcontrol.launch_dependents

@@ -1,6 +1,8 @@
 // See key_range_bounds.h. One warp a tile of keys.
+#include <algorithm>
 #include <cstdint>
 
+#include "common/dependent_launch.h"
 #include "common/launch.h"
 #include "cuda/key_range_bounds.h"
 #include "variant/key_range_bounds.h"
@@ -24,7 +26,16 @@ ANYFLASH_DEVICE void add_over_warp(IntervalBounds& bounds) {
   }
 }
 
-__global__ void key_range_bounds_kernel(const __grid_constant__ Attention p) {
+struct Launch {
+  Attention attention;
+  unsigned* counter;
+};
+
+__global__ void key_range_bounds_kernel(const __grid_constant__ Launch launch) {
+  allow_next_kernel();
+  wait_previous_kernel();
+  if (launch.counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *launch.counter = 0;
+  const Attention& p = launch.attention;
   const KeyRangeTiles tiles(p);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int64_t units = tiles.sequences() * tiles.heads() * tiles.of_sequence();
@@ -65,12 +76,13 @@ std::size_t key_range_bounds_bytes(const Attention& attention) {
   return static_cast<std::size_t>(count) * sizeof(IntervalBounds);
 }
 
-void make_key_range_bounds(const Attention& attention, void* stream) {
+void make_key_range_bounds(const Attention& attention, void* stream, unsigned* counter) {
   if (attention.key_ranges.data == nullptr) return;
   const KeyRangeTiles tiles(attention);
-  launch_grid_stride<key_range_bounds_kernel>(
-      tiles.sequences() * tiles.heads() * tiles.of_sequence(), kWarps, 32 * kWarps, 0, stream,
-      attention);
+  const int64_t units = tiles.sequences() * tiles.heads() * tiles.of_sequence();
+  launch_grid_stride<key_range_bounds_kernel>(std::max(units, int64_t{counter != nullptr}), kWarps,
+                                              32 * kWarps, 0, stream, Launch{attention, counter},
+                                              LaunchOrder::kWhenAllowed);
 }
 
 }  // namespace anyflash

@@ -27,6 +27,16 @@ struct KeyTile {
   }
 };
 
+// Tile n of a block's range, and whether its rows see something of it.
+template <class Traits, class Variant>
+ANYFLASH_DEVICE KeyTile look_at_tile(const Attention& attention, const ForwardWorkTile& rows,
+                                     const KRange& range, int n, bool& is_visited) {
+  const Variant variant(attention, rows, Traits::kBlockM, Traits::kBlockN);
+  const Visibility seen = variant.template see<Variant::kOps>(n);
+  is_visited = seen.any;
+  return {n, range.needs_mask(n) || !seen.all, seen.all};
+}
+
 // The loader's: the tiles of a block in turn, by position alone.
 template <class Traits, class Variant, bool kSkips = Variant::kSkipsTiles>
 class VisitedTiles {
@@ -77,11 +87,8 @@ class VisitedTiles<Traits, Variant, true> {
       asked_ += 32;
       bool is_left = false;
       if (place < range.size()) {
-        const Variant variant(attention, rows, Traits::kBlockM, Traits::kBlockN);
-        const int n = range.at(place);
-        const Visibility seen = variant.template see<Variant::kOps>(n);
-        is_left = seen.any;
-        word_ = KeyTile{n, range.needs_mask(n) || !seen.all, seen.all}.packed();
+        word_ = look_at_tile<Traits, Variant>(attention, rows, range, range.at(place), is_left)
+                    .packed();
       }
       left_ = __ballot_sync(0xffffffffu, is_left);
     }

@@ -112,14 +112,18 @@ class KeyTileBounds {
     constexpr int kKeys = KeyRangeTiles::kKeys;
     KeyRangeBounds bounds;
     if (tiles_ == nullptr) return bounds;
-    const bool has_two = attention_.key_intervals == 2;
-    const IntervalBounds* at = tiles_ + key / kKeys * attention_.key_intervals;
-    bounds.first = *at++;
-    if (has_two) bounds.second = *at++;
+    const int intervals = attention_.key_intervals;
+    const IntervalBounds* at = tiles_ + key / kKeys * intervals;
+    bounds.first = at[0];
+    if (intervals == 2) bounds.second = at[1];
     const int end = min(key + keys, all_keys_);
-    for (int next = (key / kKeys + 1) * kKeys; next < end; next += kKeys) {
-      bounds.first.add(*at++);
-      if (has_two) bounds.second.add(*at++);
+    int next = (key / kKeys + 1) * kKeys;
+    // So many may follow. A known number of steps, so that no load waits for another.
+    for (int i = 0; i < ceil_div(keys, kKeys); ++i, next += kKeys) {
+      at += intervals;
+      if (next >= end) continue;
+      bounds.first.add(at[0]);
+      if (intervals == 2) bounds.second.add(at[1]);
     }
     return bounds;
   }

@@ -27,7 +27,6 @@ ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
   }
   const bool is_loader = loads<Traits>();
   if (is_loader) {
-    find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
     if (leads<Traits>()) {
       smem.block = block;
       init_barriers();

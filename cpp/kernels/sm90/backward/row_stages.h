@@ -30,6 +30,9 @@ ANYFLASH_DEVICE void find_visible_rows(const BackwardScratch& params, const Back
   for (int i = threadIdx.x; i < Traits::kBlockN; i += Traits::kThreads) {
     const int key = block.first_key + i;
     const MRange rows = mask.m_range(key, 1, 1);
+    if constexpr (!Traits::kIsWide) {
+      if (i % Traits::kWarpgroupKeys == 0) smem.first_rows[i / Traits::kWarpgroupKeys] = rows.begin;
+    }
     if (rows.begin >= rows.end) {  // a key that is not used has no ranges either
       smem.visible[i] = {};
     } else if constexpr (kHasRanges<typename Traits::Variant>) {

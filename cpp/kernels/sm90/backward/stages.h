@@ -155,11 +155,11 @@ class BackwardStages : public RowStages<Traits> {
   }
 
   // Of the first tile: whether no row sees a key of this warpgroup, as with the second half of a
-  // block under a causal mask. Later keys are seen by later rows: the first one tells.
+  // block under a causal mask. Later keys are seen by later rows, by position: the first one tells.
   ANYFLASH_DEVICE bool sees_nothing() const {
-    if (!needs_mask() || kHasRanges<typename Traits::Variant>) return false;
-    const int first = smem_.visible[warpgroup_ * Traits::kWarpgroupKeys].first[0];
-    return uniform(first) >= this->tile().row + kBlockM;
+    if (!needs_mask()) return false;
+    const int first_row = smem_.first_rows[warpgroup_];
+    return uniform(first_row) >= this->tile().row + kBlockM;
   }
   // Instead of that tile's products: P and dS are zeros. The other warpgroup waits for the rest.
   template <bool kAddsToDq>

@@ -62,11 +62,11 @@ struct BackwardTraits : Warpgroups<2> {
 
   static constexpr bool kKeysInRegisters = false;
   static constexpr bool kValuesInRegisters = kConfig.values_in_registers;
-  // The kernels of a feature have no registers for what follows.
-  static constexpr bool kIsPlain = Variant::kFeatures == 0;
-  static constexpr bool kLooksAhead = kIsPlain && kConfig.looks_ahead;
-  static constexpr bool kPingPong = kIsPlain;       // else the second warpgroup begins later
-  static constexpr bool kHasPlainSteps = kIsPlain;  // a body of the loop for tiles without masks
+  // Kernels of other features have no registers for what follows. Key ranges are a mask to it.
+  static constexpr bool kIsLean = Variant::kFeatures == 0 || kHasRanges<Variant>;
+  static constexpr bool kLooksAhead = kIsLean && kConfig.looks_ahead;
+  static constexpr bool kPingPong = kIsLean;       // else the second warpgroup begins later
+  static constexpr bool kHasPlainSteps = kIsLean;  // a body of the loop for tiles without masks
 
   static constexpr bool kIsWide = false;
 
@@ -93,6 +93,8 @@ struct BackwardTraits : Warpgroups<2> {
 
     BackwardWorkTile block;  // the loop needs its registers
     VisibleRows<kHasRanges<Variant> ? 2 : 1> visible[kBlockN];
+    int first_rows
+        [kConsumers];  // of a warpgroup's first key: the first row that sees it by position
     // Of a tile: with ALiBi its head's slope, with dropout the head, and with a block mask a bit
     // for each of a key's elements, the same for 64 keys (find_kept_rows).
     float slope_log2[kStages];

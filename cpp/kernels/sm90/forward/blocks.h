@@ -16,10 +16,6 @@
 
 namespace anyflash::sm90 {
 
-// Blocks that are known at a time: the loader's next one, its present one, and those that consumers
-// still work on.
-inline constexpr int kKnownBlocks = 4;
-
 // A block of query rows. One thread works it out, and all warps of the CTA read it.
 struct BlockWork {
   ForwardWorkTile tile;
@@ -33,9 +29,9 @@ struct BlockWork {
 };
 
 // Where the block is described whose Q is at this place of its ring.
-template <int kQStages>
-ANYFLASH_DEVICE int block_place(const RingPlace<kQStages>& queries) {
-  return static_cast<int>(queries.count() % kKnownBlocks);
+template <class Traits>
+ANYFLASH_DEVICE int block_place(const RingPlace<Traits::kQStages>& queries) {
+  return static_cast<int>(queries.count() % Traits::kKnownBlocks);
 }
 
 // A block of query rows whose keys lie in tensors. (In a cache: prefill/cached_block.h.)

@@ -29,6 +29,14 @@ struct ForwardConfig {
   // Whether the shared memory that the results of the block before leave from is given back behind
   // this block's first products: they take a while to leave.
   bool late_release = true;
+  // Whether a warp of the producer finds the tiles of keys that are not left out.
+  bool finds_tiles = false;
+
+  constexpr ForwardConfig with_finder(bool finds) const {
+    ForwardConfig config = *this;
+    config.finds_tiles = finds;
+    return config;
+  }
 };
 
 namespace forward_configs {

@@ -149,9 +149,12 @@ ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& para
                                       const StagedSoftmax& softmax, const FinishedRows& finished) {
   const ForwardWorkTile& work_tile = block.tile;
   const int rows = work_tile.sequence.seqlen_q - work_tile.first_row;
-  const Variant variant(params.attention, work_tile, Traits::kBlockM, Traits::kBlockN);
+  // Made anew where it is needed: most blocks need no more of it than dropout's scale.
+  const auto variant = [&] {
+    return Variant(params.attention, work_tile, Traits::kBlockM, Traits::kBlockN);
+  };
   auto out = as_matrix(acc_o);
-  finished.apply(out, variant.dropout_scale());
+  finished.apply(out, variant().dropout_scale());
   auto lse = finished.lse;
   const auto coordinates = accumulator_coordinates<Traits::kHeadDimV>();
   if (params.prior.out != nullptr) {
@@ -173,7 +176,7 @@ ANYFLASH_DEVICE void forward_epilogue(const typename Traits::Block::Launch& para
         params.out_stride.row, warp_row(), rows, params.attention.head_dim_v, acc_o);
   }
   if (params.lse != nullptr) store_lse(params, work_tile, lse, coordinates, rows);
-  if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant);
+  if (stages.take_found_nonfinite()) restore_block<Traits>(params, block, variant());
 }
 
 }  // namespace anyflash::sm90

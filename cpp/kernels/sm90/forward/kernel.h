@@ -8,18 +8,21 @@
 #include "sm90/forward/launch_params.h"
 #include "sm90/forward/load.h"
 #include "sm90/forward/mainloop.h"
+#include "sm90/forward/tile_lists.h"
 #include "sm90/pipeline.h"
 
 namespace anyflash::sm90 {
 
-template <class Traits, class Variant>
+template <class Traits>
 ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
+  // The guard learns of blocks with Q, or from the finder's lists.
+  constexpr bool kFinds = Traits::kConfig.finds_tiles;
   for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-    smem.q_ring[warpgroup].init(kWarpgroupThreads / 32 +
-                                (warpgroup == 0 ? Traits::kGuardWarps : 0));
+    const bool is_guarded = warpgroup == 0 && !kFinds;
+    smem.q_ring[warpgroup].init(kWarpgroupThreads / 32 + (is_guarded ? Traits::kGuardWarps : 0));
   }
-  // Where tiles are described with K, the guard reads that, too.
-  smem.k_ring.init(Traits::kConsumerWarps + (Variant::kSkipsTiles ? Traits::kGuardWarps : 0));
+  if (kFinds) smem.list_ring.init(Traits::kGuardWarps + 1);
+  smem.k_ring.init(Traits::kConsumerWarps);
   smem.v_ring.init(Traits::kConsumerWarps);
   for (int stage = 0; stage < Traits::kStages; ++stage) smem.v_unguarded[stage].init(1);
   fence_barrier_init();
@@ -29,10 +32,12 @@ template <class Traits, class Variant>
 ANYFLASH_DEVICE void produce(const typename Traits::Block::Launch& params,
                              typename Traits::SharedStorage& smem) {
   const int warp = static_cast<int>(threadIdx.x - Traits::kThreads) / 32;
-  if (warp > 0) {
-    ValueGuard<Traits, Variant>(smem, warp - 1).guard();
-  } else if (TileLoader<Traits, Variant>::kIsWarp || elect_lane()) {
-    TileLoader<Traits, Variant>(params, smem).load();
+  if (warp == 0) {
+    if (TileLoader<Traits>::kIsWarp || elect_lane()) TileLoader<Traits>(params, smem).load();
+  } else if (warp <= Traits::kGuardWarps) {
+    ValueGuard<Traits>(smem, warp - 1).guard();
+  } else if constexpr (Traits::kConfig.finds_tiles) {
+    TileFinder<Traits, Variant>(params, smem).find();
   }
 }
 
@@ -58,9 +63,9 @@ ANYFLASH_DEVICE void consume(const typename Traits::Block::Launch& params,
 template <class Traits, class Variant>
 ANYFLASH_DEVICE void run_forward(const typename Traits::Block::Launch& params) {
   constexpr RegisterSplit kRegisters =
-      register_split(Traits::kConfig, TileLoader<Traits, Variant>::kIsWarp);
+      register_split(Traits::kConfig, Traits::Block::kLoadsByWarp || Traits::kConfig.finds_tiles);
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  if (threadIdx.x == 0) init_barriers<Traits, Variant>(smem);
+  if (threadIdx.x == 0) init_barriers<Traits>(smem);
   __syncthreads();
   // Not by run_roles(): nvcc 13.0 then inlines other things, and head dim 128's code grows by 2 %.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);

@@ -76,10 +76,13 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
       LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                        heads_per_l2_section(a, context.multiprocessors, kMostSectionKeys));
   prepared.attention.key_range_bounds = static_cast<IntervalBounds*>(context.scratch);
-  make_key_range_bounds(prepared.attention, context.stream);
   if (needs_counter<Traits>(a, context)) {
     prepared.taken = reinterpret_cast<unsigned*>(static_cast<char*>(context.scratch) +
                                                  key_range_bounds_bytes(a));
+  }
+  if (a.key_ranges.data != nullptr) {
+    make_key_range_bounds(prepared.attention, context.stream, prepared.taken);
+  } else if (prepared.taken != nullptr) {
     launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken,
                                     LaunchOrder::kWhenAllowed);
   }

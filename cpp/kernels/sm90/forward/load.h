@@ -1,4 +1,5 @@
-// The producer warpgroup: one warp has TMA bring Q, K and V; three warps guard V.
+// The producer warpgroup: one warp has TMA bring Q, K and V, and others guard V. (A third kind:
+// tile_lists.h.)
 #pragma once
 
 #include <cstdint>
@@ -7,24 +8,27 @@
 #include "sm90/forward/blocks.h"
 #include "sm90/forward/key_tiles.h"
 #include "sm90/forward/launch_params.h"
+#include "sm90/forward/tile_lists.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/tma.h"
+#include "sm90/visited_tiles.h"
+#include "variant/forward_variants.h"
 #include "variant/mask.h"
 #include "variant/work_tile.h"
 
 namespace anyflash::sm90 {
 
-// One thread, or a warp. Where the variant leaves tiles out, all lanes find the tiles, and one
-// loads and tells. Where tiles come in several boxes, lanes load one each.
-template <class Traits, class Variant>
+// One thread, or a warp where tiles come in several boxes: lanes load one each.
+template <class Traits>
 class TileLoader {
   using Block = typename Traits::Block;
   using Launch = typename Block::Launch;
   using KeyPlace = typename Block::KeyPlace;
+  static constexpr bool kFinds = Traits::kConfig.finds_tiles;
 
  public:
-  static constexpr bool kIsWarp = Variant::kSkipsTiles || Block::kLoadsByWarp;
+  static constexpr bool kIsWarp = Block::kLoadsByWarp;
 
   ANYFLASH_DEVICE TileLoader(const Launch& params, typename Traits::SharedStorage& smem)
       : params_(params), smem_(smem) {
@@ -35,9 +39,17 @@ class TileLoader {
 
   // All blocks of the CTA, in turn.
   ANYFLASH_DEVICE void load() {
-    BlockScheduler<Traits> scheduler(params_);
-    take_next(scheduler);
-    while (next_block().exists()) load_block(scheduler);
+    if constexpr (kFinds) {
+      ListedTiles<Traits> tiles(smem_);
+      while (tiles.begin_block()) load_block(tiles, [] {});
+    } else {
+      BlockScheduler<Traits> scheduler(params_);
+      take_next(scheduler);
+      while (next_block().exists()) {
+        auto tiles = tiles_of_next_;
+        load_block(tiles, [&] { take_next(scheduler); });
+      }
+    }
     if (leads()) end();
   }
 
@@ -47,7 +59,7 @@ class TileLoader {
   ANYFLASH_DEVICE static bool loads_keys() { return Block::kLoadsByWarp || leads(); }
 
   // The first block whose Q has not been loaded.
-  ANYFLASH_DEVICE Block& next_block() { return smem_.blocks[block_place(q_place_)]; }
+  ANYFLASH_DEVICE Block& next_block() { return smem_.blocks[block_place<Traits>(q_place_)]; }
   template <class Scheduler>
   ANYFLASH_DEVICE void take_next(Scheduler& scheduler) {
     Block& block = next_block();
@@ -57,11 +69,11 @@ class TileLoader {
   }
 
   // Q, and K and V of all tiles. K comes before Q, which may have to wait for the block before, and
-  // V after K of the next tile: consumers, too, are one tile ahead with K.
-  template <class Scheduler>
-  ANYFLASH_DEVICE void load_block(Scheduler& scheduler) {
+  // V after K of the next tile: consumers, too, are one tile ahead with K. Calls take_next() in the
+  // middle.
+  template <class Tiles, class TakeNext>
+  ANYFLASH_DEVICE void load_block(Tiles& tiles, const TakeNext& take_next) {
     Block& block = next_block();
-    auto tiles = tiles_of_next_;
     KeyTile tile;
     KeyPlace place;
     for (int i = 0;; ++i) {
@@ -71,16 +83,11 @@ class TileLoader {
         next_place = block.template find_keys<Traits::kBlockN>(params_, next.n);
         load_keys(block, next, next_place);
       }
-      if (i > 0) {
-        load_values(block, tile, place);
-      } else {
-        const bool is_left_out = Variant::kSkipsTiles && !next.exists();  // every tile
-        if (is_left_out && leads()) block.range = KRange{0, 0, 0, 0};
-        load_queries(block);
-      }
+      if (i > 0) load_values(block, tile, place);
+      else load_queries(block);
       // It takes the place of block k - 3, if k is the one that is loaded. Consumers have released
       // Q of block k - 2, and so have done with the one before it.
-      if (i == 1 || (i == 0 && !next.exists())) take_next(scheduler);
+      if (i == 1 || (i == 0 && !next.exists())) take_next();
       if (!next.exists()) return;
       tile = next;
       place = next_place;
@@ -100,7 +107,7 @@ class TileLoader {
     if (!loads_keys()) return;
     const int stage = k_place_.stage();
     smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);
-    if (Variant::kSkipsTiles) smem_.key_tiles[stage] = tile.packed();
+    if (kFinds) smem_.key_tiles[stage] = tile.packed();
     block.template load<typename Traits::TileK>(params_, place,
                                                 smem_.k.data() + stage * Traits::TileK::kSize,
                                                 params_.k_map, tile.n, smem_.k_ring.full[stage]);
@@ -140,12 +147,13 @@ class TileLoader {
   RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
   RingPlace<Traits::kQStages> q_place_;
-  VisitedTiles<Traits, Variant> tiles_of_next_;  // next_block()'s
+  VisitedTiles<Traits, PlainForward> tiles_of_next_;  // next_block()'s, without a finder
 };
 
-// The guard has three warps. A masked probability is 0, but 0 * NaN is NaN (common/finite.h). So
-// tiles with hidden keys come to the guard, which hands them on to the consumers.
-template <class Traits, class Variant>
+// The guard has two or three warps. A masked probability is 0, but 0 * NaN is NaN
+// (common/finite.h). So tiles with hidden keys come to the guard, which hands them on to the
+// consumers.
+template <class Traits>
 class ValueGuard {
   static constexpr int kThreads = 32 * Traits::kGuardWarps;
 
@@ -155,22 +163,25 @@ class ValueGuard {
 
   // All blocks of the CTA, in turn.
   ANYFLASH_DEVICE void guard() {
+    if constexpr (Traits::kConfig.finds_tiles) guard_lists();
+    else guard_ranges();
+  }
+
+ private:
+  ANYFLASH_DEVICE void guard_ranges() {
     for (;;) {
       Ring<Traits::kQStages>& queries = smem_.q_ring[0];
       const int stage = q_place_.stage();
       queries.full[stage].wait(q_place_.parity());
-      const BlockWork& block = smem_.blocks[block_place(q_place_)];
+      const BlockWork& block = smem_.blocks[block_place<Traits>(q_place_)];
       if (!block.exists()) return;
       const KRange range = block.range;
       __syncwarp();  // every lane has read it
       if (threadIdx.x % 32 == 0) queries.empty[stage].arrive();
       q_place_.advance();
-      if constexpr (!Variant::kSkipsTiles) guard_first(range);
-      else if (range.first() >= 0) guard_described();
+      guard_first(range);
     }
   }
-
- private:
   // Tiles with hidden keys are the first of a range.
   ANYFLASH_DEVICE void guard_first(const KRange& range) {
     int visits = range.end - range.begin;
@@ -182,18 +193,18 @@ class ValueGuard {
     v_place_.advance(visits);
   }
 
-  // The tiles that the loader describes with their K: one is the last.
-  ANYFLASH_DEVICE void guard_described() {
-    for (bool goes_on = true; goes_on;) {
-      const int stage = k_place_.stage();
-      smem_.k_ring.full[stage].wait(k_place_.parity());
-      const KeyTile tile = KeyTile::unpacked(smem_.key_tiles[stage]);
+  // With a finder they are anywhere.
+  ANYFLASH_DEVICE void guard_lists() {
+    for (RingPlace<kTileLists> place;; place.advance()) {
+      smem_.list_ring.full[place.stage()].wait(place.parity());
+      const TileList& list = smem_.tile_lists[place.stage()];
+      if (list.count == TileList::kNoMoreBlocks) return;
+      for (int i = 0; i < list.count; ++i) {
+        if (KeyTile::unpacked(list.words[i]).needs_mask) guard_tile(v_place_.stage());
+        v_place_.advance();
+      }
       __syncwarp();  // every lane has read it
-      release(smem_.k_ring.empty[stage]);
-      k_place_.advance();
-      if (tile.needs_mask) guard_tile(v_place_.stage());
-      v_place_.advance();
-      goes_on = !tile.is_last;
+      release(smem_.list_ring.empty[place.stage()]);
     }
   }
 
@@ -212,7 +223,6 @@ class ValueGuard {
   typename Traits::SharedStorage& smem_;
   int thread_;
   RingPlace<Traits::kQStages> q_place_;
-  RingPlace<Traits::kStages> k_place_;
   RingPlace<Traits::kStages> v_place_;
   uint32_t parities_ = 0;  // a bit a stage
 };

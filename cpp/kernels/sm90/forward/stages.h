@@ -65,7 +65,7 @@ class ForwardStages {
   ANYFLASH_DEVICE const typename Traits::Block& wait_block() {
     smem_.q_ring[warpgroup_].full[q_place_.stage()].wait(q_place_.parity());
     if (!Traits::kConfig.late_release) release_last_block();
-    return smem_.blocks[block_place(q_place_)];
+    return smem_.blocks[block_place<Traits>(q_place_)];
   }
   // The block's Q, or what takes its place.
   ANYFLASH_DEVICE Element* queries() { return smem_.queries(q_place_.stage(), warpgroup_); }

@@ -12,6 +12,7 @@
 #include "sm90/accumulator.h"
 #include "sm90/forward/blocks.h"
 #include "sm90/forward/config.h"
+#include "sm90/forward/tile_lists.h"
 #include "sm90/panel_tile.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
@@ -23,9 +24,10 @@ namespace anyflash::sm90 {
 template <int kHeadDim, int kHeadDimV, class Variant = PlainForward>
 struct TableConfig {
   static constexpr ForwardConfig value =
-      (Variant::kFeatures & kBlockMask) != 0
-          ? forward_config(forward_configs::kBlocksTable, kHeadDim, kHeadDimV)
-          : forward_config(forward_configs::kTable, kHeadDim, kHeadDimV);
+      ((Variant::kFeatures & kBlockMask) != 0
+           ? forward_config(forward_configs::kBlocksTable, kHeadDim, kHeadDimV)
+           : forward_config(forward_configs::kTable, kHeadDim, kHeadDimV))
+          .with_finder(Variant::kSkipsTiles);
   static_assert(value.max_head_dim > 0, "config.h lacks a row that kernels.cmake asks for");
 };
 
@@ -44,7 +46,11 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kQStages = kConfig.q_stages;
 
-  static constexpr int kGuardWarps = 3;
+  // The producer's warps: one loads, one may find tiles, and the others guard V.
+  static constexpr int kGuardWarps = kConfig.finds_tiles ? 2 : 3;
+  // Blocks that are known at a time: the loader's next one, its present one, and those that
+  // consumers still work on. A finder is as many blocks ahead as there are lists.
+  static constexpr int kKnownBlocks = kConfig.finds_tiles ? 8 : 4;
   // Rounded results take Q's place on their way out, where the next Q need not come there.
   static constexpr bool kOutputInQ = kQStages > 1;
 
@@ -72,7 +78,10 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
     Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
     int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
     Block blocks[kKnownBlocks];
-    int key_tiles[kStages];  // KeyTile's words, of what `k` holds, where a variant leaves tiles out
+    // Where a variant leaves tiles out: KeyTile's words of what `k` holds, and what is found.
+    int key_tiles[kStages];
+    Ring<kTileLists> list_ring;
+    TileList tile_lists[kTileLists];
 
     ANYFLASH_DEVICE Element* queries(int stage, int warpgroup) {
       return q.data() + (stage * kConsumers + warpgroup) * TileQ::kSize;
