@@ -174,14 +174,15 @@ ANYFLASH_DEVICE void prefetch_tensor_maps(const BackwardLaunch& params) {
   prefetch_tensor_map(params.dout_map);
 }
 
-// What a CTA waits for longest: K and V, and the first tile of rows unless tiles are left out. By
-// those who load, when the barriers have been initialised, before other threads know them.
+// What a CTA waits for longest: K and V, and the first tile of rows unless bounds of key ranges say
+// which that is. By those who load, when the barriers have been initialised, before other threads
+// know them.
 template <class Traits>
 ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWorkTile& block,
                                 typename Traits::SharedStorage& smem) {
   BackwardLoader<Traits> loader(params, block, smem);
   if (leads<Traits>()) loader.load_keys_and_values();
-  if constexpr (kSkipsTiles<typename Traits::Variant>) return;
+  if constexpr (kHasRanges<typename Traits::Variant>) return;
   RowLoader<Traits> rows(params, block);
   wait_previous_kernel();  // LSE, delta, dq_accum, and a rounded dO
   if (rows.has_next()) rows.load_next(loader);
@@ -191,8 +192,8 @@ ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWork
 template <class Traits>
 ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, BackwardWorkTile& block,
                                typename Traits::SharedStorage& smem) {
-  constexpr bool kFinds = kSkipsTiles<typename Traits::Variant>;
-  if constexpr (kFinds) {
+  constexpr bool kIsFirst = kHasRanges<typename Traits::Variant>;
+  if constexpr (kIsFirst) {
     find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
     if (leads<Traits>()) smem.block.ranges = block.ranges;  // before consumers are told of a tile
     wait_previous_kernel();
@@ -201,7 +202,7 @@ ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, BackwardWorkTile& b
   RowLoader<Traits> rows(params, block);
   if (!rows.has_next()) {
     if (leads<Traits>()) loader.wait_keys_and_values();
-  } else if (!kFinds) {
+  } else if (!kIsFirst) {
     rows.skip();
     loader.skip();
   }
