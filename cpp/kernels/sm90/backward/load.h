@@ -188,12 +188,12 @@ ANYFLASH_DEVICE void load_first(const BackwardLaunch& params, const BackwardWork
   if (rows.has_next()) rows.load_next(loader);
 }
 
-// The other tiles, in the order in which consumers visit them.
+// The other tiles, or all of them with key ranges, in the order in which consumers visit them.
 template <class Traits>
 ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, BackwardWorkTile& block,
                                typename Traits::SharedStorage& smem) {
-  constexpr bool kIsFirst = kHasRanges<typename Traits::Variant>;
-  if constexpr (kIsFirst) {
+  constexpr bool kLoadsAll = kHasRanges<typename Traits::Variant>;
+  if constexpr (kLoadsAll) {
     find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
     if (leads<Traits>()) smem.block.ranges = block.ranges;  // before consumers are told of a tile
     wait_previous_kernel();
@@ -202,7 +202,7 @@ ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, BackwardWorkTile& b
   RowLoader<Traits> rows(params, block);
   if (!rows.has_next()) {
     if (leads<Traits>()) loader.wait_keys_and_values();
-  } else if (!kIsFirst) {
+  } else if (!kLoadsAll) {
     rows.skip();
     loader.skip();
   }
