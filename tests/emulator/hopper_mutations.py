@@ -208,6 +208,8 @@ RANGES = (
                "smem_.list_ring.empty[place_.stage()].arrive();"),
     _of_ranges("hopper-words-of-the-list-missing", TILE_LISTS,
                "__syncwarp(); // all words are there", sanitizer="tsan"),
+    _of_ranges("hopper-range-cleared-while-it-is-read", TILE_LISTS,
+               "__syncwarp(); // all lanes have read the range", sanitizer="tsan"),
     _of_ranges("hopper-last-of-each-list", TILE_LISTS, "are_last && from_here == 1",
                "from_here == 1"),
     _of_ranges("hopper-two-known-blocks", TRAITS, "kConfig.finds_tiles ? 8 : 4", "2", alone=True),

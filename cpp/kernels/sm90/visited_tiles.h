@@ -1,4 +1,4 @@
-// Which tiles of keys a block of query rows visits, as the warp finds that loads them.
+// Which tiles of keys a block of query rows visits, as a warp of the producer finds them.
 #pragma once
 
 #include <cstdint>

@@ -194,9 +194,9 @@ ANYFLASH_DEVICE void load_rest(const BackwardLaunch& params, BackwardWorkTile& b
                                typename Traits::SharedStorage& smem) {
   constexpr bool kLoadsAll = kHasRanges<typename Traits::Variant>;
   if constexpr (kLoadsAll) {
+    wait_previous_kernel();  // and the bounds of ranges
     find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
     if (leads<Traits>()) smem.block.ranges = block.ranges;  // before consumers are told of a tile
-    wait_previous_kernel();
   }
   BackwardLoader<Traits> loader(params, block, smem);
   RowLoader<Traits> rows(params, block);

@@ -62,7 +62,8 @@ struct BackwardTraits : Warpgroups<2> {
 
   static constexpr bool kKeysInRegisters = false;
   static constexpr bool kValuesInRegisters = kConfig.values_in_registers;
-  // Kernels of other features have no registers for what follows. Key ranges are a mask to it.
+  // Kernels of a feature have no registers for what follows. But key ranges change nothing in the
+  // loop: they are other bits where a mask's are.
   static constexpr bool kIsLean = Variant::kFeatures == 0 || kHasRanges<Variant>;
   static constexpr bool kLooksAhead = kIsLean && kConfig.looks_ahead;
   static constexpr bool kPingPong = kIsLean;       // else the second warpgroup begins later
@@ -93,8 +94,8 @@ struct BackwardTraits : Warpgroups<2> {
 
     BackwardWorkTile block;  // the loop needs its registers
     VisibleRows<kHasRanges<Variant> ? 2 : 1> visible[kBlockN];
-    int first_rows
-        [kConsumers];  // of a warpgroup's first key: the first row that sees it by position
+    // Of each warpgroup's first key: the first row that sees it by position.
+    int first_rows[kConsumers];
     // Of a tile: with ALiBi its head's slope, with dropout the head, and with a block mask a bit
     // for each of a key's elements, the same for 64 keys (find_kept_rows).
     float slope_log2[kStages];

@@ -1,6 +1,6 @@
 // Which tiles of keys a block of query rows visits. By position alone, everyone can tell from the
-// block's range. Where a variant leaves tiles out, the loader finds those that are left, and
-// describes each to the others when it loads its keys.
+// block's range. Where a variant leaves tiles out, a warp finds those that are left
+// (tile_lists.h), and the loader describes each to consumers when it loads its keys.
 #pragma once
 
 #include <cstdint>
