@@ -9,7 +9,7 @@ struct BackwardScratch;
 struct CombineParams;
 
 decltype(sizeof(0)) key_range_bounds_bytes(const Attention&) { return 0; }
-void make_key_range_bounds(const Attention&, void*, unsigned* = nullptr) {}
+void make_key_range_bounds(const Attention&, void*, unsigned*) {}
 void backward_preprocess(const BackwardScratch&, void*) {}
 void sum_dalibi_slopes(const BackwardScratch&, void*) {}
 void sum_dsinks(const BackwardScratch&, void*) {}
