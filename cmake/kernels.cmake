@@ -115,7 +115,7 @@ anyflash_kernel_family(sm90 ARCHS "^90a$" VIRTUAL 90a)
 anyflash_kernels(
   FAMILY sm90
   OP forward
-  HEAD_DIMS 64 96 128 192 192_128 256
+  HEAD_DIMS 64 96 128 192 192_128 256 512
   KERNELS
     "*::PlainForward"
     "64,128,256:_alibi:AlibiForward"
@@ -128,7 +128,7 @@ anyflash_kernels(FAMILY sm90 OP prefill HEAD_DIMS 64 128 256 KERNELS "*::PlainFo
 anyflash_kernels(
   FAMILY sm90
   OP decode
-  HEAD_DIMS 64 128 256 576_512
+  HEAD_DIMS 64 128 256 512 576_512
   KERNELS
     "*:_m16:16, false"
     "*:_m32:32, false"
@@ -161,7 +161,7 @@ set(
   "^sm80_(forward|backward)_bf16_d256$"
   "^sm80_decode_bf16_d(512|576_512)_m16$"
   "^sm80_prefill_bf16_d128$"
-  "^sm90_forward_(bf16_d(64|128|256)|f16_d64)$"
+  "^sm90_forward_(bf16_d(64|128|256|512)|f16_d64)$"
   "^sm90_backward_bf16_d(64|96|128|192|256)$"
   "^sm90_prefill_bf16_d(64|128)$"
   "^sm90_decode_bf16_d(128|576_512)_m(16|64)$"

@@ -24,6 +24,11 @@ inline int64_t visible_keys(const Attention& attention) {
   return std::min<int64_t>(attention.seqlen_k, left + attention.seqlen_q);
 }
 
+// Of a key and its value.
+inline int loaded_columns(const KernelDescriptor& kernel) {
+  return kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
+}
+
 // How many CTAs of a kernel a multiprocessor holds at once.
 inline int64_t resident_ctas(const KernelDescriptor& kernel, const DeviceProperties& device) {
   constexpr std::size_t kReservedSmem = 1024;  // of each CTA
@@ -89,22 +94,22 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
                                const DeviceProperties& gpu) {
   // With 64 rows the tensor cores take as long for a block as memory does.
   constexpr int64_t kAloneByProducts = 100;
-  // Latent attention has two buffers, and computes in one of them.
+  // Above head dim 256 it has two buffers, and computes in one of them.
   constexpr int64_t kAloneByBuffers = 67;
-  // Above head dim 128 a CTA has twice as many bytes on their way.
+  // Above 128 a CTA has twice as many bytes on their way.
   constexpr int64_t kAloneOfWideHeads = 50;
   // Of 8-bit elements memory takes half the time of a block, and a CTA longer than of 16 bits. So
   // other CTAs do not fill the time in which one begins.
   constexpr int64_t kAloneByConversions = 230;
   constexpr int64_t kBeginningOf8Bits = 650;
   const bool is_8bit = (kernel.features & kQuantizedCache) != 0;
-  const int columns = kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
+  const int columns = loaded_columns(kernel);
   BoxKernel box{};
   box.ctas_per_sm = ctas_per_sm;
   box.block_bytes = (is_8bit ? 1 : 2) * kernel.tile.block_n * columns;
   box.alone = is_8bit                     ? kAloneByConversions
               : kernel.tile.block_m >= 64 ? kAloneByProducts
-              : kernel.latent             ? kAloneByBuffers
+              : kernel.head_dim > 256     ? kAloneByBuffers
               : kernel.head_dim > 128     ? kAloneOfWideHeads
                                           : alone_by_memory(gpu);
   box.beginning = is_8bit ? kBeginningOf8Bits : 0;

@@ -303,10 +303,10 @@ void check_decode_choice() {
   CHECK_EQ(selected_decode(64, 3, kQuantizedCache), "decode_d128_m16_8bit");
   CHECK_EQ(selected_decode(64, 17, kQuantizedCache | kAlibi), "decode_d128_m64_8bit");
   CHECK_EQ(selected_on_cpu(Op::kDecode), "cpu_decode");
-  // Kernels whose values are columns of the keys, and others where these are smaller.
+  // Kernels whose values are columns of the keys, and others where these load fewer columns.
   CHECK_EQ(selected_latent(320, 256, 1), "decode_d320_256_m16");
   CHECK_EQ(selected_latent(257, 20, 17), "decode_d320_256_m64");
-  CHECK_EQ(selected_latent(256, 256, 16), "decode_d256_m16");
+  CHECK_EQ(selected_latent(256, 256, 16), "decode_d320_256_m16");
   CHECK_EQ(selected_latent(128, 64, 16), "decode_d128_m16");
   check_error(320, kNoFeatures, DType::kFloat16, ErrorCode::kUnsupported,
               "q has head dim 320; the decode kernels of this build for float16", Op::kDecode);

@@ -15,6 +15,7 @@ from mutations import Mutation
 
 HOPPER = "sm90_forward_f16_d64"
 HOPPER_RANGES = "sm90_forward_f16_d128"
+HOPPER_512 = "sm90_forward_f16_d512"
 HOPPER_PREFILL = "sm90_prefill_f16_d64"
 HOPPER_DECODE = "sm90_decode_f16_d64"
 HOPPER_LATENT = "sm90_decode_f16_d576_512"
@@ -27,6 +28,7 @@ DECODE_PRODUCTS = "sm90/decode/products.h"
 DECODE_SCALES = "sm90/decode/scales.h"
 DECODE_EPILOGUE = "sm90/decode/epilogue.h"
 PREFILL_LAUNCH = "sm90/prefill/launch.h"
+COLUMN_PASS = "cuda/column_pass.h"
 KERNEL = "sm90/forward/kernel.h"
 LAUNCH = "sm90/forward/launch.h"
 BLOCKS_OF_ROWS = "sm90/forward/blocks.h"
@@ -58,9 +60,7 @@ BLOCKS = (
 )  # fmt: skip
 
 LOADS = (
-    _mutation(
-        "hopper-no-wait-for-empty-k", LOAD, "smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);"
-    ),
+    _mutation("hopper-no-wait-for-empty-k", LOAD, "ring.empty[stage].wait(k_place_.parity() ^ 1);"),
     _mutation(
         "hopper-no-wait-for-empty-v", LOAD, "smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);"
     ),
@@ -68,7 +68,7 @@ LOADS = (
     _mutation("hopper-first-phase-of-k", LOAD, "k_place_.parity() ^ 1", "k_place_.parity()"),
     _mutation("hopper-bytes-too-few", PANEL_TILE, "Tile::kBytes", "Tile::kBytes - 16"),
     _mutation("hopper-bytes-too-many", PANEL_TILE, "Tile::kBytes", "Tile::kBytes + 16"),
-    _mutation("hopper-k-in-one-buffer", LOAD, "stage * Traits::TileK::kSize", "0"),
+    _mutation("hopper-k-in-one-buffer", LOAD, "smem_.keys(stage, part)", "smem_.keys(0, part)"),
     _mutation(
         "hopper-v-in-one-buffer",
         LOAD,
@@ -114,7 +114,7 @@ CONSUMERS = (
               "smem_.q_ring[warpgroup_].full[q_place_.stage()].wait(q_place_.parity());"),
     _mutation(
         "hopper-no-wait-for-k", STAGES,
-        "smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity());",
+        "smem_.k_ring[part].full[k_place_.stage()].wait(k_place_.parity());",
     ),
     _mutation(
         "hopper-no-wait-for-v", STAGES, "smem_.v_ring.full[stage].wait(v_place_.parity());"
@@ -125,13 +125,10 @@ CONSUMERS = (
               after="void issue_values(AccO& acc_o, const Probabilities& p) {"),
     _mutation("hopper-scores-not-awaited", STAGES, "wgmma_wait<kYounger>();"),
     _mutation("hopper-values-not-awaited", STAGES, "wgmma_wait<0>();", "wgmma_wait<1>();"),
-    _mutation("hopper-k-not-released", STAGES, "release(smem_.k_ring.empty[k_place_.stage()]);",
-              after="void land_scores(AccS& acc_s) {"),
+    _mutation("hopper-k-not-released", STAGES, "release_keys(Traits::kKeyParts - 1);"),
     _mutation("hopper-v-not-released", STAGES, "release(smem_.v_ring.empty[v_place_.stage()]);",
               after="void land_values(AccO& acc_o) {"),
-    _mutation("hopper-skipped-k-not-released", STAGES,
-              "release(smem_.k_ring.empty[k_place_.stage()]);",
-              after="void skip_keys(bool has_turn) {"),
+    _mutation("hopper-skipped-k-not-released", STAGES, "release_keys(part);"),
     _mutation("hopper-skipped-v-not-released", STAGES,
               "release(smem_.v_ring.empty[v_place_.stage()]);",
               after="void skip_values(bool masked) {"),
@@ -141,7 +138,8 @@ CONSUMERS = (
               after="void skip_values(bool masked) {"),
     _mutation("hopper-q-not-released", STAGES,
               "release(smem_.q_ring[warpgroup_].empty[q_stage]);"),
-    _mutation("hopper-wrong-buffer-of-k", STAGES, "k_place_.stage() * TileK::kSize", "0"),
+    _mutation("hopper-wrong-buffer-of-k", STAGES, "smem_.keys(k_place_.stage(), part)",
+              "smem_.keys(0, part)"),
     _mutation("hopper-wrong-buffer-of-v", STAGES, "v_place_.stage() * TileV::kSize", "0"),
     _mutation("hopper-wrong-buffer-of-q", TRAITS, "stage * kConsumers + warpgroup", "warpgroup"),
     _mutation("hopper-no-first-turn", STAGES,
@@ -193,7 +191,7 @@ OUTPUT = (
 _of_ranges = partial(Mutation, unit=HOPPER_RANGES)
 RANGES = (
     _of_ranges("hopper-tile-is-not-told", LOAD,
-               "if (kFinds) smem_.key_tiles[stage] = tile.packed();"),
+               "if (kFinds && part == 0) smem_.key_tiles[stage] = tile.packed();"),
     _of_ranges("hopper-guard-keeps-lists", LOAD, "release(smem_.list_ring.empty[place.stage()]);"),
     _of_ranges("hopper-list-gone-before-the-guard", KERNEL,
                "smem.list_ring.init(Traits::kGuardWarps + 1)", "smem.list_ring.init(1)"),
@@ -242,6 +240,20 @@ RANGES = (
                "if (Traits::kConfig.lands_between_rows) { p_.round(acc_s_); land(); }"),
     _of_ranges("hopper-values-not-awaited-between-rows", STAGES, "wgmma_wait<0>();",
                "wgmma_wait<1>();"),
+)  # fmt: skip
+
+_of_512 = partial(Mutation, unit=HOPPER_512)
+PARTS = (
+    _of_512("hopper-part-not-awaited", STAGES, "if (part > 0) wait_keys(part);"),
+    _of_512("hopper-part-released-early", STAGES, "wgmma_wait<1>(); // the part before"),
+    _of_512("hopper-part-not-released", STAGES, "release_keys(part - 1);"),
+    _of_512("hopper-part-of-other-columns", LOAD, "part * TileK::kColumns", "0"),
+    _of_512("hopper-parts-in-one-place", TRAITS, "stage * kKeyParts + part", "stage * kKeyParts"),
+    _of_512("hopper-part-of-another-step", STAGES, "k + step_bytes(i, kPanelK)",
+            "k + step_bytes(0, kPanelK)"),
+    _of_512("hopper-pass-of-other-values", COLUMN_PASS,
+            "static_cast<const char*>(a.v) + bytes_before(a.v_stride, sizeof(Element))", "a.v"),
+    _of_512("hopper-pass-overwrites-prior-lse", COLUMN_PASS, "params.lse = nullptr;"),
 )  # fmt: skip
 
 _of_prefill = partial(Mutation, unit=HOPPER_PREFILL)
@@ -347,5 +359,6 @@ DECODE = (
 )  # fmt: skip
 
 HOPPER_MUTATIONS = (
-    BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT + RANGES + PREFILL + DECODE
+    *(BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT),
+    *(RANGES + PARTS + PREFILL + DECODE),
 )

@@ -26,6 +26,7 @@ from emulated_driver import (
     wide,
 )
 from hopper_cases import (
+    HOPPER_512_CASES,
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_FEATURES,
     HOPPER_BACKWARD_RACES,
@@ -69,6 +70,7 @@ RUNS = {
     "tsan-hopper-latent": ("tsan", list(HOPPER_LATENT_CASES)),
     "tsan-hopper-prefill": ("tsan", list(HOPPER_PREFILL_CASES[:2])),
     "tsan-hopper": ("tsan", list(HOPPER_RACES + HOPPER_CASES if FULL else HOPPER_RACES)),
+    "tsan-hopper-512": ("tsan", list(HOPPER_512_CASES if FULL else HOPPER_512_CASES[:1])),
     "asan-backward": ("asan", list(BACKWARD_CASES)),
     "tsan-backward": ("tsan", list(PLAIN)),
     "tsan-decode": ("tsan", list(decode_cases.RACES)),
@@ -89,6 +91,7 @@ RUNS = {
     "asan-hopper-latent": ("asan", list(HOPPER_LATENT_CASES)),
     "asan-hopper-prefill": ("asan", list(HOPPER_PREFILL_CASES)),
     "asan-hopper": ("asan", list(HOPPER_RACES + HOPPER_CASES)),
+    "asan-hopper-512": ("asan", list(HOPPER_512_CASES if FULL else HOPPER_512_CASES[:6])),
     "asan-decode": ("asan", [*decode_cases.RACES, *decode_cases.CASES]),
     "asan-prefill": ("asan", list(decode_cases.PREFILL)),
     "asan-prefill-one-buffer": ("asan", decode_cases.longer(decode_cases.PREFILL[:3])),

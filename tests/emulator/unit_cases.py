@@ -26,6 +26,7 @@ from hopper_backward_mutations import (
 )
 from hopper_cases import (
     HOPPER_192_CASES,
+    HOPPER_512_CASES,
     HOPPER_BACKWARD_CASES,
     HOPPER_BACKWARD_FEATURES,
     HOPPER_BLOCK_CASES,
@@ -40,6 +41,7 @@ from hopper_cases import (
 )
 from hopper_mutations import (
     HOPPER,
+    HOPPER_512,
     HOPPER_DECODE,
     HOPPER_LATENT,
     HOPPER_PREFILL,
@@ -79,6 +81,8 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         seeds = (0,) if sanitizer else (0, 1, 2)
         cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
         return [case._replace(seed=seed) for seed in seeds for case in cases]
+    if unit == HOPPER_512:
+        return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_512_CASES]
     if unit == HOPPER_PREFILL:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_PREFILL_CASES]
     if unit == HOPPER_DECODE:

@@ -38,6 +38,8 @@ struct Queue {
   std::array<Accumulator, kAccumulators> accumulators;  // n of 0: free
   uint32_t open_group = 0;
   bool is_fenced = false;
+  bool begins_group = true;
+  bool reads_now = false;  // the group's operands, or as late as may be
 };
 std::array<Queue, kMaxWarps> g_queues;
 
@@ -196,12 +198,17 @@ void execute_wgmma(void* const* lane_arguments, uint32_t) {
   product.accumulator = accumulator_of(queue, lanes);
   product.group = queue.open_group;
   queue.accumulators[product.accumulator].last_group = queue.open_group;
-  // Operands are read now, or as late as may be.
-  if (Block::current().random() % 2 == 0) execute_groups_before(queue, warp, queue.open_group + 1);
+  if (queue.begins_group) queue.reads_now = Block::current().random() % 2 == 0;
+  queue.begins_group = false;
+  if (queue.reads_now) execute_groups_before(queue, warp, queue.open_group + 1);
 }
 
 void execute_fence(void* const*, uint32_t) { g_queues[warp_index()].is_fenced = true; }
-void execute_commit(void* const*, uint32_t) { ++g_queues[warp_index()].open_group; }
+void execute_commit(void* const*, uint32_t) {
+  Queue& queue = g_queues[warp_index()];
+  ++queue.open_group;
+  queue.begins_group = true;
+}
 
 void execute_wait(void* const* lanes, uint32_t) {
   const int warp = warp_index();
@@ -229,6 +236,7 @@ void reset_async() {
   for (Queue& queue : g_queues) {
     queue.first = queue.last = queue.open_group = 0;
     queue.is_fenced = false;
+    queue.begins_group = true;
     for (Accumulator& accumulator : queue.accumulators) accumulator.n = 0;
   }
   reset_async_copies();

@@ -27,6 +27,9 @@ class OperandDescriptor {
       : low_((smem_address(first) & 0x3ffff) >> 4 | static_cast<uint32_t>(panel_bytes >> 4) << 16) {
   }
 
+  // Sums are made anew behind this. In a loop of many products they would take registers.
+  ANYFLASH_DEVICE void pin() { pin_registers<1>(&low_); }
+
   ANYFLASH_DEVICE uint64_t operator+(int bytes) const {
     return uint64_t{kHigh} << 32 | (low_ + static_cast<uint32_t>(bytes >> 4));
   }

@@ -3,13 +3,13 @@
 
 #include <cutlass/numeric_types.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 
 #include "common/launch.h"
 #include "common/math.h"
+#include "cuda/column_pass.h"
 #include "cuda/descriptor.h"
 #include "cuda/key_range_bounds.h"
 #include "cuda/tile_scheduler.h"
@@ -21,31 +21,6 @@
 #include "variant/forward_variants.h"
 
 namespace anyflash::sm80 {
-
-// The same problem with the columns [first, first + count) of V and of the output. Only the last
-// pass writes what belongs to rows: a prior result, which that may overwrite, is read by all.
-template <class Element>
-ForwardParams with_columns(ForwardParams params, int first, int count, bool last) {
-  Attention& a = params.attention;
-  const auto bytes_before = [first](const Strides& stride, std::size_t element) {
-    return first * stride.col * static_cast<int64_t>(element);
-  };
-  const bool float_out = params.out_dtype == DType::kFloat32;
-  a.v = static_cast<const char*>(a.v) + bytes_before(a.v_stride, sizeof(Element));
-  params.out = static_cast<char*>(params.out) +
-               bytes_before(params.out_stride, float_out ? sizeof(float) : sizeof(Element));
-  if (params.prior.out != nullptr) {
-    params.prior.out = static_cast<const char*>(params.prior.out) +
-                       bytes_before(params.prior.out_stride, sizeof(float));
-  }
-  params.prior.columns -= first;
-  a.head_dim_v = count;
-  if (!last) {
-    params.lse = nullptr;
-    params.max_logits = nullptr;
-  }
-  return params;
-}
 
 // The softmax wants a positive scale: returns its sign, or 0, which goes into Q.
 inline float prepare_scale(Attention& a) {
@@ -66,22 +41,13 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   make_key_range_bounds(prepared.attention, context.stream);
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
-  const auto launch_pass = [&] {
+  const ForwardParams whole = prepared;
+  launch_passes<Traits>(whole, [&](const ForwardParams& pass) {
+    static_cast<ForwardParams&>(prepared) = pass;
     launch<forward_kernel<Traits, Variant>>(
         dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
         sizeof(typename Traits::SharedStorage), context.stream, prepared);
-  };
-  if constexpr (Traits::kConfig.passes == 1) {
-    launch_pass();
-  } else {
-    const ForwardParams whole = prepared;
-    for (int first = 0; first < a.head_dim_v; first += Traits::kHeadDimV) {
-      const int rest = a.head_dim_v - first;
-      static_cast<ForwardParams&>(prepared) = with_columns<typename Traits::Element>(
-          whole, first, std::min(rest, Traits::kHeadDimV), rest <= Traits::kHeadDimV);
-      launch_pass();
-    }
-  }
+  });
 }
 
 // A grid that is too large is refused here, before the call has written anything.

@@ -46,6 +46,8 @@ inline constexpr DecodeConfig kTable[] = {
     config(128, 16, 5, 2),
     config(256, 64, 5, 1, 2),
     config(256, 16, 5, 1),
+    config(512, 64, 2, 1, 2),
+    config(512, 16, 2, 1),
     config(576, 64, 2, 1, 2),
     config(576, 16, 2, 1),
 
@@ -58,6 +60,8 @@ inline constexpr DecodeConfig kTable[] = {
     of_8bit(config(256, 64, 8, 1, 2)),
     of_8bit(config(256, 32, 10, 1)),
     of_8bit(config(256, 16, 4, 2)),
+    of_8bit(config(512, 64, 4, 1, 2)),
+    of_8bit(config(512, 16, 4, 1)),
     of_8bit(config(576, 64, 3, 1, 2)),
     of_8bit(config(576, 16, 4, 1)),
 };

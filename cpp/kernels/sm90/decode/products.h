@@ -134,7 +134,7 @@ ANYFLASH_DEVICE void add_values(typename Traits::Scores (&out)[Traits::kOutBlock
 // the output takes most of them.
 template <class Traits>
 constexpr int columns_at_once(int head_dim) {
-  if (Traits::kLatent && Traits::kRows > 16) return 64;
+  if (Traits::kHeadDimV > 256 && Traits::kRows > 16) return 64;
   return head_dim % 128 == 0 ? 128 : std::min(head_dim, 192);
 }
 

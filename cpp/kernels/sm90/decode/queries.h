@@ -93,9 +93,19 @@ class HalfQueries {
     const int64_t stride = params_.attention.q_stride.col;
     ANYFLASH_UNROLL
     for (int i = 0; i < kPieces; ++i) {
+      const int first = column(i);
+      if (params_.q_has_vectors) {
+        uint2 words{};
+        if (first < columns) words = *reinterpret_cast<const uint2*>(source + first);
+        ANYFLASH_UNROLL
+        for (int x = 0; x < 4; ++x) {
+          pieces[i][x] = static_cast<uint16_t>((x < 2 ? words.x : words.y) >> 16 * (x % 2));
+        }
+        continue;
+      }
       ANYFLASH_UNROLL
       for (int x = 0; x < 4; ++x) {
-        const int from = column(i) + x;
+        const int from = first + x;
         pieces[i][x] = from < columns ? source[from * stride] : uint16_t{0};
       }
     }

@@ -53,13 +53,13 @@ struct TensorBlock : BlockWork {
   ANYFLASH_DEVICE KeyPlace find_keys(const ForwardLaunch&, int) const {
     return {};
   }
-  // Tile n of the block's keys, or of their values.
+  // Tile n of the block's keys, or of their values, from a column on.
   template <class Tile>
   ANYFLASH_DEVICE void load(const ForwardLaunch&, KeyPlace, typename Tile::Element* to,
-                            const CUtensorMap& map, int n, Mbarrier& full) const {
+                            const CUtensorMap& map, int n, int column, Mbarrier& full) const {
     const int row = static_cast<int>(tile.sequence.first_k) + n * Tile::kRows;
-    load_tile<Tile>(to, map, {0, row, tile.head_k, static_cast<int>(tile.sequence.batch)}, full,
-                    L2Hint::kEvictLast);
+    load_tile<Tile>(to, map, {column, row, tile.head_k, static_cast<int>(tile.sequence.batch)},
+                    full, L2Hint::kEvictLast);
   }
   // Reads elements of V, (key, column), as floats.
   template <class Element>

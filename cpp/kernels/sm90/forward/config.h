@@ -19,6 +19,11 @@ struct ForwardConfig {
   int few_keys = 64;
   int stages = 2;    // buffers of K and of V
   int q_stages = 1;  // of Q: with two, the next block's comes early
+  // K of a tile comes in so many parts, by columns, a buffer each: the next tile's first part then
+  // comes while the second one is multiplied.
+  int key_parts = 1;
+  // Launches, each of which makes some columns of the results (cuda/column_pass.h).
+  int passes = 1;
   // Whether warpgroups ping-pong: each multiplies while another makes its softmax
   // (FlashAttention-3, arXiv 2407.08608, section 3.1). In any case Q K^T of a tile and P V of the
   // tile before run beside the softmax (3.2).
@@ -87,8 +92,19 @@ constexpr ForwardConfig up_to_256() {
   return c;
 }
 
-inline constexpr ForwardConfig kTable[] = {up_to_64(), up_to_128(), up_to_192_128(), up_to_192(),
-                                           up_to_256()};
+// Q has 128 KB, and registers hold 256 columns of a warpgroup's output.
+constexpr ForwardConfig up_to_512() {
+  ForwardConfig c;
+  c.max_head_dim = c.max_head_dim_v = 512;
+  c.block_n = c.few_keys = 64;
+  c.stages = 1;
+  c.key_parts = 2;
+  c.passes = 2;
+  return c;
+}
+
+inline constexpr ForwardConfig kTable[] = {up_to_64(),  up_to_128(), up_to_192_128(),
+                                           up_to_192(), up_to_256(), up_to_512()};
 
 // With a block mask: fewer tiles have parts of several blocks if they are not larger than most
 // blocks.

@@ -22,7 +22,7 @@ ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
     smem.q_ring[warpgroup].init(kWarpgroupThreads / 32 + (is_guarded ? Traits::kGuardWarps : 0));
   }
   if (kFinds) smem.list_ring.init(Traits::kGuardWarps + 1);
-  smem.k_ring.init(Traits::kConsumerWarps);
+  for (auto& ring : smem.k_ring) ring.init(Traits::kConsumerWarps);
   smem.v_ring.init(Traits::kConsumerWarps);
   for (int stage = 0; stage < Traits::kStages; ++stage) smem.v_unguarded[stage].init(1);
   fence_barrier_init();

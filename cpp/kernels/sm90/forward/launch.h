@@ -9,6 +9,7 @@
 #include "common/element.h"
 #include "common/launch.h"
 #include "common/math.h"
+#include "cuda/column_pass.h"
 #include "cuda/descriptor.h"
 #include "cuda/key_range_bounds.h"
 #include "grid_heuristics.h"
@@ -61,6 +62,26 @@ std::size_t forward_scratch_bytes(const ForwardParams& params, const LaunchConte
 // cache meanwhile (EXPERIMENTS.md).
 inline constexpr int64_t kMostSectionKeys = int64_t{1} << 18;
 
+// One pass (cuda/column_pass.h): V and the results are those of its columns.
+template <class Traits, class Variant>
+void launch_pass(ForwardLaunch& prepared, const LaunchContext& context) {
+  const Attention& a = prepared.attention;
+  if (a.key_ranges.data != nullptr) {
+    make_key_range_bounds(a, context.stream, prepared.taken);
+  } else if (prepared.taken != nullptr) {
+    launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken,
+                                    LaunchOrder::kWhenAllowed);
+  }
+  make_query_maps<Traits>(prepared);
+  const TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
+  if (keys.rows > 0) make_key_maps(prepared, keys);
+  else prepared.k_map = prepared.v_map = prepared.q_map;  // of pointers and strides that may be any
+  launch<forward_kernel<Traits, Variant>>(
+      dim3(static_cast<unsigned>(std::min(prepared.blocks, context.multiprocessors))),
+      dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,
+      LaunchOrder::kWhenAllowed);
+}
+
 // softmax_scale is positive. CTAs are persistent, at most one a multiprocessor: a block's first
 // loads and its results then run beside the products of others.
 template <class Traits, class Variant>
@@ -80,20 +101,11 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
     prepared.taken = reinterpret_cast<unsigned*>(static_cast<char*>(context.scratch) +
                                                  key_range_bounds_bytes(a));
   }
-  if (a.key_ranges.data != nullptr) {
-    make_key_range_bounds(prepared.attention, context.stream, prepared.taken);
-  } else if (prepared.taken != nullptr) {
-    launch<clear_counter<unsigned>>(dim3(1), dim3(32), 0, context.stream, prepared.taken,
-                                    LaunchOrder::kWhenAllowed);
-  }
-  make_query_maps<Traits>(prepared);
-  const TensorMapShape keys = key_shape(a, kElementType<typename Traits::Element>, Traits::kBlockN);
-  if (keys.rows > 0) make_key_maps(prepared, keys);
-  else prepared.k_map = prepared.v_map = prepared.q_map;  // of pointers and strides that may be any
-  launch<forward_kernel<Traits, Variant>>(
-      dim3(static_cast<unsigned>(std::min(blocks, context.multiprocessors))),
-      dim3(Traits::kCtaThreads), sizeof(typename Traits::SharedStorage), context.stream, prepared,
-      LaunchOrder::kWhenAllowed);
+  const ForwardParams whole = prepared;
+  launch_passes<Traits>(whole, [&](const ForwardParams& pass) {
+    static_cast<ForwardParams&>(prepared) = pass;
+    launch_pass<Traits, Variant>(prepared, context);
+  });
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>
@@ -101,6 +113,7 @@ constexpr KernelDescriptor forward_descriptor(const char* name) {
   using Traits =
       ForwardTraits<Element, kHeadDim, kHeadDimV, TableConfig<kHeadDim, kHeadDimV, Variant>>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kForward);
+  d.head_dim_v = kHeadDimV;
   d.features = Variant::kFeatures;
   d.least_head_dim = least_head_dim(Variant::kFeatures);
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};

@@ -104,13 +104,16 @@ class TileLoader {
   }
 
   ANYFLASH_DEVICE void load_keys(const Block& block, const KeyTile& tile, KeyPlace place) {
+    using TileK = typename Traits::TileK;
     if (!loads_keys()) return;
     const int stage = k_place_.stage();
-    smem_.k_ring.empty[stage].wait(k_place_.parity() ^ 1);
-    if (kFinds) smem_.key_tiles[stage] = tile.packed();
-    block.template load<typename Traits::TileK>(params_, place,
-                                                smem_.k.data() + stage * Traits::TileK::kSize,
-                                                params_.k_map, tile.n, smem_.k_ring.full[stage]);
+    for (int part = 0; part < Traits::kKeyParts; ++part) {
+      Ring<Traits::kStages>& ring = smem_.k_ring[part];
+      ring.empty[stage].wait(k_place_.parity() ^ 1);
+      if (kFinds && part == 0) smem_.key_tiles[stage] = tile.packed();
+      block.template load<TileK>(params_, place, smem_.keys(stage, part), params_.k_map, tile.n,
+                                 part * TileK::kColumns, ring.full[stage]);
+    }
     k_place_.advance();
   }
 
@@ -120,7 +123,7 @@ class TileLoader {
     const int stage = v_place_.stage();
     smem_.v_ring.empty[stage].wait(v_place_.parity() ^ 1);
     block.template load<typename Traits::TileV>(
-        params_, place, smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, tile.n,
+        params_, place, smem_.v.data() + stage * Traits::TileV::kSize, params_.v_map, tile.n, 0,
         tile.needs_mask ? smem_.v_unguarded[stage] : smem_.v_ring.full[stage]);
     v_place_.advance();
   }

@@ -14,6 +14,7 @@
 #include "sm90/forward/traits.h"
 #include "sm90/kept_elements.h"
 #include "sm90/pipeline.h"
+#include "sm90/products.h"
 #include "sm90/seen_elements.h"
 #include "sm90/wgmma.h"
 #include "variant/forward_variants.h"
@@ -80,7 +81,9 @@ class ForwardStages {
   ANYFLASH_DEVICE void release_last_block_late() {
     if (Traits::kConfig.late_release) release_last_block();
   }
-  ANYFLASH_DEVICE void wait_keys() { smem_.k_ring.full[k_place_.stage()].wait(k_place_.parity()); }
+  ANYFLASH_DEVICE void wait_keys(int part = 0) {
+    smem_.k_ring[part].full[k_place_.stage()].wait(k_place_.parity());
+  }
   // What the loader says of these keys: KeyTile's word.
   ANYFLASH_DEVICE int wait_key_tile() {
     wait_keys();
@@ -89,25 +92,36 @@ class ForwardStages {
     return word;
   }
 
-  // S = Q K^T of the tile's first kKeys keys is on its way, after wait_keys().
+  // S = Q K^T of the tile's first kKeys keys is on its way, after wait_keys(): a group of products
+  // for each part of K.
   template <int kKeys = Traits::kBlockN>
   ANYFLASH_DEVICE void issue_scores(AccS& acc_s) {
     using TileQ = typename Traits::TileQ;
     using TileK = typename Traits::TileK;
+    constexpr int kSteps = Traits::kHeadDim / 16 / Traits::kKeyParts;  // of a part
     constexpr int kPanelQ = TileQ::kPanelElements * sizeof(Element);
     constexpr int kPanelK = TileK::kPanelElements * sizeof(Element);
-    const OperandDescriptor q(queries(), kPanelQ);
-    const OperandDescriptor k(smem_.k.data() + k_place_.stage() * TileK::kSize, kPanelK);
+    OperandDescriptor q(queries(), kPanelQ);
+    if (Traits::kKeyParts > 1) q.pin();
     pin_registers<size(AccS{})>(acc_s.data());
-    wgmma_fence();
     CUTE_UNROLL
-    for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
-      const int panel = step / 4;
-      const int bytes = step % 4 * 32;
-      Wgmma<Element, kKeys>::template with_smem<Major::kK, Major::kK>(
-          acc_s.data(), q + (panel * kPanelQ + bytes), k + (panel * kPanelK + bytes), step > 0);
+    for (int part = 0; part < Traits::kKeyParts; ++part) {
+      if (part > 0) wait_keys(part);
+      wgmma_fence();
+      OperandDescriptor k(smem_.keys(k_place_.stage(), part), kPanelK);
+      if (Traits::kKeyParts > 1) k.pin();
+      CUTE_UNROLL
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = part * kSteps + i;
+        Wgmma<Element, kKeys>::template with_smem<Major::kK, Major::kK>(
+            acc_s.data(), q + step_bytes(step, kPanelQ), k + step_bytes(i, kPanelK), step > 0);
+      }
+      wgmma_commit();
+      if (part > 0) {
+        wgmma_wait<1>();  // the part before
+        release_keys(part - 1);
+      }
     }
-    wgmma_commit();
   }
 
   // S is there, while `kYounger` groups of products may go on.
@@ -115,7 +129,7 @@ class ForwardStages {
   ANYFLASH_DEVICE void land_scores(AccS& acc_s) {
     wgmma_wait<kYounger>();
     pin_registers<size(AccS{})>(acc_s.data());
-    release(smem_.k_ring.empty[k_place_.stage()]);
+    release_keys(Traits::kKeyParts - 1);
     k_place_.advance();
   }
 
@@ -163,9 +177,11 @@ class ForwardStages {
       wait_ping_pong();
       pass_ping_pong();
     }
-    wait_keys();
-    __syncwarp();  // no lane still waits for a phase that lane 0 lets pass
-    release(smem_.k_ring.empty[k_place_.stage()]);
+    for (int part = 0; part < Traits::kKeyParts; ++part) {
+      wait_keys(part);
+      __syncwarp();  // no lane still waits for a phase that lane 0 lets pass
+      release_keys(part);
+    }
     k_place_.advance();
   }
   ANYFLASH_DEVICE void skip_values(bool masked) {
@@ -262,6 +278,9 @@ class ForwardStages {
   }
 
  private:
+  ANYFLASH_DEVICE void release_keys(int part) {
+    release(smem_.k_ring[part].empty[k_place_.stage()]);
+  }
   ANYFLASH_DEVICE void release_block(int q_stage) {
     __syncwarp();  // every lane has done with it, and with what it knows of the block before
     release(smem_.q_ring[warpgroup_].empty[q_stage]);

@@ -39,12 +39,13 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
   using Element = Element_;
   using Block = Block_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr ForwardConfig kConfig = Config::value;
+  static constexpr int kHeadDimV = kHeadDimV_ / kConfig.passes;  // of one launch
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.stages;
   static constexpr int kQStages = kConfig.q_stages;
+  static constexpr int kKeyParts = kConfig.key_parts;
 
   // The producer's warps: one loads, one may find tiles, and the others guard V.
   static constexpr int kGuardWarps = kConfig.finds_tiles ? 2 : 3;
@@ -59,7 +60,7 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
   // A warpgroup's rows.
   static constexpr int kWarpgroupRows = 64;
   using TileQ = PanelTile<Element, kWarpgroupRows, kHeadDim>;
-  using TileK = PanelTile<Element, kBlockN, kHeadDim>;
+  using TileK = PanelTile<Element, kBlockN, kHeadDim / kKeyParts>;  // a part
   using TileV = PanelTile<Element, kBlockN, kHeadDimV>;
 
   using AccS = Accumulator<kBlockN>;
@@ -67,13 +68,13 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
 
   struct SharedStorage {
     alignas(1024) cute::array<Element, kQStages * kConsumers * TileQ::kSize> q;
-    alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
+    alignas(1024) cute::array<Element, kStages * kKeyParts * TileK::kSize> k;
     alignas(1024) cute::array<Element, kStages * TileV::kSize> v;
 
     // Of each consumer warpgroup: its rows of Q are there, as the next of `blocks` says; they may
     // be overwritten.
     Ring<kQStages> q_ring[kConsumers];
-    Ring<kStages> k_ring;
+    Ring<kStages> k_ring[kKeyParts];
     Ring<kStages> v_ring;
     Mbarrier v_unguarded[kStages];        // a tile of V with hidden keys, before the guard
     int v_cleared[kStages][kGuardWarps];  // whether NaN or infinity was in it
@@ -85,6 +86,9 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
 
     ANYFLASH_DEVICE Element* queries(int stage, int warpgroup) {
       return q.data() + (stage * kConsumers + warpgroup) * TileQ::kSize;
+    }
+    ANYFLASH_DEVICE Element* keys(int stage, int part) {
+      return k.data() + (stage * kKeyParts + part) * TileK::kSize;
     }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");

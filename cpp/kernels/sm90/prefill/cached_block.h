@@ -46,7 +46,7 @@ struct CachedBlock : BlockWork {
   }
   template <class Tile>
   ANYFLASH_DEVICE void load(const PrefillLaunch& params, KeyPlace place, typename Tile::Element* to,
-                            const CUtensorMap& map, int, Mbarrier& full) const {
+                            const CUtensorMap& map, int, int, Mbarrier& full) const {
     load_boxes<Tile>(to, map, tile.head_k, place, params.box_rows, full, L2Hint::kEvictLast);
   }
 

@@ -41,15 +41,18 @@ def expected_kernel(backend: Backend, case: CacheCase) -> str:
         return hopper
     dims = next((str(d) for d in HEAD_DIMS if d >= max(case.d, case.head_dim_v)), "576_512")
     tile = next((m for m in (16, 32) if rows <= m), 64)
+    if dims == "512" and case.latent:  # it loads fewer columns
+        dims = "576_512"
     if dims == "512" and tile == 64:  # for which it has no such tile
-        dims, tile = ("576_512", tile) if case.latent else (dims, 32)
+        tile = 32
     name = f"{backend.arch}_decode_{kind}_d{dims}_m{tile}"
     return f"{name}_8bit" if case.eight_bit else name
 
 
 def hopper_kernel(case: CacheCase, rows: int) -> str | None:
     columns = max(case.d, case.head_dim_v)
-    dims = next((str(d) for d in (64, 128, 256) if d >= columns), "576_512")
+    separate = (64, 128, 256) if case.latent else (64, 128, 256, 512)
+    dims = next((str(d) for d in separate if d >= columns), "576_512")
     if not hopper_takes(case) or (dims == "576_512" and not case.latent):
         return None
     tile = next((m for m in (16, 32) if rows <= m), 64)
