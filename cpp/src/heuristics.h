@@ -24,8 +24,8 @@ inline int64_t visible_keys(const Attention& attention) {
   return std::min<int64_t>(attention.seqlen_k, left + attention.seqlen_q);
 }
 
-// Of a key and its value.
-inline int loaded_columns(const KernelDescriptor& kernel) {
+// Of a key and its value, in the kernel's tiles.
+inline int tile_columns(const KernelDescriptor& kernel) {
   return kernel.head_dim + (kernel.latent ? 0 : kernel.head_dim_v);
 }
 
@@ -94,7 +94,7 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
                                const DeviceProperties& gpu) {
   // With 64 rows the tensor cores take as long for a block as memory does.
   constexpr int64_t kAloneByProducts = 100;
-  // Above head dim 256 it has two buffers, and computes in one of them.
+  // Kernels above head dim 256 have two buffers, and compute in one of them.
   constexpr int64_t kAloneByBuffers = 67;
   // Above 128 a CTA has twice as many bytes on their way.
   constexpr int64_t kAloneOfWideHeads = 50;
@@ -103,7 +103,7 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
   constexpr int64_t kAloneByConversions = 230;
   constexpr int64_t kBeginningOf8Bits = 650;
   const bool is_8bit = (kernel.features & kQuantizedCache) != 0;
-  const int columns = loaded_columns(kernel);
+  const int columns = tile_columns(kernel);
   BoxKernel box{};
   box.ctas_per_sm = ctas_per_sm;
   box.block_bytes = (is_8bit ? 1 : 2) * kernel.tile.block_n * columns;
@@ -122,7 +122,7 @@ inline BoxKernel box_kernel_of(const KernelDescriptor& kernel, int64_t ctas_per_
 // counted in percent of what memory takes for a block where every SM reads one. An SM's CTAs take
 // 50 each. Joining costs 3 to 4 blocks of 32 KB, or less than one in a cluster. Measured on an
 // H100 and an H200, head dims 64 to 256 and latent attention, one to 16 sequences of 512 to 131072
-// keys.
+// keys. (Not of head dim 512, which has latent attention's constant.)
 inline int box_num_splits(int64_t ctas, int64_t blocks, int64_t multiprocessors,
                           const BoxKernel& kernel) {
   constexpr int64_t kBytes = 32 * 1024;

@@ -34,7 +34,7 @@ bool leaves_idle(const Problem& problem, int tile_rows, const DeviceProperties& 
 // Whether a comes before b; the first rule that tells them apart decides:
 // 1. the family with the higher priority;
 // 2. decoding: the better tile of rows;
-// 3. the fewer columns of K and V to load;
+// 3. the fewer columns of K and V in its tiles;
 // 4. the fewer features;
 // 5. the one as many of whose CTAs fit a multiprocessor as it was tuned for;
 // 6. the forward: smaller tiles where larger ones would leave multiprocessors idle;
@@ -45,8 +45,8 @@ bool is_closer(const Problem& problem, const DeviceProperties& device, const Ker
   if (problem.op == Op::kDecode && a.tile.block_m != b.tile.block_m) {
     return has_better_tile(problem.rows, a, b);
   }
-  const int columns_a = loaded_columns(a);
-  const int columns_b = loaded_columns(b);
+  const int columns_a = tile_columns(a);
+  const int columns_b = tile_columns(b);
   if (columns_a != columns_b) return columns_a < columns_b;
   const std::size_t features_a = std::bitset<32>(a.features).count();
   const std::size_t features_b = std::bitset<32>(b.features).count();

@@ -253,6 +253,10 @@ PARTS = (
             "k + step_bytes(0, kPanelK)"),
     _of_512("hopper-pass-of-other-values", COLUMN_PASS,
             "static_cast<const char*>(a.v) + bytes_before(a.v_stride, sizeof(Element))", "a.v"),
+    _of_512("hopper-pass-of-other-results", COLUMN_PASS,
+            "bytes_before(params.out_stride, float_out ? sizeof(float) : sizeof(Element))", "0"),
+    _of_512("hopper-pass-of-other-prior-results", COLUMN_PASS,
+            "bytes_before(params.prior.out_stride, sizeof(float))", "0"),
     _of_512("hopper-pass-overwrites-prior-lse", COLUMN_PASS, "params.lse = nullptr;"),
 )  # fmt: skip
 

@@ -29,6 +29,7 @@ from hopper_backward_mutations import (
     HOPPER_WIDE,
 )
 from hopper_cases import (
+    HOPPER_512_CASES,
     HOPPER_BACKWARD_128_CASES,
     HOPPER_BACKWARD_RACES,
     HOPPER_BACKWARD_RANGES,
@@ -40,6 +41,7 @@ from hopper_cases import (
 )
 from hopper_mutations import (
     HOPPER,
+    HOPPER_512,
     HOPPER_DECODE,
     HOPPER_LATENT,
     HOPPER_PREFILL,
@@ -91,6 +93,7 @@ UNITS = {
         "", [*wide(HOPPER_RACES), *cases_of(HOPPER_RANGES, "")], wide(HOPPER_RANGE_CASES)
     ),
     "sm90_forward_f16_d256": Unit("", wide(HOPPER_RACES, 256)),
+    HOPPER_512: Unit("", cases_of(HOPPER_512, ""), HOPPER_512_CASES[:1]),
     HOPPER_BACKWARD: Unit("", cases_of(HOPPER_BACKWARD, ""), HOPPER_BACKWARD_RACES),
     HOPPER_FEATURES: Unit(
         "",

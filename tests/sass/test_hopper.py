@@ -42,8 +42,9 @@ REGISTERS = {
     128: ("0x28", "0xe8"),
     192: ("0x20", "0xa0"),
 }  # by rows of a CTA: producer's, consumers'
-LOOK_FOR_TILES = ("ranges", "blocks")  # whose loaders have more
-REGISTERS_OF_LOOKING = ("0x38", "0xe0")  # with 128 rows, up to head dim 128
+FIND_TILES = ("ranges", "blocks")
+# Where the producer finds tiles or looks up pages, with 128 rows, up to head dim 128.
+REGISTERS_OF_LOOKING = ("0x38", "0xe0")
 # A softcap keeps a number more in each thread than three warpgroups have registers for.
 SPILLS = {("softcap", 64): 4}
 BACKWARD_REGISTERS = ("0x18", "0xf0")
@@ -246,7 +247,7 @@ def test_no_spills_without_masks(row: dict[str, Any]) -> None:
 
 
 def test_registers_are_handed_over(row: dict[str, Any]) -> None:
-    looks = variant_of(row) in LOOK_FOR_TILES or row["op"] == "prefill"
+    looks = variant_of(row) in FIND_TILES or row["op"] == "prefill"
     more = looks and row["block_m"] == 128 and row["head_dim"] <= 128
     producer, consumer = REGISTERS_OF_LOOKING if more else REGISTERS[row["block_m"]]
     assert code_of(row).handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}
@@ -369,7 +370,7 @@ def test_backward(backward_row: dict[str, Any]) -> None:
             step = products_of(row, part.plain)
             assert Counter(code.products[: step.total()]) == step, name
             assert not [n for n in code.spilled_after if n <= step.total()], name
-        looks = variant in LOOK_FOR_TILES and (variant, name) != ("ranges", "dq_by_rows")
+        looks = variant in FIND_TILES and (variant, name) != ("ranges", "dq_by_rows")
         producer, consumer = BACKWARD_OF_LOOKING if looks else BACKWARD_REGISTERS
         assert code.handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}, name
         assert code.overwritten == ([] if has_loaded_operands(row, name) else None), name

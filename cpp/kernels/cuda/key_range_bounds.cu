@@ -31,6 +31,7 @@ struct Launch {
   unsigned* counter;
 };
 
+// It allows the next kernel before it waits. So that one has to wait before it reads anything.
 __global__ void key_range_bounds_kernel(const __grid_constant__ Launch launch) {
   allow_next_kernel();
   wait_previous_kernel();
@@ -80,6 +81,7 @@ void make_key_range_bounds(const Attention& attention, void* stream, unsigned* c
   if (attention.key_ranges.data == nullptr) return;
   const KeyRangeTiles tiles(attention);
   const int64_t units = tiles.sequences() * tiles.heads() * tiles.of_sequence();
+  // One CTA at least, if there is a counter to clear.
   launch_grid_stride<key_range_bounds_kernel>(std::max(units, int64_t{counter != nullptr}), kWarps,
                                               32 * kWarps, 0, stream, Launch{attention, counter},
                                               LaunchOrder::kWhenAllowed);

@@ -37,7 +37,8 @@ ANYFLASH_DEVICE KeyTile look_at_tile(const Attention& attention, const ForwardWo
   return {n, range.needs_mask(n) || !seen.all, seen.all};
 }
 
-// The loader's: the tiles of a block in turn, by position alone.
+// The tiles of a block in turn, by position alone: for the loaders of the forward, where there is
+// no finder, and of dq_by_rows_kernel.
 template <class Traits, class Variant, bool kSkips = Variant::kSkipsTiles>
 class VisitedTiles {
  public:
@@ -55,27 +56,22 @@ class VisitedTiles {
   int next_ = -1;
 };
 
-// Without those of which the variant's rows see nothing. All lanes of the loader's warp ask it,
-// each about a tile of its own: then a hidden tile costs next to nothing.
+// Without those of which the variant's rows see nothing (dq_by_rows_kernel). All lanes of the
+// loader's warp ask it, each about a tile of its own: then a hidden tile costs next to nothing.
 template <class Traits, class Variant>
 class VisitedTiles<Traits, Variant, true> {
  public:
-  ANYFLASH_DEVICE void begin(const Attention& attention, const ForwardWorkTile& rows,
-                             const KRange& range) {
+  ANYFLASH_DEVICE void begin(const Attention&, const ForwardWorkTile&, const KRange&) {
     asked_ = 0;
     left_ = 0;
-    look_ahead(attention, rows, range);
-    __syncwarp();  // all lanes have read the range, which may change now
   }
   ANYFLASH_DEVICE KeyTile next(const Attention& attention, const ForwardWorkTile& rows,
                                const KRange& range) {
-    if (left_ == 0) return {};
-    KeyTile tile =
-        KeyTile::unpacked(__shfl_sync(0xffffffffu, word_, __ffs(static_cast<int>(left_)) - 1));
-    left_ &= left_ - 1;
     look_ahead(attention, rows, range);
-    tile.is_last = left_ == 0;
-    return tile;
+    if (left_ == 0) return {};
+    const int word = __shfl_sync(0xffffffffu, word_, __ffs(static_cast<int>(left_)) - 1);
+    left_ &= left_ - 1;
+    return KeyTile::unpacked(word);
   }
 
  private:

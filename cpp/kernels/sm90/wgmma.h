@@ -27,7 +27,8 @@ class OperandDescriptor {
       : low_((smem_address(first) & 0x3ffff) >> 4 | static_cast<uint32_t>(panel_bytes >> 4) << 16) {
   }
 
-  // Sums are made anew behind this. In a loop of many products they would take registers.
+  // From here on `descriptor + bytes` is computed anew. Else the compiler keeps every such sum in a
+  // register over a loop.
   ANYFLASH_DEVICE void pin() { pin_registers<1>(&low_); }
 
   ANYFLASH_DEVICE uint64_t operator+(int bytes) const {

@@ -1,13 +1,14 @@
 // Host side of the Hopper backward: one KernelDescriptor per (dtype, head dims).
 //
+//   key_range_bounds_kernel     bounds of key ranges, where there are any
 //   preprocess_kernel           delta and LSE of every row; dq_accum = 0
 //   backward_kernel             dK, dV; adds to dq_accum. wide_backward_kernel for wide heads
 //   reduce_gqa_partials_kernel  dK, dV, where the heads of a group come in parts
 //   postprocess_dq_kernel       dQ from dq_accum
 //   dq_by_rows_kernel           dQ without sums in the workspace, instead
 //
-// The first one, the main kernel and postprocess_dq_kernel may begin before the kernel before them
-// has ended (LaunchOrder). The first one lets the main kernel begin when it has waited itself: that
+// The first two, the main kernel and postprocess_dq_kernel may begin before the kernel before them
+// has ended (LaunchOrder). Preprocessing lets the main kernel begin when it has waited itself: that
 // one loads K and V before it waits, and the last one looks up its rows.
 #pragma once
 

@@ -62,12 +62,13 @@ struct BackwardTraits : Warpgroups<2> {
 
   static constexpr bool kKeysInRegisters = false;
   static constexpr bool kValuesInRegisters = kConfig.values_in_registers;
-  // Kernels of a feature have no registers for what follows. But key ranges change nothing in the
-  // loop: they are other bits where a mask's are.
-  static constexpr bool kIsLean = Variant::kFeatures == 0 || kHasRanges<Variant>;
-  static constexpr bool kLooksAhead = kIsLean && kConfig.looks_ahead;
-  static constexpr bool kPingPong = kIsLean;       // else the second warpgroup begins later
-  static constexpr bool kHasPlainSteps = kIsLean;  // a body of the loop for tiles without masks
+  // Kernels of other features have no registers for what follows. Key ranges only change the bits
+  // of the mask, so that they keep the plain loop.
+  static constexpr bool kHasPlainLoop = Variant::kFeatures == 0 || kHasRanges<Variant>;
+  static constexpr bool kLooksAhead = kHasPlainLoop && kConfig.looks_ahead;
+  static constexpr bool kPingPong = kHasPlainLoop;  // else the second warpgroup begins later
+  // A body of the loop for tiles without masks.
+  static constexpr bool kHasPlainSteps = kHasPlainLoop;
 
   static constexpr bool kIsWide = false;
 

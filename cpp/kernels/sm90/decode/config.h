@@ -37,8 +37,9 @@ constexpr DecodeConfig of_8bit(DecodeConfig c) {
 
 // A CTA has 48 KB or more of buffers, so that an SM's memory is kept busy while it computes. With
 // a third CTA an SM, an H200 reads 16-bit caches 5 % slower. Of 8 bits a CTA waits for conversions,
-// so that a third one gains where there are registers for it. Latent attention has a tile of 72 KB,
-// or of 40, which is that of V, too.
+// so that a third one gains where there are registers for it. Head dim 512
+// has one tile of K and one of V, 64 KB each. Latent attention has tiles of 72 KB, or of 40, which
+// are those of V, too.
 inline constexpr DecodeConfig kTable[] = {
     config(64, 64, 8, 2),
     config(64, 16, 10, 2),

@@ -122,11 +122,10 @@ constexpr ForwardConfig forward_config(const ForwardConfig (&table)[kRows], int 
   return {};
 }
 
-// A loader that looks for tiles wants more, where consumers can spare them.
-constexpr RegisterSplit register_split(const ForwardConfig& config, bool looks_for_tiles) {
+// A producer whose warps find tiles, or look up pages, needs more, where consumers can spare them.
+constexpr RegisterSplit register_split(const ForwardConfig& config, bool looks_up) {
   if (config.block_m == 192) return RegisterSplit{32, 160};
-  return looks_for_tiles && config.max_head_dim <= 128 ? RegisterSplit{56, 224}
-                                                       : RegisterSplit{40, 232};
+  return looks_up && config.max_head_dim <= 128 ? RegisterSplit{56, 224} : RegisterSplit{40, 232};
 }
 
 }  // namespace anyflash::sm90

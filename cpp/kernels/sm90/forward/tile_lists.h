@@ -13,8 +13,8 @@
 
 namespace anyflash::sm90 {
 
-// Tiles of one block of query rows, in the order in which they are visited. A block has several
-// lists, or one without a tile.
+// Tiles of one block of query rows, in the order in which they are visited. A block has one list or
+// more. A list is empty only if the block has no tile.
 struct TileList {
   static constexpr int kNoMoreBlocks = -1;
 
@@ -148,7 +148,7 @@ class ListedTiles {
   RingPlace<kTileLists> place_;
   int count_ = 0;
   int read_ = 0;
-  bool is_over_ = true;  // the block's tiles have all been read
+  bool is_over_ = true;  // no tile is left to read
 };
 
 }  // namespace anyflash::sm90

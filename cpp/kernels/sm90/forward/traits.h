@@ -50,7 +50,8 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
   // The producer's warps: one loads, one may find tiles, and the others guard V.
   static constexpr int kGuardWarps = kConfig.finds_tiles ? 2 : 3;
   // Blocks that are known at a time: the loader's next one, its present one, and those that
-  // consumers still work on. A finder is as many blocks ahead as there are lists.
+  // consumers still work on. A finder is up to three blocks ahead of the loader: one for each list,
+  // and the one that it looks at.
   static constexpr int kKnownBlocks = kConfig.finds_tiles ? 8 : 4;
   // Rounded results take Q's place on their way out, where the next Q need not come there.
   static constexpr bool kOutputInQ = kQStages > 1;
@@ -92,6 +93,10 @@ struct ForwardTraits : Warpgroups<Config::value.block_m / 64> {
     }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+  static_assert(kHeadDimV_ % kConfig.passes == 0);
+  static_assert(kKeyParts == 1 || kHeadDim == kKeyParts * TileK::kColumns,
+                "parts are whole panels");
+  static_assert(kKeyParts == 1 || !Block::kLoadsByWarp, "CachedBlock loads whole rows");
 };
 
 }  // namespace anyflash::sm90
