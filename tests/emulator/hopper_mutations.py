@@ -221,7 +221,7 @@ RANGES = (
     _of_ranges("hopper-warp-sees-some", STAGES, "if (of_warp.all) return;",
                "if (of_warp.any) return;"),
     _of_ranges("hopper-bounds-not-made", LAUNCH,
-               "make_key_range_bounds(prepared.attention, context.stream, prepared.taken);"),
+               "make_key_range_bounds(a, context.stream, prepared.taken);"),
     _of_ranges("hopper-some-blocks-are-all", "variant/block_mask.h", "seen.all &= kept;"),
     _of_ranges("hopper-all-blocks-are-some", "variant/block_mask.h", "seen.any |= kept;",
                "seen.any = kept;"),

@@ -157,13 +157,13 @@ def attention_with_kvcache(
     k_scale, v_scale : float32, optional
         Of a cache of 8 bits: a key is k_scale times what the cache holds. By head: (heads_k,); by
         page (place) and head: (k_cache.shape[0], heads_k); by row of the cache and head:
-        (k_cache.shape[0], k_cache.shape[1], heads_k). What is appended is divided by the scale of
-        its place. It is rounded to the nearest number, ties to even, and clamped to what the dtype
-        holds; int8 gets 0 for NaN. Default: 1.
+        (k_cache.shape[0], k_cache.shape[1], heads_k). What is appended, a rotated key rounded to
+        q's dtype, is divided by the scale of its place. It is rounded to the nearest number, ties
+        to even, and clamped to what the dtype holds; int8 gets 0 for NaN. Default: 1.
     num_splits : int
         So many parts; 0: chosen from the sizes.
     split_size : int, optional
-        Keys of a part, a multiple of 64, in place of ``num_splits``. With it, or with
+        Keys of a part, a multiple of 64, in place of ``num_splits``; 0: as None. With it, or with
         ``num_splits=1``, a sequence's result does not depend on the batch: the same bits.
     head_dim_v : int, optional
         Latent attention (MLA of DeepSeek-V2, arXiv 2405.04434): the values are the first

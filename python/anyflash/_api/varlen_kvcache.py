@@ -130,7 +130,8 @@ def attention_varlen_with_kvcache(  # noqa: PLR0917 (as attention_varlen and att
     cu_seqlens_k_new : (batch + 1,) int32, optional
         Where the sequences of k and v begin; default: ``cu_seqlens_q``.
     max_seqlen_q : int, optional
-        No sequence has more queries. It spares a launch where all are short: 1, for single tokens.
+        No sequence has more queries; 0: not known. It spares a launch where all are short: 1, for
+        single tokens.
     validate : bool
         Check lengths, places and pages on a GPU, too, which waits for it. On the CPU they are
         always checked.

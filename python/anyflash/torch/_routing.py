@@ -31,6 +31,7 @@ from anyflash.torch._fast_path import DTYPES
 from anyflash.torch._sdpa import (
     is_causal_bias,
     is_lower_right,
+    refuse_causal_twice,
     scaled_dot_product_attention,
 )
 
@@ -135,6 +136,7 @@ def _routed(  # noqa: PLR0917 (as PyTorch's)
         )
     # A CausalBias recognizes PyTorch's function by where it stands.
     if attn_mask is not None and is_causal_bias(attn_mask):
+        refuse_causal_twice(is_causal)
         attn_mask = _written_out(attn_mask, query.device)
     newer = {"enable_gqa": True} if enable_gqa else {}  # unknown to PyTorch before 2.5
     result: Tensor = _torch_sdpa(

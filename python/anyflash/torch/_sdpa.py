@@ -222,10 +222,15 @@ def is_lower_right(mask: Any) -> bool:
     return bool(mask.variant.name == "LOWER_RIGHT")
 
 
-def _read_causal_bias(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> bool:
-    given, right = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+def refuse_causal_twice(is_causal: bool) -> None:
+    """Where attn_mask is a CausalBias."""
     if is_causal:
         raise ValueError(f"{_NAME}: a CausalBias and is_causal are both given; one is allowed")
+
+
+def _read_causal_bias(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+    given, right = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    refuse_causal_twice(is_causal)
     if given != right:
         raise RuntimeError(f"{_NAME}: attn_mask is a CausalBias of {given}; expected {right}")
     return True

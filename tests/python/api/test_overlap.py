@@ -51,6 +51,10 @@ def one() -> Any:
     return qkv()[:, :, 0].copy()
 
 
+def new() -> Any:
+    return one()[:, 5:8]
+
+
 # What is done with a new array; the names of the two.
 WRONG: dict[str, tuple[Any, str]] = {
     "out-is-q": (lambda x: anyflash.attention(x, x.copy(), x.copy(), out=x), "out and q"),
@@ -88,6 +92,28 @@ WRONG: dict[str, tuple[Any, str]] = {
             one()[:, :1], one(), one(), x[:, :1], one()[:, :1], cache_seqlens=2, out=x[:, :1]
         ),
         "out and k",
+    ),
+    "caches": (
+        lambda x: anyflash.attention_with_kvcache(new(), x, x, new(), new(), cache_seqlens=2),
+        "k_cache and v_cache",
+    ),
+    "new-in-the-cache": (
+        lambda x: anyflash.attention_with_kvcache(
+            new(), one(), x, new(), x[:, 1:4], cache_seqlens=2
+        ),
+        "v_cache and v",
+    ),
+    "q-in-the-cache": (
+        lambda x: anyflash.attention_with_kvcache(
+            x[:, 2:5], x, one(), new(), new(), cache_seqlens=2
+        ),
+        "k_cache and q",
+    ),
+    "workspace": (
+        lambda x: anyflash.attention_with_kvcache(
+            new(), one(), one(), out=x[:, :3], workspace=x.reshape(-1).view(np.uint8)
+        ),
+        "out and workspace",
     ),
     "dq-is-dout": (
         lambda x: anyflash.attention_backward(x, one(), one(), one(), one(), lse(), dq=x),
@@ -165,6 +191,20 @@ def test_views_between_one_another() -> None:
     exact = anyflash.attention_backward(right, *(y.copy() for y in (q, k, v, out)), lse)
     for name in targets:
         assert np.array_equal(getattr(found, name), getattr(exact, name))
+
+
+def test_caches_between_one_another() -> None:
+    """Of one array, to which keys are appended; and one that is both, to which none are."""
+    both = qkv()
+    caches = both[:, :, 0], both[:, :, 1]
+    copies = [x.copy() for x in caches]
+    found = anyflash.attention_with_kvcache(new(), *caches, new(), new(), cache_seqlens=2)
+    right = anyflash.attention_with_kvcache(new(), *copies, new(), new(), cache_seqlens=2)
+    assert np.array_equal(found, right)
+    assert np.array_equal(caches, copies)
+    anyflash.attention_with_kvcache(new(), one(), one(), cache_seqlens=2)
+    x = one()
+    anyflash.attention_with_kvcache(new(), x, x, cache_seqlens=2)
 
 
 def test_in_place_where_it_is_allowed() -> None:

@@ -366,6 +366,14 @@ def test_causal_bias(torch: ModuleType, x: Any, variant: str) -> None:
     assert count == 0
     torch.testing.assert_close(out.as_subclass(torch.Tensor), right)
 
+    for given in (query, other):
+        with pytest.raises(ValueError, match="a CausalBias and is_causal are both given"):
+            routed(
+                lambda given=given: functional.scaled_dot_product_attention(
+                    given, x, x, make(6, 9), is_causal=True
+                )
+            )
+
 
 def test_forward_mode(torch: ModuleType, x: Any) -> None:
     x = x.double()
