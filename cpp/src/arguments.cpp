@@ -1,8 +1,6 @@
 #include "arguments.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <numeric>
 
 #include "describe.h"
 
@@ -38,14 +36,6 @@ void check_rank(const TensorView& t, const char* argument, int rank, const char*
 namespace {
 
 bool may_be_one(const Axis& axis) { return axis.broadcast && axis.extent != 1; }
-
-// Whether steps along one axis and steps along another one lead to the same element. Strides are
-// not 0.
-bool meet(const TensorView& t, int i, int j) {
-  if (t.shape[i] <= 1 || t.shape[j] <= 1) return false;
-  const int64_t step = std::gcd(t.stride[i], t.stride[j]);
-  return std::abs(t.stride[j] / step) < t.shape[i] && std::abs(t.stride[i] / step) < t.shape[j];
-}
 
 }  // namespace
 
@@ -147,15 +137,6 @@ void check_writable(const TensorView& t, const char* argument) {
     if (t.shape[i] > 1 && t.stride[i] == 0) {
       invalid_value(std::string(argument) + " has stride 0 in dimension " + std::to_string(i) +
                     " of shape " + shape_of(t) + "; an output must not repeat elements");
-    }
-  }
-  for (int i = 0; i < t.rank; ++i) {
-    for (int j = i + 1; j < t.rank; ++j) {
-      if (!meet(t, i, j)) continue;
-      invalid_value(std::string(argument) + " has strides " + std::to_string(t.stride[i]) +
-                    " and " + std::to_string(t.stride[j]) + " in dimensions " + std::to_string(i) +
-                    " and " + std::to_string(j) + " of shape " + shape_of(t) +
-                    ", so that elements share memory; an output must not repeat elements");
     }
   }
 }

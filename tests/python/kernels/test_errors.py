@@ -87,16 +87,6 @@ def repeated(name: str) -> Callable[[Call], None]:
     return change
 
 
-def meeting(name: str) -> Callable[[Call], None]:
-    """Two rows on is three heads on."""
-
-    def change(call: Call) -> None:
-        tensor = getattr(call, name)
-        tensor.strides = int64_array([10000, 24, 16, 1])
-
-    return change
-
-
 def many_keys(call: Call) -> None:
     """2**31 + 6 keys that share one place; 6 of them in 32 bits."""
     for tensor in (call.k, call.v):
@@ -135,7 +125,6 @@ WRONG: dict[str, tuple[Callable[[Call], None], int, Sequence[str]]] = {
     "out-length": (shaped("out", 2, 6, 8, 24), INVALID_VALUE, ("out", "2, 6", "2, 5, 8, 24")),
     "lse-shape": (shaped("lse", 2, 5, 8), INVALID_VALUE, ("lse", "2, 5, 8", "2, 8, 5")),
     "out-repeats": (repeated("out"), INVALID_VALUE, ("out", "stride 0")),
-    "out-meets": (meeting("out"), INVALID_VALUE, ("out", "strides 24 and 16", "repeat elements")),
     "lse-repeats": (repeated("lse"), INVALID_VALUE, ("lse", "stride 0")),
     "too-many-keys": (many_keys, INVALID_VALUE, ("k", "2147483654", "at most")),
     "q-int": (typed("q", 0, 32), INVALID_TYPE, ("q", "int32", "float16")),
