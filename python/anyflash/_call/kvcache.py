@@ -210,7 +210,11 @@ class KvCacheCall(Forward[ArrayT]):
         self._given_out = outputs.out
         self._result = self._out(outputs.out, outputs.out_dtype)
         self._lse = self._new_lse() if return_lse else None
-        self._check_written_apart(outputs.out, workspace)
+        if outputs.out is not None or workspace is not None:
+            # Not the caches: a pool of pages may hold those of keys and of values.
+            arrays = (self._caches | self._cache_arrays).items()
+            inputs = {_ARGUMENTS.get(name, name): x for name, (x, _) in arrays}
+            self._check_apart(inputs, out=outputs.out, workspace=workspace)
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
         if self._seqlens is not None:
@@ -239,18 +243,6 @@ class KvCacheCall(Forward[ArrayT]):
             cache_options,
             self._writes,
         )
-
-    def _check_written_apart(self, out: Any, workspace: Any) -> None:
-        """What the call writes: also the caches, where keys are appended."""
-        caches = {name: x for name, (x, _) in self._caches.items()}
-        inputs = {"q": caches.pop("q")}
-        if self._writes:  # in every step: not from lengths and places, which nobody keeps there
-            new = ((name, self._cache_arrays.get(name)) for name in _ARGUMENTS)
-            tensors = {_ARGUMENTS[name]: given[0] for name, given in new if given is not None}
-            self._operands.check_apart(caches, inputs | tensors, {})
-        if out is not None or workspace is not None:
-            others = {_ARGUMENTS.get(name, name): x for name, (x, _) in self._cache_arrays.items()}
-            self._check_apart(inputs | caches | others, out=out, workspace=workspace)
 
     def attend(self) -> ArrayT | tuple[ArrayT, ArrayT]:
         _core.forward_with_kvcache(*self._arguments, self._workspace, self._allocate)

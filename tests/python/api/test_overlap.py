@@ -93,22 +93,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         ),
         "out and k",
     ),
-    "caches": (
-        lambda x: anyflash.attention_with_kvcache(new(), x, x, new(), new(), cache_seqlens=2),
-        "k_cache and v_cache",
-    ),
-    "new-in-the-cache": (
-        lambda x: anyflash.attention_with_kvcache(
-            new(), one(), x, new(), x[:, 1:4], cache_seqlens=2
-        ),
-        "v_cache and v",
-    ),
-    "q-in-the-cache": (
-        lambda x: anyflash.attention_with_kvcache(
-            x[:, 2:5], x, one(), new(), new(), cache_seqlens=2
-        ),
-        "k_cache and q",
-    ),
     "workspace": (
         lambda x: anyflash.attention_with_kvcache(
             new(), one(), one(), out=x[:, :3], workspace=x.reshape(-1).view(np.uint8)
@@ -193,18 +177,14 @@ def test_views_between_one_another() -> None:
         assert np.array_equal(getattr(found, name), getattr(exact, name))
 
 
-def test_caches_between_one_another() -> None:
-    """Of one array, to which keys are appended; and one that is both, to which none are."""
-    both = qkv()
-    caches = both[:, :, 0], both[:, :, 1]
-    copies = [x.copy() for x in caches]
-    found = anyflash.attention_with_kvcache(new(), *caches, new(), new(), cache_seqlens=2)
-    right = anyflash.attention_with_kvcache(new(), *copies, new(), new(), cache_seqlens=2)
-    assert np.array_equal(found, right)
-    assert np.array_equal(caches, copies)
-    anyflash.attention_with_kvcache(new(), one(), one(), cache_seqlens=2)
-    x = one()
-    anyflash.attention_with_kvcache(new(), x, x, cache_seqlens=2)
+def test_pages_of_one_pool() -> None:
+    """Keys and values are appended to pages of one array, where the table lets them lie apart."""
+    pool = np.zeros((4, 4, 4, 8), np.float32)
+    options = {"cache_seqlens": 2, "block_table": np.array([[0, 2]], np.int32)}
+    q, k, v = new()[:1], new()[:1], 2 * new()[:1]
+    found = anyflash.attention_with_kvcache(q, pool[:3], pool[1:], k, v, **options)
+    caches = np.zeros((2, 3, 4, 4, 8), np.float32)
+    assert np.array_equal(found, anyflash.attention_with_kvcache(q, *caches, k, v, **options))
 
 
 def test_in_place_where_it_is_allowed() -> None:
