@@ -152,7 +152,8 @@ anyflash_kernels(
 
 # Kernel sets: regular expressions of the names of kernels. The set for CI has what shows in machine
 # code: the plain kernels of three head dims, of four in sm90's forward and of five in its backward.
-# Each variant is there for one of them, of sm90 for two. float16 differs from bfloat16 in the name of an instruction.
+# Each variant is there for one of them, of sm90 for two. float16 differs from bfloat16 in the name of
+# an instruction.
 set(ANYFLASH_KERNEL_SET_full ".*")
 set(
   ANYFLASH_KERNEL_SET_ci

@@ -35,14 +35,20 @@ ForwardParams with_columns(ForwardParams params, int first, int count, bool last
   return params;
 }
 
-// Calls launch_pass(params) for each pass, of at most Traits::kHeadDimV columns.
-template <class Traits, class LaunchPass>
-void launch_passes(const ForwardParams& params, const LaunchPass& launch_pass) {
-  const int columns = params.attention.head_dim_v;
-  for (int first = 0; first < columns; first += Traits::kHeadDimV) {
-    const int rest = columns - first;
-    launch_pass(with_columns<typename Traits::Element>(
-        params, first, std::min(rest, Traits::kHeadDimV), rest <= Traits::kHeadDimV));
+// Calls launch_pass() for each pass, of at most Traits::kHeadDimV columns, when `prepared` has its
+// parameters.
+template <class Traits, class Prepared, class LaunchPass>
+void launch_passes(Prepared& prepared, const LaunchPass& launch_pass) {
+  if constexpr (Traits::kConfig.passes == 1) {
+    launch_pass();
+  } else {
+    const ForwardParams whole = prepared;
+    for (int first = 0; first < whole.attention.head_dim_v; first += Traits::kHeadDimV) {
+      const int rest = whole.attention.head_dim_v - first;
+      static_cast<ForwardParams&>(prepared) = with_columns<typename Traits::Element>(
+          whole, first, std::min(rest, Traits::kHeadDimV), rest <= Traits::kHeadDimV);
+      launch_pass();
+    }
   }
 }
 

@@ -210,11 +210,12 @@ class KvCacheCall(Forward[ArrayT]):
         self._given_out = outputs.out
         self._result = self._out(outputs.out, outputs.out_dtype)
         self._lse = self._new_lse() if return_lse else None
-        if outputs.out is not None or workspace is not None:
+        if outputs.out is not None:
             # Not the caches: a pool of pages may hold those of keys and of values.
             arrays = (self._caches | self._cache_arrays).items()
             inputs = {_ARGUMENTS.get(name, name): x for name, (x, _) in arrays}
             self._check_apart(inputs, out=outputs.out, workspace=workspace)
+
         self._export_options(stream)
         cache_options = self._cache_options | self._exported(self._cache_arrays, stream)
         if self._seqlens is not None:

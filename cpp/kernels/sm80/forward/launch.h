@@ -41,9 +41,7 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
   make_key_range_bounds(prepared.attention, context.stream);
   prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
                                         heads_per_l2_section(a, context.multiprocessors));
-  const ForwardParams whole = prepared;
-  launch_passes<Traits>(whole, [&](const ForwardParams& pass) {
-    static_cast<ForwardParams&>(prepared) = pass;
+  launch_passes<Traits>(prepared, [&] {
     launch<forward_kernel<Traits, Variant>>(
         dim3(static_cast<unsigned>(blocks)), dim3(Traits::kThreads),
         sizeof(typename Traits::SharedStorage), context.stream, prepared);

@@ -101,11 +101,7 @@ void launch_forward(const ForwardParams& params, const LaunchContext& context) {
     prepared.taken = reinterpret_cast<unsigned*>(static_cast<char*>(context.scratch) +
                                                  key_range_bounds_bytes(a));
   }
-  const ForwardParams whole = prepared;
-  launch_passes<Traits>(whole, [&](const ForwardParams& pass) {
-    static_cast<ForwardParams&>(prepared) = pass;
-    launch_pass<Traits, Variant>(prepared, context);
-  });
+  launch_passes<Traits>(prepared, [&] { launch_pass<Traits, Variant>(prepared, context); });
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, class Variant>
