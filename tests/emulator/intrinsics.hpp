@@ -203,6 +203,10 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return result;
 }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  const uint64_t both = (static_cast<uint64_t>(high) << 32) | low;
+  return static_cast<unsigned>((both << (shift & 31)) >> 32);
+}
 
 // -- Arithmetic -----------------------------------------------------------------------------------
 

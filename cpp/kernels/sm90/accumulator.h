@@ -58,9 +58,14 @@ ANYFLASH_DEVICE uint32_t element_bits(int first, int end) {
   return below(end) & ~below(first);
 }
 
-// Writes `value` over the elements without a bit of a (row, col) view. Bits become predicates seven
-// at a time (R2P).
-template <class Matrix>
+// Where a word has the bit of a row's element i.
+struct BitsInOrder {
+  ANYFLASH_DEVICE static constexpr int place(int i) { return i; }
+};
+
+// Writes `value` over the elements without a bit of a (row, col) view. In order, bits become
+// predicates seven at a time (R2P).
+template <class Bits = BitsInOrder, class Matrix>
 ANYFLASH_DEVICE void fill_others(Matrix& matrix, const uint32_t (&bits)[kThreadRows], float value) {
   constexpr int kElements = decltype(cute::size<1>(matrix))::value;
   static_assert(kElements <= 32);
@@ -68,7 +73,7 @@ ANYFLASH_DEVICE void fill_others(Matrix& matrix, const uint32_t (&bits)[kThreadR
   for (int row = 0; row < kThreadRows; ++row) {
     CUTE_UNROLL
     for (int i = 0; i < kElements; ++i) {
-      if ((bits[row] >> i & 1) == 0) matrix(row, i) = value;
+      if ((bits[row] >> Bits::place(i) & 1) == 0) matrix(row, i) = value;
     }
   }
 }

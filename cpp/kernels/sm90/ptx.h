@@ -72,6 +72,16 @@ ANYFLASH_DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// --- Registers
+
+// All ones in each half whose highest bit is set, and 0 in the others. (__byte_perm() is not said
+// to know the selector's bit that spreads a sign.)
+ANYFLASH_DEVICE uint32_t spread_signs(uint32_t word) {
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(spread) : "r"(word));
+  return spread;
+}
+
 // --- Clusters
 
 // All threads of the cluster have arrived before one has waited. It publishes nothing but what

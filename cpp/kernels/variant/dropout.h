@@ -126,6 +126,16 @@ class Dropout {
     return (i % 2 == 0 ? word << 16 : word) >= threshold_ << 16;
   }
 
+  // Whether the two draws in a word are kept, in the highest bit of each half. The others mean
+  // nothing.
+  ANYFLASH_HOST_DEVICE uint32_t kept_in_signs(uint32_t word) const {
+    // A sum's highest bit says that the draw's lower 15 bits reach the threshold's. Below 0x8000,
+    // that bit or the draw's own is enough; from 0x8000 on, both are needed.
+    const uint32_t either = (threshold_ >> 15) - 1;
+    const uint32_t lower = (word & 0x7fff7fffu) + (0x8000u - (threshold_ & 0x7fffu)) * 0x10001u;
+    return (word & lower) | (either & (word | lower));
+  }
+
   // Zeroes those halves of `pair` that are not kept; their draws are the halves of `word`.
   ANYFLASH_HOST_DEVICE uint32_t drop(uint32_t pair, uint32_t word) const {
     const uint32_t threshold = threshold_ << 16;

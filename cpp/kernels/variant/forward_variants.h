@@ -18,6 +18,7 @@
 #include "variant/forward_dropout.h"
 #include "variant/score_mod.h"
 #include "variant/score_places.h"
+#include "variant/softcap.h"
 #include "variant/uniform_seed.h"
 #include "variant/work_tile.h"
 
@@ -34,9 +35,15 @@ struct PlainForward {
   static constexpr bool kSkipsTiles = false;    // of what see() says
   static constexpr bool kMasksTiles = false;    // see() may ask for the masked step
   static constexpr bool kDrops = false;
+  static constexpr bool kLandsFirst = false;  // modify_scores() needs the registers of P, on Hopper
   // What masked steps do to scores.
   static constexpr ScoreOps kOps = ScoreOps::kNone;
   static constexpr unsigned kFeatures = kNoFeatures;
+
+  // What Hopper's softmax multiplies scores by.
+  ANYFLASH_DEVICE static float scale_log2(const Attention& attention) {
+    return attention.scale_log2;
+  }
 
   // With the rows of a block and the keys of a tile.
   ANYFLASH_DEVICE PlainForward(const Attention&, const ForwardWorkTile&, int, int) {}
@@ -115,6 +122,31 @@ struct SoftcapForward : ScoredForward {
   static constexpr ScoreOps kOps = ScoreOps::kSoftcap;
   static constexpr unsigned kFeatures = kSoftcap;
   using ScoredForward::ScoredForward;
+};
+
+// The same where the exponentials take longer than the products: up to head dim 64, on Hopper.
+struct SoftcapSeriesForward : PlainForward {
+  static constexpr bool kAsksPlaces = true;  // that is, modify_scores() has something to do
+  static constexpr bool kLandsFirst = true;
+  static constexpr ScoreOps kOps = ScoreOps::kSoftcap;
+  static constexpr unsigned kFeatures = kSoftcap;
+
+  ANYFLASH_DEVICE SoftcapSeriesForward(const Attention& attention, const ForwardWorkTile& work_tile,
+                                       int rows, int keys)
+      : PlainForward(attention, work_tile, rows, keys),
+        softcap(static_cast<float>(attention.softcap),
+                static_cast<float>(attention.softmax_scale)) {}
+
+  ANYFLASH_DEVICE static float scale_log2(const Attention& attention) {
+    return Softcap::unit(static_cast<float>(attention.softcap)) * kLog2E;
+  }
+
+  template <ScoreOps, class Scores, class Prefetched, class Places>
+  ANYFLASH_DEVICE void modify_scores(Scores& scores, const Prefetched&, const Places&) const {
+    softcap.apply(scores);
+  }
+
+  Softcap softcap;
 };
 
 // Dropout alone: the plain kernel, but for P V (variant/forward_dropout.h).

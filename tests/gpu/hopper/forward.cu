@@ -1,8 +1,11 @@
 // A Hopper forward kernel as a shared library with one C function, for check.py and times.py, which
 // call it with PyTorch's pointers. The build says which:
 //   ELEMENT   cutlass::bfloat16_t or cutlass::half_t
-//   HEAD_DIM  64, 128, 256
-//   PING_PONG, BLOCK_M  true or false, rows of a CTA; without them, those of forward_config()
+//   HEAD_DIM  64, 128, 256, 512
+//   PING_PONG, BLOCK_M  true or false, rows of a CTA; without them, those of TableConfig
+//   VARIANT             without it, PlainForward
+//   DROPOUT_THRESHOLD, SOFTCAP  for a variant that has them; the first in 65536ths
+// Link it with cpp/kernels/cuda/key_range_bounds.cu.
 #include <cstdio>
 #include <exception>
 
@@ -11,13 +14,22 @@
 #include "strides.h"
 #include "variant/forward_variants.h"
 
+#if !defined(VARIANT)
+#define VARIANT PlainForward
+#endif
+#if !defined(DROPOUT_THRESHOLD)
+#define DROPOUT_THRESHOLD 0
+#endif
+#if !defined(SOFTCAP)
+#define SOFTCAP 0
+#endif
+
 namespace {
 
 using namespace anyflash;
 
 constexpr sm90::ForwardConfig make_config() {
-  sm90::ForwardConfig config =
-      sm90::forward_config(sm90::forward_configs::kTable, HEAD_DIM, HEAD_DIM);
+  sm90::ForwardConfig config = sm90::TableConfig<HEAD_DIM, HEAD_DIM, VARIANT>::value;
 #if defined(PING_PONG)
   config.ping_pong = PING_PONG;
 #endif
@@ -66,6 +78,8 @@ ForwardParams params_of(const Call& call) {
   a.seqlen_k = call.seqlen_k;
   a.head_dim = call.head_dim;
   a.head_dim_v = call.head_dim_v;
+  a.dropout_threshold = DROPOUT_THRESHOLD;
+  a.softcap = SOFTCAP;
   return params;
 }
 
@@ -78,7 +92,7 @@ extern "C" int hopper_forward(const Call* call) {
     context.stream = call->stream;
     context.scratch = call->scratch;
     context.multiprocessors = call->multiprocessors;
-    sm90::launch_forward<Traits, PlainForward>(params_of(*call), context);
+    sm90::launch_forward<Traits, VARIANT>(params_of(*call), context);
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

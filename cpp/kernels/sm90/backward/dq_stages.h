@@ -166,7 +166,7 @@ class DqStages {
 
   // dS in place of dP; 0 where hidden.
   ANYFLASH_DEVICE void compute_ds(AccS& acc_dp, const AccS& p) const {
-    if constexpr (kHasDropout<Variant>) hide(acc_dp, kept_);
+    if constexpr (kHasDropout<Variant>) drop(acc_dp, kept_);
     CUTE_UNROLL
     for (int i = 0; i < size(AccS{}); ++i) acc_dp(i) = p(i) * (acc_dp(i) - delta_[i / 2 % 2]);
     if (!needs_mask_) return;
@@ -275,7 +275,7 @@ class DqStages {
   typename Traits::SharedStorage& smem_;
   int warpgroup_;
   typename Variant::Seed seed_;
-  uint32_t kept_[kThreadRows];  // draw(): a bit for each of a row's elements
+  KeptElements kept_;
   float scale_log2_;
   float slope_log2_ = 0.0f;
   float slope_sum_ = 0.0f;

@@ -176,7 +176,7 @@ class RowStages {
   }
   // What P^T is in dV's product, after dS has been made of it.
   ANYFLASH_DEVICE void round_p(AccS& acc_p, Rounded& rounded) const {
-    if constexpr (kHasDropout<Variant>) hide(acc_p, kept_);
+    if constexpr (kHasDropout<Variant>) drop(acc_p, kept_);
     if constexpr (!kHasSoftcap<Variant>) rounded.round(acc_p);
   }
 
@@ -222,7 +222,7 @@ class RowStages {
     float share = 1.0f;  // dS comes without the factor on what dropout keeps
     if constexpr (kHasDropout<Variant>) {
       share = 1.0f / Variant::p_scale(params_);
-      hide(acc_dp, kept_);
+      drop(acc_dp, kept_);
     }
     for_each_element(delta, smem_.delta, [&](int i, float row_delta) ANYFLASH_INLINE_LAMBDA {
       acc_dp(i) = p(i) * (acc_dp(i) - row_delta * share);
@@ -349,7 +349,7 @@ class RowStages {
   OperandRows<TileV, Traits::kHeadDimV> v_operand_;  // load_values()
   const BackwardScratch& params_;
   float scale_log2_;
-  uint32_t kept_[kThreadRows];  // draw(): a bit for each of a key's elements
+  KeptTransposed kept_;
   uint32_t seen_[kThreadRows];  // look_at_rows(): a bit for each of a key's elements
   bool hides_any_ = false;      // of the warp's
 };

@@ -50,7 +50,7 @@ ANYFLASH_DEVICE void consume(const typename Traits::Block::Launch& params,
     if (!block.exists()) break;
     typename Traits::AccO acc_o;
     cute::clear(acc_o);
-    StagedSoftmax softmax(params.attention.scale_log2);
+    StagedSoftmax softmax(Variant::scale_log2(params.attention));
     const FinishedRows rows =
         ForwardMainloop<Traits, Variant>(params, stages, block, acc_o, softmax).run();
     forward_epilogue<Traits, Variant>(params, block, stages, acc_o, softmax, rows);

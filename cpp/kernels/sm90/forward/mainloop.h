@@ -9,6 +9,7 @@
 #include "sm90/forward/launch_params.h"
 #include "sm90/forward/softmax.h"
 #include "sm90/forward/stages.h"
+#include "sm90/kept_elements.h"
 #include "variant/broadcast_tensor.h"
 #include "variant/score_places.h"
 
@@ -52,8 +53,8 @@ ANYFLASH_DEVICE float sink_of(const ForwardLaunch& params, int head) {
 // A tile takes a warpgroup the time to issue its products plus that of its softmax. So other work
 // stands beside the exponentials. A thread's second row looks for its maximum beside those of the
 // first, and P is rounded beside those of the second. Before that, P V of the tile before has to
-// land, for it reads P's registers. Where the config says so, it lands behind both rows, and in
-// masked steps of variants that compare key by key before both.
+// land, for it reads P's registers. Where the config says so, it lands behind both rows. It lands
+// before both in masked steps of variants that compare key by key, and with a softcap up to 64.
 //
 // What nvcc 13.0's ptxas does to it: it moves exponentials past barriers and waits, which they do
 // not depend on, but not past a loop. So a wait for memory that should long have come stands where
@@ -117,20 +118,25 @@ class ForwardMainloop {
     rescale_.any = false;  // O is 0
     CUTE_UNROLL
     for (int row = 0; row < kThreadRows; ++row) softmax_.exponentiate(scores, row);
-    drop(scores);
     p_.template round<kKeys>(acc_s_);
+    drop_probabilities();
   }
 
   template <bool kMasked>
   ANYFLASH_DEVICE void step() {
-    // What hides scores key by key needs the registers of P of the tile before.
-    constexpr bool kLandsFirst = kMasked && Variant::kMasksTiles;
+    // What hides scores key by key needs the registers of P of the tile before, too.
+    constexpr bool kLandsFirst = Variant::kLandsFirst || (kMasked && Variant::kMasksTiles);
     auto scores = as_matrix(acc_s_);
     stages_.wait_ping_pong();
     stages_.issue_scores(acc_s_);
+    if constexpr (Variant::kDrops) {
+      // A warp that issues P V waits until its registers have been read. So it draws before, and
+      // the other warpgroup may issue its products meanwhile.
+      stages_.pass_ping_pong();
+      draw<Traits::kBlockN>();
+    }
     issue_values();
-    stages_.pass_ping_pong();
-    draw<Traits::kBlockN>();
+    if constexpr (!Variant::kDrops) stages_.pass_ping_pong();
     stages_.template land_scores<1>(acc_s_);
     if (tiles_.template is_last<kMasked>()) stages_.release_queries();
     if (kLandsFirst) stages_.land_values(acc_o_);
@@ -143,12 +149,12 @@ class ForwardMainloop {
     softmax_.exponentiate(scores, 0);
     if (Traits::kConfig.lands_between_rows) land();
     softmax_.exponentiate(scores, 1);
-    drop(scores);
     if (!Traits::kConfig.lands_between_rows) {
       stages_.keep_before_wait(acc_s_);
       land();
     }
     p_.round(acc_s_);
+    drop_probabilities();
     was_masked_ = kMasked;
   }
 
@@ -177,9 +183,8 @@ class ForwardMainloop {
   }
 
   // 0 for the probabilities that dropout does not keep.
-  template <class Scores>
-  ANYFLASH_DEVICE void drop(Scores& scores) {
-    if constexpr (Variant::kDrops) fill_others(scores, kept_, 0.0f);
+  ANYFLASH_DEVICE void drop_probabilities() {
+    if constexpr (Variant::kDrops) drop(p_, kept_);
   }
 
   // What the variant does to scores before they are masked by position.
@@ -224,7 +229,7 @@ class ForwardMainloop {
   const RowBounds visible_;
   typename Traits::AccS acc_s_;
   typename Stages::Probabilities p_;
-  uint32_t kept_[kThreadRows];  // of dropout
+  KeptElements kept_;  // of dropout
   Rescale rescale_;
   bool was_masked_;  // the tile before
 };

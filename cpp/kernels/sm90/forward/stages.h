@@ -245,7 +245,7 @@ class ForwardStages {
   // Which probabilities of the tile's first kKeys keys dropout keeps. `first_row` is the block's.
   template <int kKeys>
   ANYFLASH_DEVICE void draw(const Dropout& dropout, int first_row, int tile,
-                            uint32_t (&kept)[kThreadRows]) const {
+                            KeptElements& kept) const {
     const int row = first_row + thread_row();
     const int rows[kThreadRows] = {row, row + 8};
     find_kept_elements<kKeys / 4>(dropout, rows, tile * Traits::kBlockN, kept);

@@ -43,6 +43,10 @@ inline bool mbarrier_try_wait(uint64_t* mbarrier, uint32_t parity,
 }
 inline void fence_barrier_init() {}
 
+inline uint32_t spread_signs(uint32_t word) {
+  return (word >> 31) * 0xffff0000u | (word >> 15 & 1) * 0xffffu;
+}
+
 inline void cluster_arrive() {}
 inline void cluster_wait(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
   emu::cluster_sync(file, line);
