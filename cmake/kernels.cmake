@@ -119,7 +119,8 @@ anyflash_kernels(
   KERNELS
     "*::PlainForward"
     "64,128,256:_alibi:AlibiForward"
-    "64,128,256:_softcap:SoftcapForward"
+    "64:_softcap:SoftcapSeriesForward"
+    "128,256:_softcap:SoftcapForward"
     "128,256:_dropout:DropoutForward"
     "64,128,256:_ranges:RangesForward"
     "64,128,256:_blocks:BlocksForward"

@@ -96,7 +96,8 @@ HOPPER_SCORED = hopper(
     Case(seqlen_q=400, seqlen_k=300, causal=1, more="alibi=0.1 nan=hidden"),
     Case(seqlen_q=130, seqlen_k=430, heads=1, more="alibi=-0.05 left=200 right=50 nan=seen"),
     Case(seqlen_q=300, seqlen_k=290, scale=1.0, causal=1, more="softcap=5 nan=seen"),
-    Case(seqlen_q=400, seqlen_k=300, causal=1, more="dropout=0.3 nan=hidden"),
+    Case(seqlen_q=200, seqlen_k=300, causal=1, more="softcap=50 nan=hidden"),
+    Case(seqlen_q=400, seqlen_k=300, causal=1, more="dropout=0.7 nan=hidden"),
     Case(batch=2, seqlen_q=130, seqlen_k=290, heads=4, heads_k=2, more="dropout=0.1 nan=seen"),
 )
 
@@ -177,7 +178,7 @@ HOPPER_DECODE_CASES = HOPPER_DECODE_RACES + HOPPER_QUANTIZED_CASES + hopper(
     ),
     multiprocessors=132,
 )  # fmt: skip
-# Of the last three, two warpgroups share tiles.
+# Of more than 32 rows, two warpgroups share tiles and rows.
 HOPPER_LATENT_CASES = hopper(
     *latent(
         decode(
@@ -189,10 +190,23 @@ HOPPER_LATENT_CASES = hopper(
             # Keys that rows of one warpgroup alone see are not finite.
             Case(seqlen_q=40, seqlen_k=64, heads=1, heads_k=1, causal=1, more="nan=seen"),
             Case(seqlen_q=64, seqlen_k=64, heads=1, heads_k=1, causal=1, more="nan=seen"),
+            Case(batch=2, seqlen_q=1, seqlen_k=704, heads=64, heads_k=1,
+                 more="filled=690,70 splits=1 sink=1"),
+            Case(batch=3, seqlen_q=1, seqlen_k=320, heads=50, heads_k=1,
+                 more="filled=300,0,70 splits=4 sink=1"),
+            Case(seqlen_q=4, seqlen_k=448, heads=16, heads_k=1, causal=1,
+                 more="splits=3 page=8 tree=1 nan=seen"),
+            Case(seqlen_q=3, seqlen_k=650, heads=20, heads_k=1, causal=1,
+                 more="splits=2 left=300 nan=seen out=fp32"),
             Case(batch=2, seqlen_q=1, seqlen_k=384, heads=12, heads_k=1,
                  more="filled=380,60 page=16 nan=seen cache=e4m3 scales=slot splits=2"),
             Case(seqlen_q=64, seqlen_k=200, heads=1, heads_k=1, causal=1,
                  more="nan=seen cache=e5m2 scales=row"),
+            # Rows that see few keys of their first tile, whose scales may be small.
+            Case(seqlen_q=60, seqlen_k=300, heads=1, heads_k=1, causal=1,
+                 more="splits=1 left=120 out=fp32 cache=e4m3 scales=row"),
+            Case(batch=2, seqlen_q=1, seqlen_k=448, heads=64, heads_k=1,
+                 more="filled=440,70 splits=1 page=16 sink=1 cache=int8 scales=head"),
         )
     ),
     multiprocessors=132,
@@ -233,7 +247,7 @@ HOPPER_BACKWARD_SCORED = hopper(
         Case(seqlen_q=130, seqlen_k=300, heads=9, more="alibi=0.02 small=none"),
         Case(seqlen_q=300, seqlen_k=290, scale=1.0, causal=1, more="softcap=5 dlse=1 nan=hidden"),
         Case(seqlen_q=130, seqlen_k=200, heads=9, more="softcap=20 left=60 det=1 nan=k"),
-        Case(seqlen_q=300, seqlen_k=290, heads=2, causal=1, more="dropout=0.3 dlse=1 nan=hidden"),
+        Case(seqlen_q=300, seqlen_k=290, heads=2, causal=1, more="dropout=0.7 dlse=1 nan=hidden"),
         Case(seqlen_q=200, seqlen_k=210, heads=4, heads_k=2, more="dropout=0.1 det=1"),
         Case(seqlen_q=150, seqlen_k=160, heads=9, causal=1, more="dropout=0.2 nan=dout"),
     ),

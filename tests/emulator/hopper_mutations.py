@@ -3,8 +3,7 @@
 The emulator makes asynchronous copies and products happen at any time between their start and the
 wait for them, so most mistakes give wrong results or a deadlock in plain runs. What it cannot see:
 a missing __syncwarp() before a store by TMA, since it runs stmatrix and fences of a warp as one, or
-before Q's place is released; or a missing wait of decoding's warps for one another's last product,
-since those of a warpgroup hardly drift apart in the few steps from there to the result's place.
+before Q's place is released.
 """
 
 from __future__ import annotations
@@ -17,17 +16,9 @@ HOPPER = "sm90_forward_f16_d64"
 HOPPER_RANGES = "sm90_forward_f16_d128"
 HOPPER_512 = "sm90_forward_f16_d512"
 HOPPER_PREFILL = "sm90_prefill_f16_d64"
-HOPPER_DECODE = "sm90_decode_f16_d64"
-HOPPER_LATENT = "sm90_decode_f16_d576_512"
 CACHED_BLOCK = "sm90/prefill/cached_block.h"
-CACHE_BOXES = "sm90/cache_boxes.h"
-DECODE_KERNEL = "sm90/decode/kernel.h"
-DECODE_LOADER = "sm90/decode/loader.h"
-DECODE_MAINLOOP = "sm90/decode/mainloop.h"
-DECODE_PRODUCTS = "sm90/decode/products.h"
-DECODE_SCALES = "sm90/decode/scales.h"
-DECODE_EPILOGUE = "sm90/decode/epilogue.h"
 PREFILL_LAUNCH = "sm90/prefill/launch.h"
+CACHE_BOXES = "sm90/cache_boxes.h"
 COLUMN_PASS = "cuda/column_pass.h"
 KERNEL = "sm90/forward/kernel.h"
 LAUNCH = "sm90/forward/launch.h"
@@ -165,6 +156,11 @@ ARITHMETIC = (
     _mutation("hopper-sum-not-rescaled", SOFTMAX, "sum_(row) *= rescale.factor[row];"),
     _mutation("hopper-largest-not-kept", SOFTMAX,
               "largest_(row) = fmaxf(largest_(row), larger);"),
+    _mutation("hopper-large-scores-by-the-series", "variant/softcap.h",
+              "is_large(__float_as_uint(score)) ? large(score) : small(score)", "small(score)"),
+    _mutation("hopper-softcap-of-another-unit", "variant/forward_variants.h",
+              "Softcap::unit(static_cast<float>(attention.softcap)) * kLog2E",
+              "attention.scale_log2"),
 )  # fmt: skip
 
 OUTPUT = (
@@ -232,8 +228,12 @@ RANGES = (
                "min(first_row, sequence.seqlen_q - 1)"),
     _of_ranges("hopper-draws-of-another-lane", "sm90/kept_elements.h",
                "first_col / 8 + begin + lane", "first_col / 8 + begin"),
+    _of_ranges("hopper-bits-stay-in-their-lane", "sm90/kept_elements.h",
+               "exchange_bits(word, distance, 1, 0xaaaaaaaau)", "word"),
+    _of_ranges("hopper-either-bit-of-a-draw", "variant/dropout.h", "(threshold_ >> 15) - 1",
+               "0xffffffffu"),
     _of_ranges("hopper-nothing-dropped-at-first", MAINLOOP,
-               "draw<kKeys>();", "kept_[0] = kept_[1] = 0xffffffffu;"),
+               "draw<kKeys>();", "kept_.words[0] = kept_.words[1] = 0xffffffffu;"),
     # Up to head dim 64 P V lands behind both rows, here between them.
     _of_ranges("hopper-rounded-before-values-land", MAINLOOP,
                "if (Traits::kConfig.lands_between_rows) land();",
@@ -277,92 +277,7 @@ PREFILL = (
                 "find_packed_block<kBlockM>(params.cache, 0)"),
 )  # fmt: skip
 
-_of_decode = partial(Mutation, unit=HOPPER_DECODE)
-_of_latent = partial(Mutation, unit=HOPPER_LATENT)
-DECODE = (
-    _of_decode("hopper-decode-before-the-block", DECODE_KERNEL,
-               "sync_named(static_cast<int>(NamedBarrier::kBlock), "
-               "Traits::kConsumerThreads + 32);"),
-    _of_decode("hopper-decode-inbox-not-announced", DECODE_KERNEL,
-               "smem.inbox.arrived.expect(inbox_bytes<Traits>(params, block));"),
-    _of_decode("hopper-decode-empty-part-is-computed", DECODE_KERNEL,
-               "store_nothing<Traits>(params, block);"),
-    _of_decode("hopper-decode-no-wait-for-empty", DECODE_LOADER,
-               "smem.ring.empty[place.stage()].wait(place.parity() ^ 1);"),
-    _of_decode("hopper-decode-first-phase", DECODE_LOADER, "place.parity() ^ 1", "place.parity()"),
-    _of_decode("hopper-decode-last-tile-not-found", DECODE_LOADER, "key >= block.keys.end",
-               "key + Traits::kBlockN >= block.keys.end"),
-    _of_decode("hopper-decode-boxes-of-the-next-tile", DECODE_LOADER, "box = next;"),
-    _of_decode("hopper-decode-no-wait-for-queries", DECODE_MAINLOOP,
-               "sync(); // Q and what rows see are there"),
-    _of_decode("hopper-decode-queries-on-their-way", DECODE_MAINLOOP,
-               "cute::cp_async_wait<0>();"),
-    _of_decode("hopper-decode-queries-without-fence", DECODE_MAINLOOP, "fence_smem_writes();",
-               after="cute::cp_async_wait<0>();"),
-    _of_decode("hopper-decode-no-wait-for-tile", DECODE_MAINLOOP,
-               "smem_.ring.full[stage].wait(place_.parity());"),
-    _of_decode("hopper-decode-tile-not-released", DECODE_MAINLOOP,
-               "if (!Traits::kLatent) release_tile(k_stage);"),
-    _of_decode("hopper-decode-scores-on-their-way", DECODE_PRODUCTS, "wgmma_wait<0>();",
-               "wgmma_wait<1>();", after="issue_transposed<TileK"),
-    _of_decode("hopper-decode-hidden-keys-seen", DECODE_MAINLOOP,
-               "if (partial) hide_keys(scores, key);"),
-    _of_decode("hopper-decode-hidden-nan-kept", DECODE_MAINLOOP,
-               "if (partial) found_nonfinite |= clear_values(values, key);"),
-    _of_decode("hopper-decode-probabilities-without-fence", DECODE_MAINLOOP, "fence_smem_writes();",
-               after="found_nonfinite |= clear_values(values, key);"),
-    _of_decode("hopper-decode-probabilities-not-waited-for", DECODE_MAINLOOP,
-               "sync_for_values(partial); // P is there"),
-    _of_decode("hopper-decode-maxima-not-waited-for", DECODE_MAINLOOP,
-               "sync(); // every warp's are there"),
-    _of_decode("hopper-decode-output-not-rescaled", DECODE_MAINLOOP,
-               "element(out, c, 0) *= rescale[c];"),
-    _of_decode("hopper-decode-values-not-restored", DECODE_MAINLOOP, "restore_values();",
-               after="any_warp(found_nonfinite)"),
-    _of_decode("hopper-decode-word-of-own-warp", DECODE_MAINLOOP,
-               "sync_consumers<Traits::kConsumerThreads>(); // every warp's word is there",
-               sanitizer="tsan"),
-    _of_decode("hopper-decode-restored-to-all", DECODE_MAINLOOP,
-               "seen.begin <= key && key < seen.end", "true", after="void restore_values() {"),
-    _of_decode("hopper-decode-result-not-waited-for", DECODE_MAINLOOP,
-               "sync_consumers<Traits::kConsumerThreads>(); // every warp's part is there"),
-    _of_decode("hopper-decode-sum-of-one-warp", DECODE_EPILOGUE,
-               "sum += smem.of_warps[warp][row];"),
-    _of_decode("hopper-decode-sink-twice", DECODE_EPILOGUE, "/*has_sink=*/false", "true"),
-    _of_decode("hopper-decode-slabs-in-one-place", DECODE_EPILOGUE, "slab * splits + block.split",
-               "block.split", after="params.by_splits.divmod(rank"),
-    _of_decode("hopper-decode-inbox-too-small", DECODE_EPILOGUE, "(columns + 1)", "columns"),
-    _of_decode("hopper-decode-join-too-early", DECODE_EPILOGUE, "smem.inbox.arrived.wait();"),
-    _of_decode("hopper-decode-join-of-one-split", DECODE_EPILOGUE, "slab * splits + s",
-               "slab * splits"),
-    _of_decode("hopper-quantized-scores-on-their-way", DECODE_PRODUCTS, "wgmma_wait<0>();",
-               "wgmma_wait<1>();", after="first + step > 0"),
-    _of_decode("hopper-quantized-columns-in-halves", DECODE_PRODUCTS, "2 * lane_row() + half",
-               "lane_row() + 8 * half"),
-    _of_decode("hopper-quantized-nan-kept", DECODE_PRODUCTS,
-               "found |= clear_nonfinite_bytes(words[i], stored);"),
-    _of_decode("hopper-quantized-scales-of-half-a-tile", DECODE_SCALES,
-               "smem.scales.v_scale[stage][key_of_lane(i)] = v_[i];",
-               "smem.scales.v_scale[stage][key_of_lane(i)] = v_[0];"),
-    _of_decode("hopper-quantized-scales-on-their-way", DECODE_SCALES,
-               "__syncwarp(); // the lane that says that the buffer is full says it of all scales",
-               sanitizer="tsan"),
-    _of_decode("hopper-quantized-scales-released-early", DECODE_SCALES,
-               "__syncwarp(); // the lane that releases the buffer releases it for all",
-               sanitizer="tsan"),
-    _of_decode("hopper-quantized-units-not-waited-for", DECODE_SCALES,
-               "sync(); // every warp's are there"),
-    _of_decode("hopper-quantized-output-in-old-units", DECODE_SCALES,
-               "element(block, c, 0) *= rescale;"),
-    _of_decode("hopper-quantized-unit-not-told", DECODE_EPILOGUE, "return smem.scales.unit[row];",
-               "return 1.0f;"),
-    _of_latent("hopper-latent-values-cleared-early", DECODE_MAINLOOP,
-               "if (Traits::kLatent) sync_consumers<Traits::kConsumerThreads>();"),
-    _of_latent("hopper-latent-cleared-by-one-warpgroup", DECODE_MAINLOOP,
-               "sync_for_values(partial)", "sync_for_values(false)"),
-)  # fmt: skip
-
 HOPPER_MUTATIONS = (
     *(BARRIERS + BLOCKS + LOADS + GUARD + CONSUMERS + ARITHMETIC + OUTPUT),
-    *(RANGES + PARTS + PREFILL + DECODE),
+    *(RANGES + PARTS + PREFILL),
 )

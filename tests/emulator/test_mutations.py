@@ -27,6 +27,7 @@ from hopper_backward_mutations import (
     HOPPER_FEATURES,
     HOPPER_WIDE,
 )
+from hopper_decode_mutations import HOPPER_DECODE_MUTATIONS
 from hopper_mutations import HOPPER, HOPPER_MUTATIONS, HOPPER_RANGES
 from mutations import (
     BACKWARD,
@@ -47,6 +48,7 @@ MUTATIONS = (
     + BACKWARD_MUTATIONS
     + DECODE_MUTATIONS
     + HOPPER_MUTATIONS
+    + HOPPER_DECODE_MUTATIONS
     + HOPPER_BACKWARD_MUTATIONS
 )
 KERNELS = ROOT / "cpp" / "kernels"
@@ -125,8 +127,10 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
         keep = "16, false" if mutation.sanitizer else ""
     elif mutation.unit == LATENT:
         keep = "false"  # 16-bit caches
-    elif mutation.unit in (CHUNKS, HOPPER, HOPPER_BACKWARD, HOPPER_192, HOPPER_WIDE):
+    elif mutation.unit in (CHUNKS, HOPPER_BACKWARD, HOPPER_192, HOPPER_WIDE):
         keep = "Plain"
+    elif mutation.unit == HOPPER:
+        keep = "Plain" if mutation.sanitizer else "Plain|Softcap"
     elif mutation.unit in (HOPPER_RANGES, HOPPER_FEATURES):
         keep = "Ranges|Blocks|Alibi|Softcap|Dropout"
     elif tile_config:

@@ -39,14 +39,8 @@ from hopper_cases import (
     HOPPER_SCORED,
     HOPPER_WIDE_CASES,
 )
-from hopper_mutations import (
-    HOPPER,
-    HOPPER_512,
-    HOPPER_DECODE,
-    HOPPER_LATENT,
-    HOPPER_PREFILL,
-    HOPPER_RANGES,
-)
+from hopper_decode_mutations import HOPPER_DECODE, HOPPER_LATENT
+from hopper_mutations import HOPPER, HOPPER_512, HOPPER_PREFILL, HOPPER_RANGES
 from mutations import CHUNKS, FORWARD, LAZY, ONE_BUFFER, RELOADED_V, SPLIT_KEYS
 from range_mutations import RANGE_BOUNDS_UNIT
 
@@ -79,7 +73,8 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in (0, 1) for case in CHUNK_CASES]
     if unit == HOPPER:
         seeds = (0,) if sanitizer else (0, 1, 2)
-        cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES
+        capped = tuple(case for case in HOPPER_SCORED if "softcap" in case.more)
+        cases = HOPPER_RACES if sanitizer else HOPPER_RACES + HOPPER_CASES + capped
         return [case._replace(seed=seed) for seed in seeds for case in cases]
     if unit == HOPPER_512:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_512_CASES]

@@ -45,7 +45,7 @@ OTHERS = (
     *("prefetch_tensor_map", "load_box", "load_bytes", "add_floats", "store_box"),
     *("address_in_cta", "expect_sent", "send_to_cta", "store_transposed"),
     *("load_matrices", "load_transposed", "store_matrices", "with_smem", "with_registers"),
-    *("pin_registers", "address"),
+    *("pin_registers", "address", "spread_signs"),
     *("stage", "parity", "count", "advance", "next"),
 )
 

@@ -39,14 +39,8 @@ from hopper_cases import (
     HOPPER_RACES,
     HOPPER_RANGE_CASES,
 )
-from hopper_mutations import (
-    HOPPER,
-    HOPPER_512,
-    HOPPER_DECODE,
-    HOPPER_LATENT,
-    HOPPER_PREFILL,
-    HOPPER_RANGES,
-)
+from hopper_decode_mutations import HOPPER_DECODE, HOPPER_LATENT
+from hopper_mutations import HOPPER, HOPPER_512, HOPPER_PREFILL, HOPPER_RANGES
 from mutations import (
     BACKWARD,
     CHUNKS,

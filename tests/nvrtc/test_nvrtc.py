@@ -26,6 +26,7 @@ TEMPLATES = [
     "sm90_forward_bf16_d64",
     "sm90_prefill_bf16_d64",
     "sm90_decode_bf16_d64",
+    "sm90_decode_bf16_d576_512",  # whose warpgroups share rows
 ]
 # Of these units one kernel alone.
 ONE_KERNEL = {

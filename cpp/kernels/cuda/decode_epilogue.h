@@ -11,6 +11,7 @@
 #include "common/sink.h"
 #include "cuda/combine.h"
 #include "cuda/decode_work_tile.h"
+#include "cuda/restore_nonfinite.h"
 #include "params.h"
 #include "variant/broadcast_tensor.h"
 #include "variant/cache.h"
@@ -50,6 +51,12 @@ ANYFLASH_DEVICE float cached_value(const KvCacheParams& params, const DecodeWork
         static_cast<const typename Traits::Element*>(params.attention.v)[offset]);
   }
 }
+
+// How NaN and infinity that were taken out of V count in a row that sees them. Latent attention has
+// them in K, too: the score is NaN or infinite, and the result NaN. If it is -inf, 0 * infinity is.
+template <class Traits>
+inline constexpr TermWeight kLostWeight =
+    Traits::kLatent ? TermWeight::kDropped : TermWeight::kVisible;
 
 ANYFLASH_DEVICE float row_sink(const KvCacheParams& params, const DecodeWorkTile& block, int row) {
   const BroadcastTensor& sinks = params.attention.sinks;

@@ -39,16 +39,17 @@ ANYFLASH_DEVICE CacheBox find_box(const KvCacheParams& cache, const CachedSequen
   return {static_cast<int>(place.slot), place.row};
 }
 
-// By a warp.
+// By a warp: the tile's columns, from `first_column` on.
 template <class Tile>
 ANYFLASH_DEVICE void load_boxes(typename Tile::Element* to, const CUtensorMap& map, int head,
-                                CacheBox box, int box_rows, Mbarrier& full, L2Hint hint) {
+                                CacheBox box, int box_rows, Mbarrier& full, L2Hint hint,
+                                int first_column = 0) {
   if (threadIdx.x % 32 == 0) full.arrive_expect(Tile::kBytes);
   __syncwarp();  // the barrier knows of the bytes before they come
   const int first = first_row_of_box(box_rows);
   if (first >= Tile::kRows) return;
-  load_panels<Tile>(to + first * Tile::kPanelColumns, map, {0, box.row, head, box.slot}, full,
-                    hint);
+  load_panels<Tile>(to + first * Tile::kPanelColumns, map, {first_column, box.row, head, box.slot},
+                    full, hint);
 }
 
 // Maps of K and V in a cache, for tiles of so many keys. Rows of a box are neighbours: those of a

@@ -12,10 +12,11 @@ namespace anyflash::sm90 {
 // Named barriers; 0 is that of __syncthreads().
 enum class NamedBarrier : int {
   kConsumers = 1,
-  kGuard = 2,    // of the forward
-  kBlock = 2,    // of decoding
-  kPingPong = 3, /* and one more a warpgroup */
-  kRows = 3      // of decoding, and one more a warpgroup
+  kGuard = 2,         // of the forward
+  kBlock = 2,         // of decoding
+  kPingPong = 3,      // and one more a warpgroup
+  kRows = 3,          // of decoding, and one more a warpgroup
+  kProbabilities = 5  // of decoding, and one more a warpgroup
 };
 
 // In shared memory. Phases count from 0; each ends when all arrivals that init() was told and all

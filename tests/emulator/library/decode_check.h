@@ -140,7 +140,7 @@ inline DecodeRow decode_row(const DecodeProblem& p, int64_t b, int64_t h, int64_
   for (int64_t j = 0; j < keys; ++j) {
     const double score = scores[static_cast<std::size_t>(j)];
     const CacheRow at = p.place(b, j);
-    if (score == -INFINITY || at.slot < 0) continue;
+    if (empty || !p.visible(b, i, j) || at.slot < 0) continue;
     const double weight = std::exp(score - top) / sum * scale_of(p, p.value_scale(), at, head);
     for (std::size_t x = 0; x < columns; ++x) {
       const double term = weight * p.value(at, head, static_cast<int64_t>(x));

@@ -293,9 +293,10 @@ class DecodeProblem {
         if (cache == &v && c.nan == "seen" && chosen(random_)) {
           cache->set(first + j % count, c.cache != "e4m3" && j % 2 == 0 ? INFINITY : NAN);
         }
-        // A query that sees such a key has NaN in every column: the others must be left.
+        // A query that sees NaN has it in every column: the others must be left. Of infinity, it
+        // has NaN in its column if the score is -inf.
         if (cache == &k && c.latent && c.nan == "seen" && j % 2 == 0 && !seen_by_all(b, j)) {
-          cache->set(first + j % count, NAN);
+          cache->set(first + j % count, c.cache != "e4m3" && j % 4 == 0 ? INFINITY : NAN);
         }
       }
     });

@@ -38,7 +38,7 @@ ANYFLASH_DEVICE void restore_values(const KvCacheParams& params, const DecodeWor
           const SplitKeys seen = block.seen(mask, row);
           const bool visible =
               seen.begin <= key && key < seen.end && tree.keep(block.query(row), key);
-          return visible ? TermWeight::kVisible : TermWeight::kHidden;
+          return visible ? kLostWeight<Traits> : TermWeight::kHidden;
         },
         result);
   }

@@ -14,7 +14,7 @@ struct DecodeConfig {
 
   int buffers = 2;     // for a tile of K or of V
   int ctas = 1;        // for which an SM has registers
-  int warpgroups = 1;  // which share tiles of keys, and have rows of their own
+  int warpgroups = 1;  // which share tiles of keys
 };
 
 namespace decode_configs {
@@ -63,7 +63,7 @@ inline constexpr DecodeConfig kTable[] = {
     of_8bit(config(256, 16, 4, 2)),
     of_8bit(config(512, 64, 4, 1, 2)),
     of_8bit(config(512, 16, 4, 1)),
-    of_8bit(config(576, 64, 3, 1, 2)),
+    of_8bit(config(576, 64, 1, 1, 2)),
     of_8bit(config(576, 16, 4, 1)),
 };
 

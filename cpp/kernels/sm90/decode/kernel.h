@@ -3,18 +3,38 @@
 // or two warpgroups compute.
 #pragma once
 
+#include <type_traits>
+
 #include "common/dependent_launch.h"
 #include "common/launch.h"
 #include "cuda/decode_work_tile.h"
+#include "sm90/decode/converted_tiles.h"
 #include "sm90/decode/epilogue.h"
 #include "sm90/decode/loader.h"
 #include "sm90/decode/mainloop.h"
+#include "sm90/decode/paired_tiles.h"
 #include "sm90/decode/traits.h"
 #include "sm90/pipeline.h"
 #include "sm90/ptx.h"
 #include "sm90/roles.h"
 
 namespace anyflash::sm90 {
+
+template <class Traits>
+ANYFLASH_DEVICE void init_barriers(typename Traits::SharedStorage& smem) {
+  if constexpr (Traits::kPairsTiles) {
+    for (auto& tile : smem.of_tiles) {
+      for (auto& part : tile) part.init(kWarpgroupThreads / 32);
+    }
+  } else {
+    smem.ring.init(Traits::kConsumerWarps);
+  }
+}
+
+template <class Traits>
+using ComputingWarpgroup = std::conditional_t<
+    Traits::kPairsTiles, PairedTiles<Traits>,
+    std::conditional_t<Traits::kSharesRows, ConvertedTiles<Traits>, DecodeWarpgroup<Traits>>>;
 
 // By the loader's warp: the block, which it tells the others, and its tiles.
 template <class Traits>
@@ -23,7 +43,7 @@ ANYFLASH_DEVICE void load_split(const DecodeLaunch& params, typename Traits::Sha
   if (leads) {
     prefetch_tensor_map(params.k_map);
     if (!Traits::kLatent) prefetch_tensor_map(params.v_map);
-    smem.ring.init(Traits::kConsumerWarps);
+    init_barriers<Traits>(smem);
   }
   const DecodeWorkTile block =
       decode_block<Traits::kBlockM, Traits::kBlockN>(params, static_cast<int>(blockIdx.x));
@@ -40,7 +60,8 @@ ANYFLASH_DEVICE void load_split(const DecodeLaunch& params, typename Traits::Sha
   arrive_named(static_cast<int>(NamedBarrier::kBlock), Traits::kConsumerThreads + 32);
   if (params.splits_in_cluster) cluster_arrive();
   if (block.rows <= 0) return;
-  load_keys_and_values<Traits>(params, block, smem);
+  if constexpr (Traits::kPairsTiles) load_pairs<Traits>(params, block, smem);
+  else load_keys_and_values<Traits>(params, block, smem);
   allow_next_kernel();  // not earlier: CTAs that wait for this kernel take places on SMs
   if (params.splits_in_cluster) cluster_wait();
 }
@@ -67,7 +88,7 @@ ANYFLASH_DEVICE void compute_split(const DecodeLaunch& params,
     return;
   }
   {
-    DecodeWarpgroup<Traits> warpgroup(params, smem);
+    ComputingWarpgroup<Traits> warpgroup(params, smem);
     warpgroup.load_queries();
     warpgroup.run();
   }

@@ -1,11 +1,14 @@
 // Host side of the Hopper decoding kernels: one KernelDescriptor per dtype, head dim and row tile.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/decode_launch.h"
 #include "cuda/descriptor.h"
 #include "kernel_descriptor.h"
 #include "sm90/cache_boxes.h"
 #include "sm90/decode/kernel.h"
+#include "sm90/decode/shared_rows_traits.h"
 #include "sm90/decode/traits.h"
 #include "sm90/family.h"
 
@@ -21,7 +24,10 @@ void launch_decode(const KvCacheParams& params, const LaunchContext& context) {
 
 template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, bool k8Bit>
 constexpr KernelDescriptor decode_descriptor(const char* name) {
-  using Traits = DecodeTraits<Element, kHeadDim, kHeadDimV, kBlockM, k8Bit>;
+  constexpr bool kIsLatent = kHeadDim != kHeadDimV;
+  using Traits = std::conditional_t<kIsLatent && kBlockM == 64,
+                                    SharedRowsTraits<Element, kHeadDim, kHeadDimV, k8Bit>,
+                                    DecodeTraits<Element, kHeadDim, kHeadDimV, kBlockM, k8Bit>>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kDecode);
   d.features = k8Bit ? kQuantizedCache : kNoFeatures;
   d.tile = Traits::kTile;

@@ -58,8 +58,7 @@ class DecodeWarpgroup {
 
   // This warpgroup's rows of Q, and what they see.
   ANYFLASH_DEVICE void load_queries() {
-    if constexpr (Traits::k8Bit) HalfQueries<Traits>(params_, block_, smem_, warpgroup_).load();
-    else sm90::load_queries<Traits>(params_, block_, smem_, warpgroup_);
+    load_rows();
     const Mask mask = block_.mask(params_);
     for (int row = thread(); row < kRows; row += kWarpgroupThreads) {
       const int in_tile = warpgroup_ * kRows + row;
@@ -109,6 +108,16 @@ class DecodeWarpgroup {
   }
   ANYFLASH_DEVICE void sync() {
     sync_named(static_cast<int>(NamedBarrier::kRows) + warpgroup_, kWarpgroupThreads);
+  }
+
+  ANYFLASH_DEVICE void load_rows() {
+    auto* const q = smem_.q[warpgroup_];
+    const int first = warpgroup_ * kRows;
+    if constexpr (Traits::k8Bit) {
+      HalfQueries<Traits, kWarpgroupThreads>(params_, block_, smem_, q, first).load();
+    } else {
+      sm90::load_queries<typename Traits::TileQ, kWarpgroupThreads>(params_, block_, q, first);
+    }
   }
 
   // Where all have to have cleared a tile of V, all wait.
@@ -237,8 +246,6 @@ class DecodeWarpgroup {
   // A masked probability is 0, but 0 * NaN is NaN (common/finite.h): such values of keys that not
   // all rows see become 0.
   ANYFLASH_DEVICE bool clear_values(Stored* tile, int first_key) {
-    // Latent: both warpgroups have done with the tile as keys.
-    if (Traits::kLatent) sync_consumers<Traits::kConsumerThreads>();
     constexpr int kVectors = Traits::TileV::kPanels * kPanelBytes / 16;
     bool found = false;
     for (int i = static_cast<int>(threadIdx.x); i < Traits::kBlockN * kVectors;
@@ -279,7 +286,8 @@ class DecodeWarpgroup {
 
   // An infinity or NaN, as O counts it.
   ANYFLASH_DEVICE float in_units(float lost, int c) const {
-    if constexpr (Traits::k8Bit) return copysignf(1.0f, scales_.unit(c)) * lost;
+    if constexpr (kLostWeight<Traits> == TermWeight::kDropped) return NAN;
+    else if constexpr (Traits::k8Bit) return copysignf(1.0f, scales_.unit(c)) * lost;
     else return lost;
   }
 

@@ -24,23 +24,22 @@ ANYFLASH_DEVICE const uint16_t* query_row(const DecodeLaunch& params, const Deco
   return static_cast<const uint16_t*>(a.q) + block.offset(a.q_stride, row < block.rows ? row : 0);
 }
 
-// A warpgroup's rows; rows and columns that do not exist become 0. They are on their way
-// afterwards (cp.async).
-template <class Traits>
+// Rows from `first_row` on, by kThreads threads; rows and columns that do not exist become 0. They
+// are on their way afterwards (cp.async).
+template <class TileQ, int kThreads>
 ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTile& block,
-                                  typename Traits::SharedStorage& smem, int warpgroup) {
-  using TileQ = typename Traits::TileQ;
+                                  typename TileQ::Element* to, int first_row) {
   const Attention& a = params.attention;
   constexpr int kVector = 8;
   constexpr int kVectors = TileQ::kColumns / kVector;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-  for (int i = thread; i < Traits::kRows * kVectors; i += kWarpgroupThreads) {
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  for (int i = thread; i < TileQ::kRows * kVectors; i += kThreads) {
     const int row = i / kVectors;
     const int first = i % kVectors * kVector;
-    const int in_tile = warpgroup * Traits::kRows + row;
+    const int in_tile = first_row + row;
     const uint16_t* const source = query_row(params, block, in_tile);
     const int columns = in_tile < block.rows ? a.head_dim : 0;
-    auto* const piece = piece_of<TileQ>(smem.q[warpgroup], row, i % kVectors);
+    auto* const piece = piece_of<TileQ>(to, row, i % kVectors);
     if (!params.q_has_vectors) {
       load_elements<uint16_t>(source, a.q_stride.col, first, columns, piece);
     } else {  // all on their way at once
@@ -52,10 +51,11 @@ ANYFLASH_DEVICE void load_queries(const DecodeLaunch& params, const DecodeWorkTi
   cute::cp_async_fence();
 }
 
-// The same for caches of 8 bits. Rows become float16, and of every sixteen columns each four
+// The same for caches of 8 bits. Rows become float16, and q_factor gets what their scores have to
+// be multiplied by. Where K is converted in registers, of every sixteen columns each four
 // neighbours become the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9: those that a thread has of K's
-// bytes in one register (products.h). q_factor gets what rows' scores have to be multiplied by.
-template <class Traits>
+// bytes in one register (products.h).
+template <class Traits, int kThreads>
 class HalfQueries {
   using TileQ = typename Traits::TileQ;
   static constexpr int kPieces = ceil_div(Traits::kHeadDim, 4 * 32);  // of a lane, in each row
@@ -65,13 +65,14 @@ class HalfQueries {
 
  public:
   ANYFLASH_DEVICE HalfQueries(const DecodeLaunch& params, const DecodeWorkTile& block,
-                              typename Traits::SharedStorage& smem, int warpgroup)
-      : params_(params), block_(block), smem_(smem), warpgroup_(warpgroup) {}
+                              typename Traits::SharedStorage& smem, typename TileQ::Element* to,
+                              int first_row)
+      : params_(params), block_(block), smem_(smem), to_(to), first_row_(first_row) {}
 
   ANYFLASH_DEVICE void load() {
-    constexpr int kWarps = kWarpgroupThreads / 32;
+    constexpr int kWarps = kThreads / 32;
     const int warp = static_cast<int>(threadIdx.x) / 32 % kWarps;
-    for (int first = warp; first < Traits::kRows; first += kBatch * kWarps) {
+    for (int first = warp; first < TileQ::kRows; first += kBatch * kWarps) {
       Row rows[kBatch];
       ANYFLASH_UNROLL
       for (int i = 0; i < kBatch; ++i) load_row(first + i * kWarps, rows[i]);
@@ -87,7 +88,7 @@ class HalfQueries {
   }
 
   ANYFLASH_DEVICE void load_row(int row, Row& pieces) const {
-    const int in_tile = warpgroup_ * Traits::kRows + row;
+    const int in_tile = first_row_ + row;
     const uint16_t* const source = query_row(params_, block_, in_tile);
     const int columns = in_tile < block_.rows ? params_.attention.head_dim : 0;
     const int64_t stride = params_.attention.q_stride.col;
@@ -116,18 +117,24 @@ class HalfQueries {
     ANYFLASH_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       if (column(i) >= Traits::kHeadDim) continue;
-      const int group = column(i) / 16;
-      const int place = column(i) % 16 / 2;
       ANYFLASH_UNROLL
       for (int half = 0; half < 2; ++half) {
-        auto* const to = piece_of<TileQ>(smem_.q[warpgroup_], row, 2 * group + half) + place;
+        auto* const to = place_of_pair(row, column(i), half);
         to[0] = half_of(pieces[i][2 * half], scale);
         to[1] = half_of(pieces[i][2 * half + 1], scale);
       }
     }
     if (threadIdx.x % 32 == 0) {
-      smem_.scales.q_factor[warpgroup_ * Traits::kRows + row] =
-          Traits::kConvertsQ ? scale.inverse : 1.0f;
+      smem_.scales.q_factor[first_row_ + row] = Traits::kConvertsQ ? scale.inverse : 1.0f;
+    }
+  }
+
+  // Of the first two of four neighbouring columns, or of the other two.
+  ANYFLASH_DEVICE typename TileQ::Element* place_of_pair(int row, int column, int half) const {
+    if constexpr (Traits::kSharesRows) {
+      return piece_of<TileQ>(to_, row, column / 8) + column % 8 + 2 * half;
+    } else {
+      return piece_of<TileQ>(to_, row, column / 16 * 2 + half) + column % 16 / 2;
     }
   }
 
@@ -154,7 +161,8 @@ class HalfQueries {
   const DecodeLaunch& params_;
   const DecodeWorkTile& block_;
   typename Traits::SharedStorage& smem_;
-  const int warpgroup_;
+  typename TileQ::Element* const to_;
+  const int first_row_;
 };
 
 }  // namespace anyflash::sm90

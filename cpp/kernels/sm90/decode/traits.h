@@ -29,6 +29,8 @@ struct DecodeTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr bool kLatent = kHeadDim != kHeadDimV;
+  static constexpr bool kSharesRows = false;
+  static constexpr bool kPairsTiles = false;
   static constexpr bool k8Bit = k8Bit_;  // the cache's elements have 8 bits (is_quantized)
   using Operand = std::conditional_t<k8Bit, cutlass::half_t, Element>;  // of the products
   using Stored = std::conditional_t<k8Bit, uint8_t, Element>;           // in the cache

@@ -306,6 +306,7 @@ def _latent() -> Iterator[CacheCase]:
         yield with_(case, case.id, sq=2, heads_k=2, append=Append(2, 16), causal=True)
         name = f"{case.id}-rows48-int8"
         yield with_(case, name, sq=3, heads=16, cache_dtype="int8", scales="slot", splits=2)
+        yield with_(case, f"{case.id}-rows48", sq=3, heads=16, causal=True, splits=2)
     yield with_(mla, "latent-d20-dv12-fp64", dtype="fp64", d=20, dv=12, append=Append(1, 4))
     yield with_(mla, "latent-no-keys", lengths=(0, 0), capacity=64, page=64)
 
