@@ -14,6 +14,8 @@ void __tsan_write_range(void* address, unsigned long bytes);
 
 // The writable objects of launch.cpp.
 extern uint3 g_thread_idx asm("threadIdx");
+extern uint3 g_block_idx asm("blockIdx");
+extern dim3 g_grid_dim asm("gridDim");
 
 namespace emu {
 namespace {
@@ -29,12 +31,6 @@ Thread& pooled_thread(int rank, size_t index) {
   return *pool[index];
 }
 
-constexpr const char* kBarrierNames[] = {
-    "__syncthreads",    "named barrier 1",  "named barrier 2",  "named barrier 3",
-    "named barrier 4",  "named barrier 5",  "named barrier 6",  "named barrier 7",
-    "named barrier 8",  "named barrier 9",  "named barrier 10", "named barrier 11",
-    "named barrier 12", "named barrier 13", "named barrier 14", "named barrier 15"};
-
 int lane_of(const Thread& thread) { return thread.index % kWarpSize; }
 int warp_of(const Thread& thread) { return thread.index / kWarpSize; }
 uint32_t bit(int lane) { return uint32_t{1} << lane; }
@@ -46,15 +42,13 @@ int nth_bit(uint32_t bits, uint64_t n) {
   return lowest(bits);
 }
 
-std::string text(Site site) {
-  if (site.file == nullptr) return "";
-  const std::string file = site.file;
-  return " (" + file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(site.line) + ")";
-}
-
-std::string seed_text() { return " [EMU_SEED=" + std::to_string(options().seed) + "]"; }
-
 }  // namespace
+
+const char* const kBarrierNames[kBarriers] = {
+    "__syncthreads",    "named barrier 1",  "named barrier 2",  "named barrier 3",
+    "named barrier 4",  "named barrier 5",  "named barrier 6",  "named barrier 7",
+    "named barrier 8",  "named barrier 9",  "named barrier 10", "named barrier 11",
+    "named barrier 12", "named barrier 13", "named barrier 14", "named barrier 15"};
 
 Policy policy_of(const Options& options) {
   constexpr int kBursts[] = {0, 2, 16, 200};
@@ -66,8 +60,17 @@ Policy policy_of(const Options& options) {
   return {burst, kLanes[options.seed % 3], loads_late, options.seed % 4 == 3};
 }
 
-Block::Block(dim3 block_dim, int rank, const Policy& policy, uint64_t seed, Body body, void* arg)
-    : block_dim_(block_dim), policy_(policy), random_(seed), body_(body), arg_(arg) {
+Block::Block(dim3 block_dim, uint64_t index, int rank, const Policy& policy, uint64_t seed,
+             Body body, void* arg)
+    : block_dim_(block_dim),
+      block_idx_{static_cast<unsigned>(index % g_grid_dim.x),
+                 static_cast<unsigned>(index / g_grid_dim.x % g_grid_dim.y),
+                 static_cast<unsigned>(index / g_grid_dim.x / g_grid_dim.y)},
+      rank_(rank),
+      policy_(policy),
+      random_(seed),
+      body_(body),
+      arg_(arg) {
   const int count = static_cast<int>(block_dim.x * block_dim.y * block_dim.z);
   warps_.resize(count / kWarpSize);
   for (int i = 0; i < count; ++i) {
@@ -80,31 +83,46 @@ Block::Block(dim3 block_dim, int rank, const Policy& policy, uint64_t seed, Body
     threads_.push_back(&thread);
   }
   for (size_t warp = 0; warp < warps_.size(); ++warp) wake(warp, kFullMask);
+  prepare_shared_memory(rank, policy);  // before any thread of the cluster starts
 }
 
-void Block::run() {
+// The globals are this block's.
+void Block::enter() {
   g_block = this;
-  if (has_started_) {
-    resume_from_cluster();
-  } else {
-    for (Thread* thread : threads_) thread->fiber.start(&Block::thread_main, thread);
-    reset_async();
-    has_started_ = true;
-  }
-  while (!error_) {
-    if (!policy_.loads_late && tma_loads_in_flight() && random_() % 64 == 0) land();
+  g_block_idx = block_idx_;
+  use_shared_memory(rank_);
+  if (has_started_) return;
+  for (Thread* thread : threads_) thread->fiber.start(&Block::thread_main, thread);
+  reset_async();
+  has_started_ = true;
+}
+
+bool Block::run(int turns) {
+  if (has_ended_) return false;
+  enter();
+  bool any = false;
+  for (; turns > 0 && !error_; --turns) {
+    const bool in_flight = tma_loads_in_flight() || sent_in_flight(rank_);
+    if (!policy_.loads_late && in_flight && random_() % 64 == 0) any |= land();
     Thread* thread = next_thread();
-    if (thread == nullptr && !has_ended() && land()) continue;
+    if (thread == nullptr && land()) {
+      any = true;
+      continue;
+    }
     if (thread == nullptr) break;
+    any = true;
     g_thread = thread;
     g_thread_idx = thread->thread_idx;
     thread->fiber.resume();
     g_thread = nullptr;
   }
-  g_block = nullptr;
+  has_ended_ = std::all_of(threads_.begin(), threads_.end(), [](const Thread* thread) {
+    return thread->state == Thread::State::kExited;
+  });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
-  if (!has_ended() && !all_wait_for_cluster()) fail_deadlock();
-  check_idle();
+  if (has_ended_) check_idle();
+  g_block = nullptr;
+  return any;
 }
 
 void Block::thread_main(void* self) {
@@ -120,11 +138,6 @@ void Block::thread_main(void* self) {
   Warp& warp = block.warps_[warp_of(thread)];
   warp.runnable &= ~bit(lane_of(thread));
   if (warp.runnable == 0) block.runnable_warps_ &= ~bit(warp_of(thread));
-}
-
-bool Block::has_ended() const {
-  return std::all_of(threads_.begin(), threads_.end(),
-                     [](const Thread* thread) { return thread->state == Thread::State::kExited; });
 }
 
 Thread* Block::next_thread() {
@@ -294,57 +307,6 @@ void Block::check_convergence(const Barrier& barrier, Site site) const {
   if (other.site.line == site.line && other.site.file == site.file) return;
   fail("a divergent barrier: this lane is at" + text(site) + ", but thread " +
        std::to_string(other.index) + " is at" + text(other.site));
-}
-
-void Block::check_barriers_are_idle() const {
-  for (int id = 0; id < kBarriers; ++id) {
-    if (barriers_[id].arrived == 0) continue;
-    throw Failure("emulated kernel, " + name_of_block() + " ended while " + kBarrierNames[id] +
-                  " had seen " + std::to_string(barriers_[id].arrived) + " of " +
-                  std::to_string(barriers_[id].expected) + " threads" + seed_text());
-  }
-}
-
-// A copy that nobody waited for may land at any time: its destination must be left alone.
-void Block::check_copies_in_flight() const {
-  for (const Thread* thread : threads_) {
-    const CpAsyncQueue& queue = thread->cp_async;
-    for (uint32_t i = queue.first; i != queue.last; ++i) {
-      const CpAsyncQueue::Entry& entry = queue.entries[i % CpAsyncQueue::kCapacity];
-      for (int byte = 0; byte < entry.bytes; ++byte) {
-        if (entry.destination[byte] == kPoison) continue;
-        throw Failure(
-            "emulated kernel, " + name_of_block() + ", thread " + std::to_string(thread->index) +
-            ": a cp.async that was not waited for lands on what was written later" + seed_text());
-      }
-    }
-  }
-}
-
-// -- Reports --------------------------------------------------------------------------------------
-
-// "threads 0-63 at __syncthreads (gemm.h:12); threads 64-127 ended"
-std::string Block::describe_threads() const {
-  const auto describe = [](const Thread& thread) {
-    if (thread.state == Thread::State::kExited) return std::string(" ended");
-    return std::string(" at ") + thread.waits_for + text(thread.site);
-  };
-  std::string result;
-  for (size_t begin = 0, end; begin < threads_.size(); begin = end) {
-    const std::string what = describe(*threads_[begin]);
-    for (end = begin + 1; end < threads_.size() && describe(*threads_[end]) == what;) ++end;
-    if (!result.empty()) result += "; ";
-    result += end - begin == 1 ? "thread " : "threads ";
-    result += std::to_string(begin);
-    if (end - begin > 1) result += "-" + std::to_string(end - 1);
-    result += what;
-  }
-  return result;
-}
-
-void Block::fail_deadlock() const {
-  throw Failure("emulated kernel, deadlock in " + name_of_block() + ": " + describe_threads() +
-                seed_text());
 }
 
 void fail(const std::string& what) {

@@ -19,6 +19,7 @@ namespace emu {
 
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
+constexpr int kBarriers = 16;
 constexpr int kMaxCluster = 8;  // that every GPU with clusters has room for
 constexpr uint32_t kFullMask = 0xffffffffu;
 
@@ -131,17 +132,19 @@ class Block {
  public:
   using Body = void (*)(void* arg);
 
-  // rank: in its cluster
-  Block(dim3 block_dim, int rank, const Policy& policy, uint64_t seed, Body body, void* arg);
+  // index: in the grid; rank: in its cluster
+  Block(dim3 block_dim, uint64_t index, int rank, const Policy& policy, uint64_t seed, Body body,
+        void* arg);
 
-  // Runs every thread to its end, or to the cluster's barrier, at which all threads arrive. Throws
-  // what a thread threw, or Failure for a deadlock.
-  void run();
-  // Whether all threads have ended; else they wait for the cluster.
-  bool has_ended() const;
+  // Runs threads until none can go on, or `turns` have had one. False if none could. Throws what a
+  // thread threw.
+  bool run(int turns);
+  bool has_ended() const { return has_ended_; }
+  bool all_wait_for_cluster() const;
+  void resume_from_cluster();
 
   // For the thread that is running.
-  void cluster_sync(Site site);
+  void cluster_sync(Site site, bool publishes);
   void collective(const CollectiveOp& op, uint32_t mask, void* args);
   // Returns how many of the threads came with a true predicate.
   int barrier_sync(int id, int count, Site site, bool predicate = false);
@@ -150,6 +153,7 @@ class Block {
   void mbarrier_arrive(Mbarrier& barrier);
   void mbarrier_expect(Mbarrier& barrier, int bytes);
   void mbarrier_receive(Mbarrier& barrier, int bytes);
+  void mbarrier_receive_sent(Mbarrier& barrier, int bytes);
   void mbarrier_wait(Mbarrier& barrier, uint32_t parity, Site site);
 
   // For what the hardware does at a time of its own.
@@ -157,6 +161,9 @@ class Block {
 
   const Policy& policy() const { return policy_; }
   int thread_count() const { return static_cast<int>(threads_.size()); }
+  int rank() const { return rank_; }
+  std::string name() const;
+  std::string describe_threads() const;
 
   static Block& current();        // fails outside a launch
   static Block& current_block();  // also while no thread runs
@@ -164,12 +171,10 @@ class Block {
   static bool inside_kernel();
 
  private:
-  static constexpr int kBarriers = 16;
   static constexpr int kMaxMbarriers = 64;
 
   static void thread_main(void* self);
-  bool all_wait_for_cluster() const;
-  void resume_from_cluster();
+  void enter();
   void check_idle() const;
   Thread* next_thread();
   int next_lane(uint32_t runnable);
@@ -186,10 +191,10 @@ class Block {
   void end_phase(Mbarrier& barrier);
   bool land();
   void check_copies_in_flight() const;
-  std::string describe_threads() const;
-  [[noreturn]] void fail_deadlock() const;
 
   dim3 block_dim_;
+  uint3 block_idx_;
+  int rank_;
   Policy policy_;
   std::mt19937_64 random_;
   Body body_;
@@ -200,6 +205,7 @@ class Block {
   std::array<uint32_t, kMaxWarps> at_mbarriers_ = {};    // lanes that wait there, by warp
   std::array<Mbarrier*, kMaxMbarriers> mbarriers_ = {};  // that were initialised
   bool has_started_ = false;
+  bool has_ended_ = false;
   int mbarrier_count_ = 0;
   bool counts_bytes_ = false;  // some mbarrier was told of bytes
   uint32_t runnable_warps_ = 0;
@@ -208,8 +214,9 @@ class Block {
   std::exception_ptr error_;
 };
 
-// What the blocks of the running cluster publish at its barrier, for Thread Sanitizer.
-extern char g_cluster_barrier;
+// What other blocks have sent to the running one, whose rank this is.
+bool sent_in_flight(int rank);
+bool land_sent(int rank);
 
 // What TMA and wgmma have under way. Loads land when the scheduler says so; false: there is none.
 void reset_async();
@@ -225,11 +232,20 @@ unsigned char* async_shared_memory();
 // Of an access to shared memory: inside of what the launch asked for, and aligned.
 void check_shared(const char* name, const void* pointer, size_t bytes, size_t alignment);
 
-// Shared memory of the running block, and the launch's size of it.
+// Shared memory of the running block, of the one of so high a rank, and the launch's size of it.
 unsigned char* shared_memory();
+unsigned char* shared_memory_of(int rank);
 size_t shared_memory_bytes();
+// The kernel sees that of the block of this rank from now on; nothing is in it yet.
+void use_shared_memory(int rank);
+void prepare_shared_memory(int rank, const Policy& policy);
 
-// "block (1,0,0)"
+extern const char* const kBarrierNames[kBarriers];
+// " (gemm.h:12)", " [EMU_SEED=0]"
+std::string text(Site site);
+std::string seed_text();
+
+// "block (1,0,0)": the running one
 std::string name_of_block();
 
 // Published by every thread that ends, acquired by the launch.

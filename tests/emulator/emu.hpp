@@ -24,8 +24,8 @@
 #include <type_traits>
 
 // A section cannot be given to a local variable, so `__shared__ float x[32];` inside a kernel,
-// which would silently become an array per thread, does not compile. Dynamic shared memory is the
-// one global `extern __shared__ ... anyflash_smem[]`.
+// which would silently become an array per thread, does not compile. Dynamic shared memory is
+// `anyflash_smem`.
 #undef __shared__
 #define __shared__ __attribute__((section("emu_shared")))
 
@@ -39,6 +39,7 @@ extern const uint3 threadIdx;
 extern const uint3 blockIdx;
 extern const dim3 blockDim;
 extern const dim3 gridDim;
+extern unsigned char* const anyflash_smem;
 inline constexpr int warpSize = 32;
 
 namespace emu {
@@ -90,7 +91,7 @@ void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, int cluster, void 
             void* arg);
 
 // Calls `body` once for every thread of the grid, and returns when all have ended. Clusters of so
-// many blocks run one after another, and so do the blocks of one between its barriers. Launches
+// many blocks run one after another; the blocks of one take turns. Launches
 // from several host threads wait for each other.
 template <class F>
 void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, F&& body, int cluster = 1) {
@@ -144,16 +145,16 @@ int warp_index();
 
 // -- Instructions of compute capability 9.0 ------------------------------------------------------
 
-// The barrier of a cluster, and an address of this block's shared memory in that of block `rank`.
-// Nothing can be written there.
+// The barrier of a cluster. cluster_meet() publishes nothing that a thread has written before.
 void cluster_sync(const char* file = __builtin_FILE(), int line = __builtin_LINE());
+void cluster_meet(const char* file = __builtin_FILE(), int line = __builtin_LINE());
+// The place of this block's `pointer` in the shared memory of block `rank`; to be read.
 const void* in_cta(const void* pointer, int rank);
-
-// st.async to the shared memory of another block of the cluster, which counts the bytes. All that a
-// block expects has come where it waits: at the cluster's barrier.
-void expect_sent(int bytes);
-void send_to_cta(float* to, const float* values, int count, int rank);
-void wait_for_sent(const char* file, int line);
+// st.async to such a place. The numbers come there at some time, and count at the mbarrier that
+// lies where `barrier` does here.
+void send_to_cta(float* to, const float* values, int count, int rank, const uint64_t* barrier);
+// Arrives at such an mbarrier.
+void mbarrier_arrive_at_cta(const uint64_t* barrier, int rank);
 
 // Announces bytes, and arrives.
 void mbarrier_arrive_expect(uint64_t* barrier, int bytes);

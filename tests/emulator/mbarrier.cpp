@@ -41,6 +41,12 @@ void Block::mbarrier_receive(Mbarrier& barrier, int bytes) {
   end_phase(barrier);
 }
 
+// They may come before they are announced.
+void Block::mbarrier_receive_sent(Mbarrier& barrier, int bytes) {
+  barrier.bytes -= bytes;
+  end_phase(barrier);
+}
+
 void Block::end_phase(Mbarrier& barrier) {
   if (barrier.arrived < barrier.expected || barrier.bytes != 0) return;
   barrier.arrived = 0;

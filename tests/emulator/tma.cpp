@@ -62,10 +62,15 @@ struct Copies {
     return result;
   }
 };
-Copies<256> g_loads;
-Copies<512> g_stores;
-
-alignas(16) unsigned char g_async_shared[256 * 1024];
+// Of a block.
+struct InFlight {
+  Copies<256> loads;
+  Copies<512> stores;
+  // Shared memory as TMA and wgmma see it.
+  alignas(16) unsigned char shared[256 * 1024];
+};
+std::array<InFlight, kMaxCluster> g_in_flight;
+InFlight& in_flight() { return g_in_flight[Block::current_block().rank()]; }
 
 // Not std::memcpy, which Thread Sanitizer intercepts.
 void copy_words(unsigned char* to, const unsigned char* from, size_t bytes) {
@@ -114,7 +119,7 @@ void for_each_element(const Copy& copy, const Visit& visit) {
 void land_bytes(const Copy& copy) {
   const size_t first = copy.shared - shared_memory();
   copy_words(shared_memory() + first, copy.global, static_cast<size_t>(copy.bytes));
-  copy_words(g_async_shared + first, copy.global, static_cast<size_t>(copy.bytes));
+  copy_words(in_flight().shared + first, copy.global, static_cast<size_t>(copy.bytes));
 }
 
 template <class Element>
@@ -123,7 +128,7 @@ void land_box(const Copy& copy) {
     Element value = 0;
     if (global != nullptr) std::memcpy(&value, global, sizeof(value));
     std::memcpy(shared_memory() + shared, &value, sizeof(value));
-    std::memcpy(g_async_shared + shared, &value, sizeof(value));
+    std::memcpy(in_flight().shared + shared, &value, sizeof(value));
   });
 }
 
@@ -141,7 +146,7 @@ void add_sums(const Copy& copy) {
   auto* const sums = reinterpret_cast<float*>(copy.global);
   for (size_t i = 0; i < copy.bytes / sizeof(float); ++i) {
     float term;
-    std::memcpy(&term, g_async_shared + first + i * sizeof(float), sizeof(term));
+    std::memcpy(&term, in_flight().shared + first + i * sizeof(float), sizeof(term));
     sums[i] += term;
   }
 }
@@ -149,7 +154,7 @@ void add_sums(const Copy& copy) {
 template <class Element>
 void store_box(const Copy& copy) {
   for_each_element<Element>(copy, [](size_t shared, unsigned char* global) {
-    if (global != nullptr) std::memcpy(global, g_async_shared + shared, sizeof(Element));
+    if (global != nullptr) std::memcpy(global, in_flight().shared + shared, sizeof(Element));
   });
 }
 
@@ -221,10 +226,10 @@ Copy make_copy(CopyOf what, const void* global, const void* shared, int bytes) {
 
 void start_load(Copy copy, const uint64_t* barrier) {
   copy.barrier = reinterpret_cast<Mbarrier*>(const_cast<uint64_t*>(barrier));
-  g_loads.add(copy);
+  in_flight().loads.add(copy);
   if (Block::current_block().policy().looks_right) return;
   // From now on nobody may rely on what was here.
-  for (unsigned char* bytes : {shared_memory(), g_async_shared}) {
+  for (unsigned char* bytes : {shared_memory(), in_flight().shared}) {
     volatile unsigned char* const target = bytes + (copy.shared - shared_memory());
     for (int i = 0; i < copy.bytes; ++i) target[i] = kPoison;
   }
@@ -234,35 +239,36 @@ void start_store(Copy copy) {
   copy.thread = Block::current_thread().index;
   copy.is_stored = Block::current().random() % 2 == 0;
   if (copy.is_stored) store(copy);
-  g_stores.add(copy);
+  in_flight().stores.add(copy);
 }
 
 }  // namespace
 
-unsigned char* async_shared_memory() { return g_async_shared; }
+unsigned char* async_shared_memory() { return in_flight().shared; }
 
 void reset_async_copies() {
-  g_loads.count = 0;
-  g_stores.count = 0;
-  copy_words(g_async_shared, shared_memory(), shared_memory_bytes() & ~size_t{7});
+  in_flight().loads.count = 0;
+  in_flight().stores.count = 0;
+  fence_proxy_async();
 }
 
-bool tma_loads_in_flight() { return g_loads.count != 0; }
+bool tma_loads_in_flight() { return in_flight().loads.count != 0; }
 
 bool land_tma_load() {
-  if (g_loads.count == 0) return false;
+  auto& loads = in_flight().loads;
+  if (loads.count == 0) return false;
   Block& block = Block::current_block();
-  const Copy copy = g_loads.take(static_cast<int>(block.random() % g_loads.count));
+  const Copy copy = loads.take(static_cast<int>(block.random() % loads.count));
   land(copy);
   block.mbarrier_receive(*copy.barrier, copy.bytes);
   return true;
 }
 
-// What TMA brings comes at any time. False if there is nothing.
+// What TMA brings and other blocks send comes at any time. False if there is nothing.
 bool Block::land() {
   if (error_) return false;
   try {
-    return land_tma_load();
+    return land_tma_load() || land_sent(rank_);
   } catch (...) {
     error_ = std::current_exception();
     return false;
@@ -270,10 +276,11 @@ bool Block::land() {
 }
 
 void check_async_copies() {
-  if (g_loads.count != 0 || g_stores.count != 0) {
-    throw Failure("emulated kernel, " + name_of_block() + " ended before " +
-                  std::to_string(g_loads.count) + " TMA loads and " +
-                  std::to_string(g_stores.count) + " stores");
+  const int loads = in_flight().loads.count;
+  const int stores = in_flight().stores.count;
+  if (loads != 0 || stores != 0) {
+    throw Failure("emulated kernel, " + name_of_block() + " ended before " + std::to_string(loads) +
+                  " TMA loads and " + std::to_string(stores) + " stores");
   }
 }
 
@@ -293,22 +300,24 @@ void bulk_add(float* global, const float* shared, int bytes) {
 
 void bulk_commit_group() {
   const int thread = Block::current_thread().index;
-  for (int i = 0; i < g_stores.count; ++i) {
-    if (g_stores.items[i].thread == thread) g_stores.items[i].is_committed = true;
+  auto& stores = in_flight().stores;
+  for (int i = 0; i < stores.count; ++i) {
+    if (stores.items[i].thread == thread) stores.items[i].is_committed = true;
   }
 }
 
 void bulk_wait_all_groups() {
   const int thread = Block::current_thread().index;
-  for (int i = g_stores.count - 1; i >= 0; --i) {
-    if (g_stores.items[i].thread != thread || !g_stores.items[i].is_committed) continue;
-    const Copy copy = g_stores.take(i);
+  auto& stores = in_flight().stores;
+  for (int i = stores.count - 1; i >= 0; --i) {
+    if (stores.items[i].thread != thread || !stores.items[i].is_committed) continue;
+    const Copy copy = stores.take(i);
     if (!copy.is_stored) store(copy);
   }
 }
 
 void fence_proxy_async() {
-  copy_words(g_async_shared, shared_memory(), shared_memory_bytes() & ~size_t{7});
+  copy_words(in_flight().shared, shared_memory(), shared_memory_bytes() & ~size_t{7});
 }
 
 }  // namespace emu

@@ -41,7 +41,8 @@ struct Queue {
   bool begins_group = true;
   bool reads_now = false;  // the group's operands, or as late as may be
 };
-std::array<Queue, kMaxWarps> g_queues;
+std::array<std::array<Queue, kMaxWarps>, kMaxCluster> g_queues;  // of each block
+std::array<Queue, kMaxWarps>& queues() { return g_queues[Block::current_block().rank()]; }
 
 float widen(MmaType type, uint32_t bits) {
   if (type == MmaType::kBfloat16) {
@@ -189,7 +190,7 @@ void execute_wgmma(void* const* lane_arguments, uint32_t) {
     }
   }
   const int warp = warp_index();
-  Queue& queue = g_queues[warp];
+  Queue& queue = queues()[warp];
   if (!queue.is_fenced) fail("wgmma without wgmma.fence since the last wait");
   if (queue.last - queue.first == Queue::kProducts) fail("wgmma: more than 128 in flight");
   Product& product = queue.products[queue.last++ % Queue::kProducts];
@@ -203,16 +204,16 @@ void execute_wgmma(void* const* lane_arguments, uint32_t) {
   if (queue.reads_now) execute_groups_before(queue, warp, queue.open_group + 1);
 }
 
-void execute_fence(void* const*, uint32_t) { g_queues[warp_index()].is_fenced = true; }
+void execute_fence(void* const*, uint32_t) { queues()[warp_index()].is_fenced = true; }
 void execute_commit(void* const*, uint32_t) {
-  Queue& queue = g_queues[warp_index()];
+  Queue& queue = queues()[warp_index()];
   ++queue.open_group;
   queue.begins_group = true;
 }
 
 void execute_wait(void* const* lanes, uint32_t) {
   const int warp = warp_index();
-  Queue& queue = g_queues[warp];
+  Queue& queue = queues()[warp];
   queue.is_fenced = false;
   const uint32_t left = static_cast<uint32_t>(*static_cast<const int*>(lanes[0]));
   if (queue.open_group <= left) return;
@@ -233,7 +234,7 @@ constexpr CollectiveOp kWait = {"wgmma.wait_group", &execute_wait, false};
 }  // namespace
 
 void reset_async() {
-  for (Queue& queue : g_queues) {
+  for (Queue& queue : queues()) {
     queue.first = queue.last = queue.open_group = 0;
     queue.is_fenced = false;
     queue.begins_group = true;
@@ -243,7 +244,7 @@ void reset_async() {
 }
 
 void check_async_has_ended() {
-  for (const Queue& queue : g_queues) {
+  for (const Queue& queue : queues()) {
     for (const Accumulator& accumulator : queue.accumulators) {
       if (accumulator.n == 0) continue;
       throw Failure("emulated kernel, " + name_of_block() + ": a wgmma was not waited for");

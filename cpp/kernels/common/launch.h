@@ -14,11 +14,10 @@
 
 #if defined(ANYFLASH_EMULATED)
 #include "emu.hpp"
-#endif
-
-// Dynamic shared memory of every kernel: one symbol at global scope, so that the emulator can
-// define it.
+#else
+// Dynamic shared memory of every kernel: one name, which the emulator has, too.
 extern __shared__ __align__(1024) unsigned char anyflash_smem[];
+#endif
 
 namespace anyflash {
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device.h"
+#include "exchange.h"
 
 namespace {
 
@@ -217,7 +218,7 @@ void plain_add_kernel(bool planted, float* result) {
 using Kernel = std::function<void(bool planted, const float* source, float* result)>;
 struct Case {
   const char* name;
-  int blocks;
+  int blocks;  // a cluster, if there are several
   bool needs_sanitizer;
   Kernel kernel;  // leaves kThreads - 1 - i in result[i] for every thread i
 };
@@ -243,6 +244,9 @@ std::vector<Case> all_cases() {
       {"unknown_instruction", 1, false, without_source(unknown_instruction_kernel)},
       {"named_barrier", 1, false, without_source(named_barrier_kernel)},
       {"mbarrier", 1, false, without_source(mbarrier_kernel)},
+      {"sent_too_early", 2, false, without_source(exchange_kernel<Planted::kSentTooEarly>)},
+      {"freed_too_early", 2, true, without_source(exchange_kernel<Planted::kFreedTooEarly>)},
+      {"ended_too_early", 2, false, without_source(exchange_kernel<Planted::kEndedTooEarly>)},
       {"read_past_end", 1, true, read_past_end_kernel},
       {"read_past_shared", 1, true, without_source(read_past_shared_kernel)},
       {"missing_syncwarp", 1, true, without_source(syncwarp_kernel)},
@@ -255,9 +259,10 @@ std::vector<Case> all_cases() {
 bool run(const Case& test, bool planted) {
   Array<float> source(kThreads), result(kThreads);
   for (int i = 0; i < kThreads; ++i) source[i] = static_cast<float>(i);
+  emu::options().compute_capability = 90;
   try {
-    emu::launch(dim3(test.blocks), dim3(kThreads), kSharedBytes,
-                [&] { test.kernel(planted, source.data(), result.data()); });
+    const auto kernel = [&] { test.kernel(planted, source.data(), result.data()); };
+    emu::launch(dim3(test.blocks), dim3(kThreads), kSharedBytes, kernel, test.blocks);
   } catch (const emu::Failure& failure) {
     std::printf("%s\n", failure.what());
     return false;

@@ -11,9 +11,9 @@
 
 #if defined(ANYFLASH_EMULATED)
 #include "emu.hpp"
-#endif
-
+#else
 extern __shared__ __align__(1024) unsigned char anyflash_smem[];
+#endif
 
 namespace device {
 

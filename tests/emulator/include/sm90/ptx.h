@@ -49,18 +49,24 @@ inline uint32_t spread_signs(uint32_t word) {
 
 inline void cluster_arrive() {}
 inline void cluster_wait(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  emu::cluster_sync(file, line);
+  emu::cluster_meet(file, line);
 }
-inline void expect_sent(uint64_t*, int bytes) { emu::expect_sent(bytes); }
-inline void send_to_cta(float* to, float value, int rank, const uint64_t*) {
-  emu::send_to_cta(to, &value, 1, rank);
+inline void expect_sent(uint64_t* mbarrier, int bytes) {
+  mbarrier_init(mbarrier, 1);
+  mbarrier_arrive_expect(mbarrier, bytes);
 }
-inline void send_to_cta(float* to, const float4& value, int rank, const uint64_t*) {
-  emu::send_to_cta(to, &value.x, 4, rank);
+inline void send_to_cta(float* to, float value, int rank, const uint64_t* mbarrier) {
+  emu::send_to_cta(to, &value, 1, rank, mbarrier);
 }
-inline void wait_for_sent(uint64_t*, const char* file = __builtin_FILE(),
+inline void send_to_cta(float* to, const float4& value, int rank, const uint64_t* mbarrier) {
+  emu::send_to_cta(to, &value.x, 4, rank, mbarrier);
+}
+inline void arrive_at_cta(const uint64_t* mbarrier, int rank) {
+  emu::mbarrier_arrive_at_cta(mbarrier, rank);
+}
+inline void wait_for_sent(uint64_t* mbarrier, const char* file = __builtin_FILE(),
                           int line = __builtin_LINE()) {
-  emu::wait_for_sent(file, line);
+  emu::mbarrier_wait(mbarrier, 0, file, line);
 }
 
 enum class L2Hint : uint64_t { kEvictFirst, kEvictLast };
