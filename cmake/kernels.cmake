@@ -141,7 +141,7 @@ anyflash_kernels(
 anyflash_kernels(
   FAMILY sm90
   OP backward
-  HEAD_DIMS 64 96 128 192 192_128 256
+  HEAD_DIMS 64 96 128 192 192_128 256 512
   KERNELS
     "*::PlainBackward"
     "64,128,256:_alibi:AlibiBackward"
@@ -152,7 +152,7 @@ anyflash_kernels(
 )
 
 # Kernel sets: regular expressions of the names of kernels. The set for CI has what shows in machine
-# code: the plain kernels of three head dims, of four in sm90's forward and of five in its backward.
+# code: the plain kernels of three head dims, of four in sm90's forward and of six in its backward.
 # Each variant is there for one of them, of sm90 for two. float16 differs from bfloat16 in the name of
 # an instruction.
 set(ANYFLASH_KERNEL_SET_full ".*")
@@ -164,7 +164,7 @@ set(
   "^sm80_decode_bf16_d(512|576_512)_m16$"
   "^sm80_prefill_bf16_d128$"
   "^sm90_forward_(bf16_d(64|128|256|512)|f16_d64)$"
-  "^sm90_backward_bf16_d(64|96|128|192|256)$"
+  "^sm90_backward_bf16_d(64|96|128|192|256|512)$"
   "^sm90_prefill_bf16_d(64|128)$"
   "^sm90_decode_bf16_d(128|512|576_512)_m(16|64)$"
   "^sm90_(forward|backward)_bf16_d(64|128)_(alibi|softcap|dropout|ranges|blocks)$"

@@ -16,6 +16,7 @@ from mutations import Mutation
 HOPPER_BACKWARD = "sm90_backward_f16_d64"
 HOPPER_WIDE = "sm90_backward_f16_d256"
 HOPPER_192 = "sm90_backward_f16_d192"
+HOPPER_PAIR = "sm90_backward_f16_d512"
 HOPPER_FEATURES = "sm90_backward_f16_d128"
 KERNEL = "sm90/backward/kernel.h"
 KEY_BLOCK = "sm90/backward/key_block.h"
@@ -23,6 +24,7 @@ LOAD = "sm90/backward/load.h"
 ROW_STAGES = "sm90/backward/row_stages.h"
 STAGES = "sm90/backward/stages.h"
 WIDE = "sm90/backward/wide_mainloop.h"
+PAIR = "sm90/backward/pair.h"
 MAINLOOP = "sm90/backward/mainloop.h"
 STAGED_ROWS = "sm90/staged_rows.h"
 EPILOGUE = "sm90/backward/epilogue.h"
@@ -105,6 +107,31 @@ WIDE_HEADS = (
              "smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);", unit=HOPPER_WIDE),
 )  # fmt: skip
 
+# Of the kernels whose CTAs share columns.
+_of_pair = partial(Mutation, unit=HOPPER_PAIR)
+PAIRS = (
+    _of_pair("hopper-ctas-sent-too-early", PAIR, "barriers.may_send.wait(n % 2 ^ 1);"),
+    _of_pair("hopper-ctas-added-too-early", PAIR, "barriers.arrived.wait(n % 2);"),
+    _of_pair("hopper-ctas-own-place", PAIR, "1 - cta_of_block<Traits>()", "cta_of_block<Traits>()",
+             after="send_to_peer(const Acc& acc,"),
+    _of_pair("hopper-ctas-bytes-too-few", PAIR, "sizeof(pieces)", "sizeof(pieces) / 2"),
+    _of_pair("hopper-ctas-does-not-meet", PAIR, "cluster_wait();"),
+    _of_pair("hopper-ctas-whole-scores", WIDE,
+             "add_from_peer(acc_s, smem_.p, barriers, p_place_.count());"),
+    _of_pair("hopper-ctas-scores-over-p", WIDE,
+             "let_peer_send<Traits>(smem_.from_peer.s_barriers);",
+             after="piece.w;"),
+    _of_pair("hopper-ctas-first-columns-twice", LOAD,
+             "cta_of_block<Traits>() * Traits::kHeadDimV", "0"),
+    _of_pair("hopper-ctas-other-columns", PAIR, "cta_of_block<Traits>() * kColumns", "0"),
+    _of_pair("hopper-ctas-restored-columns", "sm90/backward/wide_kernel.h",
+             "cta_of_block<Traits>() * Traits::kHeadDimV", "0"),
+    _of_pair("hopper-ctas-parts-of-one", "sm90/backward/wide_kernel.h",
+             "part * Traits::kCtas + cta_of_block<Traits>()", "part * Traits::kCtas"),
+    _of_pair("hopper-ctas-dq-first-columns-twice", DQ, "cta_of_block<Traits>() * Traits::kHeadDimV",
+             "0"),
+)  # fmt: skip
+
 # Of the kernels with K and V in registers.
 OPERANDS = (
     Mutation("hopper-operand-no-wait-for-k", ROW_STAGES, "smem_.k_full.wait(0);", unit=HOPPER_192,
@@ -165,4 +192,6 @@ FEATURES = (
     _of_features("hopper-dq-delta-of-dropout", DQ_STAGES, "delta_[i] /= Variant::p_scale(params);"),
 )  # fmt: skip
 
-HOPPER_BACKWARD_MUTATIONS = BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + OPERANDS + FEATURES
+HOPPER_BACKWARD_MUTATIONS = (
+    BARRIERS + DS + STAGED + HIDDEN + WIDE_HEADS + PAIRS + OPERANDS + FEATURES
+)

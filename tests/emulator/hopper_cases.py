@@ -259,6 +259,16 @@ HOPPER_BACKWARD_128_CASES = hopper(
     *backward(*(FIRST_KEYS._replace(more=more) for more in ("diagonal=0", "diagonal=0 det=1")))
 )
 HOPPER_WIDE_CASES = wide(HOPPER_BACKWARD_CASES, 256)
+# Head dim 512: by pairs of CTAs. Of V, the second one has 44 columns. Thread Sanitizer takes half a
+# minute for the first one.
+HOPPER_PAIR_CASES = tuple(
+    case._replace(head_dim_v=300, scale=0.05)
+    for case in wide(
+        hopper(*backward(Case(seqlen_q=140, seqlen_k=70, heads=1, causal=1, more="nan=k")))
+        + HOPPER_BACKWARD_CASES,
+        512,
+    )
+)
 # Head dim 192, V's too: with K and V in registers.
 HOPPER_192_CASES = tuple(
     case._replace(head_dim_v=case.head_dim_v + 128) for case in wide(HOPPER_BACKWARD_CASES, 192)

@@ -25,6 +25,7 @@ from hopper_backward_mutations import (
     HOPPER_BACKWARD,
     HOPPER_BACKWARD_MUTATIONS,
     HOPPER_FEATURES,
+    HOPPER_PAIR,
     HOPPER_WIDE,
 )
 from hopper_decode_mutations import HOPPER_DECODE_MUTATIONS
@@ -127,7 +128,7 @@ def _fewer_kernels(source: str, mutation: Mutation) -> str:
         keep = "16, false" if mutation.sanitizer else ""
     elif mutation.unit == LATENT:
         keep = "false"  # 16-bit caches
-    elif mutation.unit in (CHUNKS, HOPPER_BACKWARD, HOPPER_192, HOPPER_WIDE):
+    elif mutation.unit in (CHUNKS, HOPPER_BACKWARD, HOPPER_192, HOPPER_PAIR, HOPPER_WIDE):
         keep = "Plain"
     elif mutation.unit == HOPPER:
         keep = "Plain" if mutation.sanitizer else "Plain|Softcap"

@@ -22,6 +22,7 @@ from hopper_backward_mutations import (
     HOPPER_192,
     HOPPER_BACKWARD,
     HOPPER_FEATURES,
+    HOPPER_PAIR,
     HOPPER_WIDE,
 )
 from hopper_cases import (
@@ -33,6 +34,7 @@ from hopper_cases import (
     HOPPER_CASES,
     HOPPER_DECODE_CASES,
     HOPPER_LATENT_CASES,
+    HOPPER_PAIR_CASES,
     HOPPER_PREFILL_CASES,
     HOPPER_RACES,
     HOPPER_RANGE_CASES,
@@ -96,6 +98,8 @@ def cases_of(unit: str, sanitizer: str) -> list[Case]:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_192_CASES]
     if unit == HOPPER_WIDE:
         return [case._replace(seed=seed) for seed in (0, 1, 2) for case in HOPPER_WIDE_CASES]
+    if unit == HOPPER_PAIR:
+        return [case._replace(seed=seed) for seed in (0, 3) for case in HOPPER_PAIR_CASES]
     if unit == RANGE_BOUNDS_UNIT:
         return [case for case in (*CASES, *BACKWARD_CASES) if "ranges" in case.more]
     if unit == ONE_BUFFER:

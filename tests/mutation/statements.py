@@ -43,7 +43,7 @@ OTHERS = (
     *("smem_address", "elect_lane", "release_registers", "acquire_registers", "init", "state"),
     *("mbarrier_init", "mbarrier_arrive", "mbarrier_arrive_expect", "mbarrier_try_wait"),
     *("prefetch_tensor_map", "load_box", "load_bytes", "add_floats", "store_box"),
-    *("address_in_cta", "expect_sent", "send_to_cta", "store_transposed"),
+    *("address_in_cta", "expect_sent", "send_to_cta", "arrive_at_cta", "store_transposed"),
     *("load_matrices", "load_transposed", "store_matrices", "with_smem", "with_registers"),
     *("pin_registers", "address", "spread_signs"),
     *("stage", "parity", "count", "advance", "next"),

@@ -26,6 +26,7 @@ from hopper_backward_mutations import (
     HOPPER_192,
     HOPPER_BACKWARD,
     HOPPER_FEATURES,
+    HOPPER_PAIR,
     HOPPER_WIDE,
 )
 from hopper_cases import (
@@ -35,6 +36,7 @@ from hopper_cases import (
     HOPPER_BACKWARD_RANGES,
     HOPPER_DECODE_RACES,
     HOPPER_LATENT_CASES,
+    HOPPER_PAIR_CASES,
     HOPPER_PREFILL_CASES,
     HOPPER_RACES,
     HOPPER_RANGE_CASES,
@@ -96,6 +98,7 @@ UNITS = {
     ),
     HOPPER_192: Unit("", cases_of(HOPPER_192, "")),
     HOPPER_WIDE: Unit("", cases_of(HOPPER_WIDE, ""), wide(HOPPER_BACKWARD_RACES, 256)),
+    HOPPER_PAIR: Unit("", cases_of(HOPPER_PAIR, ""), HOPPER_PAIR_CASES[:1]),
     HOPPER_PREFILL: Unit("", cases_of(HOPPER_PREFILL, ""), HOPPER_PREFILL_CASES[:2]),
     HOPPER_DECODE: Unit("", cases_of(HOPPER_DECODE, ""), HOPPER_DECODE_RACES),
     HOPPER_LATENT: Unit("", cases_of(HOPPER_LATENT, ""), HOPPER_LATENT_CASES),

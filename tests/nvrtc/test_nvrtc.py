@@ -21,7 +21,7 @@ TEMPLATES = [
     "sm80_decode_bf16_d64",
     "sm80_backward_bf16_d32",
     "sm80_prefill_bf16_d64",
-    "sm90_backward_bf16_d256",  # the kernel for wide heads
+    "sm90_backward_bf16_d512",  # the kernel for wide heads, by pairs of CTAs
     "sm90_backward_bf16_d64",
     "sm90_forward_bf16_d64",
     "sm90_prefill_bf16_d64",

@@ -315,7 +315,13 @@ BACKWARD_PARTS = {
         waits=4,
     ),
 }
-DQ_KEYS = 64  # of a tile of dq_by_rows_kernel
+# Of a kernel that two CTAs share by columns, and that exchange parts of S and dP in pieces of four.
+PAIR_REGISTERS = {"wide": ("0x28", "0xe8"), "dq_by_rows": ("0x38", "0xe0")}
+PAIR_PIECES = {"wide": 2 * 64 * 64 // 128 // 4, "dq_by_rows": 2 * 64 * 32 // 128 // 4}
+
+
+def ctas_of_block(row: dict[str, Any]) -> int:
+    return 2 if max(row["head_dim"], row["head_dim_v"]) > 256 else 1
 
 
 def backward_parts(row: dict[str, Any]) -> tuple[str, ...]:
@@ -325,16 +331,19 @@ def backward_parts(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def group_products(row: dict[str, Any], group: str) -> Counter[str]:
-    d, dv, rows, keys = (row[name] for name in ("head_dim", "head_dim_v", "block_m", "block_n"))
+    ctas = ctas_of_block(row)
+    d, dv = row["head_dim"] // ctas, row["head_dim_v"] // ctas
+    rows, keys = row["block_m"], row["block_n"]
+    dq_keys = 64 // ctas  # of a tile of dq_by_rows_kernel
     columns, count = {
         "s": (rows, d // 16),
         "dp": (rows, dv // 16),
         "dv": (dv, rows // 16),
         "dk": (d, rows // 16),
         "dq": (d if rows == 128 else -(-d // 64) * 32, keys // 16),
-        "s_by_rows": (DQ_KEYS, d // 16),
-        "dp_by_rows": (DQ_KEYS, dv // 16),
-        "dq_by_rows": (d, DQ_KEYS // 16),
+        "s_by_rows": (dq_keys, d // 16),
+        "dp_by_rows": (dq_keys, dv // 16),
+        "dq_by_rows": (d, dq_keys // 16),
     }[group]
     dtype = ".BF16" if row["dtype"] == "bfloat16" else ""
     return Counter({f"HGMMA.64x{columns}x16.F32{dtype}": count})
@@ -370,6 +379,10 @@ def test_backward(backward_row: dict[str, Any]) -> None:
             assert not [n for n in code.spilled_after if n <= step.total()], name
         looks = variant in FIND_TILES and (variant, name) != ("ranges", "dq_by_rows")
         producer, consumer = BACKWARD_OF_LOOKING if looks else BACKWARD_REGISTERS
+        if ctas_of_block(row) == 2:
+            producer, consumer = PAIR_REGISTERS[name]
+            assert code.opcodes["STAS.128"] == PAIR_PIECES[name], name
+        assert code.opcodes["UCGABAR_WAIT"] == (2 if ctas_of_block(row) == 2 else 0), name
         assert code.handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}, name
         assert code.overwritten == ([] if has_loaded_operands(row, name) else None), name
         assert any(opcode.startswith("UTMALDG.4D") for opcode in code.opcodes), name

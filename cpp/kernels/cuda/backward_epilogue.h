@@ -90,10 +90,11 @@ ANYFLASH_DEVICE GradientTile<Out> dv_tile(const BackwardScratch& params,
                             params.attention.head_dim_v, params.accumulates_dkv);
 }
 
-// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it.
+// Adds what clear_nonfinite() took out of dO to the dV of the keys that see it. `dv` begins with
+// column `first_column`.
 template <class Traits, class Variant, class Out>
 ANYFLASH_DEVICE void restore_dout(const BackwardScratch& params, const BackwardWorkTile& block,
-                                  const GradientTile<Out>& dv) {
+                                  const GradientTile<Out>& dv, int first_column = 0) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr bool kHasBlocks = (Variant::kFeatures & kBlockMask) != 0;
@@ -120,9 +121,9 @@ ANYFLASH_DEVICE void restore_dout(const BackwardScratch& params, const BackwardW
         continue;
       }
       restore_nonfinite<Traits::kThreads>(
-          rows, keys, params.attention.head_dim_v,
+          rows, keys, dv.columns,
           [&](int row, int x) {
-            return static_cast<float>(dout[row * params.dout_stride.row + x]);
+            return static_cast<float>(dout[row * params.dout_stride.row + first_column + x]);
           },
           [&](int key, int row) {
             if (kHasBlocks && !blocks.keep(row, key)) return TermWeight::kHidden;

@@ -111,7 +111,8 @@ std::size_t place_scratch(BackwardScratch& p, char* memory) {
   if (p.gqa_splits > 1) {
     constexpr int kBlockN = Traits::kBlockN;
     p.key_blocks = packed ? a.total_k / kBlockN + a.batch : ceil_div(a.seqlen_k, kBlockN);
-    const int64_t parts = (packed ? 1 : a.batch) * a.heads_k * p.key_blocks * p.gqa_splits;
+    const int64_t parts =
+        (packed ? 1 : a.batch) * a.heads_k * p.key_blocks * p.gqa_splits * Traits::kCtas;
     places.take(p.gqa_partials, parts * kGqaPartialElements<Traits>);
     places.take(p.gqa_nonfinite_dout, parts);
   }
@@ -149,14 +150,14 @@ inline void use_rounded_dout(BackwardScratch& p) {
 // Runs kKernel on `blocks` CTAs, none where there is nothing to do.
 template <auto kKernel, class Traits, int kThreads = Traits::kThreads, class Params>
 void launch_blocks(int64_t blocks, std::size_t smem_bytes, void* stream, const Params& params,
-                   LaunchOrder order = LaunchOrder::kAfterPrevious) {
+                   const LaunchMode& mode = {}) {
   if (blocks == 0) return;
   if (blocks > INT32_MAX) {
     throw Error(ErrorCode::kUnsupported, "the problem needs " + std::to_string(blocks) +
                                              " CTAs; a CUDA grid holds at most 2147483647");
   }
   launch<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), smem_bytes, stream, params,
-                  order);
+                  mode);
 }
 
 }  // namespace anyflash

@@ -39,6 +39,7 @@ struct BackwardTraits {
   // Of the workspace.
   static constexpr int kDqColumns = kHeadDim;
   static constexpr bool kSplitsLseAndDelta = false;
+  static constexpr int kCtas = 1;  // that share the columns of a block
   // The threads that share a tile of rows.
   static constexpr int kRowThreads = kPingPong ? kThreads / 2 : kThreads;
   static constexpr int kRowWarps = kRowThreads / 32;

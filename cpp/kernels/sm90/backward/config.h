@@ -54,6 +54,11 @@ constexpr BackwardConfig backward_config(int head_dim, int head_dim_v) {
   return {};
 }
 
+// How many CTAs share the columns of a block (pair.h).
+constexpr int ctas_of_block(int head_dim, int head_dim_v) {
+  return head_dim > 256 || head_dim_v > 256 ? 2 : 1;
+}
+
 // Whether a kernel of its own has the head dims (wide_kernel.h).
 constexpr bool is_wide(int head_dim, int head_dim_v) {
   return backward_config(head_dim, head_dim_v).max_head_dim == 0;

@@ -8,6 +8,7 @@
 #include "cuda/backward_epilogue.h"
 #include "sm90/backward/dq_stages.h"
 #include "sm90/backward/epilogue.h"
+#include "sm90/backward/pair.h"
 #include "sm90/backward/variants.h"
 #include "sm90/pipeline.h"
 #include "sm90/roles.h"
@@ -31,6 +32,8 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
   using TileV = typename Traits::TileV;
   const Sequence& sequence = block.sequence;
   const int batch = static_cast<int>(sequence.batch);
+  const int column = cta_of_block<Traits>() * Traits::kHeadDim;
+  const int column_v = cta_of_block<Traits>() * Traits::kHeadDimV;
   const Mask mask(sequence, params.attention.window);
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN);
   RingPlace<Traits::kStages> place;
@@ -43,26 +46,29 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
     if (!tile.exists()) break;
     if (!leads<Traits>()) continue;
     const int stage = place.stage();
-    const TileCoordinates keys{0, static_cast<int>(sequence.first_k) + tile.n * Traits::kBlockN,
-                               block.head_k, batch};
+    TileCoordinates keys{column, static_cast<int>(sequence.first_k) + tile.n * Traits::kBlockN,
+                         block.head_k, batch};
     smem.k_ring.empty[stage].wait(place.parity() ^ 1);
     smem.tiles[stage] = tile;
     load_tile<TileK>(smem.k.data() + stage * TileK::kSize, params.k_map, keys,
                      smem.k_ring.full[stage], L2Hint::kEvictLast);
     if (is_first) {
-      TileCoordinates rows{0, static_cast<int>(sequence.first_q) + block.first_row, block.head,
+      TileCoordinates rows{column, static_cast<int>(sequence.first_q) + block.first_row, block.head,
                            batch};
       smem.q_full.arrive_expect(Traits::kConsumers * TileQ::kBytes);
       smem.dout_full.arrive_expect(Traits::kConsumers * TileDO::kBytes);
       for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup, rows.row += 64) {
+        rows.column = column;
         load_panels<TileQ>(smem.q.data() + warpgroup * TileQ::kSize, params.q_map, rows,
                            smem.q_full, L2Hint::kEvictFirst);
+        rows.column = column_v;
         load_panels<TileDO>(smem.dout.data() + warpgroup * TileDO::kSize, params.dout_map, rows,
                             smem.dout_full, L2Hint::kEvictFirst);
       }
       is_first = false;
     }
     smem.v_ring.empty[v_place.stage()].wait(v_place.parity() ^ 1);
+    keys.column = column_v;
     load_tile<TileV>(smem.v.data() + v_place.stage() * TileV::kSize, params.v_map, keys,
                      smem.v_ring.full[v_place.stage()], L2Hint::kEvictLast);
     place.advance();
@@ -86,10 +92,12 @@ ANYFLASH_DEVICE void dq_mainloop(DqStages<Traits>& stages, typename Traits::AccQ
     stages.draw();
     wgmma_wait<1>();
     pin(acc_s);
+    stages.complete_scores(acc_s);
     stages.compute_p(acc_s);
     wgmma_wait<0>();
     pin(acc_dp);
     stages.release_values();
+    stages.complete_dp(acc_dp);
     stages.clear_keys();
     stages.compute_ds(acc_dp, acc_s);
     if constexpr (kHasAlibi<typename Traits::Variant>) stages.add_slope_gradient(acc_dp);
@@ -113,9 +121,9 @@ ANYFLASH_DEVICE void consume_keys(const DqByRowsLaunch& params, const ForwardWor
   visit_gradient_type<Traits>(params, [&](auto type) {
     using Out = decltype(type);
     store_gradient<Out, Traits::kHeadDim>(
-        gradient_tile<Out>(params.dq, params.dq_stride,
-                           query_rows(block.sequence, block.head, block.first_row),
-                           params.attention.head_dim, params.accumulates_dq),
+        columns_of_cta<Traits, Traits::kHeadDim>(gradient_tile<Out>(
+            params.dq, params.dq_stride, query_rows(block.sequence, block.head, block.first_row),
+            params.attention.head_dim, params.accumulates_dq)),
         static_cast<int>(threadIdx.x) / 32 * 16, acc_dq);
   });
 }
@@ -129,14 +137,14 @@ ANYFLASH_DEVICE void clear_slope_sums(const DqByRowsLaunch& params, const Forwar
   params.slope_sums[(block.batch * params.attention.heads + block.head) * sums + place] = 0.0f;
 }
 
-// dQ of a block of rows. Grid: x = all blocks of all (batch, head) pairs; a head's last rows, which
-// see the most keys, come first.
+// dQ of a block of rows. Grid: x = all blocks of all (batch, head) pairs, times the CTAs of a
+// block; a head's last rows, which see the most keys, come first.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     dq_by_rows_kernel(const __grid_constant__ DqByRowsLaunch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
-  const ForwardWorkTile block = row_block_at<Traits::kBlockM>(params.scheduler, params.attention,
-                                                              static_cast<int>(blockIdx.x));
+  const ForwardWorkTile block =
+      row_block_at<Traits::kBlockM>(params.scheduler, params.attention, block_of_cta<Traits>());
   if (block.first_row >= block.sequence.seqlen_q) {
     if constexpr (kHasAlibi<typename Traits::Variant>) clear_slope_sums<Traits>(params, block);
     return;
@@ -146,14 +154,22 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     smem.dout_full.init(1);
     smem.k_ring.init(Traits::kConsumerWarps);
     smem.v_ring.init(Traits::kConsumerWarps);
+    if constexpr (Traits::kCtas > 1) {
+      for (auto& from_peer : smem.from_peer) {
+        from_peer.s_barriers.init();
+        from_peer.dp_barriers.init();
+      }
+    }
     fence_barrier_init();
   }
   __syncthreads();
+  meet_other_cta<Traits>();
   run_roles<Traits>(
       [&] {
         if (loads<Traits>()) produce_keys<Traits>(params, block, smem);
       },
       [&](int warpgroup) { consume_keys<Traits>(params, block, smem, warpgroup); });
+  meet_other_cta<Traits>();
 }
 
 }  // namespace anyflash::sm90

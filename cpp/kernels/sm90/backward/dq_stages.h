@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <cute/container/array.hpp>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/finite.h"
 #include "common/macros.h"
 #include "cuda/tile_scheduler.h"
 #include "sm90/accumulator.h"
 #include "sm90/backward/config.h"
+#include "sm90/backward/pair.h"
 #include "sm90/backward/variants.h"
 #include "sm90/kept_elements.h"
 #include "sm90/panel_tile.h"
@@ -40,16 +42,18 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant_>
 struct DqTraits : Warpgroups<2> {
   using Element = Element_;
   using Variant = Variant_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kCtas = ctas_of_block(kHeadDim_, kHeadDimV_);
+  static constexpr int kHeadDim = kHeadDim_ / kCtas;
+  static constexpr int kHeadDimV = kHeadDimV_ / kCtas;
   static constexpr int kBlockM = 128;  // 64 of each consumer warpgroup
-  static constexpr int kBlockN = 64;
+  static constexpr int kBlockN = kCtas > 1 ? 32 : 64;
   static constexpr int kStages = 2;  // of K
   // Of V, as many as there is room for: its next tile is wanted later than the next K.
-  static constexpr int kStagesV = kHeadDim + kHeadDimV > 384 ? 1 : 2;
+  static constexpr int kStagesV = kBlockN == 64 && kHeadDim + kHeadDimV > 384 ? 1 : 2;
   using TileVariant = KeyTileVariant<Variant>;
-  static constexpr RegisterSplit kRegisters =
-      kHasBlocks<Variant> ? RegisterSplit{40, 232} : RegisterSplit{24, 240};
+  static constexpr RegisterSplit kRegisters = kCtas > 1             ? RegisterSplit{56, 224}
+                                              : kHasBlocks<Variant> ? RegisterSplit{40, 232}
+                                                                    : RegisterSplit{24, 240};
 
   using TileQ = PanelTile<Element, 64, kHeadDim>;
   using TileDO = PanelTile<Element, 64, kHeadDimV>;
@@ -58,11 +62,21 @@ struct DqTraits : Warpgroups<2> {
   using AccS = Accumulator<kBlockN>;
   using AccQ = Accumulator<kHeadDim>;
 
+  // What the other CTA of a pair sends to a warpgroup.
+  struct FromPeer {
+    Pieces<AccS> s;
+    Pieces<AccS> dp;
+    PeerBarriers s_barriers;
+    PeerBarriers dp_barriers;
+  };
+  struct NoPeer {};
+
   struct SharedStorage {
     alignas(1024) cute::array<Element, kConsumers * TileQ::kSize> q;
     alignas(1024) cute::array<Element, kConsumers * TileDO::kSize> dout;
     alignas(1024) cute::array<Element, kStages * TileK::kSize> k;
     alignas(1024) cute::array<Element, kStagesV * TileV::kSize> v;
+    std::conditional_t<(kCtas > 1), FromPeer, NoPeer> from_peer[kConsumers];
     Mbarrier q_full;
     Mbarrier dout_full;
     Ring<kStages> k_ring;  // K, and `tiles`
@@ -136,6 +150,18 @@ class DqStages {
   }
   ANYFLASH_DEVICE void issue_dq(typename Traits::AccQ& acc_dq, const Rounded& ds) {
     issue_accumulation<TileK>(acc_dq, ds, keys());
+  }
+
+  // Of half of the columns, where a CTA has no more; then of all.
+  ANYFLASH_DEVICE void complete_scores(AccS& acc_s) {
+    if constexpr (Traits::kCtas > 1) {
+      complete(acc_s, from_peer().s, from_peer().s_barriers);
+    }
+  }
+  ANYFLASH_DEVICE void complete_dp(AccS& acc_dp) {
+    if constexpr (Traits::kCtas > 1) {
+      complete(acc_dp, from_peer().dp, from_peer().dp_barriers);
+    }
   }
 
   // P in place of S; with a softcap, its product with the softcap's slope.
@@ -240,6 +266,13 @@ class DqStages {
   }
 
  private:
+  ANYFLASH_DEVICE auto& from_peer() const { return smem_.from_peer[warpgroup_]; }
+  ANYFLASH_DEVICE void complete(AccS& acc, Pieces<AccS>& pieces, PeerBarriers& barriers) const {
+    send_to_peer<Traits>(acc, pieces, barriers, place_.count());
+    add_from_peer(acc, pieces, barriers, place_.count());
+    let_peer_send<Traits>(barriers);
+  }
+
   // The first of this thread's keys in the tile.
   ANYFLASH_DEVICE int first_key() const { return tile().n * Traits::kBlockN + thread_column(); }
   // From the diagonal, of an accumulator's score.

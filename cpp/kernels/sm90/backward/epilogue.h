@@ -69,12 +69,14 @@ ANYFLASH_DEVICE void scale(Acc& acc, float factor) {
   for (int i = 0; i < cute::size(acc); ++i) acc(i) *= factor;
 }
 
-// What was taken out of dO, when all consumers have stored their part of dV.
+// What was taken out of dO, when all consumers have stored their part of dV. `dv` begins with
+// column `first_column`.
 template <class Traits, class Out>
-ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWorkTile& block) {
+ANYFLASH_DEVICE void restore_dv(const BackwardScratch& params, const BackwardWorkTile& block,
+                                const GradientTile<Out>& dv, int first_column = 0) {
   sync_consumers<Traits::kThreads>();
   using Variant = QueryTileVariant<typename Traits::Variant>;
-  restore_dout<Traits, Variant>(params, block, dv_tile<Out>(params, block));
+  restore_dout<Traits, Variant>(params, block, dv, first_column);
 }
 
 // Gives acc_dk its scale, and writes both in the dtype `Out`.
@@ -86,7 +88,7 @@ ANYFLASH_DEVICE void write_key_gradients(const BackwardScratch& params,
   scale(acc_dk, params.ds_scale);
   store_gradient<Out, Traits::kHeadDim>(dk_tile<Out>(params, block), warp_row(), acc_dk);
   store_gradient<Out, Traits::kHeadDimV>(dv_tile<Out>(params, block), warp_row(), acc_dv);
-  if (nonfinite_dout) restore_dv<Traits, Out>(params, block);
+  if (nonfinite_dout) restore_dv<Traits>(params, block, dv_tile<Out>(params, block));
 }
 
 // This warp's 16 keys, in 16 bits, on their way to global memory, by way of `place`.

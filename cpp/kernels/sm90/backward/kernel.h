@@ -61,7 +61,7 @@ ANYFLASH_DEVICE void consume_rows(const BackwardLaunch& params,
   if (is_staged && nonfinite_dout) {
     if (threadIdx.x % 32 == 0) wait_stores();
     fence_all_writes();
-    restore_dv<Traits, typename Traits::Element>(params, block);
+    restore_dv<Traits>(params, block, dv_tile<typename Traits::Element>(params, block));
   }
   if (threadIdx.x % 32 == 0) wait_stores_read();  // the CTA's shared memory goes to another one
 }

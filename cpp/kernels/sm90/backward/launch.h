@@ -90,13 +90,13 @@ void launch_main_kernel(const BackwardScratch& scratch, void* stream) {
                                                                   : LaunchOrder::kAfterPrevious;
   const auto run = [&](auto adds_to_dq) {
     launch_blocks<main_kernel<Traits, decltype(adds_to_dq)::value>(), Traits, Traits::kCtaThreads>(
-        key_blocks * prepared.gqa_splits, sizeof(typename Traits::SharedStorage), stream, prepared,
-        order);
+        key_blocks * prepared.gqa_splits * Traits::kCtas, sizeof(typename Traits::SharedStorage),
+        stream, prepared, {order, Traits::kCtas});
   };
   if (prepared.dq_accum != nullptr) run(std::true_type{});
   else run(std::false_type{});
   if (prepared.gqa_partials != nullptr) {
-    launch_blocks<reduce_kernel<Traits>(), Traits>(key_blocks, 0, stream, scratch);
+    launch_blocks<reduce_kernel<Traits>(), Traits>(key_blocks * Traits::kCtas, 0, stream, scratch);
   }
 }
 
@@ -116,8 +116,8 @@ void launch_dq_by_rows(const BackwardScratch& scratch, const LaunchContext& cont
     make_tensor_maps<typename Traits::Element>(prepared, 64, Traits::kBlockN);
   }
   launch_blocks<dq_by_rows_kernel<Traits>, Traits, Traits::kCtaThreads>(
-      row_blocks * a.batch * a.heads, sizeof(typename Traits::SharedStorage), context.stream,
-      prepared);
+      row_blocks * a.batch * a.heads * Traits::kCtas, sizeof(typename Traits::SharedStorage),
+      context.stream, prepared, {LaunchOrder::kAfterPrevious, Traits::kCtas});
 }
 
 // The gradient of ALiBi's slopes comes with dQ by rows.
@@ -176,6 +176,8 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   using Traits = MainTraits<Element, kHeadDim, kHeadDimV, Variant>;
   using RowTraits = DqTraits<Element, kHeadDim, kHeadDimV, Variant>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward);
+  d.head_dim = kHeadDim;
+  d.head_dim_v = kHeadDimV;
   d.features = Variant::kFeatures;
   d.least_head_dim = least_head_dim(Variant::kFeatures);
   d.tile = {Traits::kBlockM, Traits::kBlockN, Traits::kCtaThreads / 32, 1};

@@ -21,12 +21,13 @@ struct BackwardLaunch : BackwardScratch {
 };
 
 // Where a block's tiles begin in the tensors of keys, and in those of rows.
-ANYFLASH_DEVICE TileCoordinates key_coordinates(const BackwardWorkTile& block) {
-  return {0, static_cast<int>(block.sequence.first_k) + block.first_key, block.head_k,
+ANYFLASH_DEVICE TileCoordinates key_coordinates(const BackwardWorkTile& block, int column = 0) {
+  return {column, static_cast<int>(block.sequence.first_k) + block.first_key, block.head_k,
           static_cast<int>(block.sequence.batch)};
 }
-ANYFLASH_DEVICE TileCoordinates row_coordinates(const BackwardWorkTile& block, int head, int row) {
-  return {0, static_cast<int>(block.sequence.first_q) + row, head,
+ANYFLASH_DEVICE TileCoordinates row_coordinates(const BackwardWorkTile& block, int head, int row,
+                                                int column = 0) {
+  return {column, static_cast<int>(block.sequence.first_q) + row, head,
           static_cast<int>(block.sequence.batch)};
 }
 

@@ -8,6 +8,7 @@
 #include "common/macros.h"
 #include "cuda/query_tile_iterator.h"
 #include "sm90/backward/launch_params.h"
+#include "sm90/backward/pair.h"
 #include "sm90/backward/query_tile.h"
 #include "sm90/backward/variants.h"
 #include "sm90/backward/visited_rows.h"
@@ -33,10 +34,12 @@ class BackwardLoader {
       : params_(params), block_(block), smem_(smem) {}
 
   ANYFLASH_DEVICE void load_keys_and_values() {
-    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map, key_coordinates(block_),
-                                      smem_.k_full, L2Hint::kEvictFirst);
-    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map, key_coordinates(block_),
-                                      smem_.v_full, L2Hint::kEvictFirst);
+    load_tile<typename Traits::TileK>(smem_.k.data(), params_.k_map,
+                                      key_coordinates(block_, first_column()), smem_.k_full,
+                                      L2Hint::kEvictFirst);
+    load_tile<typename Traits::TileV>(smem_.v.data(), params_.v_map,
+                                      key_coordinates(block_, first_column_v()), smem_.v_full,
+                                      L2Hint::kEvictFirst);
   }
   // Nobody else does so if no row sees a key. But the CTA must not end while TMA writes, nor dV go
   // where V has not landed yet.
@@ -63,7 +66,7 @@ class BackwardLoader {
     smem_.q_ring.empty[stage].wait(q_place_.parity() ^ 1);
     full.arrive_expect(TileQ::kBytes + 2 * kLseOrDeltaBytes);
     load_panels<TileQ>(smem_.q.data() + stage * TileQ::kSize, params_.q_map,
-                       row_coordinates(block_, tiles.head(), tiles.row()), full,
+                       row_coordinates(block_, tiles.head(), tiles.row(), first_column()), full,
                        L2Hint::kEvictLast);
     load_bytes(smem_.lse[stage], params_.lse_rows + row, kLseOrDeltaBytes, full.state());
     load_bytes(smem_.delta[stage], params_.delta_rows + row, kLseOrDeltaBytes, full.state());
@@ -90,12 +93,15 @@ class BackwardLoader {
     const int stage = dout_place_.stage();
     smem_.dout_ring.empty[stage].wait(dout_place_.parity() ^ 1);
     load_tile<TileDO>(smem_.dout.data() + stage * TileDO::kSize, params_.dout_map,
-                      row_coordinates(block_, tiles.head(), tiles.row()),
+                      row_coordinates(block_, tiles.head(), tiles.row(), first_column_v()),
                       smem_.dout_ring.full[stage], L2Hint::kEvictLast);
     dout_place_.advance();
   }
 
  private:
+  ANYFLASH_DEVICE static int first_column() { return cta_of_block<Traits>() * Traits::kHeadDim; }
+  ANYFLASH_DEVICE static int first_column_v() { return cta_of_block<Traits>() * Traits::kHeadDimV; }
+
   // The second of two arrivals at the tile's barrier.
   ANYFLASH_DEVICE void tell(const QueryTileInfo& tile) {
     smem_.tiles[q_place_.stage()] = tile;

@@ -72,6 +72,8 @@ struct BackwardTraits : Warpgroups<2> {
 
   static constexpr bool kIsWide = false;
 
+  static constexpr int kCtas = 1;  // that share the columns of a block
+
   // Of the workspace.
   static constexpr bool kSplitsLseAndDelta = true;
 

@@ -1,5 +1,5 @@
-// The Hopper backward's kernel for wide heads: dK and dV of one block of keys a CTA. Registers hold
-// one of them for 64 keys; so a warpgroup sums dV, and another one dK.
+// The Hopper backward's kernel for wide heads: dK and dV of one block of keys a CTA, or a pair of
+// them. Registers hold one of them for 64 keys; so a warpgroup sums dV, and another one dK.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -13,6 +13,7 @@
 #include "sm90/backward/key_block.h"
 #include "sm90/backward/launch_params.h"
 #include "sm90/backward/load.h"
+#include "sm90/backward/pair.h"
 #include "sm90/backward/row_stages.h"
 #include "sm90/backward/wide_mainloop.h"
 #include "sm90/backward/wide_traits.h"
@@ -31,6 +32,10 @@ ANYFLASH_DEVICE void init_wide(typename Traits::SharedStorage& smem) {
   smem.q_ring.init(Traits::kConsumerWarps, BackwardLoader<Traits>::kQArrivals);
   smem.dout_ring.init(Traits::kConsumerWarps);
   smem.p_ring.init(kWarps, kWarps);
+  if constexpr (Traits::kCtas > 1) {
+    smem.from_peer.s_barriers.init();
+    smem.from_peer.dp_barriers.init();
+  }
   for (int& found : smem.dout_was_nonfinite) found = 0;
   fence_barrier_init();
 }
@@ -46,7 +51,7 @@ struct DvRole {
   ANYFLASH_DEVICE static void sum(WideStages<Traits>& stages, Acc& acc) { sum_dv(stages, acc); }
   template <class Out>
   ANYFLASH_DEVICE static auto tile(const BackwardScratch& params, const BackwardWorkTile& block) {
-    return dv_tile<Out>(params, block);
+    return columns_of_cta<Traits, kColumns>(dv_tile<Out>(params, block));
   }
   ANYFLASH_DEVICE static void finish(const BackwardScratch& params, Acc& acc) {
     using Variant = typename Traits::Variant;
@@ -62,13 +67,18 @@ struct DkRole {
   ANYFLASH_DEVICE static void sum(WideStages<Traits>& stages, Acc& acc) { sum_dk(stages, acc); }
   template <class Out>
   ANYFLASH_DEVICE static auto tile(const BackwardScratch& params, const BackwardWorkTile& block) {
-    return dk_tile<Out>(params, block);
+    return columns_of_cta<Traits, kColumns>(dk_tile<Out>(params, block));
   }
   ANYFLASH_DEVICE static void finish(const BackwardScratch& params, Acc& acc) {
     scale(acc, params.ds_scale);
   }
 };
 
+// Each CTA of a pair has its own half of a part.
+template <class Traits>
+ANYFLASH_DEVICE int64_t part_of_cta(int64_t part) {
+  return part * Traits::kCtas + cta_of_block<Traits>();
+}
 template <class Role>
 ANYFLASH_DEVICE float* sums_of_part(const BackwardScratch& params, int64_t part) {
   return params.gqa_partials + part * kGqaPartialElements<typename Role::Traits> + Role::kFirstSum;
@@ -85,7 +95,10 @@ ANYFLASH_DEVICE void write_gradient(const BackwardScratch& params, const Backwar
   visit_gradient_type<Traits>(params, [&](auto type) {
     using Out = decltype(type);
     store_gradient<Out, Role::kColumns>(Role::template tile<Out>(params, block), warp_row, acc);
-    if (nonfinite_dout) restore_dv<Traits, Out>(params, block);
+    if (nonfinite_dout) {
+      restore_dv<Traits>(params, block, DvRole<Traits>::template tile<Out>(params, block),
+                         cta_of_block<Traits>() * Traits::kHeadDimV);
+    }
   });
 }
 
@@ -102,7 +115,7 @@ ANYFLASH_DEVICE void consume_wide(const BackwardScratch& params,
     write_gradient<Role>(params, block, stages.dout_was_nonfinite(), acc);
     return;
   }
-  const int64_t part = first_part<Traits>(params, block) + block.gqa_split;
+  const int64_t part = part_of_cta<Traits>(first_part<Traits>(params, block) + block.gqa_split);
   store_sums(sums_of_part<Role>(params, part), acc, warpgroup_thread(), kWarpgroupThreads);
   if (threadIdx.x == 0) params.gqa_nonfinite_dout[part] = stages.dout_was_nonfinite();
 }
@@ -110,11 +123,13 @@ ANYFLASH_DEVICE void consume_wide(const BackwardScratch& params,
 // A warpgroup's gradient from the sums of parts of a block's query heads.
 template <class Role>
 ANYFLASH_DEVICE void reduce_wide(const BackwardScratch& params, const BackwardWorkTile& block) {
-  const int64_t first = first_part<typename Role::Traits>(params, block);
+  using Traits = typename Role::Traits;
+  const int64_t first = first_part<Traits>(params, block);
   typename Role::Acc acc;
   cute::clear(acc);
   bool nonfinite_dout = false;
-  for (int64_t part = first; part < first + params.gqa_splits; ++part) {
+  for (int split = 0; split < params.gqa_splits; ++split) {
+    const int64_t part = part_of_cta<Traits>(first + split);
     add_sums(acc, sums_of_part<Role>(params, part), warpgroup_thread(), kWarpgroupThreads);
     nonfinite_dout |= params.gqa_nonfinite_dout[part];
   }
@@ -134,11 +149,11 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
 }
 
 // dK and dV of a block of keys from the sums of parts of their query heads. Grid: x = all blocks of
-// keys of all (batch, K/V head) pairs.
+// keys of all (batch, K/V head) pairs, times the CTAs of a block.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     wide_reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
-  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, blockIdx.x);
+  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, block_of_cta<Traits>());
   if (block.first_key >= block.sequence.all_keys) return;
   find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
   if (threadIdx.x < kWarpgroupThreads) reduce_wide<DvRole<Traits>>(params, block);

@@ -5,6 +5,7 @@
 
 #include "common/macros.h"
 #include "sm90/accumulator.h"
+#include "sm90/backward/pair.h"
 #include "sm90/backward/row_stages.h"
 #include "sm90/backward/wide_traits.h"
 #include "sm90/pipeline.h"
@@ -22,10 +23,28 @@ class WideStages : public RowStages<Traits> {
   ANYFLASH_DEVICE WideStages(const BackwardScratch& params, typename Traits::SharedStorage& smem)
       : RowStages<Traits>(params, smem, 0) {}
 
+  // Of half of the columns, where a CTA has no more; then of all.
+  ANYFLASH_DEVICE void complete_scores(AccS& acc_s) {
+    if constexpr (Traits::kCtas > 1) {
+      auto& barriers = smem_.from_peer.s_barriers;
+      send_to_peer<Traits>(acc_s, smem_.p, barriers, p_place_.count());
+      add_from_peer(acc_s, smem_.p, barriers, p_place_.count());
+    }
+  }
+  ANYFLASH_DEVICE void complete_dp(AccS& acc_dp) {
+    if constexpr (Traits::kCtas > 1) {
+      auto& barriers = smem_.from_peer.dp_barriers;
+      send_to_peer<Traits>(acc_dp, smem_.from_peer.dp, barriers, p_place_.count());
+      add_from_peer(acc_dp, smem_.from_peer.dp, barriers, p_place_.count());
+      let_peer_send<Traits>(barriers);
+    }
+  }
+
+  // In a pair each thread has read S there.
   ANYFLASH_DEVICE void pass_p(const AccS& p) {
-    smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);
+    if constexpr (Traits::kCtas == 1) smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);
     CUTE_UNROLL
-    for (int i = 0; i < Traits::kPiecesOfP; ++i) {
+    for (int i = 0; i < kPieces<AccS>; ++i) {
       smem_.p[i][thread()] = float4{p(4 * i), p(4 * i + 1), p(4 * i + 2), p(4 * i + 3)};
     }
     __syncwarp();  // all lanes' P is there
@@ -35,15 +54,19 @@ class WideStages : public RowStages<Traits> {
   ANYFLASH_DEVICE void take_p(AccS& p) {
     smem_.p_ring.full[0].wait(p_place_.parity());
     CUTE_UNROLL
-    for (int i = 0; i < Traits::kPiecesOfP; ++i) {
+    for (int i = 0; i < kPieces<AccS>; ++i) {
       const float4 piece = smem_.p[i][thread()];
       p(4 * i) = piece.x;
       p(4 * i + 1) = piece.y;
       p(4 * i + 2) = piece.z;
       p(4 * i + 3) = piece.w;
     }
-    __syncwarp();  // all lanes have theirs
-    release(smem_.p_ring.empty[0]);
+    if constexpr (Traits::kCtas > 1) {
+      let_peer_send<Traits>(smem_.from_peer.s_barriers);
+    } else {
+      __syncwarp();  // all lanes have theirs
+      release(smem_.p_ring.empty[0]);
+    }
     p_place_.advance();
   }
 
@@ -72,6 +95,7 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     stages.draw();
     wgmma_wait<0>();
     pin(acc_s);
+    stages.complete_scores(acc_s);
     stages.wait_dout();
     if (clears_rows) stages.clear_rows();
     stages.compute_p(acc_s, lse, p);
@@ -101,6 +125,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
     stages.draw();
     wgmma_wait<0>();
     pin(acc_dp);
+    stages.complete_dp(acc_dp);
     if (clears_rows) stages.clear_rows();
     stages.take_p(acc_p);
     stages.compute_ds(acc_dp, acc_p, delta);

@@ -4,8 +4,11 @@
 #include <cstdint>
 #include <cute/container/array.hpp>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "sm90/accumulator.h"
+#include "sm90/backward/config.h"
+#include "sm90/backward/pair.h"
 #include "sm90/backward/query_tile.h"
 #include "sm90/backward/variants.h"
 #include "sm90/panel_tile.h"
@@ -21,13 +24,15 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, class Variant_>
 struct WideTraits : Warpgroups<2> {
   using Element = Element_;
   using Variant = Variant_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kCtas = ctas_of_block(kHeadDim_, kHeadDimV_);
+  static constexpr int kHeadDim = kHeadDim_ / kCtas;
+  static constexpr int kHeadDimV = kHeadDimV_ / kCtas;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStages = 2;
 
-  static constexpr RegisterSplit kRegisters = register_split<Variant>;
+  static constexpr RegisterSplit kRegisters =
+      kCtas > 1 ? RegisterSplit{40, 232} : register_split<Variant>;
 
   // Of QueryTileIterator: no half of a tile is left out.
   static constexpr int kTopRows = kBlockM;
@@ -40,7 +45,6 @@ struct WideTraits : Warpgroups<2> {
   using AccS = Accumulator<kBlockM>;  // of S^T and dP^T
   using AccK = Accumulator<kHeadDim>;
   using AccV = Accumulator<kHeadDimV>;
-  static constexpr int kPiecesOfP = decltype(cute::size(AccS{}))::value / 4;
 
   // At 256 registers hold the sums alone, and looking ahead is slower.
   static constexpr bool kKeysInRegisters = kHeadDim <= 192;
@@ -53,13 +57,22 @@ struct WideTraits : Warpgroups<2> {
   static constexpr bool kSplitsLseAndDelta = true;
   static constexpr int kDqColumns = 0;
 
+  // What the other CTA of a pair sends. Of S it comes where P will be.
+  struct FromPeer {
+    Pieces<AccS> dp;
+    PeerBarriers s_barriers;
+    PeerBarriers dp_barriers;
+  };
+  struct NoPeer {};
+
   struct SharedStorage {
     alignas(1024) cute::array<Element, TileK::kSize> k;
     alignas(1024) cute::array<Element, TileV::kSize> v;
     alignas(1024) cute::array<Element, kStages * TileQ::kSize> q;
     alignas(1024) cute::array<Element, kStages * TileDO::kSize> dout;
     // P^T of a tile, as the threads of the first warpgroup have it and those of the second want it.
-    float4 p[kPiecesOfP][kWarpgroupThreads];
+    Pieces<AccS> p;
+    std::conditional_t<(kCtas > 1), FromPeer, NoPeer> from_peer;
     alignas(16) float lse[kStages][kBlockM];
     alignas(16) float delta[kStages][kBlockM];
 
