@@ -317,6 +317,8 @@ void fail(const std::string& what) {
 
 // -- The running thread ---------------------------------------------------------------------------
 
+void Block::leave() { g_block = nullptr; }
+
 bool Block::inside_kernel() { return g_thread != nullptr; }
 
 Block& Block::current() {

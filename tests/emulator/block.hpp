@@ -165,6 +165,7 @@ class Block {
   std::string name() const;
   std::string describe_threads() const;
 
+  static void leave();            // no block is the running one
   static Block& current();        // fails outside a launch
   static Block& current_block();  // also while no thread runs
   static Thread& current_thread();

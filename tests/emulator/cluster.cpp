@@ -13,10 +13,11 @@ Cluster* g_cluster = nullptr;
 
 constexpr const char* kClusterBarrier = "the cluster's barrier";
 
-// What st.async has sent to a block, and has not come. Of fixed size: fibers do not allocate.
+// What a block was sent, and has not come: numbers of st.async, or without any an arrival at an
+// mbarrier. Of fixed size: fibers do not allocate.
 struct Sent {
   std::array<float, 4> values;
-  int count;
+  int count;  // 0: an arrival
   volatile float* to;
   Mbarrier* barrier;
 };
@@ -25,6 +26,13 @@ struct Inbox {
   int count = 0;
 };
 std::array<Inbox, kMaxCluster> g_inboxes;
+
+Sent& new_sent(int rank) {
+  Inbox& inbox = g_inboxes[rank];
+  if (inbox.count == static_cast<int>(inbox.items.size()))
+    fail("too much is sent for the emulator");
+  return inbox.items[inbox.count++];
+}
 
 }  // namespace
 
@@ -40,7 +48,8 @@ bool land_sent(int rank) {
     const Sent sent = chosen;
     chosen = inbox.items[--inbox.count];
     for (int i = 0; i < sent.count; ++i) sent.to[i] = sent.values[i];
-    block.mbarrier_receive_sent(*sent.barrier, sent.count * static_cast<int>(sizeof(float)));
+    if (sent.count == 0) block.mbarrier_arrive(*sent.barrier);
+    else block.mbarrier_receive_sent(*sent.barrier, sent.count * static_cast<int>(sizeof(float)));
   }
   return true;
 }
@@ -78,7 +87,10 @@ Cluster::Cluster(uint64_t first, int size, dim3 block_dim, const Policy& policy,
   g_cluster = this;
 }
 
-Cluster::~Cluster() { g_cluster = nullptr; }
+Cluster::~Cluster() {
+  g_cluster = nullptr;
+  Block::leave();
+}
 
 Cluster& Cluster::current() {
   Block::current();
@@ -143,21 +155,20 @@ unsigned char* Cluster::in_cta(const void* pointer, int rank) const {
 }
 
 void Cluster::arrive(const uint64_t* barrier, int rank) {
-  blocks_[rank]->mbarrier_arrive(*reinterpret_cast<Mbarrier*>(in_cta(barrier, rank)));
+  auto* const mbarrier = reinterpret_cast<Mbarrier*>(in_cta(barrier, rank));
+  tsan_release(mbarrier->place(mbarrier->phase));
+  new_sent(rank) = Sent{{}, 0, nullptr, mbarrier};
 }
 
 void Cluster::send(float* to, const float* values, int count, int rank, const uint64_t* barrier) {
   const int bytes = count * static_cast<int>(sizeof(*values));
   check_shared("st.async", to, bytes, bytes);
-  Inbox& inbox = g_inboxes[rank];
-  if (inbox.count == static_cast<int>(inbox.items.size()))
-    fail("too much is sent for the emulator");
-  Sent& sent = inbox.items[inbox.count++];
-  sent.count = count;
-  sent.to = reinterpret_cast<volatile float*>(in_cta(to, rank));
-  sent.barrier = reinterpret_cast<Mbarrier*>(in_cta(barrier, rank));
-  tsan_write(const_cast<float*>(sent.to), bytes);
-  tsan_release(sent.barrier->place(sent.barrier->phase));
+  auto* const target = reinterpret_cast<float*>(in_cta(to, rank));
+  auto* const mbarrier = reinterpret_cast<Mbarrier*>(in_cta(barrier, rank));
+  tsan_write(target, bytes);
+  tsan_release(mbarrier->place(mbarrier->phase));
+  Sent& sent = new_sent(rank);
+  sent = Sent{{}, count, target, mbarrier};
   const bool looks_right = Block::current().policy().looks_right;
   for (int i = 0; i < count; ++i) {
     sent.values[i] = values[i];

@@ -25,7 +25,8 @@ class Cluster {
   // For the thread that is running. The place of `pointer`, which is in this block's shared memory,
   // in that of block `rank`, which has not ended.
   unsigned char* in_cta(const void* pointer, int rank) const;
-  // The numbers come there at some time, and count at the same block's mbarrier.
+  // The numbers come there at some time, and count at the same block's mbarrier. An arrival comes
+  // at some time, too.
   void send(float* to, const float* values, int count, int rank, const uint64_t* barrier);
   void arrive(const uint64_t* barrier, int rank);
   void* barrier_place() { return barrier_.place(); }

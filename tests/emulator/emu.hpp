@@ -91,8 +91,8 @@ void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, int cluster, void 
             void* arg);
 
 // Calls `body` once for every thread of the grid, and returns when all have ended. Clusters of so
-// many blocks run one after another; the blocks of one take turns. Launches
-// from several host threads wait for each other.
+// many blocks run one after another; the blocks of one take turns. Launches from several host
+// threads wait for each other.
 template <class F>
 void launch(Dim3 grid, Dim3 block, size_t dynamic_smem_bytes, F&& body, int cluster = 1) {
   using Callable = std::remove_reference_t<F>;

@@ -268,7 +268,8 @@ bool land_tma_load() {
 bool Block::land() {
   if (error_) return false;
   try {
-    return land_tma_load() || land_sent(rank_);
+    if (random_() % 2 == 0) return land_tma_load() || land_sent(rank_);
+    return land_sent(rank_) || land_tma_load();
   } catch (...) {
     error_ = std::current_exception();
     return false;

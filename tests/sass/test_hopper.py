@@ -382,7 +382,8 @@ def test_backward(backward_row: dict[str, Any]) -> None:
         if ctas_of_block(row) == 2:
             producer, consumer = PAIR_REGISTERS[name]
             assert code.opcodes["STAS.128"] == PAIR_PIECES[name], name
-        assert code.opcodes["UCGABAR_WAIT"] == (2 if ctas_of_block(row) == 2 else 0), name
+            assert not code.opcodes["MEMBAR.ALL.GPU"], name  # nothing waits for what was sent
+        assert code.opcodes["UCGABAR_WAIT"] == ctas_of_block(row) - 1, name
         assert code.handed == {"DEALLOC": producer, "TRY_ALLOC": consumer}, name
         assert code.overwritten == ([] if has_loaded_operands(row, name) else None), name
         assert any(opcode.startswith("UTMALDG.4D") for opcode in code.opcodes), name

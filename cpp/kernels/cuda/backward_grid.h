@@ -11,7 +11,7 @@
 
 namespace anyflash {
 
-// Grid: x = all blocks of keys of all (batch, K/V head, split of its query heads) triples, in the
+// `index`: of all blocks of keys of all (batch, K/V head, split of its query heads) triples, in the
 // order of key_scheduler: a triple's first blocks, which most rows see, start first.
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, int index) {
@@ -25,7 +25,7 @@ ANYFLASH_DEVICE BackwardWorkTile backward_block(const BackwardScratch& params, i
   return tile;
 }
 
-// Grid: x = all blocks of keys of all (batch, K/V head) pairs.
+// `index`: of all blocks of keys of all (batch, K/V head) pairs.
 template <int kBlockN>
 ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int index) {
   const int key_blocks = count_tiles(params.attention.seqlen_k, kBlockN);
@@ -39,7 +39,7 @@ ANYFLASH_DEVICE BackwardWorkTile key_block_at(const BackwardScratch& params, int
   return tile;
 }
 
-// Grid: x = all blocks of block_m query rows of all (batch, head) pairs.
+// `index`: of all blocks of block_m query rows of all (batch, head) pairs.
 ANYFLASH_DEVICE ForwardWorkTile row_block_at(const BackwardScratch& params, int block_m,
                                              int index) {
   const int row_blocks = count_tiles(params.attention.seqlen_q, block_m);

@@ -120,10 +120,11 @@ ANYFLASH_DEVICE void send_to_cta(float* to, const float4& value, int rank,
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(address_in_cta(mbarrier, rank))
       : "memory");
 }
-// Arrives at `mbarrier` as CTA `rank` has it.
+// Arrives at `mbarrier` as CTA `rank` has it, when what this thread has read from shared memory has
+// come. It publishes no writes to other CTAs: that would wait for all of the thread's, sent ones,
+// too (MEMBAR.ALL.GPU).
 ANYFLASH_DEVICE void arrive_at_cta(const uint64_t* mbarrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   address_in_cta(mbarrier, rank))
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(mbarrier, rank))
                : "memory");
 }
 ANYFLASH_DEVICE void wait_for_sent(uint64_t* mbarrier) {

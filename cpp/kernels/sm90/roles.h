@@ -26,6 +26,12 @@ struct Warpgroups {
 // The producer's threads call produce(), and those of the consumers consume(warpgroup).
 template <class Traits, class Produce, class Consume>
 ANYFLASH_DEVICE void run_roles(const Produce& produce, const Consume& consume) {
+  // Threads begin with equal shares, of whole eights.
+  constexpr int kWarpgroups = Traits::kConsumers + 1;
+  constexpr int kShare = 64 * 1024 / (kWarpgroups * kWarpgroupThreads) / 8 * 8;
+  static_assert(Traits::kRegisters.producer + Traits::kConsumers * Traits::kRegisters.consumer <=
+                    kWarpgroups * kShare,
+                "else a warpgroup waits for registers forever");
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == Traits::kConsumers) {
     release_registers<Traits::kRegisters.producer>();

@@ -1,7 +1,7 @@
 // A Hopper backward as a shared library with two C functions, for check_backward.py and
 // times_backward.py, which call it with PyTorch's pointers. The build says which:
 //   ELEMENT   cutlass::bfloat16_t or cutlass::half_t
-//   HEAD_DIM  64, 96, 128, 192, 256
+//   HEAD_DIM  64, 96, 128, 192, 256, 512
 // backward_preprocess.cu is built with it.
 #include <cstdio>
 #include <exception>

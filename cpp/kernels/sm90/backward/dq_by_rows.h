@@ -32,8 +32,8 @@ ANYFLASH_DEVICE void produce_keys(const DqByRowsLaunch& params, const ForwardWor
   using TileV = typename Traits::TileV;
   const Sequence& sequence = block.sequence;
   const int batch = static_cast<int>(sequence.batch);
-  const int column = cta_of_block<Traits>() * Traits::kHeadDim;
-  const int column_v = cta_of_block<Traits>() * Traits::kHeadDimV;
+  const int column = rank_in_pair<Traits>() * Traits::kHeadDim;
+  const int column_v = rank_in_pair<Traits>() * Traits::kHeadDimV;
   const Mask mask(sequence, params.attention.window);
   const KRange range = mask.k_range(block.first_row, Traits::kBlockM, Traits::kBlockN);
   RingPlace<Traits::kStages> place;
@@ -116,6 +116,7 @@ ANYFLASH_DEVICE void consume_keys(const DqByRowsLaunch& params, const ForwardWor
   cute::clear(acc_dq);
   DqStages<Traits> stages(params, block, smem, warpgroup);
   dq_mainloop<Traits>(stages, acc_dq);
+  stages.finish();
   if constexpr (kHasAlibi<typename Traits::Variant>) stages.store_slope_sum();
   scale(acc_dq, params.ds_scale);
   visit_gradient_type<Traits>(params, [&](auto type) {
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     dq_by_rows_kernel(const __grid_constant__ DqByRowsLaunch params) {
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(anyflash_smem);
   const ForwardWorkTile block =
-      row_block_at<Traits::kBlockM>(params.scheduler, params.attention, block_of_cta<Traits>());
+      row_block_at<Traits::kBlockM>(params.scheduler, params.attention, work_block<Traits>());
   if (block.first_row >= block.sequence.seqlen_q) {
     if constexpr (kHasAlibi<typename Traits::Variant>) clear_slope_sums<Traits>(params, block);
     return;
@@ -163,13 +164,12 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  meet_other_cta<Traits>();
+  meet_peer<Traits>();
   run_roles<Traits>(
       [&] {
         if (loads<Traits>()) produce_keys<Traits>(params, block, smem);
       },
       [&](int warpgroup) { consume_keys<Traits>(params, block, smem, warpgroup); });
-  meet_other_cta<Traits>();
 }
 
 }  // namespace anyflash::sm90

@@ -43,7 +43,7 @@ struct DqTraits : Warpgroups<2> {
   using Element = Element_;
   using Variant = Variant_;
   static constexpr int kCtas = ctas_of_block(kHeadDim_, kHeadDimV_);
-  static constexpr int kHeadDim = kHeadDim_ / kCtas;
+  static constexpr int kHeadDim = kHeadDim_ / kCtas;  // of a CTA, as all sizes here
   static constexpr int kHeadDimV = kHeadDimV_ / kCtas;
   static constexpr int kBlockM = 128;  // 64 of each consumer warpgroup
   static constexpr int kBlockN = kCtas > 1 ? 32 : 64;
@@ -51,6 +51,7 @@ struct DqTraits : Warpgroups<2> {
   // Of V, as many as there is room for: its next tile is wanted later than the next K.
   static constexpr int kStagesV = kBlockN == 64 && kHeadDim + kHeadDimV > 384 ? 1 : 2;
   using TileVariant = KeyTileVariant<Variant>;
+  // In a pair, with tiles of half as many keys, the loader may have what it needs.
   static constexpr RegisterSplit kRegisters = kCtas > 1             ? RegisterSplit{56, 224}
                                               : kHasBlocks<Variant> ? RegisterSplit{40, 232}
                                                                     : RegisterSplit{24, 240};
@@ -152,7 +153,7 @@ class DqStages {
     issue_accumulation<TileK>(acc_dq, ds, keys());
   }
 
-  // Of half of the columns, where a CTA has no more; then of all.
+  // In a pair: what the products made of this CTA's columns becomes the sum over all.
   ANYFLASH_DEVICE void complete_scores(AccS& acc_s) {
     if constexpr (Traits::kCtas > 1) {
       complete(acc_s, from_peer().s, from_peer().s_barriers);
@@ -161,6 +162,14 @@ class DqStages {
   ANYFLASH_DEVICE void complete_dp(AccS& acc_dp) {
     if constexpr (Traits::kCtas > 1) {
       complete(acc_dp, from_peer().dp, from_peer().dp_barriers);
+    }
+  }
+
+  // After the last tile.
+  ANYFLASH_DEVICE void finish() {
+    if constexpr (Traits::kCtas > 1) {
+      finish_exchange(from_peer().s_barriers, place_.count());
+      finish_exchange(from_peer().dp_barriers, place_.count());
     }
   }
 

@@ -20,7 +20,7 @@ ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
                                    typename Traits::SharedStorage& smem,
                                    const InitBarriers& init_barriers, const Consume& consume) {
   if (threadIdx.x == 0) prefetch_tensor_maps(params);
-  BackwardWorkTile block = backward_block<Traits::kBlockN>(params, block_of_cta<Traits>());
+  BackwardWorkTile block = backward_block<Traits::kBlockN>(params, work_block<Traits>());
   allow_next_kernel();
   if (block.first_key >= block.sequence.all_keys) {  // shorter than the longest
     wait_previous_kernel();
@@ -35,7 +35,7 @@ ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
     load_first<Traits>(params, block, smem);
   }
   __syncthreads();
-  meet_other_cta<Traits>();
+  meet_peer<Traits>();
   run_roles<Traits>(
       [&] {
         if (is_loader) load_rest<Traits>(params, block, smem);
@@ -44,7 +44,6 @@ ANYFLASH_DEVICE void run_key_block(const BackwardLaunch& params,
         find_visible_rows<Traits>(params, block, smem);
         consume(warpgroup);
       });
-  meet_other_cta<Traits>();
 }
 
 }  // namespace anyflash::sm90

@@ -110,8 +110,9 @@ void launch_dq_by_rows(const BackwardScratch& scratch, const LaunchContext& cont
   static_cast<BackwardScratch&>(prepared) = scratch;
   const Attention& a = prepared.attention;
   const int64_t row_blocks = ceil_div(int64_t{a.seqlen_q}, Traits::kBlockM);
-  prepared.scheduler = LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
-                                        heads_per_l2_section(a, context.multiprocessors));
+  prepared.scheduler =
+      LptTileScheduler(a.batch, a.heads, a.heads / a.heads_k, row_blocks,
+                       heads_per_l2_section(a, context.multiprocessors / Traits::kCtas));
   if (number_of_keys(a) > 0) {
     make_tensor_maps<typename Traits::Element>(prepared, 64, Traits::kBlockN);
   }
@@ -141,7 +142,7 @@ void launch_backward(const BackwardParams& params, const LaunchContext& context)
   p.dtype = kElementType<typename Traits::Element>;
   place_scratch<Traits>(p, static_cast<char*>(context.scratch));
   p.key_scheduler = key_scheduler_of<Traits>(
-      p, backward_heads_per_wave(a, Traits::kBlockN, context.multiprocessors));
+      p, backward_heads_per_wave(a, Traits::kBlockN, context.multiprocessors / Traits::kCtas));
   a.scale_log2 = static_cast<float>(a.softmax_scale) * kLog2E;
   p.lse_unit = Variant::kLseUnit;
   p.ds_scale = static_cast<float>(a.softmax_scale) * Variant::ds_factor(p);
@@ -176,7 +177,7 @@ constexpr KernelDescriptor backward_descriptor(const char* name) {
   using Traits = MainTraits<Element, kHeadDim, kHeadDimV, Variant>;
   using RowTraits = DqTraits<Element, kHeadDim, kHeadDimV, Variant>;
   KernelDescriptor d = descriptor<Traits>(kFamily, name, Op::kBackward);
-  d.head_dim = kHeadDim;
+  d.head_dim = kHeadDim;  // not those of a CTA
   d.head_dim_v = kHeadDimV;
   d.features = Variant::kFeatures;
   d.least_head_dim = least_head_dim(Variant::kFeatures);

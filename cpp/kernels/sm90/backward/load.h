@@ -99,8 +99,8 @@ class BackwardLoader {
   }
 
  private:
-  ANYFLASH_DEVICE static int first_column() { return cta_of_block<Traits>() * Traits::kHeadDim; }
-  ANYFLASH_DEVICE static int first_column_v() { return cta_of_block<Traits>() * Traits::kHeadDimV; }
+  ANYFLASH_DEVICE static int first_column() { return rank_in_pair<Traits>() * Traits::kHeadDim; }
+  ANYFLASH_DEVICE static int first_column_v() { return rank_in_pair<Traits>() * Traits::kHeadDimV; }
 
   // The second of two arrivals at the tile's barrier.
   ANYFLASH_DEVICE void tell(const QueryTileInfo& tile) {

@@ -18,12 +18,13 @@
 namespace anyflash::sm90 {
 
 // Traits::kCtas is 2, or 1 if a CTA has all columns; kHeadDim and kHeadDimV are those of a CTA.
+// Which block of work the CTA has, alone or with its neighbour; and which half of the columns.
 template <class Traits>
-ANYFLASH_DEVICE int block_of_cta() {
+ANYFLASH_DEVICE int work_block() {
   return static_cast<int>(blockIdx.x) / Traits::kCtas;
 }
 template <class Traits>
-ANYFLASH_DEVICE int cta_of_block() {
+ANYFLASH_DEVICE int rank_in_pair() {
   return static_cast<int>(blockIdx.x) % Traits::kCtas;
 }
 
@@ -33,16 +34,15 @@ ANYFLASH_DEVICE GradientTile<Out> columns_of_cta(const GradientTile<Out>& whole)
   if constexpr (Traits::kCtas == 1) {
     return whole;
   } else {
-    GradientTile<Out> tile = whole.from_column(cta_of_block<Traits>() * kColumns);
+    GradientTile<Out> tile = whole.from_column(rank_in_pair<Traits>() * kColumns);
     tile.columns = max(0, min(tile.columns, kColumns));
     return tile;
   }
 }
 
-// By all threads of both CTAs: when the barriers have been initialised, and at the end, as neither
-// CTA may end while the other one still sends or arrives.
+// By all threads of both CTAs, when their barriers have been initialised.
 template <class Traits>
-ANYFLASH_DEVICE void meet_other_cta() {
+ANYFLASH_DEVICE void meet_peer() {
   if constexpr (Traits::kCtas > 1) {
     __syncwarp();
     cluster_arrive();
@@ -56,10 +56,11 @@ inline constexpr int kPieces = decltype(cute::size(Acc{}))::value / 4;
 template <class Acc>
 using Pieces = float4[kPieces<Acc>][kWarpgroupThreads];
 
-// Of a place where a warpgroup of the other CTA sends Pieces, for the same threads of this one.
+// Of an exchange of Pieces between two warpgroups, one of each CTA. Both have them in the same
+// place of their shared memory.
 struct PeerBarriers {
-  Mbarrier arrived;   // the bytes of a tile
-  Mbarrier may_send;  // the other CTA's place is free; its warps arrive here
+  Mbarrier arrived;   // in this CTA's place, a tile's bytes
+  Mbarrier may_send;  // the other CTA's place is free: its warps arrive here
 
   ANYFLASH_DEVICE void init() {
     arrived.init(1);
@@ -67,11 +68,11 @@ struct PeerBarriers {
   }
 };
 
-// Of the n-th tile. By a warpgroup, and the one like it in the other CTA.
+// The other CTA gets them where `pieces` lies there. `n` tiles were exchanged before this one.
 template <class Traits, class Acc>
 ANYFLASH_DEVICE void send_to_peer(const Acc& acc, Pieces<Acc>& pieces, PeerBarriers& barriers,
                                   uint32_t n) {
-  const int peer = 1 - cta_of_block<Traits>();
+  const int peer = 1 - rank_in_pair<Traits>();
   const int thread = threadIdx.x % kWarpgroupThreads;
   barriers.may_send.wait(n % 2 ^ 1);
   CUTE_UNROLL
@@ -100,8 +101,14 @@ template <class Traits>
 ANYFLASH_DEVICE void let_peer_send(const PeerBarriers& barriers) {
   __syncwarp();  // all lanes have theirs
   if (threadIdx.x % 32 == 0) {
-    arrive_at_cta(barriers.may_send.state(), 1 - cta_of_block<Traits>());
+    arrive_at_cta(barriers.may_send.state(), 1 - rank_in_pair<Traits>());
   }
+}
+
+// After `n` tiles. What the other CTA sends has been waited for; now so are its last arrivals. No
+// CTA may end before.
+ANYFLASH_DEVICE void finish_exchange(PeerBarriers& barriers, uint32_t n) {
+  barriers.may_send.wait(n % 2 ^ 1);
 }
 
 }  // namespace anyflash::sm90

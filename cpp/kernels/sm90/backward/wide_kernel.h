@@ -77,7 +77,7 @@ struct DkRole {
 // Each CTA of a pair has its own half of a part.
 template <class Traits>
 ANYFLASH_DEVICE int64_t part_of_cta(int64_t part) {
-  return part * Traits::kCtas + cta_of_block<Traits>();
+  return part * Traits::kCtas + rank_in_pair<Traits>();
 }
 template <class Role>
 ANYFLASH_DEVICE float* sums_of_part(const BackwardScratch& params, int64_t part) {
@@ -97,7 +97,7 @@ ANYFLASH_DEVICE void write_gradient(const BackwardScratch& params, const Backwar
     store_gradient<Out, Role::kColumns>(Role::template tile<Out>(params, block), warp_row, acc);
     if (nonfinite_dout) {
       restore_dv<Traits>(params, block, DvRole<Traits>::template tile<Out>(params, block),
-                         cta_of_block<Traits>() * Traits::kHeadDimV);
+                         rank_in_pair<Traits>() * Traits::kHeadDimV);
     }
   });
 }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Traits::kCtaThreads, 1)
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     wide_reduce_gqa_partials_kernel(const __grid_constant__ BackwardScratch params) {
-  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, block_of_cta<Traits>());
+  BackwardWorkTile block = key_block_at<Traits::kBlockN>(params, work_block<Traits>());
   if (block.first_key >= block.sequence.all_keys) return;
   find_key_ranges<typename Traits::Variant, Traits::kBlockN>(params.attention, block);
   if (threadIdx.x < kWarpgroupThreads) reduce_wide<DvRole<Traits>>(params, block);

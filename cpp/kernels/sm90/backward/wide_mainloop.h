@@ -23,7 +23,7 @@ class WideStages : public RowStages<Traits> {
   ANYFLASH_DEVICE WideStages(const BackwardScratch& params, typename Traits::SharedStorage& smem)
       : RowStages<Traits>(params, smem, 0) {}
 
-  // Of half of the columns, where a CTA has no more; then of all.
+  // In a pair: what the product made of this CTA's columns becomes the sum over all.
   ANYFLASH_DEVICE void complete_scores(AccS& acc_s) {
     if constexpr (Traits::kCtas > 1) {
       auto& barriers = smem_.from_peer.s_barriers;
@@ -40,7 +40,19 @@ class WideStages : public RowStages<Traits> {
     }
   }
 
-  // In a pair each thread has read S there.
+  // After the last tile.
+  ANYFLASH_DEVICE void finish_scores() {
+    if constexpr (Traits::kCtas > 1) {
+      finish_exchange(smem_.from_peer.s_barriers, p_place_.count());
+    }
+  }
+  ANYFLASH_DEVICE void finish_dp() {
+    if constexpr (Traits::kCtas > 1) {
+      finish_exchange(smem_.from_peer.dp_barriers, p_place_.count());
+    }
+  }
+
+  // In a pair, S of the tile has come to the same place. So P of the tile before was read.
   ANYFLASH_DEVICE void pass_p(const AccS& p) {
     if constexpr (Traits::kCtas == 1) smem_.p_ring.empty[0].wait(p_place_.parity() ^ 1);
     CUTE_UNROLL
@@ -107,6 +119,7 @@ ANYFLASH_DEVICE void sum_dv(WideStages<Traits>& stages, typename Traits::AccV& a
     pin(acc_dv);
     stages.next_rows();
   }
+  stages.finish_scores();
 }
 
 // acc_dk += dS^T Q over all tiles of rows, without the scale of dS.
@@ -136,6 +149,7 @@ ANYFLASH_DEVICE void sum_dk(WideStages<Traits>& stages, typename Traits::AccK& a
     pin(acc_dk);
     stages.next_rows();
   }
+  stages.finish_dp();
 }
 
 }  // namespace anyflash::sm90

@@ -25,12 +25,13 @@ struct WideTraits : Warpgroups<2> {
   using Element = Element_;
   using Variant = Variant_;
   static constexpr int kCtas = ctas_of_block(kHeadDim_, kHeadDimV_);
-  static constexpr int kHeadDim = kHeadDim_ / kCtas;
+  static constexpr int kHeadDim = kHeadDim_ / kCtas;  // of a CTA, as all sizes here
   static constexpr int kHeadDimV = kHeadDimV_ / kCtas;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStages = 2;
 
+  // The loader of a pair has columns to count.
   static constexpr RegisterSplit kRegisters =
       kCtas > 1 ? RegisterSplit{40, 232} : register_split<Variant>;
 
