@@ -237,8 +237,9 @@ void check_shared(const char* name, const void* pointer, size_t bytes, size_t al
 unsigned char* shared_memory();
 unsigned char* shared_memory_of(int rank);
 size_t shared_memory_bytes();
-// The kernel sees that of the block of this rank from now on; nothing is in it yet.
+// The kernel sees that of the block of this rank from now on.
 void use_shared_memory(int rank);
+// Nothing is in it yet.
 void prepare_shared_memory(int rank, const Policy& policy);
 
 extern const char* const kBarrierNames[kBarriers];

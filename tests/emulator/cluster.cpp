@@ -137,8 +137,7 @@ void Cluster::fail_deadlock() const {
   for (const std::unique_ptr<Block>& block : blocks_) {
     text += (text.empty() ? "" : "; ") + block->name() + ": " + block->describe_threads();
   }
-  throw Failure("emulated kernel, deadlock in " + text +
-                " [EMU_SEED=" + std::to_string(options().seed) + "]");
+  throw Failure("emulated kernel, deadlock in " + text + seed_text());
 }
 
 unsigned char* Cluster::in_cta(const void* pointer, int rank) const {

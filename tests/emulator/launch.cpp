@@ -141,10 +141,6 @@ void launch(dim3 grid, dim3 block, size_t dynamic_smem_bytes, int cluster, void 
   tsan_acquire(&g_launch_end);  // from here on the host may read what the threads wrote
 }
 
-std::string name_of_block() {
-  return "block " + text({g_block_idx.x, g_block_idx.y, g_block_idx.z});
-}
-
 Options& options() {
   static Options result = initial_options();
   return result;

@@ -75,8 +75,7 @@ void Block::check_mbarriers_are_idle() const {
     throw Failure("emulated kernel, " + name_of_block() + " ended while mbarrier " +
                   std::to_string(i) + " had seen " + std::to_string(barrier.arrived) + " of " +
                   std::to_string(barrier.expected) + " arrivals and waited for " +
-                  std::to_string(barrier.bytes) +
-                  " bytes [EMU_SEED=" + std::to_string(options().seed) + "]");
+                  std::to_string(barrier.bytes) + " bytes" + seed_text());
   }
 }
 

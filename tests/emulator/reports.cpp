@@ -18,6 +18,8 @@ std::string Block::name() const {
          std::to_string(block_idx_.z) + ")";
 }
 
+std::string name_of_block() { return Block::current_block().name(); }
+
 // "threads 0-63 at __syncthreads (gemm.h:12); threads 64-127 ended"
 std::string Block::describe_threads() const {
   const auto describe = [](const Thread& thread) {
